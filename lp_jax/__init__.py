@@ -1,0 +1,30 @@
+"""Layer-parallel training of deep networks in JAX.
+
+The layers of a network are solved for all at once, iteratively, by multigrid-reduction-in-time (MGRIT) or Picard
+sweeps, forward and adjoint, to the same answer as one after the other.
+"""
+
+from importlib.metadata import version
+
+from lp_jax._cycle import cascade as cascade
+from lp_jax._cycle import cycle as cycle
+from lp_jax._iterate import Stats as Stats
+from lp_jax._level import Level as Level
+from lp_jax._mgrit import MGRIT as MGRIT
+from lp_jax._picard import Picard as Picard
+from lp_jax._rediscretize import Rediscretize as Rediscretize
+from lp_jax._relax import c_relax as c_relax
+from lp_jax._relax import f_relax as f_relax
+from lp_jax._relax import residual as residual
+from lp_jax._serial import Serial as Serial
+from lp_jax._solution import RESULTS as RESULTS
+from lp_jax._solution import Solution as Solution
+from lp_jax._solution import SolveError as SolveError
+from lp_jax._solve import Gradients as Gradients
+from lp_jax._solve import solve as solve
+from lp_jax._solve import solve_vjp as solve_vjp
+from lp_jax._transfer import coarse_rhs as coarse_rhs
+from lp_jax._transfer import correct as correct
+from lp_jax._transfer import restrict as restrict
+from lp_jax._types import Layer as Layer
+

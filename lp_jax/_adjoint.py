@@ -1,0 +1,209 @@
+"""The adjoint system as levels of its own, and the gradient that its solution gives.
+
+With lam[N] the cotangent of the last state, ``lam[n] = (dPhi_n/du at u[n])^T lam[n+1]`` is a chain of steps that runs
+from the last layer to the first. Transposing every forward level, linearised at one consistent trajectory, gives the
+levels of the adjoint solve; the solvers do not know the difference.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax import _tree
+from lp_jax._chain import Chain
+from lp_jax._iterate import Stats, iterate
+from lp_jax._level import Level, Operand, Transfer, identity
+from lp_jax._relax import entering
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree, Slices, State
+
+
+class Checkpoints(NamedTuple):
+    """What the forward solve leaves for the adjoint: one of the two.
+
+    Attributes:
+        c_points: states that leave every interval of the forward solve's finest level, ``(intervals, ...)``.
+        states: states that enter every layer, ``(N, ...)``.
+    """
+
+    c_points: State | None = None
+    states: State | None = None
+
+
+class Cotangents(NamedTuple):
+    """Gradients of the loss with respect to the operands of a solve; None for leaves that are not differentiable."""
+
+    y0: State
+    slices: Slices
+    shared: PyTree
+
+
+def solve_adjoint(
+    chain: Chain, solver: Solver, checkpoints: Checkpoints, stride: int, y1_cotangent: State, guess: str
+) -> tuple[Cotangents, Stats, jax.Array]:
+    """Solve the adjoint system and form the gradient.
+
+    Args:
+        chain: the forward problem.
+        solver: settings of the adjoint solve.
+        checkpoints: of the forward solve.
+        stride: number of layers between two C-points of the checkpoints.
+        y1_cotangent: cotangent of the state after the last layer.
+        guess: "constant" or "zeros", where the first down-cycle is not skipped.
+
+    Returns:
+        The gradients, the adjoint solve's stats, and whether its tolerances were met.
+    """
+    forward = solver.discretize(chain)
+    fine = forward[0]
+    recompute = checkpoints.states is None and stride == fine.factor and stride > 1 and fine.looped
+    if any(level.anchor for level in forward):
+        recompute = False  # these coarse steps are linearised at all states
+    if checkpoints.states is None and not recompute:
+        checkpoints = Checkpoints(states=all_states(chain, checkpoints, stride, looped=fine.looped))
+    if checkpoints.states is not None:
+        entered, every = checkpoints.states, 1
+        forward = tuple(level.anchored(entered) for level in forward)
+    else:
+        entered, every = fine.entries(checkpoints.c_points), stride
+    levels = _transposed(forward, entered, every, y1_cotangent)
+
+    start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
+    lam, stats, met = iterate(solver, levels, start)
+    differentiable, _ = _partition(fine.shared)
+    lam, (slices, cotangents) = solver.finish(levels, lam, _emit_gradient(fine, keep=bool(differentiable)))
+    return (
+        Cotangents(
+            y0=levels[0].comm.last(lam, reverse=True),
+            slices=_tree.merge(slices, fine.steps),
+            shared=_shared_gradient(fine, levels[0], cotangents),
+        ),
+        stats,
+        met,
+    )
+
+
+def all_states(chain: Chain, checkpoints: Checkpoints, stride: int, *, looped: bool) -> State:
+    """States that enter every layer, recomputed from the C-points."""
+    if checkpoints.states is not None:
+        return checkpoints.states
+    return entering(chain.finest(stride, looped=looped), checkpoints.c_points)
+
+
+def _transposed(forward: Sequence[Level], entered: State, every: int, cotangent: State) -> tuple[Level, ...]:
+    """Every level's adjoint, linearised at ``entered``: the states that enter every ``every``-th layer."""
+    levels = []
+    states = entered
+    stride = every
+    for level in forward:
+        states = jax.tree.map(lambda x, k=level.span // stride: x[::k], states) if level.span > stride else states
+        stride = max(stride, level.span)
+        levels.append(_transpose(level, states, cotangent, recompute=level.span == 1 and every > 1))
+        if level.transfer is not None:
+            states = jax.vmap(level.transfer[0])(states)
+            cotangent = levels[-1].transfer[0](cotangent)
+    return tuple(levels)
+
+
+def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool) -> Level:
+    def step(lam: State, x: tuple[Operand, State], shared: PyTree) -> State:
+        operand, u = x
+        return jax.vjp(lambda u: level.step(u, operand, shared), u)[1](lam)[0]
+
+    def expand(x: tuple[Operand, State], shared: PyTree) -> tuple[Operand, State]:
+        operands, u = x
+        return operands, _interval_states(level, operands, u, shared)
+
+    return dataclasses.replace(
+        level,
+        xs=(level.xs, states if recompute else _tree.split(states, level.factor)),
+        y0=cotangent,
+        step=identity if level.step is identity else step,
+        reverse=True,
+        transfer=_transposed_transfer(level),
+        expand=expand if recompute else None,
+    )
+
+
+def _transposed_transfer(level: Level) -> Transfer | None:
+    """Restriction of cotangents is the transpose of prolongation, and the other way round."""
+    if level.transfer is None:
+        return None
+    restrict, prolong = level.transfer
+    fine = jax.eval_shape(lambda: level.y0)
+    coarse = jax.eval_shape(restrict, fine)
+    return (
+        lambda lam: jax.linear_transpose(prolong, coarse)(lam)[0],
+        lambda lam: jax.linear_transpose(restrict, fine)(lam)[0],
+    )
+
+
+def _interval_states(level: Level, operands: Operand, u: State, shared: PyTree) -> State:
+    """States that enter each step of one interval, ``(factor, ...)``."""
+    last = level.factor - 1
+    states = jax.tree.map(lambda x: jnp.zeros((level.factor, *x.shape), x.dtype), u)
+
+    def body(i: jax.Array, carry: tuple[State, State]) -> tuple[State, State]:
+        u, states = carry
+        return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
+
+    u, states = lax.fori_loop(0, last, body, (u, states))
+    return _tree.put(states, u, last)
+
+
+def _emit_gradient(fine: Level, *, keep: bool):
+    """One adjoint step of the finest level that emits the gradient of its slice, and the cotangent if asked to keep it."""
+
+    def advance(lam: State, x: tuple[Operand, State], shared: PyTree) -> tuple[State, Any]:
+        operand, u = x
+        leaves, combine = _partition(operand.x)
+
+        def forward(u: State, leaves: list[jax.Array]) -> State:
+            return fine.step(u, operand._replace(x=combine(leaves)), shared)
+
+        lam_next, gradient = jax.vjp(forward, u, leaves)[1](lam)
+        return lam_next, (combine(gradient, fill=None), lam if keep else None)
+
+    return advance
+
+
+def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None) -> PyTree:
+    """Gradient of what all layers share, as one contraction over each interval's layers (over all layers if batched)."""
+    leaves, combine = _partition(fine.shared)
+    if not leaves:
+        return combine([], fill=None)
+
+    def interval(xs: PyTree, lams: State) -> list[jax.Array]:
+        operands, states = adjoint.expand(xs, fine.shared) if adjoint.expand else xs
+
+        def forward(leaves: list[jax.Array]) -> State:
+            return jax.vmap(lambda u, x: fine.step(u, x, combine(leaves)))(states, operands)
+
+        return jax.vjp(forward, leaves)[1](lams)[0]
+
+    if adjoint.looped:
+        total, _ = lax.scan(
+            lambda total, args: (_tree.add(total, interval(*args)), None), _tree.zeros_like(leaves), (adjoint.xs, cotangents)
+        )
+    else:
+        flat = _tree.merge((adjoint.xs, cotangents), fine.intervals * fine.factor)
+        total = interval(*flat)
+    return combine(total, fill=None)
+
+
+def _partition(tree: PyTree):
+    """The differentiable leaves of a tree, and how to put it together again around others."""
+    leaves, structure = jax.tree.flatten(tree)
+    mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+
+    def combine(new: Sequence[Any], *, fill: Any = ...) -> PyTree:
+        new = iter(new)
+        return structure.unflatten(
+            [next(new) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
+        )
+
+    return [x for x, m in zip(leaves, mask, strict=True) if m], combine

@@ -1,0 +1,52 @@
+"""The problem as the solvers receive it: a chain of layers, before any of them decides how to group it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from lp_jax._comm import Local
+from lp_jax._level import Level, Transfer
+from lp_jax._types import PyTree, Slices, SliceStep, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """``steps`` layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
+
+    Attributes:
+        step_on: the step on each level, ``step_on(level)(u, slice, shared) -> u_next``.
+        slices: stacked operands, leaves ``(steps, ...)``.
+        shared: operand of every step.
+        y0: the state that enters.
+        steps: number of layers.
+        looped: what ``interval_map="auto"`` means here: loop (True) or batch.
+        comm: where the layers live.
+    """
+
+    step_on: Callable[[int], SliceStep]
+    slices: Slices
+    shared: PyTree
+    y0: State
+    steps: int
+    looped: bool = False
+    comm: Local = Local()
+
+    def finest(self, factor: int, *, looped: bool = False, transfer: Transfer | None = None) -> Level:
+        """The chain as a level of intervals of ``factor`` layers."""
+        return Level.of(
+            step=self.step_on(0),
+            xs=self.slices,
+            steps=self.steps,
+            factor=factor,
+            shared=self.shared,
+            y0=self.y0,
+            looped=looped,
+            transfer=transfer,
+            comm=self.comm,
+        )
+
+    def interval(self, step: SliceStep, slices: Slices, shared: PyTree, y0: State) -> "Chain":
+        """One interval of this chain as a chain of its own, for a solver that stands in for a coarse step."""
+        steps = jax.tree.leaves(slices)[0].shape[0]
+        return Chain(step_on=lambda _: step, slices=slices, shared=shared, y0=y0, steps=steps, looped=self.looped)

@@ -1,0 +1,147 @@
+"""What `solve` refuses, at trace time, and the times of the layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lp_jax._comm import Local
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree, State
+
+
+def state(y0: State) -> State:
+    """``y0`` as arrays, all of them floating point or complex."""
+    leaves = jax.tree.leaves_with_path(y0)
+    if not leaves:
+        raise ValueError("y0 has no arrays in it; pass the state that enters the first layer.")
+    for path, leaf in leaves:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"y0{jax.tree_util.keystr(path)} has dtype {dtype}; the state must be floating point or complex. Cast it, "
+                "or pass what does not change from layer to layer as `shared`."
+            )
+    return jax.tree.map(jnp.asarray, y0)
+
+
+def number_of_layers(params: PyTree, data: PyTree) -> int:
+    """The common leading length of all leaves of ``params`` and ``data``."""
+    lengths = {}
+    for name, tree in (("params", params), ("data", data)):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            where = name + jax.tree_util.keystr(path)
+            if jnp.ndim(leaf) == 0:
+                raise ValueError(
+                    f"{where} is a scalar; every leaf of {name} must be stacked along a leading axis of length N, the "
+                    "number of layers. Pass what all layers share as `shared`."
+                )
+            lengths[where] = jnp.shape(leaf)[0]
+    if not lengths:
+        raise ValueError(
+            "params and data have no arrays in them, so the number of layers is unknown; stack each layer's parameters (or "
+            "inputs) along a leading axis. A network without either can pass data=jnp.arange(N)."
+        )
+    if len(set(lengths.values())) > 1:
+        different = ", ".join(f"{where}: {n}" for where, n in lengths.items())
+        raise ValueError(
+            f"params (and data) must have one leading length, the number of layers; got {different}. Pass what all layers "
+            "share as `shared`."
+        )
+    where, n = next(iter(lengths.items()))
+    if n == 0:
+        raise ValueError(f"{where} has leading length 0; a network needs at least one layer.")
+    return n
+
+
+def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Start and length of every layer, ``(steps,)`` each."""
+    if jnp.ndim(t0) != 0:
+        raise ValueError(f"t0 must be a scalar; got shape {jnp.shape(t0)}. A grid of times is passed as t1.")
+    if jnp.ndim(t1) == 0:
+        fraction = np.arange(steps) / steps
+        if not (_known(t0) and _known(t1)):
+            start, end = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype)
+            return start + (end - start) * jnp.asarray(fraction, dtype), jnp.broadcast_to((end - start) / steps, (steps,))
+        start, end = float(t0), float(t1)
+        if not 0 < end - start < np.inf:
+            raise ValueError(f"t1 must be finite and later than t0; got t0={start}, t1={end}.")
+        return jnp.asarray(start + (end - start) * fraction, dtype), jnp.full((steps,), (end - start) / steps, dtype)
+    if jnp.shape(t1) != (steps + 1,):
+        raise ValueError(
+            f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and the last one ends; got "
+            f"shape {jnp.shape(t1)}."
+        )
+    if _known(t1):
+        grid = np.asarray(t1, np.float64)
+        if not np.all(np.diff(grid) > 0):
+            n = int(np.argmin(np.diff(grid) > 0))
+            raise ValueError(f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}.")
+        return jnp.asarray(grid[:-1], dtype), jnp.asarray(np.diff(grid), dtype)
+    grid = jnp.asarray(t1, dtype)
+    return grid[:-1], jnp.diff(grid)
+
+
+def _known(value: Any) -> bool:
+    return not isinstance(value, jax.core.Tracer)
+
+
+def comm(value: Any) -> None:
+    """Where the layers live."""
+    if value is not None and not isinstance(value, Local):
+        raise TypeError(f"comm must be None (one device); got {value!r} ({type(value).__name__}).")
+
+
+def step_output(out: Any, u: State, has_aux: bool) -> None:
+    """The step returned the state's structure, shapes and dtypes."""
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"step must return (y_next, aux) with has_aux=True; got {_describe(out)}. Return a pair, or leave has_aux out."
+            )
+        out = out[0]
+    wanted, got = jax.tree.structure(u), jax.tree.structure(out)
+    if wanted != got:
+        hint = ""
+        if not has_aux and isinstance(out, tuple) and len(out) == 2 and jax.tree.structure(out[0]) == wanted:
+            hint = " It looks like (y_next, aux): pass has_aux=True."
+        raise TypeError(f"step must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
+    for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise TypeError(
+                f"step must return a state of the same shapes and dtypes as the one it got; leaf y{jax.tree_util.keystr(path)} "
+                f"went in as {_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside the step; a layer that changes "
+                "the state's shape stands between two solves."
+            )
+
+
+def guess(value: Any, y0: State, intervals: int) -> State | str:
+    """ "constant", "zeros", or C-points with leaves ``(intervals, ...)``."""
+    if isinstance(value, str):
+        if value not in ("constant", "zeros"):
+            raise ValueError(f'guess must be "constant", "zeros" or a trajectory; got {value!r}.')
+        return value
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
+    got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
+    if jax.tree.structure(wanted) != jax.tree.structure(got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
+        raise ValueError(
+            f"guess must be the level-0 C-point states after point 0, {_describe(wanted)}, like Solution.trajectory of a solve "
+            f"with the same coarsening; got {_describe(got)}."
+        )
+    return jax.tree.map(jnp.asarray, value)
+
+
+def _aval(x: Any) -> str:
+    return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
+
+
+def _describe(tree: PyTree) -> str:
+    return str(jax.tree.map(_aval, tree)).replace("'", "")
+
+
+def solver(name: str, value: Any) -> None:
+    """A solver instance."""
+    if not isinstance(value, Solver):
+        hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
+        raise TypeError(f"{name} must be a solver, like MGRIT(...), Picard(...) or Serial(); got {value!r}.{hint}")

@@ -1,0 +1,200 @@
+"""One level of the hierarchy: a chain of dependent steps, grouped into intervals.
+
+A level is the system ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``. The finest level has no
+right-hand side; a coarse level is the same thing with another step and the right-hand side that the FAS scheme gives
+it, so nothing in the solver asks which level it is on. The adjoint system is a level too, reversed: its chain runs
+from the last step to the first.
+
+C-points are the states that leave the intervals ("exits"), stacked along a leading axis of length ``intervals``. The
+F-points between them are functions of the C-points and are never stored by the solver.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lp_jax import _tree
+from lp_jax._comm import Local
+from lp_jax._types import PyTree, SliceStep, State
+
+Transfer = tuple[Callable[[State], State], Callable[[State], State]]
+Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
+"""A step that also emits something: ``advance(u, x, shared) -> (u_next, emitted)``."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["xs", "shared", "y0", "rhs"],
+    meta_fields=["step", "steps", "factor", "span", "reverse", "looped", "transfer", "expand", "anchor", "comm"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """A chain of ``steps`` steps in ``ceil(steps / factor)`` intervals. See the module's text.
+
+    Attributes:
+        xs: operands of the steps, leaves ``(intervals, factor, ...)``; what only pads the last interval carries
+            ``valid=False`` and its step is the identity.
+        shared: operand of every step.
+        y0: the state that enters the chain.
+        rhs: right-hand side, leaves ``(intervals, factor, ...)``, or None for zero.
+        step: ``step(u, x, shared) -> u_next``.
+        steps: number of steps.
+        factor: coarsening factor to the next level; 1 on the coarsest.
+        span: number of finest-level layers that one step stands for.
+        reverse: whether the chain runs from the last step to the first.
+        looped: intervals one after another (True) or as one batch.
+        transfer: (restrict, prolong) of the state between this level and the next coarser one, or None.
+        expand: turns one interval's ``xs`` into the per-step operands, ``(factor, ...)``, or None where they are that.
+        anchor: ``anchor(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
+            does not ask for them.
+        comm: where the intervals live.
+    """
+
+    xs: PyTree
+    shared: PyTree
+    y0: State
+    step: SliceStep
+    steps: int
+    factor: int
+    span: int = 1
+    rhs: State | None = None
+    reverse: bool = False
+    looped: bool = False
+    transfer: Transfer | None = None
+    expand: Callable[[PyTree, PyTree], PyTree] | None = None
+    anchor: Callable[[PyTree, State], PyTree] | None = None
+    comm: Local = Local()
+
+    @property
+    def intervals(self) -> int:
+        """Number of intervals."""
+        return -(-self.steps // self.factor)
+
+    @classmethod
+    def of(cls, *, step: SliceStep, xs: PyTree, steps: int, factor: int, **fields: Any) -> "Level":
+        """A level from operands that are stacked, ``(steps, ...)``, but not grouped into intervals yet."""
+        step, xs = grouped(step, xs, steps, factor)
+        return cls(step=step, xs=xs, steps=steps, factor=factor, **fields)
+
+    def entries(self, u: State) -> State:
+        """States that enter the intervals, given those that leave them."""
+        return self.comm.shift(u, self.y0, reverse=self.reverse)
+
+    def c_points(self, points: State) -> State:
+        """The C-points among the states after every step, leaves ``(steps, ...)``."""
+        edge = 0 if self.reverse else -1
+        return jax.tree.map(lambda x: x[:, edge], _tree.split(points, self.factor))
+
+    def with_rhs(self, rhs: State) -> "Level":
+        """This level with a right-hand side, leaves ``(steps, ...)``."""
+        return dataclasses.replace(self, rhs=_tree.split(rhs, self.factor, fill="constant"))
+
+    def anchored(self, states: State) -> "Level":
+        """This level with its steps taken around ``states`` (those that enter every finest-level layer)."""
+        if self.anchor is None:
+            return self
+        states = _tree.split(_tree.split(states, self.span), self.factor)
+        return dataclasses.replace(self, xs=self.xs._replace(x=self.anchor(self.xs.x, states)), anchor=None)
+
+    def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
+        """The step, emitting nothing."""
+        return self.step(u, x, shared), None
+
+
+class Operand(NamedTuple):
+    """What one step of a group takes: its own operand, and whether it is a step or only pads (None: all are)."""
+
+    x: PyTree
+    valid: jax.Array | None
+
+
+def grouped(step: SliceStep, xs: PyTree, n: int, size: int) -> tuple[SliceStep, Operand]:
+    """Operands ``(n, ...)`` in groups ``(ceil(n / size), size, ...)``, and the step that takes one of them.
+
+    Where ``size`` does not divide ``n`` the last group is padded, and the step is the identity on the padding.
+    """
+    valid = None
+    if n % size:
+        valid = jnp.asarray((np.arange(-(-n // size) * size) < n).reshape(-1, size))
+    if step is identity:
+        return identity, Operand(_tree.split(xs, size), valid)
+
+    def guarded(u: State, operand: Operand, shared: PyTree) -> State:
+        u_next = step(u, operand.x, shared)
+        return u_next if operand.valid is None else _tree.where(operand.valid, u_next, u)
+
+    return guarded, Operand(_tree.split(xs, size), valid)
+
+
+def identity(u: State, x: PyTree, shared: PyTree) -> State:
+    """The step that does nothing. A chain of them is a prefix sum of its right-hand side."""
+    return u
+
+
+def sweep(level: Level, u: State, *, advance: Advance | None = None, count: int | None = None) -> tuple[State, Any]:
+    """Propagate every C-point through the first ``count`` steps of its interval (all by default), all at once.
+
+    Args:
+        level: the level.
+        u: C-points, leaves ``(intervals, ...)``.
+        advance: the step to take, where more than ``level.step`` is wanted.
+        count: number of steps, in the direction of the chain.
+
+    Returns:
+        The states reached, ``(intervals, ...)``, and what ``advance`` emitted, leaves ``(intervals, factor, ...)``,
+        at the position of the step that emitted it.
+    """
+    run = functools.partial(_interval, level, advance or level.advance, level.factor if count is None else count)
+    operands = (level.entries(u), level.xs, level.rhs)
+    if level.looped:
+        return lax.map(lambda args: run(*args), operands)
+    return jax.vmap(run)(*operands)
+
+
+def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
+    """Solve the level step after step. Same results as `sweep` from exact C-points."""
+    if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
+        return level.comm.cumsum(jax.tree.map(lambda g: g[:, 0], level.rhs), level.y0, reverse=level.reverse), None
+    run = functools.partial(_interval, level, advance or level.advance, level.factor)
+
+    def body(u: State, operands: PyTree) -> tuple[State, PyTree]:
+        u, emitted = run(u, *operands)
+        return u, (u, emitted)
+
+    return lax.scan(body, level.y0, (level.xs, level.rhs), reverse=level.reverse)[1]
+
+
+def _interval(level: Level, advance: Advance, count: int, u: State, xs: PyTree, rhs: State | None):
+    """``count`` steps from ``u`` through one interval; ``xs`` and ``rhs`` have leaves ``(factor, ...)``.
+
+    The operands are indexed, not scanned over: under vmap a scanned operand would have its two leading axes
+    swapped, which copies all parameters.
+    """
+    if level.expand is not None:
+        xs = level.expand(xs, level.shared)
+
+    def one(i: jax.Array | int, u: State) -> tuple[State, PyTree]:
+        u_next, emitted = advance(u, _tree.take(xs, i), level.shared)
+        return _tree.add(u_next, None if rhs is None else _tree.take(rhs, i)), emitted
+
+    def position(i: jax.Array | int) -> jax.Array | int:
+        return level.factor - 1 - i if level.reverse else i
+
+    emitted = jax.tree.map(
+        lambda e: jnp.zeros((level.factor, *e.shape), e.dtype), jax.eval_shape(lambda: one(position(0), u)[1])
+    )
+
+    def body(i: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
+        u, emitted = carry
+        u, new = one(position(i), u)
+        return u, _tree.put(emitted, new, position(i))
+
+    if count == 1:
+        return body(0, (u, emitted))
+    return lax.fori_loop(0, count, body, (u, emitted))

@@ -1,0 +1,172 @@
+"""Multigrid-reduction-in-time over the layers."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from lp_jax import _check
+from lp_jax._chain import Chain
+from lp_jax._cycle import VISITS, cascade, cycle
+from lp_jax._level import Advance, Level, Transfer, sweep
+from lp_jax._picard import Picard
+from lp_jax._pytree import settings
+from lp_jax._rediscretize import Rediscretize
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver, constant
+from lp_jax._types import State
+
+
+@settings(data=("rtol", "atol", "c_weight", "coarse_step", "coarsest"))
+class MGRIT(Solver):
+    """Multigrid-reduction-in-time: all layers at once, iteratively, to the same answer as one after another.
+
+    Args:
+        levels: number of levels, the finest included; 1 is serial propagation. Coarsening stops earlier where a level
+            would have fewer than ``min_coarse`` steps.
+        coarsening: coarsening factor m, or one per level (the last one repeats).
+        iterations: number of cycles; with a tolerance their largest number.
+        rtol: stop when the residual norm is at most this times the first one that was measured.
+        atol: stop when the residual norm is at most this.
+        relaxation: "F", "FCF", "FCFCF", ..., or one per level, finest first (the last one repeats).
+        c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.
+        cycle: "V", "F" or "W".
+        skip_downcycle: make the first iteration the coarse-to-fine cascade: solve the coarsest level, then inject and
+            F-relax level by level. It needs no guess and uses none.
+        min_coarse: fewest steps of the coarsest level.
+        coarse_step: what stands in for the layers of an interval on the coarse levels: `Rediscretize`, or any solver
+            with fixed effort: `Picard`, `Serial`.
+        coarsest: solver of the coarsest level: `Serial`, or `Picard`.
+        spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
+            or None where the state keeps its size.
+        storage: what the adjoint finds: "c_points" (one state per interval; the others are recomputed) or "all".
+        interval_map: "vmap" (all intervals as one batch), "loop" (one after another, least memory), or "auto": loop on
+            a CPU, batch on an accelerator.
+
+    Raises:
+        ValueError: for a value out of range, naming the field.
+        TypeError: for a number of levels, a factor or a number of iterations that is no integer.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> solver = lp_jax.MGRIT(coarsening=2, iterations=8, coarse_step=lp_jax.Rediscretize())
+        >>> lp_jax.solve(step, jnp.ones(8), jnp.ones(()), solver=solver).y1.round(4)
+        Array(2.5658, dtype=float32)
+
+    References:
+        Falgout, Friedhoff, Kolev, MacLachlan, Schroder, "Parallel time integration with multigrid", SIAM J. Sci.
+        Comput. 36 (2014); Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural
+        networks", SIAM J. Math. Data Sci. 2 (2020).
+    """
+
+    levels: int = 2
+    coarsening: int | tuple[int, ...] = 4
+    iterations: int = 2
+    rtol: float | jax.Array | None = None
+    atol: float | jax.Array | None = None
+    relaxation: str | tuple[str, ...] = ("F", "FCF")
+    c_weight: float | jax.Array = 1.0
+    cycle: str = "V"
+    skip_downcycle: bool = True
+    min_coarse: int = 2
+    coarse_step: Rediscretize | Solver = Picard(sweeps=1)
+    coarsest: Serial | Picard = Serial()
+    spatial: Transfer | tuple[Transfer | None, ...] | None = None
+    storage: str = "c_points"
+    interval_map: str = "auto"
+
+    def __post_init__(self):
+        _check.integer("levels", self.levels, least=1)
+        _check.integer("iterations", self.iterations, least=1)
+        _check.integer("min_coarse", self.min_coarse, least=1)
+        for factor in _per_level(self.coarsening):
+            _check.integer("coarsening", factor, least=2)
+        for relaxation in _per_level(self.relaxation):
+            if not (isinstance(relaxation, str) and re.fullmatch("F(CF)*", relaxation)):
+                raise ValueError(f'relaxation must be "F", "FCF", "FCFCF", ... (or one per level); got {relaxation!r}.')
+        _check.one_of("cycle", self.cycle, VISITS)
+        _check.one_of("storage", self.storage, ("c_points", "all"))
+        _check.one_of("interval_map", self.interval_map, ("vmap", "loop", "auto"))
+        for pair in self._transfers():
+            if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))):
+                raise ValueError(f"spatial must be None or per level a pair (restrict, prolong) of functions; got {pair!r}.")
+
+    def c_relaxations(self, level: int) -> int:
+        """Number of C-relaxations (each followed by F) in the pre-relaxation on ``level``."""
+        return _at(_per_level(self.relaxation), level).count("C")
+
+    def plan(self, steps: int) -> list[tuple[int, int]]:
+        """(steps, coarsening factor) of every level, finest first; the coarsest has factor 1."""
+        sizes = []
+        while len(sizes) + 1 < self.levels:
+            factor = _at(_per_level(self.coarsening), len(sizes))
+            coarse = -(-steps // factor)
+            if coarse < self.min_coarse or coarse == steps:
+                break
+            sizes.append((steps, factor))
+            steps = coarse
+        return [*sizes, (steps, 1)]
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.storage == "all"
+
+    def resolve(self, steps: int) -> Solver:
+        return self if len(self.plan(steps)) > 1 else Serial()
+
+    def stride(self, steps: int) -> int:
+        return self.plan(steps)[0][1]
+
+    def transfers(self, steps: int) -> list[Transfer | None]:
+        return [_at(self._transfers(), level) for level in range(len(self.plan(steps)) - 1)]
+
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        plan = self.plan(chain.steps)
+        looped = chain.looped if self.interval_map == "auto" else self.interval_map == "loop"
+        transfer = [*self.transfers(chain.steps), None]
+        levels = [chain.finest(plan[0][1], looped=looped, transfer=transfer[0])]
+        for number, (steps, factor) in enumerate(plan[1:], 1):
+            finer = levels[-1]
+            span = finer.span * finer.factor
+            parts = self.coarse_step.coarsen(chain, number, span)
+            levels.append(
+                Level.of(
+                    **parts,
+                    shared=chain.shared,
+                    y0=finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0),
+                    steps=steps,
+                    factor=factor,
+                    span=span,
+                    looped=looped,
+                    transfer=transfer[number],
+                    comm=chain.comm,
+                )
+            )
+        return tuple(levels)
+
+    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
+        if self.skip_downcycle and len(levels) > 1:
+            return cascade(self, levels), 1
+        return constant(levels[0], guess), 0
+
+    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
+        return cycle(self, levels, u)
+
+    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
+        return sweep(levels[0], u, advance=advance)
+
+    def _transfers(self) -> tuple[Transfer | None, ...]:
+        if self.spatial is None:
+            return (None,)
+        single = len(self.spatial) == 2 and all(map(callable, self.spatial))
+        return (self.spatial,) if single else tuple(self.spatial)
+
+
+def _per_level(setting: Any) -> tuple:
+    return setting if isinstance(setting, tuple) else (setting,)
+
+
+def _at(settings: tuple, level: int) -> Any:
+    return settings[min(level, len(settings) - 1)]

@@ -1,0 +1,171 @@
+"""From the user's arguments to a chain: values that a step closes over, times, and what is refused.
+
+Everything static about a solve is one hashable `Problem`; everything else is an array in `Operands`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from lp_jax import _inputs, _tree
+from lp_jax._chain import Chain
+from lp_jax._comm import Local
+from lp_jax._types import Layer, PyTree, Slices, SliceStep, State, Step
+
+
+class Operands(NamedTuple):
+    """The arrays of a solve. ``closed_over`` are the traced values that the step closes over."""
+
+    y0: State
+    slices: Slices
+    shared: PyTree
+    closed_over: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStep:
+    """The user's step on one level, as a function of (state, slice, (shared, closed-over values))."""
+
+    step: Step
+    level: int
+
+    def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
+        return self.step(u, Layer(x.params, shared[0], x.data, x.t, x.dt, x.index, self.level))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HoistedStep:
+    """The same for a step that closes over traced values: they become operands, so that they can be differentiated.
+
+    ``custom_vjp`` refuses functions that close over tracers; a jaxpr with its constants as arguments is none.
+    """
+
+    jaxpr: jex_core.Jaxpr
+    positions: tuple[int, ...]  # of its constants among the closed-over operands
+    out_tree: Any
+
+    def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
+        constants = [shared[1][i] for i in self.positions]
+        call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(self.jaxpr, constants))
+        return jax.tree.unflatten(self.out_tree, call(*jax.tree.leaves((u, x, shared[0]))))
+
+
+Signature = tuple[int, tuple]  # level, and the shapes and dtypes of the state there
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is static about a solve.
+
+    Attributes:
+        table: the step for every level, and for every state where levels differ in size.
+        steps: number of layers.
+        has_aux: whether the step returns ``(y_next, aux)``.
+        looped: what ``interval_map="auto"`` means here.
+        comm: where the layers live.
+    """
+
+    table: tuple[tuple[Signature, Callable], ...]
+    steps: int
+    has_aux: bool
+    looped: bool
+    comm: Local
+
+    def step_with_aux(self, level: int) -> Callable[[State, Slices, PyTree], tuple[State, PyTree]]:
+        """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
+        table = dict(self.table)
+
+        def call(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+            out = table[level, signature(u)](u, x, shared)
+            return out if self.has_aux else (out, None)
+
+        return call
+
+    def step(self, level: int) -> SliceStep:
+        """The step on ``level``, aux dropped."""
+        call = self.step_with_aux(level)
+        return lambda u, x, shared: call(u, x, shared)[0]
+
+    def chain(self, operands: Operands) -> Chain:
+        """The chain of layers."""
+        return Chain(
+            step_on=self.step,
+            slices=operands.slices,
+            shared=(operands.shared, operands.closed_over),
+            y0=operands.y0,
+            steps=self.steps,
+            looped=self.looped,
+            comm=self.comm,
+        )
+
+
+def signature(u: State) -> tuple:
+    """Shapes and dtypes of a state, hashable."""
+    return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(u))
+
+
+def prepare(
+    step: Step,
+    params: PyTree,
+    y0: State,
+    *,
+    shared: PyTree,
+    data: PyTree,
+    t0: Any,
+    t1: Any,
+    has_aux: bool,
+    comm: Any,
+    solvers: Sequence[Any],
+) -> tuple[Problem, Operands]:
+    """Check the arguments of `solve`, trace the step once per level, and hoist what it closes over."""
+    y0 = _inputs.state(y0)
+    steps = _inputs.number_of_layers(params, data)
+    _inputs.comm(comm)
+    dtype = _tree.real_dtype(y0)
+    t, dt = _inputs.times(t0, t1, steps, dtype)
+    slices = Slices(
+        params=jax.tree.map(jnp.asarray, params),
+        data=jax.tree.map(jnp.asarray, data),
+        t=t,
+        dt=dt,
+        index=jnp.arange(steps, dtype=jnp.int32),
+    )
+    shared = jax.tree.map(jnp.asarray, shared)
+    closed_over: list[jax.Array] = []
+    table: dict[Signature, Callable] = {}
+    x = jax.eval_shape(lambda tree: _tree.take(tree, 0), slices)
+    for solver in solvers:
+        for level, u in enumerate(_states_on_levels(solver, steps, y0)):
+            key = (level, signature(u))
+            if key not in table:
+                table[key] = _trace(LayerStep(step, level), u, x, shared, has_aux, closed_over)
+    looped = jax.default_backend() == "cpu"
+    problem = Problem(tuple(table.items()), steps, has_aux, looped, Local() if comm is None else comm)
+    return problem, Operands(y0, slices, shared, tuple(closed_over))
+
+
+def _states_on_levels(solver: Any, steps: int, y0: State) -> list[State]:
+    states = [jax.eval_shape(lambda y: y, y0)]
+    for transfer in solver.transfers(steps):
+        states.append(states[-1] if transfer is None else jax.eval_shape(transfer[0], states[-1]))
+    return states
+
+
+def _trace(
+    step: LayerStep, u: State, x: Slices, shared: PyTree, has_aux: bool, closed_over: list[jax.Array]
+) -> LayerStep | HoistedStep:
+    closed, out = jax.make_jaxpr(step, return_shape=True)(u, x, (shared, ()))
+    _inputs.step_output(out, u, has_aux)
+    if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        return step
+    positions = []
+    for constant in closed.consts:
+        known = [i for i, c in enumerate(closed_over) if c is constant]
+        positions.append(known[0] if known else len(closed_over))
+        if not known:
+            closed_over.append(constant)
+    return HoistedStep(closed.jaxpr, tuple(positions), jax.tree.structure(out))

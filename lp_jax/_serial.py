@@ -1,0 +1,85 @@
+"""Serial propagation: the oracle and the baseline."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax import _check, _tree
+from lp_jax._chain import Chain
+from lp_jax._level import Advance, Level, march
+from lp_jax._pytree import settings
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree, State
+
+
+@settings()
+class Serial(Solver):
+    """One layer after another, a ``lax.scan``; exact, and differentiated by JAX itself.
+
+    Args:
+        checkpoint_every: keep the state at every so many layers only, and recompute the others for the gradient.
+            None keeps what ``jax.grad`` of a scan keeps.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.Serial(checkpoint_every=16)
+        Serial(checkpoint_every=16)
+    """
+
+    checkpoint_every: int | None = None
+
+    rtol: ClassVar[None] = None
+    atol: ClassVar[None] = None
+    iterations: ClassVar[int] = 0
+
+    def __post_init__(self):
+        if self.checkpoint_every is not None:
+            _check.integer("checkpoint_every", self.checkpoint_every, least=1)
+
+    def stride(self, steps: int) -> int:
+        return min(self.checkpoint_every or 1, steps)
+
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        return (chain.finest(self.stride(chain.steps), looped=True),)
+
+    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[Any, int]:
+        return None, 0
+
+    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, Any]:
+        raise NotImplementedError("Serial propagation has no iterations; this is a bug in lp_jax.")
+
+    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
+        return march(levels[0], advance=advance)
+
+
+def propagate(
+    chain: Chain, advance: Advance, checkpoint_every: int | None
+) -> tuple[State, tuple[State, Any]]:
+    """A ``lax.scan`` over the layers, to be differentiated by JAX.
+
+    Returns:
+        The last state, and stacked over the layers: the states after each, and what ``advance`` emitted.
+    """
+
+    def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
+        u, emitted = advance(u, x, chain.shared)
+        return u, (u, emitted)
+
+    if checkpoint_every is None or checkpoint_every >= chain.steps:
+        return lax.scan(body, chain.y0, chain.slices)
+    size, n = checkpoint_every, chain.steps
+
+    @jax.checkpoint
+    def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, Any]]:
+        return lax.scan(body, u, xs)
+
+    whole = n - n % size
+    u, out = lax.scan(segment, chain.y0, _tree.split(jax.tree.map(lambda x: x[:whole], chain.slices), size))
+    out = _tree.merge(out, whole)
+    if whole < n:
+        u, rest = segment(u, jax.tree.map(lambda x: x[whole:], chain.slices))
+        out = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
+    return u, out

@@ -1,0 +1,89 @@
+"""What every solver is: settings, and four small methods on a chain of layers."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from lp_jax import _tree
+from lp_jax._chain import Chain
+from lp_jax._iterate import iterate
+from lp_jax._level import Advance, Level, Transfer, grouped
+from lp_jax._types import PyTree, SliceStep, State
+
+
+class Solver(abc.ABC):
+    """Solves a chain of layers, forward or adjoint, without knowing which.
+
+    Subclasses are frozen, keyword-only dataclasses and pytrees: tolerances and weights are leaves, all else is
+    structure. A solver with fixed effort also stands in for the coarse steps of `MGRIT` (`coarsen`).
+    """
+
+    rtol: Any
+    atol: Any
+
+    @property
+    @abc.abstractmethod
+    def iterations(self) -> int:
+        """Number of cycles, or their cap where there is a tolerance."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the forward solve leaves all states to the adjoint, or only one per stride."""
+        return False
+
+    def resolve(self, steps: int) -> "Solver":
+        """The solver that this one comes down to for so many layers."""
+        return self
+
+    @abc.abstractmethod
+    def stride(self, steps: int) -> int:
+        """Number of layers between two states that the solver keeps."""
+
+    def transfers(self, steps: int) -> list[Transfer | None]:
+        """How the state gets from each level to the next coarser one; None where it keeps its size."""
+        return []
+
+    @abc.abstractmethod
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        """The levels that the solver works on, finest first."""
+
+    @abc.abstractmethod
+    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
+        """First C-points (leaves ``(intervals, ...)``), and how many of the iterations they cost."""
+
+    @abc.abstractmethod
+    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, Any]:
+        """One iteration on the C-points; also the residual norm before its correction."""
+
+    @abc.abstractmethod
+    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
+        """The final sweep: last C-points, and what ``advance`` emitted at each step of the finest level."""
+
+    def run(self, levels: Sequence[Level], guess: State | None = None) -> State:
+        """C-points of the solution, with nothing measured."""
+        u, _, _ = iterate(self, levels, guess)
+        return self.finish(levels, u, None)[0]
+
+    def coarsen(self, chain: Chain, level: int, span: int) -> dict[str, Any]:
+        """This solver, run on the ``span`` layers of each interval, as the step of a coarse level."""
+        self.require_fixed_effort()
+        step, slices = grouped(chain.step_on(level), chain.slices, chain.steps, span)
+
+        def solve_interval(u: State, xs: PyTree, shared: PyTree) -> State:
+            interval = chain.interval(step, xs, shared, u)
+            return chain.comm.last(self.run(self.discretize(interval)), reverse=False)
+
+        return {"step": solve_interval, "xs": slices}
+
+    def require_fixed_effort(self) -> None:
+        """Refuse tolerances where the solver must be a function of the state."""
+        if self.rtol is not None or self.atol is not None:
+            raise ValueError(
+                f"coarse_step={type(self).__name__}(...) got a tolerance, rtol={self.rtol}, atol={self.atol}; a coarse "
+                "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."
+            )
+
+
+def constant(level: Level, guess: State | None) -> State:
+    """The guess, or ``y0`` at every C-point."""
+    return _tree.repeat(level.y0, level.intervals) if guess is None else guess

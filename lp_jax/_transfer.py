@@ -1,0 +1,50 @@
+"""Between two levels: restriction, the coarse right-hand side and correction of the full approximation scheme (FAS).
+
+Points of the coarse level are the C-points of the finer one, so injection in time is the identity; what is left is
+the optional transfer of the state itself (spatial coarsening).
+"""
+
+import jax
+
+from lp_jax import _tree
+from lp_jax._level import Level, identity
+from lp_jax._types import State
+
+
+def restrict(level: Level, u: State) -> State:
+    """C-points of ``level`` as the points of the next coarser one, ``v_j = R u[jm]``. Leaves ``(intervals, ...)``."""
+    return u if level.transfer is None else jax.vmap(level.transfer[0])(u)
+
+
+def prolong(level: Level, v: State) -> State:
+    """Points of the next coarser level as C-points of ``level``, ``P v_j``. Leaves ``(intervals, ...)``."""
+    return v if level.transfer is None else jax.vmap(level.transfer[1])(v)
+
+
+def coarse_rhs(coarse: Level, v: State, r: State) -> State:
+    """Right-hand side of the coarse problem, ``g'_j = r_j + v_j - Phi'(v_{j-1})``.
+
+    Args:
+        coarse: the coarse level (its own right-hand side is not used).
+        v: restricted states, leaves ``(coarse.steps, ...)``.
+        r: restricted residuals, same shapes.
+    """
+    return _tree.add(r, _tree.sub(v, _coarse_steps(coarse, v)))
+
+
+def correct(level: Level, u: State, new: State, old: State) -> State:
+    """Coarse-grid correction of the C-points, ``u_c + P(u'_j - v_j)``."""
+    return _tree.add(u, prolong(level, _tree.sub(new, old)))
+
+
+def _coarse_steps(coarse: Level, v: State) -> State:
+    """``Phi'(v_{j-1})`` for every coarse step at once."""
+    entries = coarse.comm.shift(v, coarse.y0, reverse=coarse.reverse)
+    if coarse.step is identity:
+        return entries
+    xs = _tree.merge(coarse.xs, coarse.steps)
+
+    def one(operands):
+        return coarse.step(*operands, coarse.shared)
+
+    return jax.lax.map(one, (entries, xs)) if coarse.looped else jax.vmap(one)((entries, xs))

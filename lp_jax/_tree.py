@@ -1,0 +1,102 @@
+"""Arithmetic on pytrees, and the stacking of layers into intervals."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._types import PyTree
+
+
+def add(a: PyTree, b: PyTree | None) -> PyTree:
+    """``a + b``, where None stands for zero."""
+    return a if b is None else jax.tree.map(jnp.add, a, b)
+
+
+def sub(a: PyTree, b: PyTree) -> PyTree:
+    """``a - b``."""
+    return jax.tree.map(jnp.subtract, a, b)
+
+
+def blend(weight: jax.Array | float, a: PyTree, b: PyTree) -> PyTree:
+    """``weight * a + (1 - weight) * b``, in the dtype of ``a``."""
+
+    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
+        w = jnp.asarray(weight, jnp.finfo(x.dtype).dtype)
+        return w * x + (1 - w) * y
+
+    return jax.tree.map(leaf, a, b)
+
+
+def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
+    """Leafwise ``jnp.where`` with a scalar condition."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def zeros_like(tree: PyTree) -> PyTree:
+    """Zeros of the same shapes and dtypes (of arrays or of shape structs)."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
+def take(tree: PyTree, i: jax.Array | int) -> PyTree:
+    """Entry ``i`` of the leading axis of every leaf."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def put(tree: PyTree, value: PyTree, i: jax.Array | int) -> PyTree:
+    """``tree`` with entry ``i`` of every leaf's leading axis replaced."""
+    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v, i, 0), tree, value)
+
+
+def repeat(tree: PyTree, n: int) -> PyTree:
+    """``n`` copies along a new leading axis."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), tree)
+
+
+def cumsum(tree: PyTree, *, reverse: bool = False) -> PyTree:
+    """Inclusive prefix sums (suffix sums if ``reverse``) along the leading axis."""
+    return jax.tree.map(lambda x: lax.cumsum(x, reverse=reverse), tree)
+
+
+def leading(tree: PyTree) -> int:
+    """Length of the leading axis."""
+    return jax.tree.leaves(tree)[0].shape[0]
+
+
+def norm(tree: PyTree) -> jax.Array:
+    """2-norm over all leaves, in at least single precision."""
+    total = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
+    for x in jax.tree.leaves(tree):
+        total += jnp.sum(jnp.square(jnp.abs(x)).astype(total.dtype))
+    return jnp.sqrt(total)
+
+
+def real_dtype(tree: PyTree, at_least=None) -> jnp.dtype:
+    """The real floating dtype that all leaves of a state promote to."""
+    dtypes = [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)]
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes, *([] if at_least is None else [at_least]))
+
+
+def split(tree: PyTree, size: int, *, fill: str = "edge") -> PyTree:
+    """Group the leading axis: ``(n, ...) -> (ceil(n / size), size, ...)``.
+
+    A short last group is padded with copies of the last entry (``fill="edge"``) or zeros (``fill="constant"``).
+    Where ``size`` divides ``n`` this is a reshape and costs nothing.
+    """
+
+    def leaf(x: jax.Array) -> jax.Array:
+        n = x.shape[0]
+        groups = math.ceil(n / size)
+        if missing := groups * size - n:
+            tail = x[-1:] if fill == "edge" else jnp.zeros_like(x[-1:])
+            x = jnp.concatenate([x, jnp.broadcast_to(tail, (missing, *x.shape[1:]))])
+        return x.reshape(groups, size, *x.shape[1:])
+
+    return jax.tree.map(leaf, tree)
+
+
+def merge(tree: PyTree, n: int) -> PyTree:
+    """Undo `split`: ``(groups, size, ...) -> (n, ...)``."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n], tree)
