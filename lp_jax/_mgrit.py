@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from lp_jax import _check
+from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._cycle import VISITS, cascade, cycle
 from lp_jax._level import Advance, Level, Transfer, sweep
@@ -155,7 +155,8 @@ class MGRIT(Solver):
         return cycle(self, levels, u)
 
     def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
-        return sweep(levels[0], u, advance=advance)
+        swept, emitted = sweep(levels[0], u, advance=advance)
+        return _tree.blend(self.c_weight, swept, u), emitted
 
     def _transfers(self) -> tuple[Transfer | None, ...]:
         if self.spatial is None:

@@ -39,7 +39,7 @@ def f_relax(level: Level, u: State) -> State:
 def c_relax(level: Level, u: State, weight: jax.Array | float = 1.0) -> State:
     """F-relaxation, then C-relaxation ``u_c <- w Phi(u[c-1]) + (1 - w) u_c`` of all C-points at once (Jacobi)."""
     swept, _ = sweep(level, u)
-    return swept if isinstance(weight, float) and weight == 1.0 else _tree.blend(weight, swept, u)
+    return _tree.blend(weight, swept, u)
 
 
 def residual(level: Level, u: State) -> State:

@@ -20,7 +20,9 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
 
 
 def blend(weight: jax.Array | float, a: PyTree, b: PyTree) -> PyTree:
-    """``weight * a + (1 - weight) * b``, in the dtype of ``a``."""
+    """``weight * a + (1 - weight) * b``, in the dtype of ``a``; ``a`` itself for the Python number 1."""
+    if isinstance(weight, int | float) and weight == 1:
+        return a
 
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         w = jnp.asarray(weight, jnp.finfo(x.dtype).dtype)

@@ -1,0 +1,43 @@
+"""Layers of deep networks for `lp_jax.solve`, and their opening and closing, as Flax NNX modules.
+
+A module that is one layer step, ``__call__(y, t, dt) -> y_next``, becomes a network of N such layers by `stack` (pure
+functions) or `LayerParallel` (a module). ``y`` is the state, ``t`` the time at which the layer starts and ``dt`` the
+time that it spans, scalars in the units of ``t0`` and ``t1``.
+
+Modules of other libraries need two lines. Flax Linen:
+
+    >>> import flax.linen, jax, jax.numpy as jnp, lp_jax
+    >>> class Residual(flax.linen.Module):
+    ...     @flax.linen.compact
+    ...     def __call__(self, y, t, dt):
+    ...         return y + dt * flax.linen.tanh(flax.linen.Dense(y.shape[-1], param_dtype=y.dtype)(y))
+    >>> block, y0, keys = Residual(), jnp.ones((4, 8)), jax.random.split(jax.random.key(0), 16)
+
+    >>> params = jax.vmap(lambda key: block.init(key, y0, 0.0, 1.0)["params"])(keys)
+    >>> step = lambda y, layer: block.apply({"params": layer.params}, y, layer.t, layer.dt)
+
+    >>> lp_jax.solve(step, params, y0).y1.shape
+    (4, 8)
+
+Equinox, where ``make_layer(key)`` builds one layer::
+
+    params, static = eqx.partition(eqx.filter_vmap(make_layer)(keys), eqx.is_array)
+    step = lambda y, layer: eqx.combine(layer.params, static)(y, layer.t, layer.dt)
+
+Define such a ``step`` once: `lp_jax.solve` recognises a program that it has compiled by the identity of the step.
+"""
+
+try:
+    import flax.nnx as _nnx  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(f'lp_jax.nn needs Flax, which is not here ({error}): pip install "lp_jax[nn]".') from error
+
+from lp_jax.nn._classifier import Classifier as Classifier
+from lp_jax.nn._ends import ConvOpening as ConvOpening
+from lp_jax.nn._ends import DenseClosing as DenseClosing
+from lp_jax.nn._ends import DenseOpening as DenseOpening
+from lp_jax.nn._ends import PoolClosing as PoolClosing
+from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
+from lp_jax.nn._residual import ConvResidual as ConvResidual
+from lp_jax.nn._residual import DenseResidual as DenseResidual
+from lp_jax.nn._stack import stack as stack

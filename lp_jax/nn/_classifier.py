@@ -1,0 +1,81 @@
+"""Opening, layers, closing."""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from lp_jax._solution import Solution
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree, State
+from lp_jax.nn._layer_parallel import LayerParallel
+
+
+class Classifier(nnx.Module):
+    """``closing(trunk(opening(x)))``: an input to logits, through layers that are solved layer-parallel.
+
+    Args:
+        opening: ``opening(x) -> y0``, the state that enters the trunk; a module or a function.
+        trunk: the residual layers.
+        closing: ``closing(y1) -> logits``; a module or a function.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> rngs = nnx.Rngs(0)
+        >>> model = nn.Classifier(
+        ...     nn.DenseOpening((8, 8, 1), 16, rngs=rngs),
+        ...     nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs),
+        ...     nn.DenseClosing((16,), 10, rngs=rngs),
+        ... )
+        >>> model(jnp.ones((4, 8, 8, 1), "float32")).shape
+        (4, 10)
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[jax.Array], State],
+        trunk: LayerParallel,
+        closing: Callable[[State], jax.Array],
+    ):
+        self.opening = opening
+        self.trunk = trunk
+        self.closing = closing
+
+    def __call__(self, x: jax.Array, *, data: PyTree = None) -> jax.Array:
+        """The logits; ``solve(x, data=data)[0]``."""
+        return self.solve(x, data=data)[0]
+
+    def solve(
+        self,
+        x: jax.Array,
+        *,
+        data: PyTree = None,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> tuple[jax.Array, Solution]:
+        """The logits, and how the solve of the trunk went.
+
+        Args:
+            x: a batch of inputs, as ``opening`` takes them.
+            data: per-layer inputs of the trunk, leaves ``(num_layers, ...)``.
+            solver: for this call instead of the trunk's own, forward and adjoint.
+            adjoint_solver: for this call, for the adjoint alone.
+
+        Returns:
+            ``(logits, solution)``.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> from flax import nnx
+            >>> from lp_jax import nn
+            >>> rngs = nnx.Rngs(0)
+            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs)
+            >>> model = nn.Classifier(lambda x: x, trunk, nn.DenseClosing((16,), 10, rngs=rngs))
+            >>> logits, solution = model.solve(jnp.ones((4, 16), "float32"), solver=lp_jax.MGRIT(iterations=3))
+            >>> solution.stats.residual_norms.shape
+            (3,)
+        """
+        solution = self.trunk.solve(self.opening(x), data=data, solver=solver, adjoint_solver=adjoint_solver)
+        return self.closing(solution.y1), solution

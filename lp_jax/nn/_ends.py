@@ -1,0 +1,174 @@
+"""What stands before and after the layers: from an input to a state, and from a state to logits."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lp_jax.nn._residual import Activation
+
+
+class DenseOpening(nnx.Module):
+    """Dense opening layer, ``activation(W x + b)`` of the flattened input: ``(..., *shape)`` to ``(..., width)``.
+
+    Args:
+        shape: shape of one input, without the batch.
+        width: size of the state.
+        activation: elementwise function.
+        param_dtype: dtype of the parameters; that of the input.
+        rngs: source of the initial parameters.
+
+    Raises:
+        ValueError: when called, for an input of another shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> opening = nn.DenseOpening((8, 8, 1), 16, rngs=nnx.Rngs(0))
+        >>> opening(jnp.ones((4, 8, 8, 1), "float32")).shape
+        (4, 16)
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        width: int,
+        *,
+        activation: Activation = nnx.tanh,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.shape = tuple(shape)
+        self.linear = nnx.Linear(math.prod(self.shape), width, param_dtype=param_dtype, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The state that enters the first layer."""
+        return self.activation(self.linear(_flatten(x, self.shape)))
+
+
+class ConvOpening(nnx.Module):
+    """Convolutional opening layer, ``activation(K * x + b)``: lifts ``(batch, *space, inputs)`` to more channels.
+
+    Args:
+        inputs: number of channels of the input.
+        channels: number of channels of the state.
+        kernel: size of the kernel, one number for each axis of space.
+        activation: elementwise function.
+        param_dtype: dtype of the parameters; that of the input.
+        rngs: source of the initial parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> opening = nn.ConvOpening(1, 8, rngs=nnx.Rngs(0))
+        >>> opening(jnp.ones((4, 28, 28, 1), "float32")).shape
+        (4, 28, 28, 8)
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        channels: int,
+        *,
+        kernel: Sequence[int] = (3, 3),
+        activation: Activation = nnx.relu,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.conv = nnx.Conv(inputs, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The state that enters the first layer."""
+        return self.activation(self.conv(x))
+
+
+class DenseClosing(nnx.Module):
+    """Dense closing layers: the flattened state, ``(..., *shape)``, to logits, ``(..., classes)``.
+
+    Args:
+        shape: shape of one state, without the batch.
+        classes: number of logits.
+        hidden: size of a layer between, None for none.
+        activation: elementwise function of the layer between.
+        param_dtype: dtype of the parameters; that of the state.
+        rngs: source of the initial parameters.
+
+    Raises:
+        ValueError: when called, for a state of another shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> closing = nn.DenseClosing((28, 28, 8), 10, hidden=32, rngs=nnx.Rngs(0))
+        >>> closing(jnp.ones((4, 28, 28, 8), "float32")).shape
+        (4, 10)
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        classes: int,
+        *,
+        hidden: int | None = None,
+        activation: Activation = nnx.relu,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.shape = tuple(shape)
+        sizes = [math.prod(self.shape), *([] if hidden is None else [hidden]), classes]
+        pairs = itertools.pairwise(sizes)
+        self.layers = nnx.List([nnx.Linear(m, n, param_dtype=param_dtype, rngs=rngs) for m, n in pairs])
+        self.activation = activation
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """The logits."""
+        *between, last = self.layers
+        x = _flatten(y, self.shape)
+        for linear in between:
+            x = self.activation(linear(x))
+        return last(x)
+
+
+class PoolClosing(nnx.Module):
+    """Mean over space, then a dense layer: ``(..., *space, channels)`` to logits, ``(..., classes)``.
+
+    Args:
+        shape: shape of one state, ``(*space, channels)``, without the batch. The sizes of space may differ when called.
+        classes: number of logits.
+        param_dtype: dtype of the parameters; that of the state.
+        rngs: source of the initial parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> closing = nn.PoolClosing((28, 28, 8), 10, rngs=nnx.Rngs(0))
+        >>> closing(jnp.ones((4, 28, 28, 8), "float32")).shape
+        (4, 10)
+    """
+
+    def __init__(self, shape: Sequence[int], classes: int, *, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        *space, channels = shape
+        self.space = tuple(range(-1 - len(space), -1))
+        self.linear = nnx.Linear(channels, classes, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """The logits."""
+        return self.linear(jnp.mean(y, axis=self.space))
+
+
+def _flatten(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    batch = x.ndim - len(shape)
+    if x.shape[max(batch, 0) :] != shape:
+        wanted = ", ".join(["...", *map(str, shape)])
+        raise ValueError(f"The layer was built with shape={shape}, for arrays of shape ({wanted}); got {x.shape}.")
+    return jnp.reshape(x, (*x.shape[:batch], math.prod(shape)))

@@ -1,0 +1,139 @@
+"""A stack of layers as one module, solved layer-parallel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lp_jax import _inputs
+from lp_jax._mgrit import MGRIT
+from lp_jax._solution import Solution
+from lp_jax._solve import solve
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree, State
+from lp_jax.nn._stack import MakeModule, as_step, stacked_module
+
+
+class LayerParallel(nnx.Module):
+    """N residual layers, used like any one layer: ``y1 = trunk(y)``.
+
+    ``trunk.layers`` is the module that ``make_module`` builds, its parameters stacked: each an `nnx.Param` with the
+    layers as leading axis. So optimizers, `nnx.split`, checkpoints, ``trunk.eval()`` and the like work as everywhere in
+    NNX. All settings are static: a program is compiled once for each. To change a tolerance without compiling again,
+    pass the solver to `solve` as an argument of the jitted function.
+
+    Args:
+        make_module: ``make_module(rngs)`` builds one layer, ``__call__(y, t, dt) -> y_next``; see `stack`.
+        num_layers: number of layers N.
+        t0: time at which layer 0 starts, in units of your choice.
+        t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
+        solver: `MGRIT`, `Picard` or `Serial`.
+        adjoint_solver: the same for the gradient; None means the settings of ``solver``.
+        comm: where the layers live; None is one device.
+        rngs: source of the initial parameters.
+
+    Raises:
+        ValueError: as for `stack`.
+        TypeError: as for `stack`, and for a solver that is none.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> trunk = nn.LayerParallel(
+        ...     lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, t1=2.0, solver=lp_jax.MGRIT(levels=3), rngs=nnx.Rngs(0)
+        ... )
+        >>> trunk(jnp.ones((4, 8), "float32")).shape
+        (4, 8)
+        >>> trunk.layers.inner.kernel.shape
+        (32, 8, 8)
+    """
+
+    def __init__(
+        self,
+        make_module: MakeModule,
+        num_layers: int,
+        *,
+        t0: float = 0.0,
+        t1: float | Sequence[float] | np.ndarray = 1.0,
+        solver: Solver = MGRIT(),
+        adjoint_solver: Solver | None = None,
+        comm: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        self.layers = stacked_module(make_module, num_layers, rngs)
+        self.num_layers = int(num_layers)
+        self.t0 = float(t0)
+        self.t1 = _hashable(np.asarray(t1, float).tolist())
+        self.solver = _static("solver", solver)
+        self.adjoint_solver = None if adjoint_solver is None else _static("adjoint_solver", adjoint_solver)
+        self.comm = nnx.static(comm)
+
+    def __call__(self, y: State, *, data: PyTree = None) -> State:
+        """The state after the last layer; ``solve(y, data=data).y1``."""
+        return self.solve(y, data=data).y1
+
+    def solve(
+        self,
+        y: State,
+        *,
+        data: PyTree = None,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        guess: str | State = "constant",
+    ) -> Solution:
+        """Propagate ``y`` through the layers and tell how the solve went.
+
+        Args:
+            y: the state that enters, a pytree of floating-point arrays, like the layers' ``y``.
+            data: per-layer inputs, leaves ``(num_layers, ...)``: what the layers get as ``key``.
+            solver: for this call instead of the module's own, forward and adjoint: ``solve(y, solver=lp_jax.Serial())``
+                gives the exact states and the exact gradient.
+            adjoint_solver: for this call, for the adjoint alone.
+            guess: as for `lp_jax.solve`.
+
+        Returns:
+            The `Solution`.
+
+        Raises:
+            ValueError: as for `lp_jax.solve`.
+            TypeError: as for `lp_jax.solve`, and for data that the layers do not take.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> from flax import nnx
+            >>> from lp_jax import nn
+            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
+            >>> y = jnp.ones((4, 8), "float32")
+            >>> error = trunk(y) - trunk.solve(y, solver=lp_jax.Serial()).y1
+            >>> bool(jnp.abs(error).max() < 1e-3)
+            True
+        """
+        if solver is None:
+            solver = self.solver
+            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
+        step, params = as_step(self.layers)
+        return solve(
+            step,
+            params,
+            y,
+            data=data,
+            t0=self.t0,
+            t1=np.asarray(self.t1),
+            solver=solver,
+            adjoint_solver=adjoint_solver,
+            guess=guess,
+            comm=self.comm,
+        )
+
+
+def _hashable(times: float | list[float]) -> float | tuple[float, ...]:
+    return tuple(times) if isinstance(times, list) else times
+
+
+def _static(name: str, solver: Solver) -> Any:
+    """A solver as NNX metadata: its tolerances as Python floats, lest they count as state of the model."""
+    _inputs.solver(name, solver)
+    return nnx.static(jax.tree.map(float, solver))

@@ -1,0 +1,141 @@
+r"""Residual layers as steps of an ODE, :math:`y_{n+1} = y_n + \Delta t\, f(y_n)`.
+
+Their initial parameters are those of `nnx.Linear` and `nnx.Conv`: kernels LeCun normal, biases zero. Nothing needs to
+be scaled with the depth: each layer adds ``dt`` times a term of the state's size, so ``t1``, not the number of layers,
+says how far the state moves. End times of 1 to 4 are usual.
+
+References:
+    He, Zhang, Ren, Sun, "Deep residual learning for image recognition", CVPR 2016; Haber, Ruthotto, "Stable
+    architectures for deep neural networks", Inverse Problems 34 (2018).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lp_jax import _check
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+class DenseResidual(nnx.Module):
+    r"""One dense layer, :math:`y + \Delta t\, \sigma(W y + b)`, or with a hidden layer.
+
+    With ``hidden``: :math:`y + \Delta t\, (W_2\, \sigma(W_1 y + b_1) + b_2)`. With ``norm`` the right-hand side sees
+    the normalised state. Called as ``layer(y, t, dt)``, ``y`` of shape ``(..., width)``.
+
+    Args:
+        width: size of the state.
+        hidden: size of the hidden layer; None is none.
+        activation: elementwise function :math:`\sigma`.
+        norm: None, or "layer" (over the state's last axis).
+        param_dtype: dtype of the parameters; that of the state.
+        rngs: source of the initial parameters.
+
+    Raises:
+        ValueError: for an unknown ``norm``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> layer = nn.DenseResidual(8, hidden=16, norm="layer", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((4, 8), "float32"), 0.0, 0.1).shape
+        (4, 8)
+
+    Reference:
+        Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
+        Math. Data Sci. 2 (2020).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        hidden: int | None = None,
+        activation: Activation = nnx.tanh,
+        norm: str | None = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.norm = _norm(norm, ("layer",), width, 1, param_dtype, rngs)
+        self.inner = nnx.Linear(width, width if hidden is None else hidden, param_dtype=param_dtype, rngs=rngs)
+        self.outer = _unchanged if hidden is None else nnx.Linear(hidden, width, param_dtype=param_dtype, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
+        """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
+        return y + dt * self.outer(self.activation(self.inner(self.norm(y))))
+
+
+class ConvResidual(nnx.Module):
+    r"""One convolutional layer, :math:`y + \Delta t\, \sigma(K_2 * \sigma(K_1 * y + b_1) + b_2)`.
+
+    The convolutions keep the size of the image (stride 1, zeros around it). With ``norm`` the result of each
+    convolution is normalised before :math:`\sigma`. Called as ``layer(y, t, dt)``, ``y`` of shape
+    ``(batch, *space, channels)``.
+
+    Args:
+        channels: number of channels of the state.
+        kernel: size of the kernel, one number for each axis of space.
+        activation: elementwise function :math:`\sigma`.
+        norm: None, "layer" (over the channels of each point) or "group" (over all points of a group of channels).
+        groups: number of groups of channels for "group"; must divide ``channels``.
+        param_dtype: dtype of the parameters; that of the state.
+        rngs: source of the initial parameters.
+
+    Raises:
+        ValueError: for an unknown ``norm``, or groups that do not divide the channels.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> layer = nn.ConvResidual(4, kernel=(3, 3, 3), norm="group", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 8, 8, 8, 4), "float32"), 0.0, 0.1).shape
+        (2, 8, 8, 8, 4)
+
+    Reference:
+        Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
+        Math. Data Sci. 2 (2020).
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        kernel: Sequence[int] = (3, 3),
+        activation: Activation = nnx.relu,
+        norm: str | None = None,
+        groups: int = 1,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.conv1 = nnx.Conv(channels, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
+        self.norm1 = _norm(norm, ("layer", "group"), channels, groups, param_dtype, rngs)
+        self.conv2 = nnx.Conv(channels, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
+        self.norm2 = _norm(norm, ("layer", "group"), channels, groups, param_dtype, rngs)
+        self.activation = activation
+
+    def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
+        """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
+        hidden = self.activation(self.norm1(self.conv1(y)))
+        return y + dt * self.activation(self.norm2(self.conv2(hidden)))
+
+
+def _norm(
+    kind: str | None, kinds: tuple[str, ...], features: int, groups: int, param_dtype: Any, rngs: nnx.Rngs
+) -> Activation:
+    if kind is None:
+        return _unchanged
+    _check.one_of("norm", kind, kinds, otherwise="or None")
+    if kind == "layer":
+        return nnx.LayerNorm(features, param_dtype=param_dtype, rngs=rngs)
+    return nnx.GroupNorm(features, num_groups=groups, param_dtype=param_dtype, rngs=rngs)
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x

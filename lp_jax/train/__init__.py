@@ -1,0 +1,42 @@
+"""Training: an optax step, a loop with checkpoints and metrics, and a probe of the gradient's true error.
+
+Pure functions and NamedTuples; the loop is a Python loop. Needs the extra ``lp_jax[train]``.
+"""
+
+try:
+    import optax as _optax  # noqa: F401
+    import orbax.checkpoint as _orbax  # noqa: F401
+    import rich as _rich  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
+    ) from None
+
+from lp_jax.train._checkpoint import CheckpointError as CheckpointError
+from lp_jax.train._checkpoint import Checkpoints as Checkpoints
+from lp_jax.train._classification import Evaluation as Evaluation
+from lp_jax.train._classification import Residuals as Residuals
+from lp_jax.train._classification import classification as classification
+from lp_jax.train._classification import evaluate as evaluate
+from lp_jax.train._classification import residuals as residuals
+from lp_jax.train._divergence import DivergenceError as DivergenceError
+from lp_jax.train._divergence import growth as growth
+from lp_jax.train._interrupt import Interrupted as Interrupted
+from lp_jax.train._log import Log as Log
+from lp_jax.train._log import flat as flat
+from lp_jax.train._log import read_rows as read_rows
+from lp_jax.train._log import unflat as unflat
+from lp_jax.train._loop import Every as Every
+from lp_jax.train._loop import fit as fit
+from lp_jax.train._probe import GradientError as GradientError
+from lp_jax.train._probe import gradient_error as gradient_error
+from lp_jax.train._progress import Bar as Bar
+from lp_jax.train._progress import Meter as Meter
+from lp_jax.train._progress import Silent as Silent
+from lp_jax.train._step import Info as Info
+from lp_jax.train._step import LossFn as LossFn
+from lp_jax.train._step import Metrics as Metrics
+from lp_jax.train._step import StepFn as StepFn
+from lp_jax.train._step import TrainState as TrainState
+from lp_jax.train._step import init_state as init_state
+from lp_jax.train._step import make_train_step as make_train_step

@@ -1,0 +1,133 @@
+"""Classification with an NNX model whose layers are solved layer-parallel."""
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from lp_jax._iterate import Stats
+from lp_jax._serial import Serial
+from lp_jax._solve import solve_vjp
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+from lp_jax.nn import Classifier
+from lp_jax.nn._stack import as_step
+from lp_jax.train._step import Batch, Info, LossFn
+
+
+class Evaluation(NamedTuple):
+    """Of a model on a data set: mean loss, and fraction of right answers."""
+
+    loss: float
+    accuracy: float
+
+
+class Residuals(NamedTuple):
+    """Stats of the forward and of the adjoint solve."""
+
+    forward: Stats
+    adjoint: Stats
+
+
+def classification(model: Classifier) -> tuple[LossFn, PyTree]:
+    """Softmax cross-entropy of a classifier, as a pure function of its parameters.
+
+    Args:
+        model: an `lp_jax.nn.Classifier`, or any NNX module with its ``solve``.
+
+    Returns:
+        ``(loss_fn, params)``: the loss for `make_train_step`, on batches ``(x, labels)`` with integer labels
+        ``(batch,)``, and the model's parameters, a nested dict. ``nnx.update(model, params)`` puts them back.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn, train
+        >>> rngs = nnx.Rngs(0)
+        >>> model = nn.Classifier(
+        ...     nn.DenseOpening((8, 8, 1), 16, rngs=rngs),
+        ...     nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs),
+        ...     nn.DenseClosing((16,), 10, rngs=rngs),
+        ... )
+        >>> loss_fn, params = train.classification(model)
+        >>> batch = jnp.ones((4, 8, 8, 1), "float32"), jnp.zeros(4, "int32")
+        >>> loss, info = loss_fn(params, batch, lp_jax.MGRIT(), None)
+        >>> int(info.total)
+        4
+    """
+    graphdef, state = nnx.split(model)
+
+    def loss_fn(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:
+        x, labels = batch
+        logits, solution = nnx.merge(graphdef, params).solve(x, solver=solver, adjoint_solver=adjoint_solver)
+        loss = _cross_entropy(logits, labels)
+        correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
+        return loss, Info(correct, jnp.int32(labels.shape[0]), solution.stats, solution.result)
+
+    return loss_fn, nnx.to_pure_dict(state)
+
+
+def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Batch], *, solver: Solver = Serial()) -> Evaluation:
+    """Loss and accuracy over a data set, by default of the exact network.
+
+    Args:
+        loss_fn: as for `make_train_step`; the loss is a mean over the batch.
+        params: the model's parameters.
+        batches: the data set; batches may differ in size, each size compiles once.
+        solver: of the layers; serial propagation if not said otherwise.
+    """
+    results = [_evaluate(loss_fn, params, batch, solver) for batch in batches]
+    loss, correct, total = (sum(column) for column in zip(*jax.device_get(results), strict=True))
+    return Evaluation(float(loss / total), float(correct / total))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver) -> tuple[jax.Array, jax.Array, jax.Array]:
+    loss, info = loss_fn(params, batch, solver, None)
+    return loss * info.total.astype(loss.dtype), info.correct, info.total
+
+
+def residuals(
+    model: Classifier, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None = None
+) -> Residuals:
+    """Convergence of the solves of a training step: its forward solve's stats and its adjoint solve's.
+
+    Args:
+        model: an `lp_jax.nn.Classifier`; its own parameters are not used.
+        params: as `classification` returns them.
+        batch: ``(x, labels)``.
+        solver: of the forward solve.
+        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
+    """
+    return _residuals(nnx.graphdef(model), params, batch, solver, adjoint_solver)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _residuals(
+    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None
+) -> Residuals:
+    model = nnx.merge(graphdef, params)
+    x, labels = batch
+    trunk = model.trunk
+    step, layers = as_step(trunk.layers)
+    solution, pullback = solve_vjp(
+        step,
+        layers,
+        model.opening(x),
+        t0=trunk.t0,
+        t1=np.asarray(trunk.t1),
+        solver=solver,
+        adjoint_solver=adjoint_solver,
+        comm=trunk.comm,
+    )
+    _, adjoint = pullback(jax.grad(lambda y1: _cross_entropy(model.closing(y1), labels))(solution.y1))
+    return Residuals(solution.stats, adjoint)
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels))

@@ -1,0 +1,62 @@
+"""Watching a run: what is reported while training, and what stops it."""
+
+import math
+from collections.abc import Sequence
+
+from lp_jax._solution import DONE, NON_FINITE, RESULTS
+
+ADVICE = (
+    'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
+    "(coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more iterations help only where the norms come down"
+)
+
+
+class DivergenceError(RuntimeError):
+    """Training cannot go on: the loss, the gradient or the state is not finite."""
+
+
+def growth(norms: Sequence[float]) -> float | None:
+    """Last over first of the residual norms that were measured; None where there are fewer than two.
+
+    Example:
+        >>> from lp_jax import train
+        >>> train.growth([float("nan"), 0.5, 0.25])
+        0.5
+    """
+    measured = [norm for norm in norms if not math.isnan(norm)]
+    if len(measured) < 2:
+        return None
+    return measured[-1] / measured[0] if measured[0] > 0 else 1.0
+
+
+def complaint(what: str, norms: Sequence[float], result: int = DONE) -> str | None:
+    """What is wrong with a solve, and what to do; None if nothing is seen to be.
+
+    Args:
+        what: name of the solve, as "forward".
+        norms: its residual norms, NaN where not taken.
+        result: its code in `lp_jax.RESULTS`.
+    """
+    factor = growth(norms)
+    if factor is not None and factor > 1:
+        listed = ", ".join(f"{norm:.2g}" for norm in norms if not math.isnan(norm))
+        return f"the {what} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
+    if result not in (DONE, NON_FINITE):
+        return f"the {what} solve: {RESULTS[result]}."
+    return None
+
+
+def refusal(step: int, loss: float, gradient_norm: float, result: int) -> str:
+    """Why training stops at a step that is not finite, and what to do."""
+    if result == NON_FINITE:
+        return f"stopped at step {step}: {RESULTS[NON_FINITE]}."
+    if not math.isfinite(loss):
+        what = f"the loss is {loss}"
+    elif not math.isfinite(gradient_norm):
+        what = f"the gradient is not finite (norm {gradient_norm})"
+    else:
+        what = "the updated parameters are not finite"
+    return (
+        f"stopped at step {step}: {what}. Lower the learning rate; if training with the exact gradient "
+        '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take coarse_step=Picard(sweeps=2).'
+    )

@@ -1,0 +1,49 @@
+"""Ctrl-C and SIGTERM while training: finish the step first."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class Interrupted(RuntimeError):
+    """A signal stopped the training after a finished step.
+
+    Attributes:
+        signal: its number.
+        step: number of steps done; all of them are in the checkpoint, if there are checkpoints.
+    """
+
+    def __init__(self, number: int, step: int, saved: str | None):
+        kept = f"saved to {saved}" if saved else "nothing is saved without checkpoints"
+        super().__init__(f"{signal.Signals(number).name}: stopped after step {step}; {kept}")
+        self.signal = number
+        self.step = step
+
+
+class Interrupts:
+    """Context that turns the first SIGINT or SIGTERM into ``received``; the next one acts as it did before.
+
+    Outside the main thread, where Python allows no handlers, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}

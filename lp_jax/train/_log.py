@@ -1,0 +1,98 @@
+"""The record of a run: flat rows, in memory and as JSON lines."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+
+
+class Log:
+    """Rows of a run, each one flat: strings, numbers, booleans, None.
+
+    Every row has ``kind`` ("train", "test", "probe", "warning", ...) and ``step``. With a path, each is appended to
+    that file as one line of JSON and flushed; numbers that are not finite become null.
+
+    Args:
+        path: the file, or None to keep rows in memory only. Its rows are read; a last line that was cut off is not one.
+
+    Example:
+        >>> from lp_jax import train
+        >>> log = train.Log()
+        >>> log.write(kind="train", step=1, loss=0.7)
+        >>> log.write(kind="train", step=2, loss=0.6)
+        >>> log.rewind(1)
+        >>> log.rows
+        [{'kind': 'train', 'step': 1, 'loss': 0.7}]
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self.path = None if path is None else Path(path)
+        self.rows: list[Row] = list(read_rows(self.path)) if self.path is not None and self.path.exists() else []
+
+    def write(self, *, kind: str, step: int, **values: Any) -> None:
+        """Append a row."""
+        row = {"kind": kind, "step": step} | {name: _plain(value) for name, value in values.items()}
+        self.rows.append(row)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:  # closing it hands the line to the system
+                file.write(_line(row))
+
+    def rewind(self, step: int) -> None:
+        """Drop all rows past ``step``: a run resumed there writes them again."""
+        self.rows = [row for row in self.rows if row["step"] <= step]
+        if self.path is not None and self.path.exists():
+            scratch = self.path.with_name(self.path.name + ".new")
+            scratch.write_text("".join(map(_line, self.rows)), encoding="utf-8")
+            scratch.replace(self.path)  # at once: a kill leaves the old file or the new one
+
+    def of(self, kind: str) -> list[Row]:
+        """The rows of one kind, oldest first."""
+        return [row for row in self.rows if row["kind"] == kind]
+
+
+def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
+    """The rows of a file of JSON lines, up to a last line that was cut off.
+
+    Raises:
+        ValueError: for a line in the middle that is no JSON object.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            row["kind"], row["step"]
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                return
+            raise ValueError(f"{path}, line {number}, is no row of metrics: {line[:60]!r}.") from None
+        yield row
+
+
+def flat(prefix: str, values: Mapping[str, Any] | Iterable[Any]) -> Row:
+    """Several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ..."""
+    items = values.items() if isinstance(values, Mapping) else enumerate(values, 1)
+    return {f"{prefix}_{name}": value for name, value in items}
+
+
+def unflat(prefix: str, row: Row) -> list[float]:
+    """The numbered columns that `flat` wrote, NaN where nothing was measured."""
+    values: list[float] = []
+    while (name := f"{prefix}_{len(values) + 1}") in row:
+        values.append(math.nan if row[name] is None else row[name])
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value; numbers of NumPy and JAX become Python's."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"

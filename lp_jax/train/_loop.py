@@ -1,0 +1,207 @@
+"""The training loop."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from lp_jax._solution import DONE
+from lp_jax._solver import Solver
+from lp_jax.train._checkpoint import Checkpoints
+from lp_jax.train._divergence import DivergenceError, complaint, refusal
+from lp_jax.train._interrupt import Interrupted, Interrupts
+from lp_jax.train._log import Log, flat, unflat
+from lp_jax.train._progress import Meter, Silent
+from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
+
+
+class Every(NamedTuple):
+    """Something to measure now and then: at the first step, at every ``steps``-th and at the last.
+
+    Attributes:
+        kind: of the rows that it writes, "test" or "probe" or any other word.
+        steps: how often.
+        measure: ``measure(state, batch) -> values``, the state after the step and the batch that it took; flat, as
+            `Log` rows are.
+    """
+
+    kind: str
+    steps: int
+    measure: Callable[[TrainState, Batch], Mapping[str, Any]]
+
+
+def fit(
+    step_fn: StepFn,
+    state: TrainState,
+    batches: Callable[[int], Iterable[Batch]],
+    *,
+    steps_per_epoch: int,
+    epochs: int,
+    solver: Solver,
+    adjoint_solver: Solver | None = None,
+    measures: Sequence[Every] = (),
+    log: Log | None = None,
+    log_every: int = 10,
+    checkpoints: Checkpoints | None = None,
+    checkpoint_every: int | None = None,
+    meter: Meter = Silent(),
+) -> tuple[TrainState, Log]:
+    """Train from ``state`` to the end of the last epoch.
+
+    A run that goes on from a checkpoint does what it would have done without a break, to the bit: the order of batches
+    depends on the epoch alone, and the log is rewound to the state's step. Metrics stay on the device until they are
+    logged, so the host does not wait for each step.
+
+    Trouble is never trained through. Residual norms that grow over the cycles of a solve, and tolerances that were not
+    met, are reported and logged (rows of kind "warning") when they begin. A step that is not finite stops the run; no
+    checkpoint holds its state.
+
+    Args:
+        step_fn: as `make_train_step` returns it.
+        state: where to start; `init_state`, or `Checkpoints.restore`.
+        batches: ``batches(epoch)`` gives the batches of an epoch, always the same ones in the same order.
+        steps_per_epoch: how many they are.
+        epochs: how many epochs there are in all, those behind ``state`` included.
+        solver: of the forward solve.
+        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
+        measures: what is measured now and then.
+        log: gets the rows; those of training have the columns step, epoch, loss, accuracy, gradient_norm,
+            forward_residual_1, ..., result, time (seconds since the start) and step_time (seconds per step, the mean
+            since the last time the host waited). A new one, in memory, if None.
+        log_every: steps between two times that metrics are fetched.
+        checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
+        checkpoint_every: an epoch's steps if None.
+        meter: shows how it goes.
+
+    Returns:
+        The last state, and the log.
+
+    Raises:
+        DivergenceError: when loss, gradient or parameters are not finite, with advice.
+        Interrupted: after SIGINT or SIGTERM, once the step is finished and saved.
+        ValueError: if an epoch has another number of batches than ``steps_per_epoch``.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax, optax
+        >>> from lp_jax import train
+        >>> def loss_fn(params, batch, solver, adjoint_solver):
+        ...     step = lambda u, layer: u + layer.dt * layer.params * u
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
+        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     return jnp.mean((solution.y1 - 2) ** 2), info
+        >>> optimizer = optax.sgd(1.0)
+        >>> step_fn = train.make_train_step(loss_fn, optimizer)
+        >>> state = train.init_state(jnp.zeros(8), optimizer)
+        >>> batches = lambda epoch: [jnp.ones(4)] * 5
+        >>> state, log = train.fit(step_fn, state, batches, steps_per_epoch=5, epochs=4, solver=lp_jax.MGRIT())
+        >>> int(state.step), log.rows[-1]["loss"] < 0.1 * log.rows[0]["loss"]
+        (20, True)
+    """
+    log = Log() if log is None else log
+    done, last = int(state.step), steps_per_epoch * epochs
+    log.rewind(done)
+    record = _Record(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints)
+    checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
+    step = done
+    meter.start(done, last)
+    try:
+        with Interrupts() as interrupts:
+            for epoch in range(done // steps_per_epoch, epochs):
+                for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
+                    state, metrics = step_fn(state, batch, solver, adjoint_solver)
+                    step += 1
+                    record.add(metrics, epoch)
+                    signal = interrupts.received
+                    due = [m for m in measures if step in (1, last) or step % m.steps == 0]
+                    saves = checkpoints is not None and (
+                        signal is not None or step == last or step % checkpoint_every == 0
+                    )
+                    # the first step of a process compiles: kept apart, so that the times of the others are steps alone
+                    if signal is not None or due or saves or step in (done + 1, last) or step % log_every == 0:
+                        record.flush(step)
+                    for m in due:
+                        record.measured(m.kind, step, m.measure(state, batch))
+                    if checkpoints is not None and saves:
+                        checkpoints.save(state)
+                    if due or saves:
+                        record.restart_clock()
+                    if signal is not None:
+                        saved = None if checkpoints is None else str(checkpoints.folder / str(step))
+                        raise Interrupted(signal, step, saved)
+                if step != (epoch + 1) * steps_per_epoch:
+                    given = step - epoch * steps_per_epoch
+                    raise ValueError(f"batches({epoch}) gave {given} batches; steps_per_epoch is {steps_per_epoch}.")
+    finally:
+        meter.stop()
+    return state, log
+
+
+class _Record:
+    """From metrics on the device to rows, warnings and, where they are not finite, the end."""
+
+    def __init__(self, log: Log, meter: Meter, *, quiet: int, checkpoints: Checkpoints | None):
+        self.log, self.meter, self.checkpoints = log, meter, checkpoints
+        self.quiet = quiet  # steps after a warning during which it is not repeated
+        self.warned = {row["solve"]: row["step"] for row in log.of("warning")}
+        self.pending: list[tuple[int, Metrics]] = []
+        self.seconds = max((row["time"] for row in log.of("train")), default=0.0)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out of the step times what happened since the last flush."""
+        self.clock = time.perf_counter()
+
+    def add(self, metrics: Metrics, epoch: int) -> None:
+        self.pending.append((epoch, metrics))
+
+    def flush(self, step: int) -> None:
+        """Fetch and log the metrics of the steps up to ``step``."""
+        fetched = jax.device_get(self.pending)
+        self.pending = []
+        step_time = (time.perf_counter() - self.clock) / len(fetched)
+        for number, (epoch, metrics) in enumerate(fetched, step - len(fetched) + 1):
+            self.seconds += step_time
+            info, norms = metrics.info, metrics.info.stats.residual_norms.tolist()
+            self._write(
+                "train",
+                number,
+                epoch=epoch,
+                loss=metrics.loss,
+                accuracy=int(info.correct) / int(info.total),
+                gradient_norm=metrics.gradient_norm,
+                **flat("forward_residual", norms),
+                result=info.result,
+                time=self.seconds,
+                step_time=step_time,
+            )
+            if not metrics.finite:
+                raise DivergenceError(self._refusal(number, metrics))
+            self._watch("forward", number, norms, int(info.result))
+        self.restart_clock()
+
+    def measured(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Log what was measured at a step."""
+        self._write(kind, step, **values)
+        row = self.log.rows[-1]
+        for solve in ("forward", "adjoint"):
+            self._watch(solve, step, unflat(f"{solve}_residual", row))
+
+    def _write(self, kind: str, step: int, **values: Any) -> None:
+        self.log.write(kind=kind, step=step, **values)
+        self.meter.show(self.log.rows[-1])
+
+    def _watch(self, solve: str, step: int, norms: Sequence[float], result: int = DONE) -> None:
+        message = complaint(solve, norms, result)
+        if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
+            self.warned[solve] = step
+            self._write("warning", step, solve=solve, message=message)
+            self.meter.say(f"step {step}: {message}")
+
+    def _refusal(self, step: int, metrics: Metrics) -> str:
+        text = refusal(step, float(metrics.loss), float(metrics.gradient_norm), int(metrics.info.result))
+        if self.checkpoints is None or self.checkpoints.latest is None:
+            return f"{text} No checkpoint was saved before."
+        return f"{text} The last checkpoint is that of step {self.checkpoints.latest}, in {self.checkpoints.folder}."

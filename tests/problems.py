@@ -1,0 +1,83 @@
+"""Steps and stored problems that several tests share."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lp_jax
+
+INJECT = lp_jax.Rediscretize(params="inject")
+
+
+def dense_step(y, layer):
+    """``y + h tanh(y W + b)``, state ``(batch, width)``."""
+    w, b = layer.params
+    return y + layer.dt * jnp.tanh(y @ w + b[None])
+
+
+def dense_params(n: int, width: int, *, seed: int = 0, scale: float = 1.0):
+    """Random weights, independent from layer to layer."""
+    rng = np.random.default_rng(seed)
+    w = scale * rng.normal(size=(n, width, width)) / np.sqrt(width)
+    return jnp.asarray(w), jnp.asarray(0.1 * rng.normal(size=(n, width)))
+
+
+def dense_state(batch: int, width: int, *, seed: int = 1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, width)))
+
+
+def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, data=None):
+    """Loss, and its gradient for (params, y0, shared), by a hand-written scan and ``jax.grad``: no code of the library."""
+    n = jax.tree.leaves((params, data))[0].shape[0]
+    t, dt = jnp.arange(n) * (t1 / n), jnp.full((n,), t1 / n)
+
+    def value(params, y0, shared):
+        def body(y, x):
+            p, d, t, dt, i = x
+            return step(y, lp_jax.Layer(p, shared, d, t, dt, i, 0)), None
+
+        return loss(jax.lax.scan(body, y0, (params, data, t, dt, jnp.arange(n)))[0])
+
+    return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))(params, y0, shared)
+
+
+def relative_error(a: Any, b: Any) -> float:
+    """Relative 2-norm error of a pytree."""
+    num = sum(float(jnp.sum(jnp.abs(x - y) ** 2)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return float(np.sqrt(num / sum(float(jnp.sum(jnp.abs(y) ** 2)) for y in jax.tree.leaves(b))))
+
+
+class Dense(NamedTuple):
+    """The stored dense problem; see golden/README.md."""
+
+    params: tuple[jax.Array, jax.Array]
+    y0: jax.Array
+    target: jax.Array
+    guess: jax.Array
+    serial: dict[float, jax.Array]  # by t1: all 65 states
+
+    @classmethod
+    def load(cls, folder: Path) -> "Dense":
+        z = np.load(folder / "dense_problem.npz")
+        params = jnp.asarray(z["smooth_W"].swapaxes(1, 2)), jnp.asarray(z["smooth_b"])
+        serial = {t: jnp.asarray(z[f"smooth_T{t:.0f}_serial"]) for t in (1.0, 4.0)}
+        return cls(params, jnp.asarray(z["smooth_y0"]), jnp.asarray(z["smooth_target"]), jnp.asarray(z["smooth_guess"]), serial)
+
+
+def conv_step(y, layer):
+    """``y + dt relu(conv(relu(conv(y))))``, 3x3, NCHW as stored."""
+    w1, b1, w2, b2 = layer.params
+
+    def conv(x, w, b):
+        x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        return jax.nn.relu(x + b[None, :, None, None])
+
+    return y + layer.dt * conv(conv(y, w1, b1), w2, b2)
+
+
+def cases(folder: Path, name: str) -> list[dict]:
+    return json.loads((folder / name).read_text())["cases"]

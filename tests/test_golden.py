@@ -1,0 +1,199 @@
+"""What PyMGRIT and TorchBraid/XBraid compute, entry by entry (see golden/README.md for the definitions).
+
+Histories are followed through the solver's own methods, which is what `solve` runs; `test_solve_runs_the_same_cycles`
+ties the two together.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import INJECT, Dense, cases, conv_step, dense_step, relative_error
+
+import lp_jax
+from lp_jax import _tree
+from lp_jax._problem import prepare
+
+ROUNDING = 16 * np.finfo(np.float64).eps
+RELAX = {0: "F", 1: "FCF", 2: "FCFCF"}
+
+
+@pytest.fixture(scope="module")
+def dense(golden):
+    return Dense.load(golden)
+
+
+def build(solver, step, params, y0, t1, data=None):
+    problem, operands = prepare(
+        step, params, y0, shared=None, data=data, t0=0.0, t1=t1, has_aux=False, comm=None, solvers=(solver,)
+    )
+    return solver.discretize(problem.chain(operands))
+
+
+@functools.partial(jax.jit, static_argnames=("step", "cycles", "nested"))
+def history(solver, step, params, y0, guess, t1, data=None, *, cycles, nested=False):
+    """After each cycle: norm during it, norm after it, all states after F-relaxation, and the final sweep's last state."""
+    levels = build(solver, step, params, y0, t1, data)
+    # PyMGRIT's nested iteration makes a V-cycle on every level on the way up: the cascade of an F-cycle
+    u, spent = (lp_jax.cascade(solver, levels, kind="F"), 0) if nested else solver.start(levels, guess)
+
+    def watch(u):
+        return (_tree.norm(lp_jax.residual(levels[0], u)), lp_jax.f_relax(levels[0], u), solver.finish(levels, u, None)[0][-1])
+
+    def body(u, _):
+        u, norm = solver.improve(levels, u)
+        return u, (norm, *watch(u))
+
+    first = jax.tree.map(lambda x: jnp.asarray(x)[None], (jnp.asarray(jnp.nan, y0.dtype), *watch(u)))
+    _, rest = jax.lax.scan(body, u, length=cycles - spent)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a[:spent], b]), first, rest)
+
+
+def agree(got, wanted, what):
+    """1e-7 relative where the recorded entry is above 1e-12, plus the rounding of sums over O(1) states.
+
+    A residual of 1e-10 is a difference of states near 1, so its last digits are rounding: the two recorded codes differ
+    from each other by up to 1e-16 in the same entries, which is 1e-7 relative at 1e-9 and 1e-4 at 1e-12.
+    """
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert np.array_equal(np.isnan(got), wanted == -1), what
+    above = wanted > 1e-12
+    assert above.any(), what
+    np.testing.assert_allclose(got[above], wanted[above], rtol=1e-7, atol=ROUNDING, err_msg=what)
+
+
+def xbraid_solver(case, **fields):
+    option = case.get("option", "plain")
+    return lp_jax.MGRIT(
+        levels=case["levels"],
+        coarsening=case["cf"],
+        relaxation=(RELAX[case["nrelax_fine"]], RELAX[case["nrelax_coarse"]]),
+        skip_downcycle=case["skip_downcycle"],
+        cycle="F" if option == "fmg" else "V",
+        c_weight=1.3 if option == "cwt1.3" else 1.0,
+        coarse_step=INJECT,
+        **fields,
+    )
+
+
+def initial_guess(dense, option, m):
+    if option.endswith("random"):
+        return dense.guess[m::m]
+    n = 64 // m
+    return _tree.repeat(dense.y0, n) if option.endswith("constant") else jnp.zeros((n, *dense.y0.shape))
+
+
+def test_xbraid_forward(golden, dense):
+    stored = cases(golden, "dense_xbraid_forward.json")
+    assert len(stored) == 96
+    for case in stored:
+        solver = xbraid_solver(case, iterations=8)
+        guess = initial_guess(dense, case["option"], case["cf"])
+        norms, _, _, last = history(solver, dense_step, dense.params, dense.y0, guess, case["T"], cycles=8)
+        agree(norms, case["rnorm"], f"rnorm of {solver}")
+        error = jnp.linalg.norm(last - dense.serial[case["T"]][-1][None], axis=(1, 2))
+        agree(error, case["err_yN_l2"], f"err_yN of {solver}")
+
+
+def test_pymgrit(golden, dense):
+    stored = cases(golden, "dense_pymgrit.json")
+    assert len(stored) == 54
+    for case in stored:
+        solver = lp_jax.MGRIT(
+            levels=case["levels"],
+            coarsening=case["cf"],
+            relaxation=RELAX[case["cf_iter"]],
+            cycle=case["cycle"],
+            skip_downcycle=False,
+            coarse_step=INJECT,
+        )
+        n = len(case["conv"])
+        guess = initial_guess(dense, case["init"], case["cf"])
+        norms, after, states, _ = history(solver, dense_step, dense.params, dense.y0, guess, case["T"], cycles=n)
+        agree(after, case["conv"], f"conv of {solver}")
+        if case["cf_iter"] == 0:
+            agree(norms[1:], case["conv"][:-1], f"residual_norms of {solver}")
+        error = states - dense.serial[case["T"]][1:][None]
+        agree(jnp.linalg.norm(error.reshape(n, -1), axis=1), case["err_spacetime_l2"], f"spacetime error of {solver}")
+        agree(jnp.abs(error).max(axis=(1, 2, 3)), case["err_max"], f"maximal error of {solver}")
+        agree(jnp.linalg.norm(error[:, -1], axis=(1, 2)), case["err_final_l2"], f"final error of {solver}")
+
+
+def backward_euler(y, layer):
+    return y / (1 + layer.dt)
+
+
+def test_dahlquist(golden):
+    stored = cases(golden, "dahlquist_pymgrit.json")
+    assert len(stored) == 90
+    for case in stored:
+        n, steps = len(case["conv"]), case["N"]
+        solver = lp_jax.MGRIT(
+            levels=case["levels"],
+            coarsening=case["cf"],
+            relaxation=RELAX[case["cf_iter"]],
+            cycle=case["cycle"],
+            c_weight=case["weight_c"],
+            skip_downcycle=False,
+            coarse_step=INJECT,
+        )
+        y0 = jnp.ones(())
+        exact = (1 + case["dt"]) ** -np.arange(1.0, steps + 1)
+        guess = jnp.zeros(-(-steps // case["cf"]))
+        nested = case["nested_iteration"]
+        _, after, states, _ = history(
+            solver, backward_euler, None, y0, guess, case["T"], jnp.arange(steps), cycles=n, nested=nested
+        )
+        agree(after, case["conv"], f"conv of {solver}, nested {nested}")
+        agree(jnp.linalg.norm(states - exact[None], axis=1), case["err_spacetime_l2"], f"error of {solver}, nested {nested}")
+
+
+def test_solve_runs_the_same_cycles(golden, dense):
+    for case in cases(golden, "dense_xbraid_forward.json")[::13]:
+        for k in (1, 3):
+            solver = xbraid_solver(case, iterations=k)
+            guess = initial_guess(dense, case["option"], case["cf"])
+            solution = jax.jit(lambda s, g: lp_jax.solve(dense_step, dense.params, dense.y0, t1=case["T"], solver=s, guess=g))(
+                solver, guess
+            )
+            agree(jnp.atleast_1d(jnp.linalg.norm(solution.y1 - dense.serial[case["T"]][-1])), case["err_yN_l2"][k - 1 : k], "y1")
+            np.testing.assert_allclose(solution.stats.residual_norms, [np.nan if r == -1 else r for r in case["rnorm"][:k]], rtol=1e-7)
+
+
+@pytest.mark.parametrize("storage", ["c_points", "all"])
+def test_xbraid_gradient(golden, dense, storage):
+    """The gradient's error after (k_f, k_b) cycles is no larger than XBraid's."""
+    stored = cases(golden, "dense_xbraid_gradient.json")
+    assert len(stored) == 48
+    exact = {}
+    for t1 in (1.0, 4.0):
+        exact[t1] = jax.jit(functools.partial(gradient, lp_jax.Serial(), lp_jax.Serial(), t1=t1))(dense)
+    worst = 0.0
+    for case in stored:
+        skip = case["skip_downcycle"]
+        for row in case["table"]:
+            forward = xbraid_solver(case, iterations=row["fwd"], storage=storage)
+            adjoint = xbraid_solver(case, iterations=row["bwd"])
+            y1, gradients, _ = run_gradient(forward, adjoint, dense, case["T"])
+            for name, got, wanted in zip(("y", "gW", "gb", "gx"), (y1, *gradients), (exact[case["T"]][0], *exact[case["T"]][1]), strict=True):
+                recorded = row[f"err_{name}"]
+                error = relative_error(got, wanted)
+                if recorded > 1e-12:
+                    worst = max(worst, error / recorded)
+                    assert error <= 1.05 * recorded, (name, error, recorded, forward, adjoint)
+    print("worst ratio", worst)
+
+
+def gradient(forward, adjoint, dense, *, t1):
+    solution, pull = lp_jax.solve_vjp(
+        dense_step, dense.params, dense.y0, t1=t1, solver=forward, adjoint_solver=adjoint, guess="zeros"
+    )
+    gradients, stats = pull(solution.y1 - dense.target)
+    return solution.y1, (*gradients.params, gradients.y0), stats
+
+
+@functools.partial(jax.jit, static_argnames=())
+def run_gradient(forward, adjoint, dense, t1):
+    return gradient(forward, adjoint, dense, t1=t1)

@@ -1,0 +1,486 @@
+"""Flax modules: the same numbers as a loop over layers, and good manners under NNX's and JAX's transformations."""
+
+import doctest
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import lp_jax
+from lp_jax import nn
+
+F64 = jnp.float64
+LAYERS = 12
+EXACT = lp_jax.MGRIT(levels=2, coarsening=4, iterations=3)  # three intervals: exact after three cycles
+
+
+def dense(rngs, **options):
+    return nn.DenseResidual(5, param_dtype=F64, rngs=rngs, **options)
+
+
+def conv(rngs, **options):
+    return nn.ConvResidual(4, param_dtype=F64, rngs=rngs, **options)
+
+
+# flax's norms promote dtypes in float64, hence standard_promotion where they are used
+MODULES = {
+    "dense": (dense, (3, 5)),
+    "dense-hidden-norm": (lambda rngs: dense(rngs, hidden=7, activation=nnx.gelu, norm="layer"), (3, 5)),
+    "conv-norm": (lambda rngs: conv(rngs, kernel=(3,), norm="group", groups=2), (2, 6, 4)),
+}
+
+
+def normal(shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), shape, F64)
+
+
+def assert_close(got, wanted, rtol=1e-11):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)
+
+
+def loop(make, params, y, layers=LAYERS, t1=1.0):
+    """The network as a plain Python loop over modules that know nothing of stacks."""
+    for n in range(layers):
+        layer = make(nnx.Rngs(99))
+        nnx.update(layer, jax.tree.map(lambda x, n=n: x[n], params))
+        y = layer(y, n * t1 / layers, t1 / layers)
+    return y
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_states_and_gradients_are_those_of_a_loop_over_modules(name, standard_promotion):
+    make, shape = MODULES[name]
+    step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
+    y0, target = normal(shape), normal(shape, 2)
+
+    def gradient(network):
+        def loss(params, y0):
+            y1 = network(params, y0)
+            return 0.5 * jnp.sum((y1 - target) ** 2), y1
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, y0)
+
+    got = gradient(lambda params, y0: lp_jax.solve(step, params, y0, t1=2.0, solver=EXACT).y1)
+    assert_close(got, gradient(lambda params, y0: loop(make, params, y0, t1=2.0)))
+
+
+def normalised(y, axes):
+    return (y - y.mean(axes, keepdims=True)) / jnp.sqrt(y.var(axes, keepdims=True) + 1e-6)
+
+
+def test_dense_residual_is_its_formula(standard_promotion):
+    y, dt = normal((3, 5)), 0.25
+    layer = dense(nnx.Rngs(0))
+    w, b = layer.inner.kernel[...], layer.inner.bias[...] + normal((5,), 3)
+    layer.inner.bias[...] = b
+    assert_close(layer(y, 0.0, dt), y + dt * jnp.tanh(y @ w + b[None]))
+
+    layer = dense(nnx.Rngs(0), hidden=7, norm="layer", activation=nnx.relu)
+    f = jnp.maximum(normalised(y, 1) @ layer.inner.kernel[...], 0.0) @ layer.outer.kernel[...]
+    assert_close(layer(y, 0.0, dt), y + dt * f)
+
+
+@pytest.mark.parametrize("kernel", [(5,), (3, 3), (3, 1, 3)])
+@pytest.mark.parametrize("norm", [None, "layer", "group"])
+def test_conv_residual_is_its_formula(kernel, norm, standard_promotion):
+    y, dt = normal((2, *(6, 5, 4)[: len(kernel)], 4)), 0.25
+    layer = conv(nnx.Rngs(0), kernel=kernel, norm=norm, groups=2, activation=nnx.tanh)
+
+    def correlate(y, kernel):  # one shifted product for each point of the kernel
+        size = kernel.shape[:-2]
+        padded = jnp.pad(y, [(0, 0), *((k // 2, k // 2) for k in size), (0, 0)])
+        shifts = np.ndindex(size)
+        cut = lambda at: padded[(slice(None), *(slice(i, i + n) for i, n in zip(at, y.shape[1:], strict=False)))]  # noqa: E731
+        return sum(cut(at) @ kernel[at] for at in shifts)
+
+    def norm_of(y):
+        if norm == "layer":
+            return normalised(y, -1)
+        if norm == "group":
+            return normalised(y.reshape(*y.shape[:-1], 2, 2), (*range(1, y.ndim - 1), y.ndim)).reshape(y.shape)
+        return y
+
+    hidden = jnp.tanh(norm_of(correlate(y, layer.conv1.kernel[...])))
+    wanted = y + dt * jnp.tanh(norm_of(correlate(hidden, layer.conv2.kernel[...])))
+    assert_close(layer(y, 0.0, dt), wanted)
+
+
+@pytest.mark.parametrize("solver", [lp_jax.Serial(), lp_jax.MGRIT(coarsening=4, iterations=8)])
+def test_conv_residual_reproduces_the_golden_network(golden, solver):
+    data = np.load(golden / "conv_torchbraid.npz")
+    trunk = nn.LayerParallel(
+        lambda rngs: nn.ConvResidual(3, param_dtype=F64, rngs=rngs), 32, t1=1.0, solver=solver, rngs=nnx.Rngs(0)
+    )
+    for number, layer in ((1, trunk.layers.conv1), (2, trunk.layers.conv2)):
+        layer.kernel[...] = jnp.asarray(data[f"w{number}"].transpose(0, 3, 4, 2, 1))  # OIHW to HWIO
+        layer.bias[...] = jnp.asarray(data[f"b{number}"])
+    y0, target = (jnp.asarray(data[name].transpose(0, 2, 3, 1)) for name in ("x0", "target"))
+
+    @nnx.jit
+    def gradient(trunk, y0):
+        def loss(trunk, y0):
+            y1 = trunk(y0)
+            return 0.5 * jnp.sum((y1 - target) ** 2), y1
+
+        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(trunk, y0)
+
+    (by_layers, by_input), y1 = gradient(trunk, y0)
+    assert_close(y1, data["exact_y"].transpose(0, 2, 3, 1), rtol=1e-12)
+    assert_close(by_input, data["exact_gx"].transpose(0, 2, 3, 1))
+    for number in (1, 2):
+        got = by_layers["layers"][f"conv{number}"]
+        assert_close(got["kernel"][...], data[f"exact_g_w{number}"].transpose(0, 3, 4, 2, 1))
+        assert_close(got["bias"][...], data[f"exact_g_b{number}"])
+
+
+def test_the_initial_network_moves_the_state_as_far_at_any_depth():
+    y0 = normal((16, 24))
+
+    def moved(layers):
+        make = lambda rngs: nn.DenseResidual(24, param_dtype=F64, rngs=rngs)  # noqa: E731
+        trunk = nn.LayerParallel(make, layers, t1=4.0, solver=lp_jax.Serial(), rngs=nnx.Rngs(0))
+        return float(jnp.linalg.norm(trunk(y0) - y0) / jnp.linalg.norm(y0))
+
+    # random layers add up like a random walk: 4 / sqrt(N) at most, so more layers never mean a wilder network
+    assert 0.1 < moved(16) < 2.0
+    assert moved(256) < moved(16)
+
+
+def make_trunk(**options):
+    settings = {"solver": EXACT, "rngs": nnx.Rngs(0)} | options
+    return nn.LayerParallel(settings.pop("make", dense), LAYERS, **settings)
+
+
+def test_layer_parallel_is_solve_on_its_stack():
+    trunk = make_trunk(t0=0.5, t1=2.0)
+    step, params = nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))
+    y = normal((3, 5))
+    wanted = lp_jax.solve(step, params, y, t0=0.5, t1=2.0, solver=EXACT)
+    assert_close(trunk(y), wanted.y1, rtol=0)
+    got = trunk.solve(y)
+    assert_close(got.stats.residual_norms, wanted.stats.residual_norms, rtol=0)
+    again = lp_jax.MGRIT(coarsening=4, iterations=1, skip_downcycle=False)
+    assert float(trunk.solve(y, solver=again, guess=got.trajectory).stats.residual_norms[0]) < 1e-12
+    assert float(trunk.solve(y, solver=again, guess="zeros").stats.residual_norms[0]) > 1e-2
+
+
+class Clock(nnx.Module):
+    """y + dt * t * w"""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (), F64))
+
+    def __call__(self, y, t, dt):
+        return y + dt * t * self.w[...]
+
+
+@pytest.mark.parametrize("container", [tuple, list, np.asarray, jnp.asarray])
+def test_layers_see_the_times_of_a_nonuniform_grid(container):
+    grid = np.linspace(0.0, 2.0, LAYERS + 1) ** 2
+    trunk = make_trunk(make=Clock, t1=container(grid.tolist()))
+    wanted = np.sum(np.diff(grid) * grid[:-1] * np.asarray(trunk.layers.w[...]))
+    assert_close(trunk(jnp.zeros((), F64)), wanted)
+
+
+def test_overriding_the_solver_overrides_the_adjoint_too():
+    rough = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Picard(sweeps=0))
+    trunk = make_trunk(solver=rough, adjoint_solver=rough, t1=4.0)
+    y = normal((3, 5))
+    params = nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[1]
+
+    def gradient(**solvers):
+        loss = lambda trunk: jnp.sum(trunk.solve(y, **solvers).y1 ** 2)  # noqa: E731
+        value, gradient = nnx.value_and_grad(loss)(trunk)
+        return float(value), nnx.to_pure_dict(gradient)["layers"]["inner"]["kernel"]
+
+    wanted, exact = jax.value_and_grad(lambda params: jnp.sum(loop(dense, params, y, t1=4.0) ** 2))(params)
+    error = lambda value: abs(value - wanted) / wanted  # noqa: E731
+    distance = lambda g: float(jnp.linalg.norm(g - exact["inner"]["kernel"]))  # noqa: E731
+
+    value, got = gradient()
+    assert error(value) > 1e-3 and distance(got) > 1e-2
+    value, got = gradient(solver=lp_jax.Serial())
+    assert error(value) < 1e-12 and distance(got) < 1e-10
+    value, better = gradient(adjoint_solver=EXACT)
+    assert value == gradient()[0]
+    assert distance(better) < distance(gradient()[1])
+    value, got = gradient(solver=EXACT, adjoint_solver=rough)
+    assert error(value) < 1e-12 and distance(got) > 1e-2
+
+
+def test_settings_are_static_and_parameters_are_the_only_state():
+    tolerant = lp_jax.MGRIT(iterations=9, rtol=jnp.asarray(1e-9), coarse_step=lp_jax.Picard(sweeps=1))
+    trunk = make_trunk(solver=tolerant, adjoint_solver=lp_jax.MGRIT(c_weight=1.3), t1=np.float32(2.0))
+    graphdef, state = nnx.split(trunk)
+    assert {type(value) for _, value in nnx.to_flat_state(state)} == {nnx.Param}
+    assert all(x.shape[0] == LAYERS for x in jax.tree.leaves(state))
+    alike = make_trunk(solver=tolerant, adjoint_solver=lp_jax.MGRIT(c_weight=1.3), t1=2.0, rngs=nnx.Rngs(7))
+    assert nnx.graphdef(alike) == graphdef and hash(nnx.graphdef(alike)) == hash(graphdef)
+    assert nnx.graphdef(make_trunk(solver=lp_jax.MGRIT(iterations=9, rtol=1e-8))) != graphdef
+    trunk.solver = lp_jax.Serial()  # settings may be replaced, too
+    assert_close(trunk(normal((3, 5))), alike(normal((3, 5))) * 0 + nnx.merge(graphdef, state)(normal((3, 5))), 1e-6)
+
+
+def test_split_merge_and_jit_over_the_state():
+    trunk, y = make_trunk(), normal((3, 5))
+    graphdef, state = nnx.split(trunk)
+    wanted = trunk(y)
+    assert_close(nnx.merge(graphdef, state)(y), wanted, rtol=0)
+    assert_close(jax.jit(lambda state, y: nnx.merge(graphdef, state)(y))(state, y), wanted)
+    assert_close(nnx.jit(lambda trunk, y: trunk(y))(trunk, y), wanted)
+    assert_close(jax.jit(lambda trunk, y: trunk(y))(trunk, y), wanted)
+
+    by_state = jax.grad(lambda state: jnp.sum(nnx.merge(graphdef, state)(y) ** 2))(state)
+    by_module = nnx.grad(lambda trunk: jnp.sum(trunk(y) ** 2))(trunk)
+    assert_close(nnx.to_pure_dict(by_module), nnx.to_pure_dict(by_state))
+    assert float(jnp.abs(nnx.to_pure_dict(by_state)["layers"]["inner"]["bias"]).min()) > 0
+
+    doubled = jax.tree.map(lambda x: 2 * x, state)
+    nnx.update(trunk, doubled)
+    assert_close(trunk(y), nnx.merge(graphdef, doubled)(y), rtol=0)
+
+
+def make_classifier(rngs, **options):
+    return nn.Classifier(
+        nn.DenseOpening((4, 4, 1), 5, param_dtype=F64, rngs=rngs),
+        make_trunk(rngs=rngs, **options),
+        nn.DenseClosing((5,), 3, hidden=6, param_dtype=F64, rngs=rngs),
+    )
+
+
+def test_classifier_composes_opening_trunk_and_closing():
+    model, x = make_classifier(nnx.Rngs(0)), normal((7, 4, 4, 1))
+    opened = jnp.tanh(x.reshape(7, 16) @ model.opening.linear.kernel[...])
+    first, last = model.closing.layers
+    params = nnx.to_pure_dict(nnx.state(model.trunk.layers))
+    wanted = jnp.maximum(loop(dense, params, opened) @ first.kernel[...], 0.0) @ last.kernel[...]
+    assert_close(model(x), wanted)
+    logits, solution = model.solve(x, solver=lp_jax.Serial())
+    assert_close(logits, wanted)
+    assert solution.y1.shape == (7, 5) and int(solution.stats.iterations) == 0
+
+
+def test_conv_opening_and_pool_closing():
+    opening = nn.ConvOpening(1, 4, param_dtype=F64, rngs=nnx.Rngs(0))
+    closing = nn.PoolClosing((6, 5, 4), 3, param_dtype=F64, rngs=nnx.Rngs(1))
+    model = nn.Classifier(opening, make_trunk(make=conv), closing)
+    x = normal((2, 6, 5, 1))
+    y1 = model.trunk(opening(x))
+    assert_close(model(x), y1.mean((1, 2)) @ closing.linear.kernel[...])
+    # the middle of the kernel alone: an elementwise lift
+    opening.conv.kernel[...] = jnp.zeros((3, 3, 1, 4), F64).at[1, 1].set(2.0)
+    assert_close(opening(x), jnp.maximum(2.0 * jnp.broadcast_to(x, (2, 6, 5, 4)), 0.0))
+
+
+def test_training_with_an_nnx_optimizer(standard_promotion):
+    model = make_classifier(nnx.Rngs(0), solver=lp_jax.MGRIT(iterations=1))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    x = normal((30, 4, 4, 1))
+    labels = jnp.argmax(x.reshape(30, 16)[:, :3], axis=1)
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        def loss(model):
+            return optax.softmax_cross_entropy_with_integer_labels(model(x), labels).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    before = nnx.to_pure_dict(nnx.state(model))
+    losses = [float(train_step(model, optimizer)) for _ in range(60)]
+    assert losses[-1] < 0.2 * losses[0]
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), nnx.to_pure_dict(nnx.state(model)), before)
+    assert min(jax.tree.leaves(moved)) > 1e-3
+
+
+class Counted(nnx.Module):
+    """A layer that counts how often it is traced."""
+
+    traces = 0
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(5, 5, param_dtype=F64, rngs=rngs)
+
+    def __call__(self, y, t, dt):
+        type(self).traces += 1
+        return y + dt * nnx.tanh(self.linear(y))
+
+
+def traced(call):
+    before = Counted.traces
+    jax.block_until_ready(call())
+    return Counted.traces - before
+
+
+def test_stacks_built_alike_share_a_program():
+    (step, params), (again, other) = (nn.stack(Counted, LAYERS, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    assert step == again and hash(step) == hash(again)
+    assert step != nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[0]
+    y = normal((3, 5))
+    # uncompiled, the first call compiles the solve; the second only checks what the step returns, once per level
+    assert traced(lambda: lp_jax.solve(step, params, y, solver=EXACT)) > 2
+    assert traced(lambda: lp_jax.solve(again, other, y, solver=EXACT)) <= 2
+
+
+def test_a_compiled_step_does_not_trace_again():
+    trunk, y = make_trunk(make=Counted), normal((3, 5))
+
+    @nnx.jit
+    def gradient(trunk, y, solver=None):
+        return nnx.value_and_grad(lambda trunk: jnp.sum(trunk.solve(y, solver=solver).y1 ** 2))(trunk)
+
+    assert traced(lambda: gradient(trunk, y)) > 0
+    trunk.layers.linear.kernel[...] *= 2
+    assert traced(lambda: gradient(trunk, 2 * y)) == 0
+    assert traced(lambda: gradient(make_trunk(make=Counted, rngs=nnx.Rngs(5)), y)) == 0
+    # a tolerance given to the call is a number like any other
+    assert traced(lambda: gradient(trunk, y, lp_jax.MGRIT(rtol=1e-3))) > 0
+    assert traced(lambda: gradient(trunk, y, lp_jax.MGRIT(rtol=1e-6))) == 0
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.dropout = nnx.Dropout(0.5)
+        self.linear = nnx.Linear(5, 5, param_dtype=F64, rngs=rngs)
+
+    def __call__(self, y, t, dt, *, key=None):
+        return y + dt * self.dropout(nnx.tanh(self.linear(y)), rngs=key)
+
+
+def test_dropout_masks_depend_on_key_and_layer_alone():
+    trunk, y = make_trunk(make=Dropped), normal((3, 5))
+    keys = jax.random.split(jax.random.key(3), LAYERS)
+    run = nnx.jit(lambda trunk, y, keys, solver: trunk.solve(y, data=keys, solver=solver).y1)
+    wanted = y
+    for n in range(LAYERS):
+        keep = jax.random.bernoulli(keys[n], 0.5, (3, 5))
+        f = jnp.tanh(wanted @ trunk.layers.linear.kernel[...][n])
+        wanted = wanted + jnp.where(keep, 2 * f, 0.0) / LAYERS
+    assert_close(run(trunk, y, keys, EXACT), wanted)
+    assert_close(run(trunk, y, keys, lp_jax.Serial()), wanted)
+    others = jax.random.split(jax.random.key(4), LAYERS)
+    assert float(jnp.abs(run(trunk, y, others, EXACT) - wanted).max()) > 1e-3
+    assert_close(
+        nnx.grad(lambda trunk: jnp.sum(trunk(y, data=keys)))(trunk),
+        nnx.grad(lambda trunk: jnp.sum(trunk.solve(y, data=keys, solver=lp_jax.Serial()).y1))(trunk),
+    )
+
+    trunk.eval()
+    plain = make_trunk(make=Counted)
+    assert_close(trunk(y), plain(y), rtol=0)
+
+
+class BatchNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(5, rngs=rngs)
+
+    def __call__(self, y, t, dt):
+        return y + dt * self.norm(y)
+
+
+class StoredKeys(BatchNormed):
+    def __init__(self, rngs):
+        self.norm = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Constant(BatchNormed):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(5, 5, rngs=rngs)
+        self.frequencies = jnp.arange(5.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            BatchNormed,
+            r"BatchNormed holds more than nnx.Param: norm.mean \(BatchStat\), norm.var \(BatchStat\)\..*LayerNorm",
+        ),
+        (StoredKeys, r"norm.rngs.count \(RngCount\), norm.rngs.key \(RngKey\)\..*nnx.Dropout\(rate\) without rngs"),
+        (Constant, r"frequencies \(.*\)\..*make it an nnx.Param, or compute it in __call__"),
+    ],
+)
+def test_layers_with_state_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        nn.stack(make, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        nn.LayerParallel(make, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda rngs: nn.stack(dense, 0, rngs=rngs), ValueError, "num_layers must be at least 1; got 0"),
+        (lambda rngs: nn.stack(dense, 2.0, rngs=rngs), TypeError, "num_layers must be an integer"),
+        (lambda rngs: nn.stack(dense, 4, rngs=0), TypeError, r"rngs must be an nnx.Rngs, like nnx.Rngs\(0\); got 0"),
+        (lambda rngs: nn.stack(lambda rngs: nnx.tanh, 4, rngs=rngs), TypeError, "must build an nnx.Module; got"),
+        (lambda rngs: make_trunk(solver=lp_jax.MGRIT), TypeError, "solver must be a solver.*not MGRIT"),
+        (lambda rngs: make_trunk(adjoint_solver="MGRIT"), TypeError, "adjoint_solver must be a solver"),
+        (lambda rngs: make_trunk(t1=[0.0, 1.0])(jnp.ones((3, 5))), ValueError, "t1 must be a scalar, or the 13 times"),
+        (lambda rngs: make_trunk(t1=-1.0)(jnp.ones((3, 5))), ValueError, "t1 must be finite and later than t0"),
+        (lambda rngs: make_trunk()(jnp.ones((3, 5)), data=jnp.arange(12)), TypeError, "DenseResidual.__call__.*`key`"),
+        (lambda rngs: make_trunk(make=Dropped)(jnp.ones((3, 5)), data=jnp.arange(7)), ValueError, "leading length"),
+        (lambda rngs: make_trunk()(jnp.ones((3, 5), jnp.float32)), TypeError, "float32"),
+        (lambda rngs: nn.DenseResidual(5, norm="group", rngs=rngs), ValueError, "norm must be 'layer', or None"),
+        (
+            lambda rngs: nn.ConvResidual(4, norm="batch", rngs=rngs),
+            ValueError,
+            "'layer' or 'group', or None; got 'batch'",
+        ),
+        (lambda rngs: nn.ConvResidual(4, norm="group", groups=3, rngs=rngs), ValueError, "groups"),
+        (
+            lambda rngs: nn.DenseOpening((8, 8), 5, rngs=rngs)(jnp.ones((3, 64))),
+            ValueError,
+            r"shape=\(8, 8\), for arrays of shape \(\.\.\., 8, 8\); got \(3, 64\)",
+        ),
+    ],
+)
+def test_bad_input_is_refused(build, error, message):
+    with pytest.raises(error, match=message), jax.numpy_dtype_promotion("standard"):
+        build(nnx.Rngs(0))
+
+
+def test_linen_modules_in_two_lines():
+    linen = pytest.importorskip("flax.linen")
+
+    class Residual(linen.Module):
+        @linen.compact
+        def __call__(self, y, t, dt):
+            return y + dt * linen.tanh(linen.Dense(y.shape[-1], param_dtype=F64, name="dense")(y))
+
+    block, y0 = Residual(), normal((3, 5))
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = jax.vmap(lambda key: block.init(key, y0, 0.0, 1.0)["params"])(keys)
+    step = lambda y, layer: block.apply({"params": layer.params}, y, layer.t, layer.dt)  # noqa: E731
+
+    def gradient(network):
+        return jax.jit(jax.value_and_grad(lambda params: jnp.sum(network(params) ** 2)))(params)
+
+    def unrolled(params):
+        y = y0
+        for n in range(LAYERS):
+            y = block.apply({"params": jax.tree.map(lambda x, n=n: x[n], params)}, y, n / LAYERS, 1 / LAYERS)
+        return y
+
+    assert_close(gradient(lambda params: lp_jax.solve(step, params, y0, solver=EXACT).y1), gradient(unrolled))
+
+
+def test_without_flax_the_extra_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "flax" or name.startswith("lp_jax.nn")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ImportError, match=r'pip install "lp_jax\[nn\]"'):
+        importlib.import_module("lp_jax.nn")
+
+
+@pytest.mark.parametrize("module", ["", "._stack", "._layer_parallel", "._residual", "._ends", "._classifier"])
+def test_examples_run(module):
+    with jax.numpy_dtype_promotion("standard"):
+        result = doctest.testmod(importlib.import_module(f"lp_jax.nn{module}"))
+    assert result.attempted and not result.failed
