@@ -23,14 +23,16 @@ from lp_jax._types import PyTree, Slices, State
 
 
 class Checkpoints(NamedTuple):
-    """What the forward solve leaves for the adjoint: one of the two.
+    """What the forward solve leaves for the adjoint: the trajectory after its final sweep, in one of two forms.
 
     Attributes:
         c_points: states that leave every interval of the forward solve's finest level, ``(intervals, ...)``.
-        states: states that enter every layer, ``(N, ...)``.
+        f_relaxed_from: C-points from which the final sweep got its F-points, where they are others, ``(intervals, ...)``.
+        states: states that enter every layer, ``(N, ...)``; None where they are to be recomputed.
     """
 
-    c_points: State | None = None
+    c_points: State
+    f_relaxed_from: State | None = None
     states: State | None = None
 
 
@@ -60,17 +62,15 @@ def solve_adjoint(
     """
     forward = solver.discretize(chain)
     fine = forward[0]
-    recompute = checkpoints.states is None and stride == fine.factor and stride > 1 and fine.looped
-    if any(level.anchor for level in forward):
-        recompute = False  # these coarse steps are linearised at all states
-    if checkpoints.states is None and not recompute:
-        checkpoints = Checkpoints(states=all_states(chain, checkpoints, stride, looped=fine.looped))
-    if checkpoints.states is not None:
-        entered, every = checkpoints.states, 1
-        forward = tuple(level.anchored(entered) for level in forward)
+    anchored = any(level.anchor for level in forward)  # coarse steps linearised at all states
+    if checkpoints.states is None and stride == fine.factor > 1 and fine.looped and not anchored:
+        c_points, before = checkpoints.c_points, checkpoints.f_relaxed_from
+        entered, every = fine.entries(c_points), stride
+        recompute_from = entered if before is None else fine.entries(before)
     else:
-        entered, every = fine.entries(checkpoints.c_points), stride
-    levels = _transposed(forward, entered, every, y1_cotangent)
+        entered, every, recompute_from = all_states(chain, checkpoints, stride, looped=fine.looped), 1, None
+        forward = tuple(level.anchored(entered) for level in forward)
+    levels = _transposed(forward, entered, every, recompute_from, y1_cotangent)
 
     start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
     lam, stats, met = iterate(solver, levels, start)
@@ -88,39 +88,57 @@ def solve_adjoint(
 
 
 def all_states(chain: Chain, checkpoints: Checkpoints, stride: int, *, looped: bool) -> State:
-    """States that enter every layer, recomputed from the C-points."""
+    """States that enter every layer, recomputed from the C-points if need be."""
     if checkpoints.states is not None:
         return checkpoints.states
-    return entering(chain.finest(stride, looped=looped), checkpoints.c_points)
+    level = chain.finest(stride, looped=looped)
+    if checkpoints.f_relaxed_from is None:
+        return entering(level, checkpoints.c_points)
+    states = _tree.split(entering(level, checkpoints.f_relaxed_from), stride)
+    return _tree.merge(with_c_points(level, states, checkpoints.c_points), chain.steps)
 
 
-def _transposed(forward: Sequence[Level], entered: State, every: int, cotangent: State) -> tuple[Level, ...]:
+def with_c_points(level: Level, states: State, u: State) -> State:
+    """States that enter every step, ``(intervals, factor, ...)``, with ``u`` at the C-points."""
+    return jax.tree.map(lambda x, c: x.at[:, 0].set(c), states, level.entries(u))
+
+
+def _transposed(
+    forward: Sequence[Level], entered: State, every: int, recompute_from: State | None, cotangent: State
+) -> tuple[Level, ...]:
     """Every level's adjoint, linearised at ``entered``: the states that enter every ``every``-th layer."""
-    levels = []
-    states = entered
-    stride = every
+    levels: list[Level] = []
+    states, stride = entered, every
     for level in forward:
-        states = jax.tree.map(lambda x, k=level.span // stride: x[::k], states) if level.span > stride else states
-        stride = max(stride, level.span)
-        levels.append(_transpose(level, states, cotangent, recompute=level.span == 1 and every > 1))
+        if level.span > stride:
+            states = jax.tree.map(lambda x, k=level.span // stride: x[::k], states)
+            stride = level.span
+        levels.append(_transpose(level, states, cotangent, recompute_from if level is forward[0] else None))
         if level.transfer is not None:
             states = jax.vmap(level.transfer[0])(states)
             cotangent = levels[-1].transfer[0](cotangent)
     return tuple(levels)
 
 
-def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool) -> Level:
+def _transpose(level: Level, states: State, cotangent: State, recompute_from: State | None) -> Level:
+    """The adjoint of a level at ``states``, those that enter its steps.
+
+    With ``recompute_from`` these are only the states that enter its intervals, and those that enter the other steps are
+    recomputed, interval by interval, from ``recompute_from``.
+    """
+
     def step(lam: State, x: tuple[Operand, State], shared: PyTree) -> State:
         operand, u = x
         return jax.vjp(lambda u: level.step(u, operand, shared), u)[1](lam)[0]
 
-    def expand(x: tuple[Operand, State], shared: PyTree) -> tuple[Operand, State]:
-        operands, u = x
-        return operands, _interval_states(level, operands, u, shared)
+    def expand(x: tuple[Operand, State, State], shared: PyTree) -> tuple[Operand, State]:
+        operands, first, start = x
+        return operands, _tree.put(_interval_states(level, operands, start, shared), first, 0)
 
+    recompute = recompute_from is not None
     return dataclasses.replace(
         level,
-        xs=(level.xs, states if recompute else _tree.split(states, level.factor)),
+        xs=(level.xs, states, recompute_from) if recompute else (level.xs, _tree.split(states, level.factor)),
         y0=cotangent,
         step=identity if level.step is identity else step,
         reverse=True,

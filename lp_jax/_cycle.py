@@ -36,7 +36,7 @@ def cycle(
     fine, *coarser = levels
     for _ in range(mgrit.c_relaxations(depth)):
         u = c_relax(fine, u, mgrit.c_weight)
-    if any(level.anchor for level in coarser):
+    if fine.span == 1 and any(level.anchor for level in coarser):
         r, states = residual_and_entering(fine, u)
         coarser = [level.anchored(states) for level in coarser]
     else:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import _inputs, _tree
-from lp_jax._adjoint import Checkpoints, solve_adjoint
+from lp_jax._adjoint import Checkpoints, solve_adjoint, with_c_points
 from lp_jax._iterate import Stats, iterate
 from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Operands, Problem, prepare
@@ -269,16 +269,16 @@ def _forward(spec: _Spec, differentiable: list[jax.Array], other: _Other, *, kee
     u, stats, met = iterate(solver, levels, guess)
     keep_states = keep and solver.keeps_states
     step = spec.problem.step_with_aux(0)
-    u, emitted = solver.finish(levels, u, _emit(step, keep_states) if keep_states or spec.problem.has_aux else None)
+    before = u
+    u, emitted = solver.finish(levels, before, _emit(step, keep_states) if keep_states or spec.problem.has_aux else None)
     states, aux = (None, None) if emitted is None else emitted
-    if keep_states:
-        # the final sweep's F-points, with its C-points: what the sweep leaves behind
-        states = jax.tree.map(lambda x, e: x.at[:, 0].set(e), states, fine.entries(u))
     y1 = chain.comm.last(u, reverse=False)
     out = (y1, _rest(y1, u, _tree.merge(aux, chain.steps), stats, met))
     if not keep:
         return out, None
-    return out, Checkpoints(states=_tree.merge(states, chain.steps)) if keep_states else Checkpoints(c_points=u)
+    if keep_states:
+        return out, Checkpoints(u, states=_tree.merge(with_c_points(fine, states, u), chain.steps))
+    return out, Checkpoints(u, f_relaxed_from=None if u is before else before)
 
 
 def _backward(spec: _Spec, differentiable: list[jax.Array], other: _Other, checkpoints: Checkpoints, cotangent: State):

@@ -15,8 +15,8 @@ import lp_jax
 from lp_jax import nn
 
 F64 = jnp.float64
-LAYERS = 12
-EXACT = lp_jax.MGRIT(levels=2, coarsening=4, iterations=3)  # three intervals: exact after three cycles
+LAYERS = 6
+EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=3)  # three intervals: exact after three cycles
 
 
 def dense(rngs, **options):
@@ -164,7 +164,7 @@ def test_layer_parallel_is_solve_on_its_stack():
     assert_close(trunk(y), wanted.y1, rtol=0)
     got = trunk.solve(y)
     assert_close(got.stats.residual_norms, wanted.stats.residual_norms, rtol=0)
-    again = lp_jax.MGRIT(coarsening=4, iterations=1, skip_downcycle=False)
+    again = lp_jax.MGRIT(coarsening=2, iterations=1, skip_downcycle=False)
     assert float(trunk.solve(y, solver=again, guess=got.trajectory).stats.residual_norms[0]) < 1e-12
     assert float(trunk.solve(y, solver=again, guess="zeros").stats.residual_norms[0]) > 1e-2
 
@@ -188,7 +188,7 @@ def test_layers_see_the_times_of_a_nonuniform_grid(container):
 
 
 def test_overriding_the_solver_overrides_the_adjoint_too():
-    rough = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Picard(sweeps=0))
+    rough = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=lp_jax.Picard(sweeps=0))
     trunk = make_trunk(solver=rough, adjoint_solver=rough, t1=4.0)
     y = normal((3, 5))
     params = nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[1]
@@ -222,8 +222,11 @@ def test_settings_are_static_and_parameters_are_the_only_state():
     alike = make_trunk(solver=tolerant, adjoint_solver=lp_jax.MGRIT(c_weight=1.3), t1=2.0, rngs=nnx.Rngs(7))
     assert nnx.graphdef(alike) == graphdef and hash(nnx.graphdef(alike)) == hash(graphdef)
     assert nnx.graphdef(make_trunk(solver=lp_jax.MGRIT(iterations=9, rtol=1e-8))) != graphdef
-    trunk.solver = lp_jax.Serial()  # settings may be replaced, too
-    assert_close(trunk(normal((3, 5))), alike(normal((3, 5))) * 0 + nnx.merge(graphdef, state)(normal((3, 5))), 1e-6)
+
+    y = normal((3, 5))
+    trunk.solver = lp_jax.Serial()  # settings may be replaced
+    assert int(trunk.solve(y).stats.iterations) == 0
+    assert_close(trunk(y), nnx.merge(graphdef, state)(y), rtol=1e-9)
 
 
 def test_split_merge_and_jit_over_the_state():
@@ -422,10 +425,18 @@ def test_layers_with_state_are_refused(make, message):
         (lambda rngs: nn.stack(lambda rngs: nnx.tanh, 4, rngs=rngs), TypeError, "must build an nnx.Module; got"),
         (lambda rngs: make_trunk(solver=lp_jax.MGRIT), TypeError, "solver must be a solver.*not MGRIT"),
         (lambda rngs: make_trunk(adjoint_solver="MGRIT"), TypeError, "adjoint_solver must be a solver"),
-        (lambda rngs: make_trunk(t1=[0.0, 1.0])(jnp.ones((3, 5))), ValueError, "t1 must be a scalar, or the 13 times"),
+        (lambda rngs: make_trunk(t1=[0.0, 1.0])(jnp.ones((3, 5))), ValueError, "t1 must be a scalar, or the 7 times"),
         (lambda rngs: make_trunk(t1=-1.0)(jnp.ones((3, 5))), ValueError, "t1 must be finite and later than t0"),
-        (lambda rngs: make_trunk()(jnp.ones((3, 5)), data=jnp.arange(12)), TypeError, "DenseResidual.__call__.*`key`"),
-        (lambda rngs: make_trunk(make=Dropped)(jnp.ones((3, 5)), data=jnp.arange(7)), ValueError, "leading length"),
+        (
+            lambda rngs: make_trunk()(jnp.ones((3, 5)), data=jnp.arange(LAYERS)),
+            TypeError,
+            "DenseResidual.__call__.*`key`",
+        ),
+        (
+            lambda rngs: make_trunk(make=Dropped)(jnp.ones((3, 5)), data=jnp.arange(LAYERS + 1)),
+            ValueError,
+            "leading length",
+        ),
         (lambda rngs: make_trunk()(jnp.ones((3, 5), jnp.float32)), TypeError, "float32"),
         (lambda rngs: nn.DenseResidual(5, norm="group", rngs=rngs), ValueError, "norm must be 'layer', or None"),
         (

@@ -1,0 +1,16 @@
+"""Pictures of training and of the solver, as matplotlib figures: nothing is shown, nothing global is touched.
+
+Needs the extra ``lp_jax[train]``. Save one with ``figure.savefig("curves.png")``.
+"""
+
+try:
+    import matplotlib as _matplotlib  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"lp_jax.viz needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
+    ) from None
+
+from lp_jax.viz._hierarchy import hierarchy as hierarchy
+from lp_jax.viz._training import curves as curves
+from lp_jax.viz._training import gradient_errors as gradient_errors
+from lp_jax.viz._training import residuals as residuals

@@ -1,0 +1,215 @@
+"""How training went: curves, residuals, gradient errors."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from lp_jax.train import unflat
+from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, dress, figure, legend
+
+Rows = Sequence[Mapping[str, object]]
+
+
+def curves(runs: Mapping[str, Rows]) -> Figure:
+    """Training loss and test accuracy against steps, a line for each run.
+
+    Args:
+        runs: rows of each run's `lp_jax.train.Log`, by the run's name.
+
+    Raises:
+        ValueError: for no runs, or one without a step of training.
+
+    Example:
+        >>> from lp_jax import viz
+        >>> rows = [{"kind": "train", "step": 1, "loss": 2.3}, {"kind": "test", "step": 1, "accuracy": 0.1}]
+        >>> [ax.get_ylabel() for ax in viz.curves({"serial": rows}).axes]
+        ['training loss', 'test accuracy']
+    """
+    if not runs:
+        raise ValueError("runs is empty; give the rows of at least one run.")
+    final = {name: _last_accuracy(rows) for name, rows in runs.items()}
+    fig = figure(_curves_title(final))
+    loss_ax, accuracy_ax = fig.subplots(1, 2)
+    for i, (name, rows) in enumerate(runs.items()):
+        style = {"color": COLOURS[i], "linestyle": ("-", "--", ":")[i % 3]}
+        steps, losses = _columns(rows, "train", "loss")
+        if not steps.size:
+            raise ValueError(f"the run {name!r} has no row of kind 'train'.")
+        loss_ax.plot(steps, losses, color=COLOURS[i], linewidth=0.7, alpha=0.3)
+        loss_ax.plot(steps, _smooth(losses), linewidth=2.2, label=name, **style)
+        steps, accuracies = _columns(rows, "test", "accuracy")
+        ends = f"{name}: {final[name]:.1%}" if final[name] is not None else name
+        accuracy_ax.plot(steps, accuracies, linewidth=2.2, label=ends, **style)
+    loss_ax.set_yscale("log")
+    dress(loss_ax, x="training step", y="training loss", title="Loss of each batch, and its running mean")
+    dress(accuracy_ax, x="training step", y="test accuracy", title="Test accuracy of the exact network")
+    _accuracy_axis(accuracy_ax, runs)
+    legend(loss_ax, loc="upper right")
+    legend(accuracy_ax, loc="lower right")
+    return fig
+
+
+def residuals(rows: Rows, *, moments: int = 4) -> Figure:
+    """Residual norm per cycle, forward and adjoint, at a few moments of training.
+
+    Args:
+        rows: rows of a `lp_jax.train.Log`; those of kind "probe" with columns ``forward_residual_1``, ... and
+            ``adjoint_residual_1``, ... are drawn.
+        moments: how many of them, evenly chosen, first and last included.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    probes = [row for row in rows if row["kind"] == "probe" and "forward_residual_1" in row]
+    if not probes:
+        raise ValueError("rows holds no row of kind 'probe' with residual norms.")
+    chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, moments).round().astype(int)))]
+    histories = {solve: [_history(row, solve) for row in chosen] for solve in ("forward", "adjoint")}
+    fig = figure(_residuals_title([norms for all_norms in histories.values() for norms in all_norms]))
+    axes = fig.subplots(1, 2)
+    for ax, (solve, norms_at) in zip(axes, histories.items(), strict=True):
+        for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
+            cycles = np.arange(1, len(norms) + 1)
+            measured = ~np.isnan(norms)
+            shade = 0.35 + 0.65 * (i + 1) / len(chosen)
+            ax.plot(
+                cycles[measured],
+                norms[measured],
+                marker=MARKERS[i],
+                markersize=8,
+                linewidth=2.2,
+                alpha=shade,
+                color=COLOURS[i],
+                label=f"step {row['step']}",
+            )
+        ax.set_yscale("log")
+        longest = max(len(norms) for norms in norms_at)
+        ax.set_xlim(0.8, max(longest, 2) + 0.2)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        dress(ax, x="cycle", y="residual norm", title=f"{solve.capitalize()} solve")
+        if all(math.isnan(norms[0]) for norms in norms_at):
+            note = "cycle 1 starts from the coarsest level:\nnothing is measured there"
+            ax.text(0.03, 0.03, note, transform=ax.transAxes, fontsize=NOTE, color=GREY, va="bottom")
+    legend(axes[0], loc="upper right")
+    return fig
+
+
+def gradient_errors(
+    errors: Mapping[str, Sequence[float]], *, run: tuple[str, int, float] | None = None, iterations: str = "cycles"
+) -> Figure:
+    """Relative error of the layer-parallel gradient against the number of iterations, a line for each solver.
+
+    Args:
+        errors: for each solver's name, its errors after 1, 2, 3, ... iterations, forward and adjoint alike.
+        run: what a training run used: a label, its forward iterations, its gradient error. Drawn as a star.
+        iterations: what they are called.
+
+    Raises:
+        ValueError: for no errors.
+
+    Example:
+        >>> from lp_jax import viz
+        >>> figure = viz.gradient_errors({"injection": [0.4, 0.1, 0.03], "Picard, 1 sweep": [0.02, 1e-3, 1e-4]})
+        >>> figure.get_suptitle()
+        'After 3 cycles, Picard, 1 sweep has a 300 times smaller gradient error than injection'
+    """
+    if not errors:
+        raise ValueError("errors is empty; give the errors of at least one solver.")
+    fig = figure(_errors_title(errors, iterations))
+    ax = fig.subplots()
+    for i, (name, values) in enumerate(errors.items()):
+        ax.plot(
+            np.arange(1, len(values) + 1),
+            values,
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=9,
+            linewidth=2.4,
+            label=name,
+        )
+    if run is not None:
+        name, count, error = run
+        ax.plot(
+            [count],
+            [error],
+            "*",
+            color=INK,
+            markersize=20,
+            label=name,
+            markeredgecolor="white",
+            linestyle="none",
+            zorder=5,
+        )
+    ax.set_yscale("log")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.margins(x=0.06)
+    dress(ax, x=f"{iterations}, forward and adjoint", y="relative error of the gradient")
+    ax.legend(fontsize=LABEL, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return fig
+
+
+def _columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [(row["step"], row[name]) for row in rows if row["kind"] == kind]
+    steps = np.array([step for step, _ in pairs], dtype=float)
+    return steps, np.array([math.nan if value is None else value for _, value in pairs], dtype=float)
+
+
+def _last_accuracy(rows: Rows) -> float | None:
+    _, values = _columns(rows, "test", "accuracy")
+    return float(values[-1]) if values.size else None
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over the last steps, of a window that grows with the run."""
+    window = max(1, len(values) // 30)
+    sums = np.cumsum(np.concatenate([np.zeros(1), values]))
+    starts = np.maximum(np.arange(1, len(values) + 1) - window, 0)
+    ends = np.arange(1, len(values) + 1)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _accuracy_axis(ax, runs: Mapping[str, Rows]) -> None:
+    """From where most of the curve lies up to 100 %: the first evaluations, near chance, would flatten the rest."""
+    values = np.concatenate([_columns(rows, "test", "accuracy")[1] for rows in runs.values()])
+    low = float(np.nanquantile(values, 0.1)) if values.size else 0.0
+    ax.set_ylim(max(0.0, 1 - 1.4 * (1 - low)), 1.0)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if low < 0.9 else 1))
+
+
+def _curves_title(final: Mapping[str, float | None]) -> str:
+    known = {name: accuracy for name, accuracy in final.items() if accuracy is not None}
+    if not known:
+        return "Training"
+    first, *others = known
+    title = f"{first.capitalize()} training reaches {known[first]:.1%} test accuracy"
+    return title + "".join(f", {name} {known[name]:.1%}" for name in others)
+
+
+def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
+    return np.array(unflat(f"{solve}_residual", dict(row)))
+
+
+def _residuals_title(histories: Sequence[np.ndarray]) -> str:
+    factors = []
+    for norms in histories:
+        measured = norms[~np.isnan(norms)]
+        factors += list(measured[:-1] / measured[1:])
+    if not factors:
+        return "Residual norm in each cycle"
+    low, high = min(factors), max(factors)
+    if low < 1:
+        return f"The residual norm grows in some cycles, by up to {1 / low:.2g}"
+    return f"Each cycle divides the residual norm by {low:.2g} to {high:.2g}"
+
+
+def _errors_title(errors: Mapping[str, Sequence[float]], iterations: str) -> str:
+    count = min(len(values) for values in errors.values())
+    at = {name: values[count - 1] for name, values in errors.items()}
+    worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
+    if worst == best or not at[best] > 0:
+        return f"Error of the layer-parallel gradient against the number of {iterations}"
+    ratio = float(f"{at[worst] / at[best]:.1g}" if at[worst] / at[best] >= 10 else f"{at[worst] / at[best]:.2g}")
+    return f"After {count} {iterations}, {best} has a {ratio:g} times smaller gradient error than {worst}"
