@@ -6,7 +6,7 @@ levels of the adjoint solve; the solvers do not know the difference.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._iterate import Stats, iterate
-from lp_jax._level import Level, Operand, Transfer, identity
+from lp_jax._level import Advance, Level, Operand, Transfer, identity
 from lp_jax._relax import entering
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, Slices, State
@@ -75,7 +75,7 @@ def solve_adjoint(
     start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
     lam, stats, met = iterate(solver, levels, start)
     differentiable, _ = _partition(fine.shared)
-    lam, (slices, cotangents) = solver.finish(levels, lam, _emit_gradient(fine, keep=bool(differentiable)))
+    lam, (slices, cotangents) = solver.finish(levels, lam, _emit_gradient(chain, fine, keep=bool(differentiable)))
     return (
         Cotangents(
             y0=levels[0].comm.last(lam, reverse=True),
@@ -173,12 +173,12 @@ def _interval_states(level: Level, operands: Operand, u: State, shared: PyTree) 
     return _tree.put(states, u, last)
 
 
-def _emit_gradient(fine: Level, *, keep: bool):
+def _emit_gradient(chain: Chain, fine: Level, *, keep: bool) -> Advance:
     """One adjoint step of the finest level that emits the gradient of its slice, and the cotangent if asked to keep it."""
 
     def advance(lam: State, x: tuple[Operand, State], shared: PyTree) -> tuple[State, Any]:
         operand, u = x
-        leaves, combine = _partition(operand.x)
+        leaves, combine = _partition(operand.x, chain.differentiable)
 
         def forward(u: State, leaves: list[jax.Array]) -> State:
             return fine.step(u, operand._replace(x=combine(leaves)), shared)
@@ -213,10 +213,10 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None) -> P
     return combine(total, fill=None)
 
 
-def _partition(tree: PyTree):
-    """The differentiable leaves of a tree, and how to put it together again around others."""
+def _partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+    """The leaves to differentiate (all inexact ones by default), and how to put the tree together around others."""
     leaves, structure = jax.tree.flatten(tree)
-    mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves] if mask is None else mask
 
     def combine(new: Sequence[Any], *, fill: Any = ...) -> PyTree:
         new = iter(new)

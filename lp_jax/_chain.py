@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax
-
 from lp_jax._comm import Local
-from lp_jax._level import Level, Transfer
+from lp_jax._level import Level, Operand, Transfer
 from lp_jax._types import PyTree, Slices, SliceStep, State
 
 
@@ -20,6 +18,7 @@ class Chain:
         shared: operand of every step.
         y0: the state that enters.
         steps: number of layers.
+        differentiable: which leaves of ``slices`` have a gradient.
         looped: what ``interval_map="auto"`` means here: loop (True) or batch.
         comm: where the layers live.
     """
@@ -29,6 +28,7 @@ class Chain:
     shared: PyTree
     y0: State
     steps: int
+    differentiable: tuple[bool, ...] = ()
     looped: bool = False
     comm: Local = Local()
 
@@ -46,7 +46,12 @@ class Chain:
             comm=self.comm,
         )
 
-    def interval(self, step: SliceStep, slices: Slices, shared: PyTree, y0: State) -> "Chain":
-        """One interval of this chain as a chain of its own, for a solver that stands in for a coarse step."""
-        steps = jax.tree.leaves(slices)[0].shape[0]
-        return Chain(step_on=lambda _: step, slices=slices, shared=shared, y0=y0, steps=steps, looped=self.looped)
+    def interval(self, step: SliceStep, operands: Operand, shared: PyTree, y0: State) -> "Chain":
+        """One group of layers as a chain of its own, for a solver that stands in for a coarse step."""
+        slices = operands.x._replace(valid=operands.valid)
+
+        def guarded(u: State, x: Slices, shared: PyTree) -> State:
+            return step(u, Operand(x, x.valid), shared)
+
+        steps = slices.index.shape[0]
+        return Chain(step_on=lambda _: guarded, slices=slices, shared=shared, y0=y0, steps=steps, looped=self.looped)

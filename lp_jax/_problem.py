@@ -64,6 +64,7 @@ class Problem:
     Attributes:
         table: the step for every level, and for every state where levels differ in size.
         steps: number of layers.
+        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
         has_aux: whether the step returns ``(y_next, aux)``.
         looped: what ``interval_map="auto"`` means here.
         comm: where the layers live.
@@ -71,6 +72,7 @@ class Problem:
 
     table: tuple[tuple[Signature, Callable], ...]
     steps: int
+    differentiable: tuple[bool, ...]
     has_aux: bool
     looped: bool
     comm: Local
@@ -98,6 +100,7 @@ class Problem:
             shared=(operands.shared, operands.closed_over),
             y0=operands.y0,
             steps=self.steps,
+            differentiable=self.differentiable,
             looped=self.looped,
             comm=self.comm,
         )
@@ -135,6 +138,9 @@ def prepare(
         index=jnp.arange(steps, dtype=jnp.int32),
     )
     shared = jax.tree.map(jnp.asarray, shared)
+    traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
+    mask = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact)), slices)
+    differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
     closed_over: list[jax.Array] = []
     table: dict[Signature, Callable] = {}
     x = jax.eval_shape(lambda tree: _tree.take(tree, 0), slices)
@@ -144,7 +150,7 @@ def prepare(
             if key not in table:
                 table[key] = _trace(LayerStep(step, level), u, x, shared, has_aux, closed_over)
     looped = jax.default_backend() == "cpu"
-    problem = Problem(tuple(table.items()), steps, has_aux, looped, Local() if comm is None else comm)
+    problem = Problem(tuple(table.items()), steps, differentiable, has_aux, looped, Local() if comm is None else comm)
     return problem, Operands(y0, slices, shared, tuple(closed_over))
 
 

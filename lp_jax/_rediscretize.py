@@ -42,36 +42,48 @@ class Rediscretize:
     def coarsen(self, chain: Chain, level: int, span: int) -> dict[str, Any]:
         """The step and operands of the coarse level whose steps span ``span`` layers."""
         slices = chain.slices
-
-        def inject(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: x[::span], tree)
-
-        def mean(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: _mean(x, span), tree)
-
         if callable(self.params):
-            params, data = _per_interval(self.params, slices.params, chain.steps, span), inject(slices.data)
+            params = _per_interval(self.params, slices.params, chain.steps, span)
+            data = _inject(slices.data, span)
+        elif self.params == "mean":
+            weights = _weights(slices.valid, chain.steps, span)
+            params, data = (_mean(tree, weights, span) for tree in (slices.params, slices.data))
         else:
-            rule = inject if self.params == "inject" else mean
-            params, data = rule(slices.params), rule(slices.data)
+            params, data = (_inject(tree, span) for tree in (slices.params, slices.data))
+        dt = slices.dt if slices.valid is None else jnp.where(slices.valid, slices.dt, 0)
         coarse = Slices(
             params=params,
             data=data,
             t=slices.t[::span],
-            dt=jnp.sum(_tree.split(slices.dt, span, fill="constant"), axis=1),
+            dt=jnp.sum(_tree.split(dt, span, fill="constant"), axis=1),
             index=slices.index[::span],
+            valid=_inject(slices.valid, span),
         )
         return {"step": chain.step_on(level), "xs": coarse}
 
 
-def _mean(x: jax.Array, span: int) -> jax.Array:
-    """Mean over each group of ``span``, the last one possibly short; what cannot be averaged is injected."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x[::span]
-    n = x.shape[0]
-    sizes = jnp.asarray([min(span, n - i) for i in range(0, n, span)], x.dtype)
-    sums = jnp.sum(_tree.split(x, span, fill="constant"), axis=1)
-    return sums / sizes.reshape(-1, *[1] * (x.ndim - 1))
+def _inject(tree: PyTree, span: int) -> PyTree:
+    """The first of each group of ``span``."""
+    return jax.tree.map(lambda x: x[::span], tree)
+
+
+def _weights(valid: jax.Array | None, steps: int, span: int) -> jax.Array:
+    """Weights ``(groups, span)`` of the layers in the mean over their group."""
+    ones = jnp.ones(steps, jnp.int32) if valid is None else valid.astype(jnp.int32)
+    grouped = _tree.split(ones, span, fill="constant")
+    return grouped / jnp.maximum(1, jnp.sum(grouped, axis=1, keepdims=True))
+
+
+def _mean(tree: PyTree, weights: jax.Array, span: int) -> PyTree:
+    """Mean over each group of layers; what cannot be averaged is injected."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[::span]
+        groups = _tree.split(x, span, fill="constant")
+        return jnp.sum(groups * weights.astype(x.dtype).reshape(*weights.shape, *[1] * (x.ndim - 1)), axis=1)
+
+    return jax.tree.map(leaf, tree)
 
 
 def _per_interval(rule: Callable[[PyTree], PyTree], params: PyTree, n: int, span: int) -> PyTree:
@@ -83,4 +95,3 @@ def _per_interval(rule: Callable[[PyTree], PyTree], params: PyTree, n: int, span
     if whole < n:
         parts.append(jax.tree.map(lambda x: x[None], rule(jax.tree.map(lambda x: x[whole:], params))))
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-

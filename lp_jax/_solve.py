@@ -186,7 +186,9 @@ def _prepare(
     guess = _inputs.guess(guess, operands.y0, -(-problem.steps // solver.stride(problem.steps)))
     given, kind = (None, guess) if isinstance(guess, str) else (guess, "constant")
     leaves, structure = jax.tree.flatten(operands)
-    mask = tuple(bool(jnp.issubdtype(x.dtype, jnp.inexact)) for x in leaves)
+    inexact = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact)), operands)
+    slices = jax.tree.unflatten(jax.tree.structure(operands.slices), problem.differentiable)
+    mask = tuple(jax.tree.leaves(inexact._replace(slices=slices)))
     differentiable = [x for x, m in zip(leaves, mask, strict=True) if m]
     other = _Other([x for x, m in zip(leaves, mask, strict=True) if not m], solver, adjoint_solver, given)
     return _Spec(problem, structure, mask, kind), (differentiable, other)

@@ -7,7 +7,7 @@ from typing import Any
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._iterate import iterate
-from lp_jax._level import Advance, Level, Transfer, grouped
+from lp_jax._level import Advance, Level, Operand, Transfer, grouped
 from lp_jax._types import PyTree, SliceStep, State
 
 
@@ -69,7 +69,7 @@ class Solver(abc.ABC):
         self.require_fixed_effort()
         step, slices = grouped(chain.step_on(level), chain.slices, chain.steps, span)
 
-        def solve_interval(u: State, xs: PyTree, shared: PyTree) -> State:
+        def solve_interval(u: State, xs: Operand, shared: PyTree) -> State:
             interval = chain.interval(step, xs, shared, u)
             return chain.comm.last(self.run(self.discretize(interval)), reverse=False)
 

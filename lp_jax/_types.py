@@ -32,13 +32,17 @@ class Layer(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """The stacked part of `Layer`; every leaf has the layers as its leading axis."""
+    """The stacked part of `Layer`; every leaf has the layers as its leading axis.
+
+    ``valid`` is False for layers that only pad a short interval (their step is the identity); None where there are none.
+    """
 
     params: PyTree
     data: PyTree
     t: jax.Array
     dt: jax.Array
     index: jax.Array
+    valid: jax.Array | None = None
 
 
 Step = Callable[[State, Layer], State]

@@ -33,7 +33,7 @@ def dense_state(batch: int, width: int, *, seed: int = 1):
 def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, data=None):
     """Loss, and its gradient for (params, y0, shared), by a hand-written scan and ``jax.grad``: no code of the library."""
     n = jax.tree.leaves((params, data))[0].shape[0]
-    t, dt = jnp.arange(n) * (t1 / n), jnp.full((n,), t1 / n)
+    t, dt = jnp.arange(float(n)) * (t1 / n), jnp.full((n,), t1 / n)
 
     def value(params, y0, shared):
         def body(y, x):

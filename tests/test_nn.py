@@ -19,6 +19,14 @@ LAYERS = 6
 EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=3)  # three intervals: exact after three cycles
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time here is XLA's, on small programs that run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def dense(rngs, **options):
     return nn.DenseResidual(5, param_dtype=F64, rngs=rngs, **options)
 
@@ -246,6 +254,28 @@ def test_split_merge_and_jit_over_the_state():
     doubled = jax.tree.map(lambda x: 2 * x, state)
     nnx.update(trunk, doubled)
     assert_close(trunk(y), nnx.merge(graphdef, doubled)(y), rtol=0)
+
+
+class Tied(nnx.Module):
+    """Antisymmetric, y + dt * tanh(y K - K^T y): one kernel under two names."""
+
+    def __init__(self, rngs):
+        self.one = nnx.Linear(5, 5, use_bias=False, param_dtype=F64, rngs=rngs)
+        self.parts = nnx.List([self.one, nnx.Linear(5, 5, param_dtype=F64, rngs=rngs)])
+        self.kernel = self.one.kernel
+
+    def __call__(self, y, t, dt):
+        first, second = self.parts
+        return second(y) + dt * nnx.tanh(first(y) - y @ self.kernel[...].T)
+
+
+def test_parameters_that_a_layer_shares_with_itself_stay_one():
+    trunk, y = make_trunk(make=Tied), normal((3, 5))
+    params = nnx.to_pure_dict(nnx.state(trunk.layers))
+    assert len(jax.tree.leaves(params)) == 3
+    wanted = jax.grad(lambda params: jnp.sum(loop(Tied, params, y)))(params)
+    got = nnx.grad(lambda trunk: jnp.sum(trunk(y)))(trunk)
+    assert_close(nnx.to_pure_dict(got)["layers"], wanted)
 
 
 def make_classifier(rngs, **options):

@@ -74,14 +74,20 @@ def stacked_module(make_module: MakeModule, num_layers: int, rngs: nnx.Rngs) -> 
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs must be an nnx.Rngs, like nnx.Rngs(0); got {rngs!r} ({type(rngs).__name__}).")
 
-    def make(key: jax.Array) -> nnx.Module:
+    graphdefs = []
+
+    def make(key: jax.Array) -> PyTree:
         module = make_module(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             raise TypeError(f"make_module(rngs) must build an nnx.Module; got {type(module).__name__}.")
         _refuse_state(module)
-        return module
+        # split here: a module that leaves vmap as a pytree has forgotten which of its parameters are one and the same
+        graphdef, state = nnx.split(module)
+        graphdefs.append(graphdef)
+        return nnx.to_pure_dict(state)
 
-    return jax.vmap(make)(jax.random.split(rngs.params(), num_layers))
+    params = jax.vmap(make)(jax.random.split(rngs.params(), num_layers))
+    return nnx.merge(graphdefs[0], params)
 
 
 def as_step(module: nnx.Module) -> tuple[ModuleStep, PyTree]:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from lp_jax import _tree
 from lp_jax._iterate import Stats
 from lp_jax._serial import Serial
 from lp_jax._solve import solve_vjp
@@ -28,10 +29,19 @@ class Evaluation(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Stats of the forward and of the adjoint solve."""
+    """How the solves of a training step converge.
+
+    Attributes:
+        forward: stats of the forward solve.
+        adjoint: stats of the adjoint solve.
+        forward_scale: 2-norm of the last state.
+        adjoint_scale: 2-norm of the cotangent that enters the adjoint solve.
+    """
 
     forward: Stats
     adjoint: Stats
+    forward_scale: jax.Array
+    adjoint_scale: jax.Array
 
 
 def classification(model: Classifier) -> tuple[LossFn, PyTree]:
@@ -67,7 +77,8 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
         logits, solution = nnx.merge(graphdef, params).solve(x, solver=solver, adjoint_solver=adjoint_solver)
         loss = _cross_entropy(logits, labels)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
-        return loss, Info(correct, jnp.int32(labels.shape[0]), solution.stats, solution.result)
+        total, scale = jnp.int32(labels.shape[0]), _tree.norm(solution.y1)
+        return loss, Info(correct, total, solution.stats, solution.result, scale)
 
     return loss_fn, nnx.to_pure_dict(state)
 
@@ -125,8 +136,9 @@ def _residuals(
         adjoint_solver=adjoint_solver,
         comm=trunk.comm,
     )
-    _, adjoint = pullback(jax.grad(lambda y1: _cross_entropy(model.closing(y1), labels))(solution.y1))
-    return Residuals(solution.stats, adjoint)
+    cotangent = jax.grad(lambda y1: _cross_entropy(model.closing(y1), labels))(solution.y1)
+    _, adjoint = pullback(cotangent)
+    return Residuals(solution.stats, adjoint, _tree.norm(solution.y1), _tree.norm(cotangent))
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

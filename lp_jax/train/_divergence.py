@@ -11,6 +11,9 @@ ADVICE = (
 )
 
 
+_SMALL = 1e-5  # of the state: near the rounding of single precision, and no harm to a gradient
+
+
 class DivergenceError(RuntimeError):
     """Training cannot go on: the loss, the gradient or the state is not finite."""
 
@@ -29,16 +32,17 @@ def growth(norms: Sequence[float]) -> float | None:
     return measured[-1] / measured[0] if measured[0] > 0 else 1.0
 
 
-def complaint(what: str, norms: Sequence[float], result: int = DONE) -> str | None:
+def complaint(what: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
     """What is wrong with a solve, and what to do; None if nothing is seen to be.
 
     Args:
         what: name of the solve, as "forward".
         norms: its residual norms, NaN where not taken.
+        scale: norm of the state; a residual that is small to it may wander.
         result: its code in `lp_jax.RESULTS`.
     """
     factor = growth(norms)
-    if factor is not None and factor > 1:
+    if factor is not None and factor > 1 and max(n for n in norms if not math.isnan(n)) > _SMALL * scale:
         listed = ", ".join(f"{norm:.2g}" for norm in norms if not math.isnan(norm))
         return f"the {what} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
     if result not in (DONE, NON_FINITE):

@@ -25,7 +25,8 @@ class Every(NamedTuple):
         kind: of the rows that it writes, "test" or "probe" or any other word.
         steps: how often.
         measure: ``measure(state, batch) -> values``, the state after the step and the batch that it took; flat, as
-            `Log` rows are.
+            `Log` rows are. Columns ``forward_residual_1``, ... with ``forward_scale``, and the same for "adjoint", are
+            watched for growth.
     """
 
     kind: str
@@ -179,7 +180,7 @@ class _Record:
             )
             if not metrics.finite:
                 raise DivergenceError(self._refusal(number, metrics))
-            self._watch("forward", number, norms, int(info.result))
+            self._watch("forward", number, norms, float(info.scale), int(info.result))
         self.restart_clock()
 
     def measured(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -187,14 +188,14 @@ class _Record:
         self._write(kind, step, **values)
         row = self.log.rows[-1]
         for solve in ("forward", "adjoint"):
-            self._watch(solve, step, unflat(f"{solve}_residual", row))
+            self._watch(solve, step, unflat(f"{solve}_residual", row), row.get(f"{solve}_scale") or 0.0)
 
     def _write(self, kind: str, step: int, **values: Any) -> None:
         self.log.write(kind=kind, step=step, **values)
         self.meter.show(self.log.rows[-1])
 
-    def _watch(self, solve: str, step: int, norms: Sequence[float], result: int = DONE) -> None:
-        message = complaint(solve, norms, result)
+    def _watch(self, solve: str, step: int, norms: Sequence[float], scale: float, result: int = DONE) -> None:
+        message = complaint(solve, norms, scale, result)
         if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
             self.warned[solve] = step
             self._write("warning", step, solve=solve, message=message)

@@ -37,12 +37,14 @@ class Info(NamedTuple):
         total: number of examples in the batch.
         stats: of the forward solve.
         result: of the forward solve, a code of `lp_jax.RESULTS`.
+        scale: 2-norm of the state, if known; residual norms far below it are rounding, not divergence.
     """
 
     correct: jax.Array
     total: jax.Array
     stats: Stats
     result: jax.Array
+    scale: jax.Array | float = 0.0
 
 
 class Metrics(NamedTuple):

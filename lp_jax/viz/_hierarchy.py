@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ from lp_jax.viz._path import Stop, path
 from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, figure
 
 _MOST_POINTS = 72  # of the finest level that are drawn in a row
-_MOST_STOPS = 24
+_MOST_ITERATIONS = 4
 
 
 def hierarchy(
@@ -68,10 +68,10 @@ def _rows(plan: Sequence[tuple[int, int]]) -> list[_Row]:
 def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
     layers, last = rows[0].steps, len(rows) - 1
     place = _Excerpt(layers, rows[-1].span)
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "C-point: also on the next level": {"color": RED, "s": place.size},
         "F-point": {"facecolor": "white", "edgecolor": BLUE, "linewidth": 1.4, "s": place.size * 0.55},
-        "coarsest level": {"color": INK, "s": place.size * 0.8, "marker": "D"},
+        "coarsest level": {"color": INK, "s": place.size * (0.8 if last else 0.35), "marker": "D"},
     }
     for level, row in enumerate(rows):
         ax.axhline(-level, color="#BBBBBB", linewidth=1.2, zorder=1)
@@ -97,8 +97,15 @@ def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
     ax.axis("off")
     if last > 0:
         handles = [ax.scatter([], [], label=kind, **style | {"s": 80}) for kind, style in kinds.items()]
-        above = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2}
-        ax.legend(handles=handles, ncols=3, fontsize=NOTE, frameon=False, **above)
+        ax.legend(
+            handles=handles,
+            ncols=3,
+            fontsize=NOTE,
+            frameon=False,
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            borderaxespad=0.2,
+        )
 
 
 def _row_label(ax: Axes, level: int, text: str) -> None:
@@ -129,11 +136,8 @@ class _Excerpt:
 
 
 def _draw_path(ax: Axes, mgrit: MGRIT, levels: int) -> None:
-    iterations = mgrit.iterations
+    iterations = min(mgrit.iterations, _MOST_ITERATIONS)
     stops = path(mgrit, levels, iterations)
-    while len(stops) > _MOST_STOPS and iterations > 2:
-        iterations -= 1
-        stops = path(mgrit, levels, iterations)
     ax.plot(range(len(stops)), [-stop.level for stop in stops], color="#888888", linewidth=2, zorder=1)
     for i, stop in enumerate(stops):
         solved = stop.label == "solve"
@@ -159,9 +163,9 @@ def _draw_path(ax: Axes, mgrit: MGRIT, levels: int) -> None:
         ax.axhline(-level, color="#E5E5E5", linewidth=1, zorder=0)
         _row_label(ax, level, f"level {level}")
     if iterations < mgrit.iterations:
-        note = f"···  {mgrit.iterations} iterations in all"
-        ax.text(1.0, 0.5, note, ha="left", va="center", fontsize=NOTE, color=GREY, transform=ax.transAxes)
-    ax.set_xlim(-0.7, max(len(stops), 4) - 0.3)
+        note = f"···  {mgrit.iterations}\niterations"
+        ax.text(len(stops) - 0.6, -(levels - 1) / 2, note, va="center", fontsize=NOTE, color=GREY)
+    ax.set_xlim(-0.7, max(len(stops), 4) - 0.3 + (iterations < mgrit.iterations))
     ax.set_ylim(-levels + 0.45, 1.05)
     ax.axis("off")
 
@@ -185,7 +189,7 @@ def _single_level(solver: Solver, layers: int, t0: float, t1: float) -> Figure:
     else:
         title = f"{layers} layers one after another: serial propagation"
         note = "exact, and the baseline"
-    fig = figure(title, height=2.6)
+    fig = figure(title, width=12, height=2.1)
     ax = fig.subplots()
     _draw_grid(ax, [_Row(layers, 1, 1)], t0, t1)
     fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")

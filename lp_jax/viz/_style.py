@@ -4,6 +4,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 # Okabe and Ito, "Color universal design", 2008
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
@@ -16,8 +17,8 @@ TITLE, LABEL, TICK, NOTE = 17, 14, 12, 12
 
 def figure(title: str, *, width: float = 11.0, height: float = 6.0) -> Figure:
     """An empty figure under a title, left-aligned, that keeps its parts from overlapping."""
-    fig = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
-    fig.get_layout_engine().set(w_pad=0.15, h_pad=0.12, wspace=0.06)
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.06)
+    fig = Figure(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
     fig.suptitle(title, x=0.02, ha="left", fontsize=TITLE, fontweight="bold", color=INK)
     return fig
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -171,7 +172,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _accuracy_axis(ax, runs: Mapping[str, Rows]) -> None:
+def _accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
     """From where most of the curve lies up to 100 %: the first evaluations, near chance, would flatten the rest."""
     values = np.concatenate([_columns(rows, "test", "accuracy")[1] for rows in runs.values()])
     low = float(np.nanquantile(values, 0.1)) if values.size else 0.0

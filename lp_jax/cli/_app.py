@@ -1,0 +1,141 @@
+"""The commands and their options."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lp_jax.cli._grouped import Command, Option
+from lp_jax.cli._solver import build, solver_options
+
+_WHAT, _HOW, _OUT = "Model", "Training", "Output"
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, invoke_without_command=True
+)
+@click.version_option(package_name="lp_jax", message="lp_jax %(version)s")
+@click.pass_context
+def app(ctx: click.Context) -> None:
+    r"""Layer-parallel training of deep networks in JAX.
+
+    The layers of a network are solved for all at once, by multigrid (MGRIT), forward and adjoint.
+
+    \b
+    lp-jax train digits                       train on scikit-learn's digits, nothing to download
+    lp-jax train digits --help                all that can be chosen
+    lp-jax info                               versions, devices, MPI
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices, MPI."""
+    from lp_jax.cli._info import report
+
+    click.echo(report())
+
+
+@app.group(invoke_without_command=True)
+@click.pass_context
+def train(ctx: click.Context) -> None:
+    r"""Train a deep residual network, layer-parallel, and compare with the exact baseline.
+
+    \b
+    lp-jax train digits                       8 x 8 pixels, within scikit-learn
+    lp-jax train mnist --data FOLDER          from the four IDX files
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def _option(flag: str, group: str, **kwargs: Any) -> Any:
+    return click.option(flag, cls=Option, group=group, show_default=kwargs.get("default") is not None, **kwargs)
+
+
+_POSITIVE = {"type": click.IntRange(min=1), "metavar": "N"}
+_RATE = {"type": click.FloatRange(min=0.0, min_open=True), "metavar": "X"}
+
+
+def _training_options(*, out: str, epochs: int) -> Any:
+    """The options of every problem."""
+    options = [
+        _option(
+            "--model", _WHAT, type=click.Choice(["dense", "conv"]), default="dense", help="kind of residual layers"
+        ),
+        _option("--layers", _WHAT, **_POSITIVE, default=64, help="number of residual layers"),
+        _option("--width", _WHAT, **_POSITIVE, help="size of the state, or channels  [default: 64, conv 8]"),
+        _option("--t1", _WHAT, **_RATE, default=2.0, help="time of the last layer; each layer has dt = t1 / layers"),
+        _option("--epochs", _HOW, **_POSITIVE, default=epochs, help="number of epochs"),
+        _option("--batch-size", _HOW, **_POSITIVE, default=50, help="examples per step"),
+        _option("--learning-rate", _HOW, **_RATE, default=3e-3, help="of Adam"),
+        _option(
+            "--seed",
+            _HOW,
+            type=click.IntRange(min=0),
+            metavar="N",
+            default=0,
+            help="of split, initial parameters and order of batches",
+        ),
+        solver_options,
+        _option("--out", _OUT, type=click.Path(path_type=Path), default=out, help="folder for all results"),
+        _option("--resume", _OUT, is_flag=True, help="go on with the run in --out; options left out are as they were"),
+        _option("--checkpoint-every", _OUT, **_POSITIVE, default=200, help="steps between checkpoints"),
+        _option("--probe-every", _OUT, **_POSITIVE, help="steps between gradient probes  [default: 6 in a run]"),
+        _option("--log-every", _OUT, **_POSITIVE, default=10, help="steps between fetching metrics"),
+        _option("--no-compare", _OUT, is_flag=True, help="leave out the serial baseline"),
+        _option("--no-pictures", _OUT, is_flag=True, help="draw nothing"),
+        _option("--debug", _OUT, is_flag=True, help="show where an error comes from"),
+    ]
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+@train.command(cls=Command)
+@_training_options(out="runs/digits", epochs=30)
+@click.pass_context
+def digits(ctx: click.Context, /, **options: Any) -> None:
+    r"""Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out.
+
+    \b
+    lp-jax train digits                                           the demo: layer-parallel, then serial
+    lp-jax train digits --serial --out runs/exact                 the exact baseline alone
+    lp-jax train digits --levels 3 --coarsening 4,2 --cycle F     three levels, another cycle
+    lp-jax train digits --coarse-step inject --iterations 3       the field's standard coarse step
+    lp-jax train digits --iterations 3 --adjoint-iterations 2     more cycles, fewer for the gradient
+    lp-jax train digits --solver picard --sweeps 3                fixed-point sweeps, no coarse level
+    lp-jax train digits --model conv --layers 32 --epochs 10      a convolutional network
+    lp-jax train digits --resume                                  go on after an interruption
+    """
+    _train(ctx, "digits", options)
+
+
+@train.command(cls=Command)
+@_option(
+    "--data", "Data", type=click.Path(path_type=Path), required=True, help="folder of the four IDX files, .gz or not"
+)
+@_training_options(out="runs/mnist", epochs=5)
+@click.pass_context
+def mnist(ctx: click.Context, /, **options: Any) -> None:
+    r"""Train on MNIST, Fashion-MNIST or the like, from IDX files.
+
+    \b
+    lp-jax train mnist --data ~/mnist
+    lp-jax train mnist --data ~/mnist --model conv --layers 32 --t1 1
+    """
+    _train(ctx, "mnist", options)
+
+
+def _train(ctx: click.Context, problem: str, options: dict[str, Any]) -> None:
+    explicit = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
+    build(options)  # refuse before anything heavy is imported
+    from lp_jax.cli._train import train_command
+
+    train_command(problem, options, explicit)

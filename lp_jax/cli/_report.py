@@ -1,0 +1,106 @@
+"""What a run leaves: a table, a summary, pictures."""
+
+import dataclasses
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from lp_jax import MGRIT, Picard, Rediscretize, viz
+from lp_jax._solver import Solver
+from lp_jax.cli._experiment import Experiment, Settings
+from lp_jax.cli._info import version
+from lp_jax.cli._run import Run
+from lp_jax.cli._solver import with_effort
+from lp_jax.train import gradient_error
+
+COARSE_STEPS: Mapping[str, Rediscretize | Solver] = {
+    "injection": Rediscretize(params="inject"),
+    "mean of parameters": Rediscretize(params="mean"),
+    "1 Picard sweep": Picard(sweeps=1),
+    "2 Picard sweeps": Picard(sweeps=2),
+}
+_ITERATIONS = (1, 2, 3)
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """The runs side by side."""
+    result = Table(title="Test set; the network evaluated exactly", title_justify="left", title_style="")
+    result.add_column("")
+    for run in runs:
+        result.add_column(run.name, justify="right")
+    summaries = [run.summary() for run in runs]
+    result.add_row("test accuracy", *(f"{s['test_accuracy']:.2%}" for s in summaries))
+    result.add_row("test loss", *(f"{s['test_loss']:.4f}" for s in summaries))
+    result.add_row("gradient error at the end", *map(_gradient_error, summaries))
+    result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
+    result.add_row("steps", *(str(s["steps"]) for s in summaries))
+    return result
+
+
+def _gradient_error(summary: Mapping[str, Any]) -> str:
+    if "gradient_error" not in summary:
+        return "exact"
+    return f"{summary['gradient_error']:.1e} (cosine {summary['gradient_cosine']:.4f})"
+
+
+def summary(settings: Settings, runs: Sequence[Run], solver: Solver, adjoint_solver: Solver) -> dict[str, Any]:
+    """All that the table says, and what it was measured with."""
+    return {
+        "problem": dataclasses.asdict(settings),
+        "solver": repr(solver),
+        "adjoint_solver": repr(adjoint_solver),
+        "results": {run.name: run.summary() for run in runs},
+        "versions": {name: version(name) for name in ("lp_jax", "jax", "flax", "optax")},
+        "python": platform.python_version(),
+        "device": str(jax.devices()[0].device_kind),
+    }
+
+
+def pictures(
+    folder: Path, settings: Settings, made: Experiment, runs: Sequence[Run], solver: Solver, adjoint_solver: Solver
+) -> list[Path]:
+    """Draw and save what there is to draw: of a serial run, neither residuals nor gradient errors."""
+    first = runs[0]
+    figures = {
+        "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
+        "hierarchy.png": viz.hierarchy(solver, settings.layers, t1=settings.t1, adjoint_solver=adjoint_solver),
+    }
+    if first.log.of("probe"):
+        figures["residuals.png"] = viz.residuals(first.log.rows)
+        figures["gradient_error.png"] = _gradient_errors(made, first, solver, adjoint_solver)
+    paths = [folder / name for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(path)
+    return paths
+
+
+def _gradient_errors(made: Experiment, run: Run, solver: Solver, adjoint_solver: Solver) -> Figure:
+    """Errors of the trained network's gradient on the first batch, over iterations, of other choices too."""
+    batch = next(iter(made.batches(0)))
+
+    def error(solver: Solver, adjoint_solver: Solver) -> float:
+        return float(gradient_error(made.loss_fn, run.state.params, batch, solver, adjoint_solver).relative)
+
+    errors = {
+        name: [error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver))) for count in _ITERATIONS]
+        for name, coarse_step in _choices(solver).items()
+    }
+    mark = f"this run: {solver.iterations} forward,\n{adjoint_solver.iterations} adjoint"
+    return viz.gradient_errors(
+        errors,
+        run=(mark, solver.iterations, error(solver, adjoint_solver)),
+        iterations="cycles" if isinstance(solver, MGRIT) else "sweeps",
+    )
+
+
+def _choices(solver: Solver) -> dict[str, Any]:
+    """Coarse steps to compare, the solver's own included; one nameless choice for a solver that has none."""
+    if not isinstance(solver, MGRIT):
+        return {"Picard": None}
+    own = {} if solver.coarse_step in COARSE_STEPS.values() else {"this run's coarse step": solver.coarse_step}
+    return {**COARSE_STEPS, **own}

@@ -1,0 +1,137 @@
+"""One run: train layer-parallel, train the serial baseline, compare."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+from rich.console import Console
+
+from lp_jax import Serial
+from lp_jax._solver import Solver
+from lp_jax.cli._experiment import Experiment, Settings
+from lp_jax.cli._solver import with_effort
+from lp_jax.train import (
+    Bar,
+    Batch,
+    Checkpoints,
+    Every,
+    Log,
+    TrainState,
+    evaluate,
+    fit,
+    flat,
+    gradient_error,
+    init_state,
+    make_train_step,
+    residuals,
+)
+
+_PROBES = 6  # of the gradient in a run, if not said otherwise
+
+
+class Plan(NamedTuple):
+    """How a run is watched and saved: steps between two probes, checkpoints, times that metrics are fetched."""
+
+    probe_every: int | None
+    checkpoint_every: int
+    log_every: int
+
+
+class Run(NamedTuple):
+    """A finished training.
+
+    Attributes:
+        name: of what it is in tables and pictures.
+        state: the last one.
+        log: all rows.
+    """
+
+    name: str
+    state: TrainState
+    log: Log
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers that the table shows."""
+        test, probes = self.log.of("test")[-1], self.log.of("probe")
+        # the first time of each process holds its compilation
+        times = [row["step_time"] for row in self.log.of("train")]
+        probed = {name: probes[-1][name] for name in ("gradient_error", "gradient_cosine")} if probes else {}
+        return {
+            "steps": int(self.state.step),
+            "test_accuracy": test["accuracy"],
+            "test_loss": test["loss"],
+            "time_per_step": float(np.median(times)),
+            **probed,
+        }
+
+
+def name_of(solver: Solver) -> str:
+    """What a run with this forward solver is called."""
+    return "serial" if isinstance(solver, Serial) else "layer-parallel"
+
+
+def train_one(
+    settings: Settings,
+    plan: Plan,
+    made: Experiment,
+    solver: Solver,
+    adjoint_solver: Solver,
+    folder: Path,
+    console: Console,
+) -> Run:
+    """Train with one pair of solvers, from the newest checkpoint in ``folder`` if there is one.
+
+    Raises:
+        lp_jax.train.DivergenceError: when the run is no longer finite.
+        lp_jax.train.Interrupted: after SIGINT or SIGTERM, when all is saved.
+        lp_jax.train.CheckpointError: for a checkpoint of another model.
+    """
+    name = name_of(solver)
+    exact = isinstance(solver, Serial) and isinstance(adjoint_solver, Serial)
+    optimizer = optax.adam(settings.learning_rate)
+    state = init_state(made.params, optimizer)
+    total = made.steps_per_epoch * settings.epochs
+
+    def test(state: TrainState, batch: Batch) -> dict[str, Any]:
+        return evaluate(made.loss_fn, state.params, made.test_batches)._asdict()
+
+    def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
+        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver)
+        # enough cycles to see whether, and how fast, they converge
+        longer = [with_effort(s, max(s.iterations + 2, 4)) for s in (solver, adjoint_solver)]
+        solves = residuals(made.model, state.params, batch, *longer)
+        return {
+            "gradient_error": error.relative,
+            "gradient_cosine": error.cosine,
+            **flat("gradient_error", error.groups),
+            **flat("forward_residual", solves.forward.residual_norms.tolist()),
+            "forward_scale": solves.forward_scale,
+            **flat("adjoint_residual", solves.adjoint.residual_norms.tolist()),
+            "adjoint_scale": solves.adjoint_scale,
+        }
+
+    measures = [Every("test", made.steps_per_epoch, test)]
+    if not exact:
+        measures.append(Every("probe", plan.probe_every or max(1, total // _PROBES), probe))
+    folder.mkdir(parents=True, exist_ok=True)
+    with Checkpoints(folder / "checkpoints", config=settings.fingerprint()) as checkpoints:
+        if checkpoints.latest is not None:
+            state = checkpoints.restore(state)
+            console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
+        state, log = fit(
+            make_train_step(made.loss_fn, optimizer),
+            state,
+            made.batches,
+            steps_per_epoch=made.steps_per_epoch,
+            epochs=settings.epochs,
+            solver=solver,
+            adjoint_solver=adjoint_solver,
+            measures=measures,
+            log=Log(folder / "metrics.jsonl"),
+            log_every=plan.log_every,
+            checkpoints=checkpoints,
+            checkpoint_every=plan.checkpoint_every,
+            meter=Bar(name, console),
+        )
+    return Run(name, state, log)

@@ -1,0 +1,230 @@
+"""Solvers on the command line: an option for every field, and back."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import click
+
+from lp_jax import MGRIT, Picard, Rediscretize, Serial
+from lp_jax._solver import Solver
+from lp_jax.cli._grouped import Option
+
+# What `lp-jax train` uses if nothing else is said; the help texts show these.
+DEFAULT_SOLVER = MGRIT(levels=2, coarsening=4, iterations=2, coarse_step=Picard(sweeps=1))
+DEFAULT_ADJOINT_SOLVER = dataclasses.replace(DEFAULT_SOLVER, iterations=1)
+
+KINDS = ("mgrit", "picard", "serial")
+GROUPS = {"": "Solver", "adjoint_": "Solver of the adjoint system (what is not set follows the forward solver)"}
+
+_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
+
+# A pair of functions on the state has no spelling here.
+_NOT_OPTIONS = ("spatial",)
+
+
+class Syntax(NamedTuple):
+    """How a field is spelled."""
+
+    metavar: str
+    parse: Callable[[str], Any]
+
+
+def _many(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """One value, or several between commas, one per level."""
+
+    def parse_many(text: str) -> Any:
+        values = tuple(parse(part.strip()) for part in text.split(","))
+        return values[0] if len(values) == 1 else values
+
+    return parse_many
+
+
+def _component(text: str) -> Rediscretize | Solver:
+    """A coarse step, or the coarsest level's solver: "inject", "mean", "serial", "picard:2", "picard:2:trajectory"."""
+    if text in ("inject", "mean"):
+        return Rediscretize(params=text)
+    if text == "serial":
+        return Serial()
+    if match := re.fullmatch(r"picard:(\d+)(?::(start|trajectory))?", text):
+        return Picard(sweeps=int(match[1]), around=match[2] or "start")
+    raise ValueError(f"got {text!r}")
+
+
+SYNTAX: Mapping[str, Syntax] = {
+    "levels": Syntax("N", int),
+    "coarsening": Syntax("M[,M...]", _many(int)),
+    "iterations": Syntax("N", int),
+    "rtol": Syntax("X", float),
+    "atol": Syntax("X", float),
+    "relaxation": Syntax("F|FCF|...[,...]", _many(str)),
+    "c_weight": Syntax("W", float),
+    "cycle": Syntax("V|F|W", str),
+    "min_coarse": Syntax("N", int),
+    "coarse_step": Syntax("inject|mean|picard:N[:trajectory]|serial", _component),
+    "coarsest": Syntax("serial|picard:N", _component),
+    "storage": Syntax("c_points|all", str),
+    "interval_map": Syntax("auto|vmap|loop", str),
+    "sweeps": Syntax("N", int),
+}
+
+_HELP: Mapping[str, str] = {
+    "relaxation": "F, FCF, FCFCF, ..., or one per level, finest first (the last one repeats)",
+    "cycle": "kind of cycle",
+    "coarse_step": (
+        "what stands in for the layers of an interval on the coarse levels: the layer itself with the interval's dt, "
+        "at the first layer's parameters (inject) or at their mean (mean); N Picard sweeps over the interval's layers, "
+        "around the state that enters or the last trajectory; or those layers one by one (serial: exact in one cycle)"
+    ),
+    "coarsest": "solver of the coarsest level",
+    "sweeps": "of --solver picard: number of sweeps over all layers; with a tolerance their largest number",
+}
+
+
+def spell(value: Any) -> str:
+    """The spelling of a field's value; what `Syntax.parse` reads."""
+    if isinstance(value, tuple):
+        return ",".join(map(spell, value))
+    if isinstance(value, Rediscretize):
+        return str(value.params)
+    if isinstance(value, Serial):
+        return "serial"
+    if isinstance(value, Picard):
+        return f"picard:{value.sweeps}" + (":trajectory" if value.around == "trajectory" else "")
+    return str(value)
+
+
+def fields() -> list[str]:
+    """The fields that are options, those of `MGRIT` and then what only `Picard` has."""
+    names = [field.name for field in dataclasses.fields(MGRIT) if field.name not in _NOT_OPTIONS]
+    return [*names, "sweeps"]
+
+
+def solver_options(command: Callable) -> Callable:
+    """Add all options that say how the layers are solved for."""
+    for prefix in reversed(GROUPS):
+        for name in reversed(fields()):
+            command = _option(prefix, name)(command)
+        command = _kind_option(prefix)(command)
+    serial = "the exact baseline: --solver serial"
+    return click.option("--serial", is_flag=True, default=None, cls=Option, group=GROUPS[""], help=serial)(command)
+
+
+def _kind_option(prefix: str) -> Callable[[Callable], Callable]:
+    text = "the same kind as the forward solver's" if prefix else "how the layers are solved for  [default: mgrit]"
+    return click.option(_flag(prefix + "solver"), type=click.Choice(KINDS), cls=Option, group=GROUPS[prefix], help=text)
+
+
+def _option(prefix: str, name: str) -> Callable[[Callable], Callable]:
+    flag, default = _flag(prefix + name), getattr(DEFAULT_SOLVER, name, Picard().sweeps)
+    if prefix:
+        text = f"as {_flag(name)}"
+        if name == "iterations":
+            text += f"  [default: {DEFAULT_ADJOINT_SOLVER.iterations}, or --iterations where that is set]"
+    else:
+        text = _documentation(name)
+        if default is not None and not isinstance(default, bool):
+            text += f"  [default: {spell(default)}]"
+    if isinstance(default, bool):
+        both = f"{flag}/{_flag(f'{prefix}no_{name}')}"
+        shown = "" if prefix else f"  [default: {'yes' if default else 'no'}]"
+        return click.option(both, default=None, cls=Option, group=GROUPS[prefix], help=text + shown)
+    return click.option(flag, metavar=SYNTAX[name].metavar, cls=Option, group=GROUPS[prefix], help=text)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _documentation(name: str) -> str:
+    """What the solver's own docstring says of a field, where it speaks a language that fits here too."""
+    if name in _HELP:
+        return _HELP[name]
+    found = re.search(rf"^ {{4}}{name}: (.*?)(?=^ {{4}}\S|^\S|\n\n)", inspect.getdoc(MGRIT) or "", re.M | re.S)
+    text = " ".join(found[1].split()) if found else ""
+    return text.replace("`", "").rstrip(".")
+
+
+def build(options: Mapping[str, Any]) -> tuple[Solver, Solver]:
+    """The forward and the adjoint solver.
+
+    Args:
+        options: what the options of `solver_options` were given, by name; None where they were not.
+
+    Raises:
+        click.UsageError: for a value that is none, and for an option of another solver.
+    """
+    kind = "serial" if options.get("serial") else options.get("solver")
+    if options.get("serial") and options.get("solver") not in (None, "serial"):
+        raise click.UsageError(f"--serial and --solver {options['solver']} contradict each other; leave out one.")
+    kind = kind or "mgrit"
+    adjoint_kind = options.get("adjoint_solver") or kind
+    given = {prefix: _given(options, prefix) for prefix in GROUPS}
+    _refuse_foreign("", kind, given[""])
+    _refuse_foreign("adjoint_", adjoint_kind, given["adjoint_"])
+    followed = {name: value for name, value in given[""].items() if name in _names(adjoint_kind)}
+    return (
+        _make("", kind, DEFAULT_SOLVER, given[""]),
+        _make("adjoint_", adjoint_kind, DEFAULT_ADJOINT_SOLVER, followed | given["adjoint_"]),
+    )
+
+
+def _given(options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    values = {}
+    for name in fields():
+        text = options.get(prefix + name)
+        if text is None:
+            continue
+        try:
+            values[name] = text if isinstance(text, bool) else SYNTAX[name].parse(text)
+        except ValueError:
+            raise click.UsageError(f"{_flag(prefix + name)} takes {SYNTAX[name].metavar}; got {text!r}.") from None
+    return values
+
+
+def _names(kind: str) -> list[str]:
+    return {"mgrit": [name for name in fields() if name != "sweeps"], "picard": ["sweeps", "rtol", "atol"]}.get(
+        kind, []
+    )
+
+
+def _refuse_foreign(prefix: str, kind: str, given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in _names(kind):
+            owner = "picard" if name == "sweeps" else "mgrit"
+            raise click.UsageError(
+                f"{_flag(prefix + name)} is of --{prefix}solver {owner}, not {kind}.".replace("_", "-")
+            )
+
+
+def _make(prefix: str, kind: str, default: MGRIT, values: Mapping[str, Any]) -> Solver:
+    try:
+        if kind == "serial":
+            return Serial()
+        return Picard(**values) if kind == "picard" else dataclasses.replace(default, **values)
+    except (TypeError, ValueError) as error:
+        name, _, rest = str(error).partition(" ")
+        text = f"{_flag(prefix + name)} {rest}" if name in fields() else str(error)
+        raise click.UsageError(text) from None
+
+
+def short(solver: Solver) -> str:
+    """The solver as code, without the fields that are as they are by themselves, main ones apart."""
+    shown = [
+        f"{field.name}={short(value) if isinstance(value, Solver) else repr(value)}"
+        for field in dataclasses.fields(solver)
+        if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
+    ]
+    return f"{type(solver).__name__}({', '.join(shown)})"
+
+
+def with_effort(solver: Solver, iterations: int, coarse_step: Any = None) -> Solver:
+    """The solver with so many iterations and no tolerance; with another coarse step, too, where it has one."""
+    if isinstance(solver, Picard):
+        return dataclasses.replace(solver, sweeps=iterations, rtol=None, atol=None)
+    if isinstance(solver, MGRIT):
+        coarse_step = solver.coarse_step if coarse_step is None else coarse_step
+        return dataclasses.replace(solver, iterations=iterations, rtol=None, atol=None, coarse_step=coarse_step)
+    return solver

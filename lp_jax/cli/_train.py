@@ -1,0 +1,94 @@
+"""``lp-jax train``: from options to results."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from lp_jax import Serial
+from lp_jax.cli._experiment import WIDTHS, Settings, describe, experiment
+from lp_jax.cli._folder import prepare, write_config, write_json
+from lp_jax.cli._report import pictures, summary, table
+from lp_jax.cli._run import Plan, Run, train_one
+from lp_jax.cli._solver import build, fields, short
+from lp_jax.train import Interrupted
+
+# How one call runs, not what is run: never taken from the folder.
+_OF_THIS_CALL = ("out", "resume", "no_compare", "no_pictures", "debug")
+
+
+def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> None:
+    """Train, compare, report.
+
+    Args:
+        problem: "digits" or "mnist".
+        options: of the command line, by name.
+        explicit: those that were given there; on resuming, the folder says the others.
+    """
+    folder, console = options["out"], Console(stderr=True)
+    before = prepare(folder, resume=options["resume"])
+    if before is not None:
+        if before["problem"] != problem:
+            raise click.ClickException(
+                f"{folder} holds a run on {before['problem']}, not {problem}; choose another --out."
+            )
+        options = _as_before(options, explicit, before["options"])
+    settings, (solver, adjoint_solver) = _settings(problem, options), build(options)
+    made = experiment(settings)
+    stored = {name: _plain(value) for name, value in options.items() if name not in _OF_THIS_CALL}
+    solvers = {"solver": repr(solver), "adjoint_solver": repr(adjoint_solver)}
+    if before is not None and any(before[name] != text for name, text in solvers.items()):
+        console.print(f"the solver changes, from {before['solver']}", markup=False, highlight=False)
+    write_config(folder, {"problem": problem, "options": stored, **solvers})
+    for line in (describe(settings, made.params), f"forward: {short(solver)}", f"adjoint: {short(adjoint_solver)}"):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    plan = Plan(options["probe_every"], options["checkpoint_every"], options["log_every"])
+    pairs = [(solver, adjoint_solver, folder)]
+    if not isinstance(solver, Serial) and not options["no_compare"]:
+        pairs.append((Serial(), Serial(), folder / "serial"))
+    runs: list[Run] = []
+    try:
+        for forward, adjoint, place in pairs:
+            runs.append(train_one(settings, plan, made, forward, adjoint, place, console))
+    except Interrupted as interruption:
+        again = f"lp-jax train {problem} --out {folder} --resume"
+        click.echo(f"lp-jax: {interruption}; go on with: {again}", err=True)
+        raise SystemExit(128 + interruption.signal) from None
+
+    write_json(folder / "summary.json", summary(settings, runs, solver, adjoint_solver))
+    drawn: list[Path] = []
+    if not options["no_pictures"]:
+        with console.status("drawing; for one picture, other solvers are compiled and their gradients measured"):
+            drawn = pictures(folder, settings, made, runs, solver, adjoint_solver)
+    out = Console()
+    out.print(table(runs))
+    names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *(path.name for path in drawn)]
+    out.print(f"In {folder}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _settings(problem: str, options: Mapping[str, Any]) -> Settings:
+    names = ("model", "layers", "t1", "epochs", "batch_size", "learning_rate", "seed")
+    data = options.get("data")
+    return Settings(
+        problem=problem,
+        data=None if data is None else str(data),
+        width=options["width"] or WIDTHS[options["model"]],
+        **{name: options[name] for name in names},
+    )
+
+
+def _as_before(options: Mapping[str, Any], explicit: set[str], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, those that were not given as the folder has them."""
+    of_solver = {"serial", "solver", *fields()} | {f"adjoint_{name}" for name in ("solver", *fields())}
+    # another kind of solver makes the old one's settings void
+    void = of_solver if explicit & {"serial", "solver", "adjoint_solver"} else set()
+    kept = {name: value for name, value in stored.items() if name in options and name not in explicit | void}
+    return {**options, **kept}
+
+
+def _plain(value: Any) -> Any:
+    """For JSON. A folder's path is made absolute, for resuming elsewhere."""
+    return str(value.resolve()) if isinstance(value, Path) else value

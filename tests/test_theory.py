@@ -1,0 +1,337 @@
+"""What theory says of a correct solver. None of these numbers comes from the library."""
+
+import collections
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import INJECT, dense_params, dense_state, dense_step, relative_error, serial_loss_and_gradient
+
+import lp_jax
+from lp_jax._problem import prepare
+
+MEAN = lp_jax.Rediscretize(params="mean")
+COARSE_STEPS = {
+    "inject": INJECT,
+    "mean": MEAN,
+    "last": lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: x[-1], p)),
+    "picard0": lp_jax.Picard(sweeps=0),
+    "picard1": lp_jax.Picard(sweeps=1),
+    "picard2": lp_jax.Picard(sweeps=2),
+    "trajectory": lp_jax.Picard(sweeps=1, around="trajectory"),
+    "mgrit": lp_jax.MGRIT(levels=2, coarsening=2, iterations=1, coarse_step=INJECT),
+}
+
+
+def levels_of(solver, step, params, y0, t1=1.0):
+    problem, operands = prepare(
+        step, params, y0, shared=None, data=None, t0=0.0, t1=t1, has_aux=False, comm=None, solvers=(solver,)
+    )
+    return solver.discretize(problem.chain(operands))
+
+
+def serial_states(step, params, y0, t1):
+    """All states after layer 0, ..., N-1, by a hand-written loop."""
+    n = jax.tree.leaves(params)[0].shape[0]
+    states, y = [], y0
+    for i in range(n):
+        p = jax.tree.map(lambda x: x[i], params)
+        y = step(y, lp_jax.Layer(p, None, None, jnp.asarray(i * t1 / n), jnp.asarray(t1 / n), jnp.int32(i), 0))
+        states.append(y)
+    return jnp.stack(states)
+
+
+def squared(y):
+    return jnp.sum(y**2)
+
+
+# ---------------------------------------------------------------------------------------------- equality, termination
+
+
+@pytest.mark.parametrize("n", [64, 61, 7])
+@pytest.mark.parametrize("coarse_step", COARSE_STEPS)
+def test_serial_equality_at_convergence(coarse_step, n):
+    params, y0 = dense_params(n, 5), dense_state(3, 5)
+    value, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=3.0)
+    solver = lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=n, coarse_step=COARSE_STEPS[coarse_step], atol=1e-15)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(operands):
+        return squared(lp_jax.solve(dense_step, *operands, t1=3.0, solver=solver).y1)
+
+    got, gradient = loss((params, y0))
+    assert abs(got - value) <= 1e-12 * abs(value)
+    assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+
+
+@pytest.mark.parametrize("relaxation, exact_per_cycle", [("F", 1), ("FCF", 2), ("FCFCF", 3)])
+def test_finite_termination(relaxation, exact_per_cycle):
+    """After k cycles k (FCF: 2k) C-points are exact, whatever the coarse step; before that they are not."""
+    n, m, t1 = 32, 4, 8.0
+    params, y0 = dense_params(n, 4, scale=2.0), dense_state(2, 4)
+    solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, skip_downcycle=False)
+    levels = levels_of(solver, dense_step, params, y0, t1)
+    exact = serial_states(dense_step, params, y0, t1)[m - 1 :: m]
+    u = jnp.zeros_like(exact)
+    for k in range(1, math.ceil(n / m / exact_per_cycle) + 1):
+        u, _ = jax.jit(lambda u: lp_jax.cycle(solver, levels, u))(u)
+        done = min(k * exact_per_cycle, n // m)
+        error = jnp.abs(u - exact).max(axis=(1, 2))
+        assert error[:done].max() < 1e-12
+        assert done == n // m or error[done:].min() > 1e-9
+
+
+def test_termination_of_the_gradient():
+    """N/m cycles of both solves give the exact gradient on a problem on which the coarse grid is useless."""
+    n, m, t1 = 32, 4, 16.0
+    params, y0 = dense_params(n, 4, scale=2.0), dense_state(2, 4)
+    _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=t1)
+
+    def gradient(cycles):
+        solver = lp_jax.MGRIT(coarsening=m, iterations=cycles, coarse_step=INJECT, relaxation="F")
+        return jax.jit(jax.grad(lambda a: squared(lp_jax.solve(dense_step, *a, t1=t1, solver=solver).y1)))((params, y0))
+
+    assert relative_error(gradient(2), (g_params, g_y0)) > 1e-2
+    assert relative_error(gradient(n // m), (g_params, g_y0)) < 1e-12
+
+
+@pytest.mark.parametrize("coarse_step", [lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(sweeps=4)])
+@pytest.mark.parametrize("skip", [True, False])
+def test_exact_coarse_steps_converge_in_one_cycle(coarse_step, skip):
+    params, y0 = dense_params(30, 4), dense_state(2, 4)
+    value, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=4.0)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=coarse_step, skip_downcycle=skip)
+    got, gradient = jax.jit(
+        jax.value_and_grad(lambda a: squared(lp_jax.solve(dense_step, *a, t1=4.0, solver=solver).y1))
+    )((params, y0))
+    assert abs(got - value) < 1e-12 * value
+    assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+
+
+# -------------------------------------------------------------------------------------------------- convergence theory
+
+
+def linear_step(y, layer):
+    return (1 + layer.dt * layer.params) * y
+
+
+@pytest.mark.parametrize(
+    "m, z, relaxation, printed",
+    [
+        (4, -0.05, "F", 0.07246),
+        (4, -0.05, "FCF", 0.05900),
+        (4, -0.20, "F", 0.26200),
+        (4, -0.20, "FCF", 0.10732),
+        (8, -0.20, "F", 1.91943),
+        (8, -0.20, "FCF", 0.32203),
+    ],
+)
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_two_level_bound(m, z, relaxation, printed, adjoint):
+    """The error propagator of one two-level cycle on u[n+1] = (1 + z) u[n], in the infinity norm over C-points.
+
+    |a^m - b| (1 - |b|^(Nc-1)) / (1 - |b|) with a = 1 + z, b = 1 + m z; for FCF times |a|^m, Nc - 2 in place of Nc - 1
+    (Dobrev, Kolev, Petersson, Schroder, "Two-level convergence theory for MGRIT", SIAM J. Sci. Comput. 39, 2017).
+    """
+    intervals = 32
+    n = m * intervals
+    a, b = 1 + z, 1 + m * z
+    bound = abs(a**m - b) * (1 - abs(b) ** (intervals - 1)) / (1 - abs(b))
+    if relaxation == "FCF":
+        bound = abs(a) ** m * abs(a**m - b) * (1 - abs(b) ** (intervals - 2)) / (1 - abs(b))
+    assert abs(bound - printed) < 1e-5
+
+    solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, skip_downcycle=False)
+    levels = levels_of(solver, linear_step, jnp.full(n, z * n), jnp.zeros(()))
+    if adjoint:
+        levels = transposed(levels, jnp.zeros(n))
+    # with u[0] = 0 the solution is 0, so a guess is its own error: the columns of the propagator
+    columns = jax.vmap(lambda e: lp_jax.cycle(solver, levels, e)[0])(jnp.eye(intervals))
+    assert abs(jnp.abs(columns).sum(axis=0).max() - bound) < 1e-13
+
+
+def transposed(levels, states):
+    from lp_jax._adjoint import _transposed
+
+    return _transposed(levels, states, 1, None, jnp.zeros(()))
+
+
+def test_picard_is_the_truncated_binomial():
+    """Sweep s on u[n+1] = (1 + z) u[n] from the constant gives sum over j <= s of C(n, j) z^j, exactly."""
+    n, z = 24, 0.3
+    for sweeps in (1, 2, 5, n):
+        y1 = lp_jax.solve(linear_step, jnp.full(n, z * n), jnp.ones(()), solver=lp_jax.Picard(sweeps=sweeps)).y1
+        np.testing.assert_allclose(y1, sum(math.comb(n, j) * z**j for j in range(sweeps + 1)), rtol=1e-13)
+
+
+def smooth_params(n, width=6):
+    """Weights that are samples of one function of t, whatever N."""
+    t = (jnp.arange(float(n)) + 0.5) / n
+    rng = np.random.default_rng(3)
+    modes = jnp.asarray(rng.normal(size=(3, width, width)) / np.sqrt(width))
+    basis = jnp.stack([jnp.ones(n), jnp.sin(2 * t), jnp.cos(3 * t)], axis=1)
+    return jnp.einsum("nk,kij->nij", basis, modes), jnp.tile(jnp.asarray(rng.normal(size=width)), (n, 1))
+
+
+@pytest.mark.parametrize("coarse_step", ["inject", "picard1"])
+def test_iterations_do_not_grow_with_depth(coarse_step):
+    counts = []
+    for n in (64, 256, 1024, 4096):
+        levels = 2 + round(math.log(n / 64, 4))  # the same 16 coarsest steps for all
+        solver = lp_jax.MGRIT(levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=COARSE_STEPS[coarse_step])
+        solution, pull = lp_jax.solve_vjp(dense_step, smooth_params(n), dense_state(2, 6), t1=2.0, solver=solver)
+        _, adjoint = pull(solution.y1)
+        assert int(solution.result) == 0
+        counts.append((int(solution.stats.iterations), int(adjoint.iterations)))
+    assert max(f for f, _ in counts) <= counts[0][0]
+    assert max(b for _, b in counts) <= counts[0][1]
+    assert counts[0][0] < 12
+
+
+def test_adjoint_dot_product():
+    """<J dy, lam> = <dy, J^T lam>: J by forward-mode of a plain loop, J^T by the converged layer-parallel adjoint."""
+    n = 48
+    params, y0 = dense_params(n, 5), dense_state(3, 5)
+    rng = np.random.default_rng(5)
+    random_like = lambda tree: jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), tree)  # noqa: E731
+    dy, dp, lam = random_like(y0), random_like(params), random_like(y0)
+    _, tangent = jax.jvp(lambda p, y: serial_states(dense_step, p, y, 2.0)[-1], (params, y0), (dp, dy))
+    solver = lp_jax.MGRIT(levels=3, iterations=30, atol=1e-15, coarse_step=INJECT)
+    _, pull = lp_jax.solve_vjp(dense_step, params, y0, t1=2.0, solver=solver)
+    gradients, _ = pull(lam)
+    left = jnp.vdot(tangent, lam)
+    right = jnp.vdot(dy, gradients.y0) + sum(map(jnp.vdot, dp, gradients.params))
+    assert abs(left - right) < 1e-12 * abs(left)
+
+
+# ---------------------------------------------------------------------------------------------------- counted, not assumed
+
+
+class Counter:
+    """Counts evaluations and transposed evaluations of a layer, by level, as they happen."""
+
+    def __init__(self):
+        self.forward, self.adjoint = collections.Counter(), collections.Counter()
+
+    def step(self, y, layer):
+        level = layer.level
+
+        @jax.custom_vjp
+        def counted(y, p):
+            jax.debug.callback(lambda _: self.forward.update([level]), y)
+            return y + layer.dt * jnp.sin(p * y)
+
+        def fwd(y, p):
+            return counted(y, p), (y, p)
+
+        def bwd(residuals, ct):
+            y, p = residuals
+            jax.debug.callback(lambda _: self.adjoint.update([level]), y)
+            slope = layer.dt * jnp.cos(p * y)
+            return ct * (1 + slope * p), ct * slope * y
+
+        counted.defvjp(fwd, bwd)
+        return counted(y, layer.params)
+
+    def take(self):
+        jax.effects_barrier()
+        counts = dict(self.forward), dict(self.adjoint)
+        self.forward.clear()
+        self.adjoint.clear()
+        return counts
+
+
+def cycle_cost(sizes, nu, cycles, skip):
+    """Evaluations per level of ``cycles`` V-cycles and the final sweep.
+
+    Per interval and cycle: m per CF-relaxation, m - 1 for F-relaxation, 1 for the residual, 1 for the coarse right-hand
+    side (evaluated on the coarser level), and m - 1 to interpolate. On the finest level the interpolation is the next
+    cycle's F-relaxation (or the final sweep's), and is done once. A skipped down-cycle costs m - 1 per interval, which on
+    the finest level is again the next F-relaxation.
+    """
+    last = len(sizes) - 1
+    cost = dict.fromkeys(range(len(sizes)), 0)
+    cost[0] += sizes[0]  # the final sweep
+    for cycle in range(cycles):
+        cascade = skip and cycle == 0
+        cost[last] += sizes[last]  # the coarsest solve
+        for level in range(last):
+            if level > 0:
+                cost[level] += sizes[level] - sizes[level + 1]
+            if not cascade:
+                cost[level] += (nu[level] + 1) * sizes[level]
+                cost[level + 1] += sizes[level + 1]
+    return cost
+
+
+def design_cost(sizes, m, nu, cycles, skip):
+    """The design's formula, which interpolates to the F-points of the finest level and relaxes them again."""
+    total = sizes[0] // m  # the closing C-relaxation
+    for cycle in range(cycles):
+        if skip and cycle == 0:
+            total += sum((s // m) * (m - 1) for s in sizes[:-1]) + sizes[-1]
+        else:
+            total += sum((s // m) * (2 * (m - 1) + 2 + n * m) for s, n in zip(sizes[:-1], nu, strict=False)) + sizes[-1]
+    return total
+
+
+@pytest.mark.parametrize("interval_map", ["vmap", "loop"])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("relaxation", ["F", ("F", "FCF"), "FCF"])
+def test_evaluation_counts(interval_map, skip, relaxation):
+    n, m, forward_cycles, adjoint_cycles = 64, 4, 3, 2
+    sizes = [64, 16, 4]
+    fields = {
+        "levels": 3,
+        "coarsening": m,
+        "relaxation": relaxation,
+        "skip_downcycle": skip,
+        "coarse_step": INJECT,
+        "interval_map": interval_map,
+    }
+    solver = lp_jax.MGRIT(iterations=forward_cycles, **fields)
+    nu = [solver.c_relaxations(level) for level in range(3)]
+    counter = Counter()
+    solution, pull = lp_jax.solve_vjp(
+        counter.step,
+        jnp.ones(n),
+        jnp.ones(()),
+        solver=solver,
+        adjoint_solver=lp_jax.MGRIT(iterations=adjoint_cycles, **fields),
+    )
+    forward, adjoint = counter.take()
+    assert not adjoint
+    assert forward == cycle_cost(sizes, nu, forward_cycles, skip)
+    assert sum(forward.values()) <= design_cost(sizes, m, nu, forward_cycles, skip)
+
+    pull(jnp.ones(()))
+    linearised, adjoint = counter.take()
+    expected = cycle_cost(sizes, nu, adjoint_cycles, skip)
+    assert adjoint == expected
+    # each transposed evaluation linearises its layer; F-points are recomputed once, or in every sweep over the finest level
+    sweeps = 1 if interval_map == "vmap" else 1 + (adjoint_cycles - skip) * (nu[0] + 1)
+    recomputed = sweeps * (sizes[0] - sizes[1])
+    assert linearised == expected | {0: expected[0] + recomputed}
+
+
+def test_evaluation_counts_of_picard():
+    n, sweeps = 40, 3
+    counter = Counter()
+    _, pull = lp_jax.solve_vjp(counter.step, jnp.ones(n), jnp.ones(()), solver=lp_jax.Picard(sweeps=sweeps))
+    assert counter.take() == ({0: sweeps * n}, {})
+    pull(jnp.ones(()))
+    _, adjoint = counter.take()
+    assert adjoint == {0: (sweeps + 1) * n}  # and one evaluation of every layer for the gradient
+
+
+def test_storing_all_states_recomputes_none():
+    solver = lp_jax.MGRIT(levels=2, coarsening=4, iterations=2, coarse_step=INJECT, storage="all", relaxation="F")
+    counter = Counter()
+    _, pull = lp_jax.solve_vjp(counter.step, jnp.ones(64), jnp.ones(()), solver=solver)
+    assert counter.take()[0] == cycle_cost([64, 16], [0, 0], 2, True)
+    pull(jnp.ones(()))
+    linearised, adjoint = counter.take()
+    assert linearised == adjoint == cycle_cost([64, 16], [0, 0], 2, True)
