@@ -46,7 +46,7 @@ class Rediscretize:
             params = _per_interval(self.params, slices.params, chain.steps, span)
             data = _inject(slices.data, span)
         elif self.params == "mean":
-            weights = _weights(slices.valid, chain.steps, span)
+            weights = _weights(slices, span)
             params, data = (_mean(tree, weights, span) for tree in (slices.params, slices.data))
         else:
             params, data = (_inject(tree, span) for tree in (slices.params, slices.data))
@@ -67,9 +67,9 @@ def _inject(tree: PyTree, span: int) -> PyTree:
     return jax.tree.map(lambda x: x[::span], tree)
 
 
-def _weights(valid: jax.Array | None, steps: int, span: int) -> jax.Array:
+def _weights(slices: Slices, span: int) -> jax.Array:
     """Weights ``(groups, span)`` of the layers in the mean over their group."""
-    ones = jnp.ones(steps, jnp.int32) if valid is None else valid.astype(jnp.int32)
+    ones = jnp.ones_like(slices.dt) if slices.valid is None else slices.valid.astype(slices.dt.dtype)
     grouped = _tree.split(ones, span, fill="constant")
     return grouped / jnp.maximum(1, jnp.sum(grouped, axis=1, keepdims=True))
 

@@ -130,6 +130,8 @@ def mnist(ctx: click.Context, /, **options: Any) -> None:
     lp-jax train mnist --data ~/mnist
     lp-jax train mnist --data ~/mnist --model conv --layers 32 --t1 1
     """
+    if options["data"] is None and not options["resume"]:
+        raise click.UsageError("Missing option '--data': the folder of the four IDX files.", ctx)
     _train(ctx, "mnist", options)
 
 

@@ -39,9 +39,10 @@ def prepare(folder: Path, *, resume: bool) -> dict[str, Any] | None:
     if not held:
         return None
     try:
-        return dict(json.loads(config.read_text(encoding="utf-8")))
-    except ValueError:
-        raise click.ClickException(f"{config} is no JSON; the run cannot be resumed.") from None
+        stored = json.loads(config.read_text(encoding="utf-8"))
+        return {name: stored[name] for name in ("problem", "options", "solver", "adjoint_solver")}
+    except (ValueError, TypeError, KeyError):
+        raise click.ClickException(f"{config} is not the configuration of a run; it cannot be resumed.") from None
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

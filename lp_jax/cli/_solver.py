@@ -210,7 +210,7 @@ def _make(prefix: str, kind: str, default: MGRIT, values: Mapping[str, Any]) -> 
         raise click.UsageError(text) from None
 
 
-def short(solver: Solver) -> str:
+def short(solver: Any) -> str:
     """The solver as code, without the fields that are as they are by themselves, main ones apart."""
     shown = [
         f"{field.name}={short(value) if isinstance(value, Solver) else repr(value)}"

@@ -1,5 +1,6 @@
 """``lp-jax train``: from options to results."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lp_jax.cli._report import pictures, summary, table
 from lp_jax.cli._run import Plan, Run, train_one
 from lp_jax.cli._solver import build, fields, short
 from lp_jax.train import Interrupted
+from lp_jax.train._checkpoint import first_difference
 
 # How one call runs, not what is run: never taken from the folder.
 _OF_THIS_CALL = ("out", "resume", "no_compare", "no_pictures", "debug")
@@ -36,6 +38,10 @@ def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> 
             )
         options = _as_before(options, explicit, before["options"])
     settings, (solver, adjoint_solver) = _settings(problem, options), build(options)
+    if before is not None:
+        was = _settings(problem, {**options, **before["options"]}).fingerprint()
+        if difference := first_difference(was, settings.fingerprint()):
+            raise click.ClickException(f"the run in {folder} is of another model: {difference}; choose another --out.")
     made = experiment(settings)
     stored = {name: _plain(value) for name, value in options.items() if name not in _OF_THIS_CALL}
     solvers = {"solver": repr(solver), "adjoint_solver": repr(adjoint_solver)}
@@ -54,7 +60,7 @@ def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> 
         for forward, adjoint, place in pairs:
             runs.append(train_one(settings, plan, made, forward, adjoint, place, console))
     except Interrupted as interruption:
-        again = f"lp-jax train {problem} --out {folder} --resume"
+        again = f"lp-jax train {problem} --out {shlex.quote(str(folder))} --resume"
         click.echo(f"lp-jax: {interruption}; go on with: {again}", err=True)
         raise SystemExit(128 + interruption.signal) from None
 
@@ -82,9 +88,11 @@ def _settings(problem: str, options: Mapping[str, Any]) -> Settings:
 
 def _as_before(options: Mapping[str, Any], explicit: set[str], stored: Mapping[str, Any]) -> dict[str, Any]:
     """The options, those that were not given as the folder has them."""
-    of_solver = {"serial", "solver", *fields()} | {f"adjoint_{name}" for name in ("solver", *fields())}
-    # another kind of solver makes the old one's settings void
-    void = of_solver if explicit & {"serial", "solver", "adjoint_solver"} else set()
+    void: set[str] = set()  # another kind of solver makes the old one's settings so
+    if explicit & {"serial", "solver"}:
+        void |= {"serial", "solver", *fields()}
+    if explicit & {"serial", "solver", "adjoint_solver"}:
+        void |= {f"adjoint_{name}" for name in ("solver", *fields())}
     kept = {name: value for name, value in stored.items() if name in options and name not in explicit | void}
     return {**options, **kept}
 

@@ -80,8 +80,10 @@ class Checkpoints:
             metadata = self._checkpointer.metadata(step)
         except Exception as error:
             raise self._unreadable(path, error) from error
+        if metadata.metadata is None:
+            raise self._unreadable(path, ValueError("its list of arrays is damaged"))
         stored = (metadata.custom_metadata or {}).get("config", {})
-        if difference := _first_difference(stored, self.config) or _first_leaf(metadata.metadata, template):
+        if difference := first_difference(stored, self.config) or _first_leaf(metadata.metadata, template):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template)
         try:
@@ -96,7 +98,8 @@ class Checkpoints:
         )
 
 
-def _first_difference(stored: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+def first_difference(stored: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """The first entry in which two configurations differ, said in words; None if there is none."""
     for name in [*config, *(name for name in stored if name not in config)]:
         if stored.get(name) != config.get(name):
             return f"{name} is {stored.get(name)!r} there and {config.get(name)!r} here"

@@ -1,6 +1,7 @@
 """The grid levels of a solver and the way it goes through them."""
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from lp_jax._mgrit import MGRIT
 from lp_jax._picard import Picard
 from lp_jax._rediscretize import Rediscretize
+from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax.viz._path import Stop, path
 from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, figure
@@ -184,7 +186,7 @@ def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]
 
 def _single_level(solver: Solver, layers: int, t0: float, t1: float) -> Figure:
     if isinstance(solver, Picard):
-        title = f"{layers} layers at once, {solver.sweeps} Picard sweeps: no coarse level"
+        title = f"{layers} layers at once, {_count(solver.sweeps, 'Picard sweep')}: no coarse level"
         note = "each sweep evaluates every layer at once and adds the increments up"
     else:
         title = f"{layers} layers one after another: serial propagation"
@@ -204,21 +206,32 @@ def _title(mgrit: MGRIT, plan: Sequence[tuple[int, int]]) -> str:
 
 
 def _notes(mgrit: MGRIT, adjoint: Solver) -> str:
-    kind = mgrit.coarse_step
-    if isinstance(kind, Picard):
-        coarse = f"{kind.sweeps} Picard sweep{'' if kind.sweeps == 1 else 's'} over the interval's layers"
-    elif isinstance(kind, Rediscretize):
-        rule = kind.params if isinstance(kind.params, str) else "a function"
-        coarse = f"the layer itself with the interval's dt (parameters: {rule})"
+    coarse = _words(mgrit.coarse_step)
+    forward = f"F, C: relaxation of the F- and C-points; FC at the end: final sweep. Coarse step: {coarse}."
+    if not isinstance(adjoint, MGRIT):
+        backward = f"Adjoint: {_words(adjoint)}."
     else:
-        coarse = repr(kind)
-    if isinstance(adjoint, MGRIT):
-        same = dataclasses.replace(adjoint, iterations=mgrit.iterations) == mgrit
-        cycles = f"{adjoint.iterations} iteration{'' if adjoint.iterations == 1 else 's'}"
-        backwards = f"the same from right to left, {cycles}" if same else repr(adjoint)
-    else:
-        backwards = repr(adjoint)
-    return (
-        f"F, C: relaxation of the F- and C-points; FC at the end: final sweep.  Coarse step: {coarse}.\n"
-        f"Adjoint: {backwards}."
-    )
+        others = [
+            f"{field.name} = {_words(getattr(adjoint, field.name))}"
+            for field in dataclasses.fields(MGRIT)
+            if field.name != "iterations" and repr(getattr(adjoint, field.name)) != repr(getattr(mgrit, field.name))
+        ]
+        same = f"but {', '.join(others)}, and with" if others else "with"
+        backward = f"Adjoint: the same from right to left, {same} {_count(adjoint.iterations, 'iteration')}."
+    return "\n".join(textwrap.fill(line, 125) for line in (forward, backward))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _words(value: Any) -> str:
+    """A setting in words."""
+    if isinstance(value, Picard):
+        return f"{_count(value.sweeps, 'Picard sweep')} over the layers"
+    if isinstance(value, Rediscretize):
+        rule = value.params if isinstance(value.params, str) else "a function"
+        return f"the layer with the interval's dt, parameters by {rule}"
+    if isinstance(value, Serial):
+        return "serial"
+    return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)

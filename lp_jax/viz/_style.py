@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -35,6 +36,12 @@ def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
         ax.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         ax.spines[side].set_color(GREY)
+
+
+def logarithmic(ax: Axes) -> None:
+    """A logarithmic y-axis, if any line has a value to show on it."""
+    if any(np.nanmax(line.get_ydata(), initial=0) > 0 for line in ax.lines):
+        ax.set_yscale("log")
 
 
 def legend(ax: Axes, **place: Any) -> None:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from lp_jax.train import unflat
-from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, dress, figure, legend
+from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, dress, figure, legend, logarithmic
 
 Rows = Sequence[Mapping[str, object]]
 
@@ -44,7 +44,7 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
         steps, accuracies = _columns(rows, "test", "accuracy")
         ends = f"{name}: {final[name]:.1%}" if final[name] is not None else name
         accuracy_ax.plot(steps, accuracies, linewidth=2.2, label=ends, **style)
-    loss_ax.set_yscale("log")
+    logarithmic(loss_ax)
     dress(loss_ax, x="training step", y="training loss", title="Loss of each batch, and its running mean")
     dress(accuracy_ax, x="training step", y="test accuracy", title="Test accuracy of the exact network")
     _accuracy_axis(accuracy_ax, runs)
@@ -86,14 +86,15 @@ def residuals(rows: Rows, *, moments: int = 4) -> Figure:
                 color=COLOURS[i],
                 label=f"step {row['step']}",
             )
-        ax.set_yscale("log")
+        logarithmic(ax)
         longest = max(len(norms) for norms in norms_at)
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         dress(ax, x="cycle", y="residual norm", title=f"{solve.capitalize()} solve")
         if all(math.isnan(norms[0]) for norms in norms_at):
             note = "cycle 1 starts from the coarsest level:\nnothing is measured there"
-            ax.text(0.03, 0.03, note, transform=ax.transAxes, fontsize=NOTE, color=GREY, va="bottom")
+            white = {"color": "white", "pad": 2}
+            ax.text(0.03, 0.03, note, transform=ax.transAxes, fontsize=NOTE, color=GREY, va="bottom", bbox=white)
     legend(axes[0], loc="upper right")
     return fig
 
@@ -101,7 +102,7 @@ def residuals(rows: Rows, *, moments: int = 4) -> Figure:
 def gradient_errors(
     errors: Mapping[str, Sequence[float]], *, run: tuple[str, int, float] | None = None, iterations: str = "cycles"
 ) -> Figure:
-    """Relative error of the layer-parallel gradient against the number of iterations, a line for each solver.
+    r"""Relative error of the layer-parallel gradient against the number of iterations, a line for each solver.
 
     Args:
         errors: for each solver's name, its errors after 1, 2, 3, ... iterations, forward and adjoint alike.
@@ -113,9 +114,9 @@ def gradient_errors(
 
     Example:
         >>> from lp_jax import viz
-        >>> figure = viz.gradient_errors({"injection": [0.4, 0.1, 0.03], "Picard, 1 sweep": [0.02, 1e-3, 1e-4]})
+        >>> figure = viz.gradient_errors({"injection": [0.4, 0.1, 0.03], "1 Picard sweep": [0.02, 1e-3, 1e-4]})
         >>> figure.get_suptitle()
-        'After 3 cycles, Picard, 1 sweep has a 300 times smaller gradient error than injection'
+        'After 2 cycles, the gradient error is 0.1 with injection,\n0.001 with 1 Picard sweep'
     """
     if not errors:
         raise ValueError("errors is empty; give the errors of at least one solver.")
@@ -144,7 +145,7 @@ def gradient_errors(
             linestyle="none",
             zorder=5,
         )
-    ax.set_yscale("log")
+    logarithmic(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.06)
     dress(ax, x=f"{iterations}, forward and adjoint", y="relative error of the gradient")
@@ -177,7 +178,7 @@ def _accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
     values = np.concatenate([_columns(rows, "test", "accuracy")[1] for rows in runs.values()])
     low = float(np.nanquantile(values, 0.1)) if values.size else 0.0
     ax.set_ylim(max(0.0, 1 - 1.4 * (1 - low)), 1.0)
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if low < 0.9 else 1))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 def _curves_title(final: Mapping[str, float | None]) -> str:
@@ -194,23 +195,30 @@ def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
 
 
 def _residuals_title(histories: Sequence[np.ndarray]) -> str:
-    factors = []
+    factors: list[float] = []
     for norms in histories:
         measured = norms[~np.isnan(norms)]
-        factors += list(measured[:-1] / measured[1:])
+        factors += (measured[:-1] / measured[1:]).tolist()
     if not factors:
         return "Residual norm in each cycle"
     low, high = min(factors), max(factors)
     if low < 1:
-        return f"The residual norm grows in some cycles, by up to {1 / low:.2g}"
-    return f"Each cycle divides the residual norm by {low:.2g} to {high:.2g}"
+        return f"The residual norm grows in some cycles, by up to {_number(1 / low)}"
+    return f"Each cycle divides the residual norm by {_number(low)} to {_number(high)}"
 
 
 def _errors_title(errors: Mapping[str, Sequence[float]], iterations: str) -> str:
-    count = min(len(values) for values in errors.values())
+    """The best and the worst after two iterations: later on, rounding may hide the difference."""
+    count = min(2, *(len(values) for values in errors.values()))
     at = {name: values[count - 1] for name, values in errors.items()}
     worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
-    if worst == best or not at[best] > 0:
-        return f"Error of the layer-parallel gradient against the number of {iterations}"
-    ratio = float(f"{at[worst] / at[best]:.1g}" if at[worst] / at[best] >= 10 else f"{at[worst] / at[best]:.2g}")
-    return f"After {count} {iterations}, {best} has a {ratio:g} times smaller gradient error than {worst}"
+    title = f"After {count} {iterations}, the gradient error is {_number(at[worst])} with {worst}"
+    return title if worst == best else f"{title},\n{_number(at[best])} with {best}"
+
+
+def _number(value: float) -> str:
+    """Two digits, or one and a power of ten where that is shorter."""
+    if not math.isfinite(value) or value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{float(f'{value:.2g}'):g}"
+    digit, exponent = f"{value:.0e}".split("e")
+    return f"{digit}×10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"

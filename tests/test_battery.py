@@ -1,0 +1,252 @@
+"""Every solver x adjoint solver x storage x interval map, under jit, grad, vmap and scan, against a hand-written scan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import INJECT, relative_error, serial_loss_and_gradient
+
+import lp_jax
+
+N, WIDTH = 22, 4
+
+
+def step(y, layer):
+    """A pytree state, shared parameters, float and key data, times and indices: whatever a layer can see."""
+    a, b = y["a"], y["b"]
+    gate = jnp.tanh(a @ layer.params["w"] + layer.shared["bias"][None] + layer.data["x"][None])
+    mask = jax.random.bernoulli(layer.data["key"], 0.8, gate.shape).astype(gate.dtype)
+    decay = layer.shared["rate"] * jnp.cos(layer.t) + 0.01 * layer.index.astype(gate.dtype)
+    return {"a": a + layer.dt * gate * mask, "b": b + layer.dt * (jnp.sum(a**2) * layer.params["s"] - decay * b)}
+
+
+def operands(seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape))  # noqa: E731
+    params = {"w": normal(N, WIDTH, WIDTH), "s": normal(N)}
+    y0 = {"a": normal(3, WIDTH), "b": normal()}
+    shared = {"bias": normal(WIDTH), "rate": normal()}
+    data = {"x": normal(N, WIDTH), "key": jax.random.split(jax.random.key(seed), N)}
+    return params, y0, shared, data
+
+
+def loss_of(y):
+    return jnp.sum(jnp.sin(y["a"])) + y["b"] ** 2
+
+
+EXACT = {"iterations": N, "atol": 1e-15}
+SOLVERS = {
+    "serial": lp_jax.Serial(),
+    "serial-checkpointed": lp_jax.Serial(checkpoint_every=5),
+    "picard": lp_jax.Picard(sweeps=N),
+    "mgrit-1": lp_jax.MGRIT(levels=1),
+    "mgrit-inject": lp_jax.MGRIT(levels=3, coarsening=3, coarse_step=INJECT, **EXACT),
+    "mgrit-mean": lp_jax.MGRIT(levels=2, coarsening=5, coarse_step=lp_jax.Rediscretize(params="mean"), **EXACT),
+    "mgrit-W": lp_jax.MGRIT(levels=3, coarsening=2, cycle="W", relaxation="F", coarse_step=INJECT, **EXACT),
+    "mgrit-picard": lp_jax.MGRIT(levels=3, coarsening=(4, 2), cycle="F", coarse_step=lp_jax.Picard(sweeps=1), **EXACT),
+    "mgrit-trajectory": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory"), **EXACT),
+    "mgrit-identity": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=0), skip_downcycle=False, **EXACT),
+    "mgrit-coarsest": lp_jax.MGRIT(coarsening=4, coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=6), **EXACT),
+}
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    params, y0, shared, data = operands()
+
+    def of_data(x):
+        return serial_loss_and_gradient(step, params, y0, loss_of, t1=2.0, shared=shared, data=data | {"x": x})[0]
+
+    value, gradient = serial_loss_and_gradient(step, params, y0, loss_of, t1=2.0, shared=shared, data=data)
+    return value, (*gradient, jax.grad(of_data)(data["x"]))
+
+
+def variants(solver):
+    if isinstance(solver, lp_jax.MGRIT) and solver.levels > 1:
+        for storage in ("c_points", "all"):
+            for interval_map in ("vmap", "loop"):
+                yield {"storage": storage, "interval_map": interval_map}
+    else:
+        yield {}
+
+
+CASES = [(f, b, v) for f in SOLVERS for b in (f, "serial", "mgrit-inject", "picard") for v in variants(SOLVERS[f])]
+CASES = [c for i, c in enumerate(CASES) if c not in CASES[:i]]
+
+
+@pytest.mark.parametrize("forward, adjoint, fields", CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v.values()))
+def test_value_and_gradient(oracle, forward, adjoint, fields):
+    import dataclasses
+
+    params, y0, shared, data = operands()
+    solver = dataclasses.replace(SOLVERS[forward], **fields)
+    adjoint_fields = {k: v for k, v in fields.items() if hasattr(SOLVERS[adjoint], k) and k == "interval_map"}
+    adjoint_solver = dataclasses.replace(SOLVERS[adjoint], **adjoint_fields)
+
+    @jax.jit
+    def value_and_gradient(params, y0, shared, x):
+        def loss(params, y0, shared, x):
+            solution = lp_jax.solve(
+                step, params, y0, shared=shared, data=data | {"x": x}, t1=2.0, solver=solver, adjoint_solver=adjoint_solver
+            )
+            return loss_of(solution.y1)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(params, y0, shared, x)
+
+    value, gradient = value_and_gradient(params, y0, shared, data["x"])
+    assert abs(value - oracle[0]) < 1e-12 * abs(oracle[0])
+    assert relative_error(gradient, oracle[1]) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["serial", "picard", "mgrit-inject", "mgrit-picard"])
+def test_under_vmap_and_scan(name):
+    """vmap over states and over parameters, and a scan over several solves, differentiated through."""
+    solver = SOLVERS[name]
+    params, y0, shared, data = operands()
+    many = jax.vmap(lambda s: jax.tree.map(lambda x: x * s, y0))(jnp.asarray([1.0, -0.5, 2.0]))
+
+    def loss(y0, solver):
+        return loss_of(lp_jax.solve(step, params, y0, shared=shared, data=data, solver=solver).y1)
+
+    got = jax.jit(jax.vmap(jax.value_and_grad(lambda y: loss(y, solver))))(many)
+    for i in range(3):
+        one = jax.value_and_grad(lambda y: loss(y, lp_jax.Serial()))(jax.tree.map(lambda x, i=i: x[i], many))
+        assert relative_error(jax.tree.map(lambda x, i=i: x[i], got), one) < 1e-12
+
+    def repeated(p, solver):
+        def body(y, _):
+            return lp_jax.solve(step, p, y, shared=shared, data=data, solver=solver).y1, None
+
+        return loss_of(jax.lax.scan(body, y0, length=3)[0])
+
+    got, wanted = (jax.jit(jax.value_and_grad(lambda p, s=s: repeated(p, s)))(params) for s in (solver, lp_jax.Serial()))
+    assert relative_error(got, wanted) < 1e-11
+
+
+@pytest.mark.parametrize("name", ["serial", "picard", "mgrit-inject", "mgrit-trajectory"])
+def test_closed_over_values_are_differentiated(name):
+    params, y0, shared, data = operands()
+
+    def loss(scale, offset, solver):
+        def closing(y, layer):
+            out = step(y, layer)
+            return {"a": out["a"] * scale, "b": out["b"] + offset["o"] * layer.dt}
+
+        return loss_of(lp_jax.solve(closing, params, y0, shared=shared, data=data, solver=solver).y1)
+
+    args = jnp.asarray(0.99), {"o": jnp.asarray(0.3)}
+    got, wanted = (jax.jit(jax.grad(lambda *a, s=s: loss(*a, s), argnums=(0, 1)))(*args) for s in (SOLVERS[name], lp_jax.Serial()))
+    assert relative_error(got, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["serial", "picard", "mgrit-inject", "mgrit-picard"])
+@pytest.mark.parametrize("grid", ["scalar", "array"])
+def test_times_are_differentiated(name, grid):
+    params, y0, shared, data = operands()
+
+    def loss(end, solver):
+        t1 = end if grid == "scalar" else end * jnp.linspace(0.0, 1.0, N + 1) ** 2
+        return loss_of(lp_jax.solve(step, params, y0, shared=shared, data=data, t1=t1, solver=solver).y1)
+
+    got = jax.jit(jax.grad(lambda t: loss(t, SOLVERS[name])))(1.5)
+    eps = 1e-6
+    difference = (loss(1.5 + eps, lp_jax.Serial()) - loss(1.5 - eps, lp_jax.Serial())) / (2 * eps)
+    np.testing.assert_allclose(got, difference, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["serial", "picard", "mgrit-inject", "mgrit-identity"])
+def test_aux_comes_from_the_final_states(name):
+    params, y0, shared, data = operands()
+
+    def with_aux(y, layer):
+        return step(y, layer), {"mean": jnp.mean(y["a"]), "index": layer.index}
+
+    def run(solver):
+        return lp_jax.solve(with_aux, params, y0, shared=shared, data=data, solver=solver, has_aux=True)
+
+    solution, wanted = jax.jit(lambda: run(SOLVERS[name]))(), run(lp_jax.Serial())
+    assert solution.aux["index"].tolist() == list(range(N))
+    np.testing.assert_allclose(solution.aux["mean"], wanted.aux["mean"], rtol=1e-12)
+    y, means = y0, []
+    for i in range(N):  # an independent loop
+        means.append(float(jnp.mean(y["a"])))
+        p, d = (jax.tree.map(lambda x, i=i: x[i], tree) for tree in (params, data))
+        y = step(y, lp_jax.Layer(p, shared, d, jnp.asarray(i / N), jnp.asarray(1 / N), jnp.int32(i), 0))
+    np.testing.assert_allclose(solution.aux["mean"], means, rtol=1e-12)
+
+
+@pytest.mark.parametrize("fields", [{"storage": "c_points"}, {"storage": "all"}, {"interval_map": "vmap"}, {"interval_map": "loop"}])
+def test_storage_and_interval_map_do_not_change_numbers(fields):
+    """Far from convergence too, storing more or batching changes rounding only."""
+    params, y0, shared, data = operands()
+
+    def gradient(**fields):
+        solver = lp_jax.MGRIT(levels=3, coarsening=3, iterations=2, coarse_step=INJECT, **fields)
+
+        def loss(*a):
+            return loss_of(lp_jax.solve(step, a[0], a[1], shared=a[2], data=data, t1=4.0, solver=solver).y1)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(params, y0, shared)
+
+    assert relative_error(gradient(**fields), gradient()) < 1e-13
+
+
+def test_solve_vjp_gives_the_gradient_of_solve():
+    params, y0, shared, data = operands()
+    solver = lp_jax.MGRIT(levels=3, coarsening=3, iterations=2, coarse_step=INJECT)
+    arguments = {"shared": shared, "data": data, "t1": 2.0, "solver": solver}
+    solution, pull = lp_jax.solve_vjp(step, params, y0, **arguments)
+    gradients, stats = pull(jax.grad(loss_of)(solution.y1))
+    wanted = jax.grad(lambda *a: loss_of(lp_jax.solve(step, a[0], a[1], **(arguments | {"shared": a[2]})).y1), argnums=(0, 1, 2))(
+        params, y0, shared
+    )
+    for got, w in zip((gradients.params, gradients.y0, gradients.shared), wanted, strict=True):
+        assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(w), strict=True))
+    assert gradients.data["key"].dtype == jax.dtypes.float0
+    assert stats.residual_norms.shape == (2,)
+    assert np.isnan(stats.residual_norms[0])
+    assert stats.residual_norms[1] > 0
+
+
+SPATIAL = (lambda u: (u[..., ::2] + u[..., 1::2]) / 2, lambda v: jnp.repeat(v, 2, axis=-1))
+
+
+@pytest.mark.parametrize("cycle", ["V", "F", "W"])
+@pytest.mark.parametrize("interval_map", ["vmap", "loop"])
+def test_spatial_coarsening_keeps_the_fixed_point(cycle, interval_map):
+    """A coarse level on a smaller state changes the way, not the answer, forward and adjoint."""
+
+    def heat(y, layer):
+        padded = jnp.pad(y, ((0, 0), (1, 1)), mode="edge")
+        spread = (padded[:, 2:] - 2 * y + padded[:, :-2]) * 0.2
+        return y + layer.dt * (spread + jnp.tanh(layer.params * y))
+
+    params, y0 = jnp.linspace(-1, 1, 32), jax.random.normal(jax.random.key(0), (2, 16))
+    value, (g_params, g_y0, _) = serial_loss_and_gradient(heat, params, y0, lambda y: jnp.sum(y**2), t1=2.0)
+    solver = lp_jax.MGRIT(
+        levels=3, coarsening=2, iterations=16, cycle=cycle, coarse_step=INJECT, spatial=(SPATIAL, None), interval_map=interval_map
+    )
+    got, gradient = jax.jit(
+        jax.value_and_grad(lambda a: jnp.sum(lp_jax.solve(heat, *a, t1=2.0, solver=solver).y1 ** 2))
+    )((params, y0))
+    assert abs(got - value) < 1e-12 * value
+    assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128"])
+def test_dtypes(dtype):
+    """Times come in the state's real dtype and nothing is promoted on the way."""
+    params = jnp.linspace(0.1, 0.2, 16).astype(dtype)
+    y0 = jnp.ones(3, dtype) if dtype != "complex128" else jnp.asarray([1.0 + 1j, 2.0, -1j])
+
+    def linear(y, layer):
+        assert layer.dt.dtype == jnp.finfo(dtype).dtype
+        return y + layer.dt.astype(dtype) * layer.params * y
+
+    def loss(p, solver):
+        return jnp.sum(jnp.abs(lp_jax.solve(linear, p, y0, solver=solver).y1) ** 2)
+
+    got, wanted = (jax.grad(loss)(params, s) for s in (lp_jax.MGRIT(iterations=4), lp_jax.Serial()))
+    assert got.dtype == params.dtype
+    tolerance = {"bfloat16": 2e-2, "float32": 1e-6, "complex128": 1e-14}[dtype]
+    np.testing.assert_allclose(got.astype("complex128"), wanted.astype("complex128"), rtol=tolerance)

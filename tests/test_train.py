@@ -1,0 +1,498 @@
+"""Training: the step, the probe, the loop, checkpoints, and what happens when things go wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import lp_jax
+from lp_jax import nn, train
+
+# optax's Adam raises floats to an integer step count
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+INJECT = lp_jax.Rediscretize(params="inject")
+SOLVER = lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=INJECT)
+ADJOINT = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
+WIDTH, LAYERS = 3, 16
+
+
+def step(y, layer):
+    return y + layer.dt * jnp.tanh(y @ layer.params["w"] + layer.params["b"][None])
+
+
+def loss_fn(params, batch, solver, adjoint_solver):
+    x, y = batch
+    solution = lp_jax.solve(step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver)
+    answers = solution.y1 @ params["closing"]
+    loss = jnp.mean((answers - y) ** 2)
+    correct = jnp.sum(jnp.abs(answers - y) < 0.1, dtype=jnp.int32)
+    info = train.Info(correct, jnp.int32(y.size), solution.stats, solution.result, jnp.linalg.norm(solution.y1))
+    return loss, info
+
+
+def initial_params(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "trunk": {
+            "w": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH))),
+            "b": jnp.asarray(rng.normal(size=(LAYERS, WIDTH))),
+        },
+        "closing": jnp.asarray(rng.normal(size=(WIDTH, 1))),
+    }
+
+
+def batches(epoch, count=3):
+    rng = np.random.default_rng([7, epoch])
+    for _ in range(count):
+        x = rng.normal(size=(5, WIDTH))
+        yield x, x[:, :1] * x[:, 1:2]
+
+
+def run(state, epochs, *, step_fn=None, batches=batches, solver=SOLVER, **kwargs):
+    step_fn = STEP_FN if step_fn is None else step_fn
+    kwargs = {"steps_per_epoch": 3, "adjoint_solver": ADJOINT, "log_every": 2} | kwargs
+    return train.fit(step_fn, state, batches, epochs=epochs, solver=solver, **kwargs)
+
+
+OPTIMIZER = optax.adam(1e-2)
+STEP_FN = train.make_train_step(loss_fn, OPTIMIZER)
+
+
+@pytest.fixture
+def state():
+    return train.init_state(initial_params(), OPTIMIZER)
+
+
+def same(a, b):
+    """Bit for bit."""
+    leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
+    assert len(leaves_a) == len(leaves_b) > 0
+    for x, y in zip(leaves_a, leaves_b, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def timeless(rows):
+    return [{name: value for name, value in row.items() if name not in ("time", "step_time")} for row in rows]
+
+
+# --- step and probe -------------------------------------------------------------------------------------------------
+
+
+def test_step_is_the_textbook_update(state):
+    batch = next(batches(0))
+    new, metrics = STEP_FN(state, batch, lp_jax.Serial(), None)
+    loss, gradient = jax.value_and_grad(lambda p: loss_fn(p, batch, lp_jax.Serial(), None)[0])(state.params)
+    updates, _ = OPTIMIZER.update(gradient, OPTIMIZER.init(state.params))
+    for got, wanted in zip(
+        jax.tree.leaves(new.params), jax.tree.leaves(optax.apply_updates(state.params, updates)), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-13)
+    np.testing.assert_allclose(
+        metrics.gradient_norm, np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient))), rtol=1e-12
+    )
+    assert int(new.step) == 1 and bool(metrics.finite)
+
+
+def test_numbers_do_not_recompile_and_structure_does(state):
+    traces = []
+
+    def counted(params, batch, solver, adjoint_solver):
+        traces.append(solver)
+        return loss_fn(params, batch, solver, adjoint_solver)
+
+    step_fn = train.make_train_step(counted, OPTIMIZER)
+    batch = next(batches(0))
+    for rtol in (1e-1, 1e-3, 1e-6):
+        state, _ = step_fn(state, batch, lp_jax.Picard(sweeps=3, rtol=rtol), lp_jax.Serial())
+    assert len(traces) == 1
+    step_fn(state, batch, lp_jax.Picard(sweeps=2, rtol=rtol), lp_jax.Serial())
+    assert len(traces) == 2
+
+
+def test_gradient_error_is_the_distance_from_the_serial_gradient():
+    params, batch = initial_params(), next(batches(0))
+
+    def serial_loss(params):
+        h = 1.0 / LAYERS
+        y, _ = jax.lax.scan(lambda y, p: (y + h * jnp.tanh(y @ p["w"] + p["b"][None]), None), batch[0], params["trunk"])
+        return jnp.mean((y @ params["closing"] - batch[1]) ** 2)
+
+    exact = jax.jit(jax.grad(serial_loss))(params)
+    solvers = lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)
+    found = jax.jit(jax.grad(lambda p: loss_fn(p, batch, *solvers)[0]))(params)
+
+    def vector(tree):
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+    error = train.gradient_error(loss_fn, params, batch, *solvers)
+    g, e = vector(found), vector(exact)
+    np.testing.assert_allclose(error.relative, np.linalg.norm(g - e) / np.linalg.norm(e), rtol=1e-8)
+    np.testing.assert_allclose(error.cosine, g @ e / np.linalg.norm(g) / np.linalg.norm(e), rtol=1e-12)
+    assert set(error.groups) == {"trunk", "closing"}
+    for name, value in error.groups.items():
+        g, e = vector(found[name]), vector(exact[name])
+        np.testing.assert_allclose(value, np.linalg.norm(g - e) / np.linalg.norm(e), rtol=1e-8)
+    assert error.relative > 1e-6  # the solvers were not so good that nothing was compared
+    exact_error = train.gradient_error(loss_fn, params, batch, lp_jax.Serial(), depth=2)
+    assert exact_error.relative == 0 and set(exact_error.groups) == {"trunk/w", "trunk/b", "closing"}
+
+
+# --- loop -----------------------------------------------------------------------------------------------------------
+
+
+def test_fit_is_the_plain_loop(state):
+    wanted, losses = state, []
+    for epoch in range(2):
+        for batch in batches(epoch):
+            wanted, metrics = STEP_FN(wanted, batch, SOLVER, ADJOINT)
+            losses.append(float(metrics.loss))
+    got, log = run(state, 2)
+    same(got, wanted)
+    rows = log.of("train")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["epoch"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    assert [row["loss"] for row in rows] == losses
+    assert rows[0]["forward_residual_1"] is None and rows[0]["forward_residual_2"] > 0
+    assert all(0 <= row["accuracy"] <= 1 and row["result"] == 0 for row in rows)
+
+
+def test_metrics_are_fetched_in_groups(state):
+    _, log = run(state, 2, log_every=4)
+    times = [row["step_time"] for row in log.of("train")]
+    assert times[1] == times[2] == times[3] != times[0]
+    assert times[4] == times[5] != times[3]
+    np.testing.assert_allclose(log.rows[-1]["time"], sum(times))
+
+
+def test_measures_come_when_they_are_due(state):
+    seen = []
+
+    def measure(state, batch):
+        seen.append(int(state.step))
+        return {"value": 2 * int(state.step)}
+
+    _, log = run(state, 3, measures=[train.Every("test", 4, measure)])
+    assert seen == [1, 4, 8, 9]
+    assert [(row["step"], row["value"]) for row in log.of("test")] == [(1, 2), (4, 8), (8, 16), (9, 18)]
+
+
+def test_wrong_number_of_batches_is_refused(state):
+    with pytest.raises(ValueError, match=r"batches\(0\) gave 3 batches; steps_per_epoch is 4"):
+        run(state, 1, steps_per_epoch=4)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def checkpoints(folder, config=None, **kwargs):
+    return train.Checkpoints(folder, config={"layers": LAYERS, "seed": 0} if config is None else config, **kwargs)
+
+
+def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
+    measures = [train.Every("test", 2, lambda state, batch: {"size": optax.tree.norm(state.params)})]
+    whole, whole_log = run(state, 2, measures=measures, log=train.Log(tmp_path / "whole.jsonl"))
+
+    path = tmp_path / "metrics.jsonl"
+    with checkpoints(tmp_path / "checkpoints") as first:  # stops in the middle of the second epoch, at step 4
+        kill = Killer(at=4)
+        with pytest.raises(train.Interrupted):
+            run(state, 2, batches=kill.batches, measures=measures, log=train.Log(path), checkpoints=first)
+    with path.open("a") as file:  # steps that a kill took after the checkpoint was saved, the last line cut off
+        file.write('{"kind": "train", "step": 5, "loss": 1.0, "time": 1.0}\n{"kind": "train", "st')
+    with checkpoints(tmp_path / "checkpoints") as second:
+        restored = second.restore(train.init_state(initial_params(seed=1), OPTIMIZER))
+        assert int(restored.step) == 4
+        resumed, log = run(restored, 2, measures=measures, log=train.Log(path), checkpoints=second)
+    same(resumed, whole)
+    assert timeless(log.rows) == timeless(whole_log.rows)
+    assert timeless(train.read_rows(path)) == timeless(train.read_rows(tmp_path / "whole.jsonl"))
+
+
+def test_a_finished_run_is_left_as_it_is(state, tmp_path):
+    with checkpoints(tmp_path / "c") as saved:
+        done, log = run(state, 1, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved)
+        again, log_again = run(saved.restore(state), 1, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved)
+    same(done, again)
+    assert log_again.rows == log.rows
+
+
+def test_checkpoints_come_when_they_are_due_and_old_ones_go(state, tmp_path):
+    with checkpoints(tmp_path, keep=2) as saved:
+        run(state, 3, checkpoints=saved, checkpoint_every=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "9"]
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "difference"),
+    [
+        ({"layers": 32, "seed": 0}, WIDTH, "layers is 16 there and 32 here"),
+        ({"layers": LAYERS, "seed": 0, "norm": "layer"}, WIDTH, "norm is None there and 'layer' here"),
+        ({"layers": LAYERS}, WIDTH, "seed is 0 there and None here"),
+        ({"layers": LAYERS, "seed": 0}, 4, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(state, tmp_path, config, width, difference):
+    with checkpoints(tmp_path) as saved:
+        saved.save(state)
+    other = {"trunk": state.params["trunk"], "closing": jnp.zeros((width, 1))}
+    with checkpoints(tmp_path, config) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
+        saved.restore(train.init_state(other, OPTIMIZER))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_checkpoint_and_a_damaged_one_are_said_in_one_line(state, tmp_path):
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest is None
+        with pytest.raises(train.CheckpointError, match="no checkpoint in"):
+            saved.restore(state)
+        saved.save(state)
+    for path in (tmp_path / "0").rglob("*"):
+        if path.is_file() and path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+            path.write_bytes(b"")
+    with checkpoints(tmp_path) as saved, pytest.raises(train.CheckpointError, match="cannot be read") as caught:
+        saved.restore(state)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kill_in_the_middle_of_a_checkpoint_loses_nothing_that_was_saved(tmp_path):
+    script = """
+        import os, signal, sys, threading, time
+        import numpy as np, jax.numpy as jnp, optax
+        from pathlib import Path
+        from lp_jax import train
+
+        folder = Path(sys.argv[1])
+
+        def kill_while_writing():
+            while True:
+                if any(path.is_dir() and path.name != "1" for path in folder.iterdir()):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(1e-4)
+
+        params = {"w": jnp.asarray(np.arange(8_000_000.0, dtype=np.float32))}
+        state = train.init_state(params, optax.sgd(0.1))
+        with train.Checkpoints(folder, config={}) as checkpoints:
+            checkpoints.save(state._replace(step=jnp.int32(1)))
+            threading.Thread(target=kill_while_writing, daemon=True).start()
+            checkpoints.save(state._replace(step=jnp.int32(2), params={"w": params["w"] + 1}))
+    """
+    folder = tmp_path / "checkpoints"
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(script), folder], timeout=90, capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+    left = [path.name for path in folder.iterdir()]
+    assert "1" in left and "2" not in left and len(left) == 2  # the second one was begun, not finished
+    params = {"w": jnp.zeros(8_000_000, jnp.float32)}
+    state = train.init_state(params, optax.sgd(0.1))
+    with train.Checkpoints(folder, config={}) as saved:
+        assert saved.latest == 1
+        restored = saved.restore(state)
+        np.testing.assert_array_equal(restored.params["w"], np.arange(8_000_000.0, dtype=np.float32))
+        saved.save(restored._replace(step=jnp.int32(2)))  # and what was left does not stand in the way
+        assert saved.latest == 2
+
+
+# --- trouble --------------------------------------------------------------------------------------------------------
+
+
+class Meter(train.Silent):
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.said = []
+
+    def say(self, message):
+        self.said.append(message)
+
+
+def test_growing_residuals_are_reported_once_an_epoch():
+    # The coarse step 1 + m z is unstable, so the first cycles make it worse.
+    layers, z = 64, -0.3
+
+    def linear_loss(params, batch, solver, adjoint_solver):
+        def decay(y, layer):
+            return y + layer.dt * layer.params * y
+
+        solution = lp_jax.solve(decay, params, batch[0], solver=solver, adjoint_solver=adjoint_solver)
+        info = train.Info(jnp.int32(0), jnp.int32(1), solution.stats, solution.result, jnp.linalg.norm(solution.y1))
+        return jnp.sum(solution.y1), info
+
+    optimizer = optax.sgd(0.0)
+    state = train.init_state(jnp.full((layers,), z * layers), optimizer)
+    solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
+    meter = Meter()
+    step_fn = train.make_train_step(linear_loss, optimizer)
+    _, log = run(state, 2, step_fn=step_fn, solver=solver, adjoint_solver=lp_jax.Serial(), meter=meter)
+    norms = train.unflat("forward_residual", log.rows[0])
+    assert norms[-1] > norms[0]  # by the numbers themselves
+    assert [row["step"] for row in log.of("warning")] == [1, 4]
+    assert len(meter.said) == 2
+    assert "the forward residual grows over the cycles" in meter.said[0] and 'relaxation="FCF"' in meter.said[0]
+
+
+@pytest.mark.parametrize(("scale", "solves"), [(1.0, []), (1e-6, ["adjoint"])])
+def test_rounding_is_not_growth(state, scale, solves):
+    probe = train.Every("probe", 1, lambda *_: {**train.flat("adjoint_residual", [1e-9, 3e-9]), "adjoint_scale": scale})
+    _, log = run(state, 1, measures=[probe])
+    assert [row["solve"] for row in log.of("warning")] == solves
+
+
+def test_an_unmet_tolerance_is_reported(state):
+    meter = Meter()
+    run(state, 1, solver=lp_jax.Picard(sweeps=1, rtol=1e-14), meter=meter)
+    assert len(meter.said) == 1 and "did not come down to the tolerance" in meter.said[0]
+
+
+def test_growth_in_a_probe_is_reported(state):
+    meter = Meter()
+    probe = train.Every("probe", 1, lambda state, batch: train.flat("adjoint_residual", [0.1, 0.3]))
+    _, log = run(state, 1, measures=[probe], meter=meter)
+    assert [row["solve"] for row in log.of("warning")] == ["adjoint"]
+    assert "factor 3" in meter.said[0]
+
+
+def test_a_step_that_is_not_finite_stops_the_run(state, tmp_path):
+    def poisoned(epoch):
+        for i, (x, y) in enumerate(batches(epoch)):
+            yield (x, y * np.nan) if (epoch, i) == (1, 1) else (x, y)
+
+    with checkpoints(tmp_path / "c") as saved:
+        with pytest.raises(train.DivergenceError, match="stopped at step 5: the loss is nan") as caught:
+            run(state, 2, batches=poisoned, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved, checkpoint_every=2)
+        assert "last checkpoint is that of step 4" in str(caught.value) and "\n" not in str(caught.value)
+        assert np.isfinite(saved.restore(state).params["closing"]).all()
+    rows = list(train.read_rows(tmp_path / "m.jsonl"))
+    assert rows[-1]["step"] == 5 and rows[-1]["loss"] is None
+
+
+def test_an_overflowing_update_stops_the_run():
+    optimizer = optax.sgd(1e300)
+    state = train.init_state(initial_params(), optimizer)
+    with pytest.raises(train.DivergenceError, match=r"stopped at step [12]: the .* not finite"):
+        run(state, 1, step_fn=train.make_train_step(loss_fn, optimizer))
+
+
+def test_a_state_that_is_not_finite_is_told_with_the_solvers_advice(state):
+    def huge(epoch):
+        return [(np.full((5, WIDTH), np.inf), np.zeros((5, 1)))] * 3
+
+    with pytest.raises(train.DivergenceError, match="stopped at step 1: the state is not finite"):
+        run(state, 1, batches=huge)
+
+
+class Killer:
+    """Batches in the middle of which the process gets a signal, before the given step."""
+
+    def __init__(self, at, number=signal.SIGINT):
+        self.at, self.number = at, number
+
+    def batches(self, epoch):
+        for i, batch in enumerate(batches(epoch), 3 * epoch + 1):
+            if i == self.at:
+                os.kill(os.getpid(), self.number)
+            yield batch
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_and_saves(state, tmp_path, number):
+    before = signal.getsignal(number)
+    with checkpoints(tmp_path / "c") as saved:
+        with pytest.raises(train.Interrupted, match="stopped after step 2; saved to") as caught:
+            run(state, 4, batches=Killer(2, number).batches, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved)
+        assert (caught.value.signal, caught.value.step, saved.latest) == (number, 2, 2)
+    assert signal.getsignal(number) is before
+    assert [row["step"] for row in train.read_rows(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_a_second_signal_acts_at_once(state):
+    def impatient(epoch):
+        for batch in batches(epoch):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            yield batch
+
+    with pytest.raises(KeyboardInterrupt):
+        run(state, 1, batches=impatient)
+
+
+# --- log ------------------------------------------------------------------------------------------------------------
+
+
+def test_log_lines_are_flat_json_and_come_back(tmp_path):
+    path = tmp_path / "m.jsonl"
+    log = train.Log(path)
+    values = {"a": jnp.float32(0.5), "b": np.int64(3), "c": float("nan"), "d": True, "e": "text", "f": None}
+    log.write(kind="train", step=1, **values, **train.flat("norm", [float("inf"), 2.0]), **train.flat("g", {"w": 1.5}))
+    (line,) = path.read_text().splitlines()
+    wanted = {"kind": "train", "step": 1, "a": 0.5, "b": 3, "c": None, "d": True, "e": "text", "f": None}
+    assert json.loads(line) == wanted | {"norm_1": None, "norm_2": 2.0, "g_w": 1.5}
+    again = train.Log(path)
+    assert again.rows == log.rows
+    np.testing.assert_array_equal(train.unflat("norm", again.rows[0]), [np.nan, 2.0])
+
+
+def test_a_damaged_log_is_refused_except_at_its_end(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "tr')
+    assert [row["step"] for row in train.read_rows(path)] == [1]
+    path.write_text('{"kind": "tr\n{"kind": "train", "step": 1}\n')
+    with pytest.raises(ValueError, match="line 1, is no row of metrics"):
+        train.Log(path)
+
+
+# --- classification -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    rngs = nnx.Rngs(0)
+    trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(6, rngs=rngs), LAYERS, t1=2.0, rngs=rngs)
+    return nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), trunk, nn.DenseClosing((6,), 3, rngs=rngs))
+
+
+@pytest.fixture(scope="module")
+def samples():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(10, 4)).astype(np.float32), rng.integers(3, size=10).astype(np.int32)
+
+
+def test_classification_loss_is_cross_entropy(classifier, samples):
+    x, labels = samples
+    loss_fn, params = train.classification(classifier)
+    loss, info = loss_fn(params, samples, lp_jax.Serial(), None)
+    logits = np.asarray(classifier.solve(x, solver=lp_jax.Serial())[0], np.float64)
+    log_probability = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(loss, -log_probability[np.arange(10), labels].mean(), rtol=1e-5)
+    assert int(info.correct) == np.sum(logits.argmax(axis=1) == labels) and int(info.total) == 10
+
+
+def test_evaluation_weighs_batches_by_their_size(classifier, samples):
+    x, labels = samples
+    loss_fn, params = train.classification(classifier)
+    whole = train.evaluate(loss_fn, params, [samples])
+    parts = train.evaluate(loss_fn, params, [(x[:7], labels[:7]), (x[7:], labels[7:])])
+    np.testing.assert_allclose(parts.loss, whole.loss, rtol=1e-6)
+    assert parts.accuracy == whole.accuracy
+
+
+def test_residuals_are_those_of_both_solves(classifier, samples):
+    loss_fn, params = train.classification(classifier)
+    solver = lp_jax.MGRIT(coarsening=LAYERS // 2, iterations=3, skip_downcycle=False, coarse_step=INJECT)
+    found = train.residuals(classifier, params, samples, solver, solver)
+    _, info = jax.jit(loss_fn)(params, samples, solver, lp_jax.Serial())
+    np.testing.assert_allclose(found.forward.residual_norms[:2], info.stats.residual_norms[:2], rtol=1e-4)
+    np.testing.assert_allclose(found.forward_scale, info.scale, rtol=1e-6)
+    for stats, scale in ((found.forward, found.forward_scale), (found.adjoint, found.adjoint_scale)):
+        # two intervals: finite termination after two cycles
+        assert 1e-4 * scale < stats.residual_norms[0] < 10 * scale and stats.residual_norms[2] < 1e-6 * scale
