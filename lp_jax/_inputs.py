@@ -59,6 +59,8 @@ def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Arra
     """Start and length of every layer, ``(steps,)`` each."""
     if jnp.ndim(t0) != 0:
         raise ValueError(f"t0 must be a scalar; got shape {jnp.shape(t0)}. A grid of times is passed as t1.")
+    if isinstance(t1, list | tuple):
+        t1 = np.asarray(t1)
     if jnp.ndim(t1) == 0:
         fraction = np.arange(steps) / steps
         if not (_known(t0) and _known(t1)):
@@ -117,7 +119,7 @@ def step_output(out: Any, u: State, has_aux: bool) -> None:
 
 
 def guess(value: Any, y0: State, intervals: int) -> State | str:
-    """ "constant", "zeros", or C-points with leaves ``(intervals, ...)``."""
+    """The words "constant" and "zeros", or C-points with leaves ``(intervals, ...)``."""
     if isinstance(value, str):
         if value not in ("constant", "zeros"):
             raise ValueError(f'guess must be "constant", "zeros" or a trajectory; got {value!r}.')
@@ -145,3 +147,4 @@ def solver(name: str, value: Any) -> None:
     if not isinstance(value, Solver):
         hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
         raise TypeError(f"{name} must be a solver, like MGRIT(...), Picard(...) or Serial(); got {value!r}.{hint}")
+    value.check()

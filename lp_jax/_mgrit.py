@@ -116,6 +116,20 @@ class MGRIT(Solver):
     def resolve(self, steps: int) -> Solver:
         return self if len(self.plan(steps)) > 1 else Serial()
 
+    def check(self) -> None:
+        if not isinstance(self.coarse_step, Rediscretize | Solver):
+            raise TypeError(
+                "coarse_step must be Rediscretize(...) or a solver with fixed effort, like Picard(sweeps=1) or Serial(); got "
+                f"{self.coarse_step!r}. Injection is Rediscretize(params='inject')."
+            )
+        if not isinstance(self.coarsest, Serial | Picard):
+            raise TypeError(f"coarsest must be Serial() or Picard(...); got {self.coarsest!r}.")
+        if getattr(self.coarse_step, "around", None) == "trajectory" and any(self._transfers()):
+            raise ValueError(
+                'coarse_step=Picard(around="trajectory") takes the states of the finest level, which do not fit on a level that '
+                "`spatial` made smaller. Leave one of the two out."
+            )
+
     def stride(self, steps: int) -> int:
         return self.plan(steps)[0][1]
 

@@ -61,6 +61,13 @@ class Picard(Solver):
     def iterations(self) -> int:
         return self.sweeps
 
+    def check(self) -> None:
+        if self.sweeps == 0:
+            raise ValueError(
+                "solver=Picard(sweeps=0) does nothing: it is a coarse step, the identity. Use sweeps of at least 1, or "
+                "MGRIT(coarse_step=Picard(sweeps=0))."
+            )
+
     def stride(self, steps: int) -> int:
         return 1
 

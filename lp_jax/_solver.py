@@ -31,6 +31,9 @@ class Solver(abc.ABC):
         """Whether the forward solve leaves all states to the adjoint, or only one per stride."""
         return False
 
+    def check(self) -> None:  # noqa: B027 (most have nothing to refuse)
+        """Refuse settings that cannot solve a network, in words for the user."""
+
     def resolve(self, steps: int) -> "Solver":
         """The solver that this one comes down to for so many layers."""
         return self

@@ -20,6 +20,15 @@ from lp_jax import nn, train
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Here much is compiled and next to nothing computed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 INJECT = lp_jax.Rediscretize(params="inject")
 SOLVER = lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=INJECT)
 ADJOINT = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)

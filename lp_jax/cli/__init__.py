@@ -16,7 +16,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     args = list(sys.argv[1:] if args is None else args)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        _run(args)
+        _dispatch(args)
     except (KeyboardInterrupt, _Terminated) as interruption:
         number = signal.SIGTERM if isinstance(interruption, _Terminated) else signal.SIGINT
         _exit(f"{number.name}: stopped; what was saved before is kept, and --resume goes on from there", 128 + number)
@@ -32,7 +32,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise _Terminated
 
 
-def _run(args: list[str]) -> NoReturn:
+def _dispatch(args: list[str]) -> NoReturn:
     try:
         import click
 

@@ -5,29 +5,27 @@ from typing import Any
 
 import click
 
-from lp_jax.cli._grouped import Command, Option
+from lp_jax.cli._grouped import Command, Group, Option
 from lp_jax.cli._solver import build, solver_options
 
 _WHAT, _HOW, _OUT = "Model", "Training", "Output"
 
 
 @click.group(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, invoke_without_command=True
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    examples=[
+        ("lp-jax train digits", "train on scikit-learn's digits, nothing to download"),
+        ("lp-jax train digits --help", "all that can be chosen"),
+        ("lp-jax info", "versions, devices, MPI"),
+    ],
 )
 @click.version_option(package_name="lp_jax", message="lp_jax %(version)s")
-@click.pass_context
-def app(ctx: click.Context) -> None:
-    r"""Layer-parallel training of deep networks in JAX.
+def app() -> None:
+    """Layer-parallel training of deep networks in JAX.
 
     The layers of a network are solved for all at once, by multigrid (MGRIT), forward and adjoint.
-
-    \b
-    lp-jax train digits                       train on scikit-learn's digits, nothing to download
-    lp-jax train digits --help                all that can be chosen
-    lp-jax info                               versions, devices, MPI
     """
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
 
 
 @app.command()
@@ -38,17 +36,15 @@ def info() -> None:
     click.echo(report())
 
 
-@app.group(invoke_without_command=True)
-@click.pass_context
-def train(ctx: click.Context) -> None:
-    r"""Train a deep residual network, layer-parallel, and compare with the exact baseline.
-
-    \b
-    lp-jax train digits                       8 x 8 pixels, within scikit-learn
-    lp-jax train mnist --data FOLDER          from the four IDX files
-    """
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+@app.group(
+    cls=Group,
+    examples=[
+        ("lp-jax train digits", "8 x 8 pixels, within scikit-learn"),
+        ("lp-jax train mnist --data FOLDER", "from the four IDX files"),
+    ],
+)
+def train() -> None:
+    """Train a deep residual network, layer-parallel, and compare with the exact baseline."""
 
 
 def _option(flag: str, group: str, **kwargs: Any) -> Any:
@@ -98,38 +94,39 @@ def _training_options(*, out: str, epochs: int) -> Any:
     return add
 
 
-@train.command(cls=Command)
+@train.command(
+    cls=Command,
+    examples=[
+        ("lp-jax train digits", "the demo: layer-parallel, then serial"),
+        ("lp-jax train digits --serial --out runs/exact", "the exact baseline alone"),
+        ("lp-jax train digits --levels 3 --coarsening 4,2 --cycle F", "three levels, another cycle"),
+        ("lp-jax train digits --coarse-step inject --iterations 3", "the field's standard coarse step"),
+        ("lp-jax train digits --iterations 3 --adjoint-iterations 2", "more cycles, fewer for the gradient"),
+        ("lp-jax train digits --solver picard --sweeps 3", "fixed-point sweeps, no coarse level"),
+        ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
+        ("lp-jax train digits --resume", "go on after an interruption"),
+    ],
+)
 @_training_options(out="runs/digits", epochs=30)
 @click.pass_context
 def digits(ctx: click.Context, /, **options: Any) -> None:
-    r"""Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out.
-
-    \b
-    lp-jax train digits                                           the demo: layer-parallel, then serial
-    lp-jax train digits --serial --out runs/exact                 the exact baseline alone
-    lp-jax train digits --levels 3 --coarsening 4,2 --cycle F     three levels, another cycle
-    lp-jax train digits --coarse-step inject --iterations 3       the field's standard coarse step
-    lp-jax train digits --iterations 3 --adjoint-iterations 2     more cycles, fewer for the gradient
-    lp-jax train digits --solver picard --sweeps 3                fixed-point sweeps, no coarse level
-    lp-jax train digits --model conv --layers 32 --epochs 10      a convolutional network
-    lp-jax train digits --resume                                  go on after an interruption
-    """
+    """Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out."""
     _train(ctx, "digits", options)
 
 
-@train.command(cls=Command)
-@_option(
-    "--data", "Data", type=click.Path(path_type=Path), required=True, help="folder of the four IDX files, .gz or not"
+@train.command(
+    cls=Command,
+    examples=[
+        ("lp-jax train mnist --data ~/mnist", "a dense network"),
+        ("lp-jax train mnist --data ~/mnist --model conv --layers 32 --t1 1", "a convolutional one"),
+        ("lp-jax train mnist --resume", "go on after an interruption"),
+    ],
 )
+@_option("--data", "Data", type=click.Path(path_type=Path), help="folder of the four IDX files, plain or .gz")
 @_training_options(out="runs/mnist", epochs=5)
 @click.pass_context
 def mnist(ctx: click.Context, /, **options: Any) -> None:
-    r"""Train on MNIST, Fashion-MNIST or the like, from IDX files.
-
-    \b
-    lp-jax train mnist --data ~/mnist
-    lp-jax train mnist --data ~/mnist --model conv --layers 32 --t1 1
-    """
+    """Train on MNIST, Fashion-MNIST or the like, from IDX files."""
     if options["data"] is None and not options["resume"]:
         raise click.UsageError("Missing option '--data': the folder of the four IDX files.", ctx)
     _train(ctx, "mnist", options)

@@ -1,8 +1,9 @@
 """What a run leaves: a table, a summary, pictures."""
 
+import contextlib
 import dataclasses
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ COARSE_STEPS: Mapping[str, Rediscretize | Solver] = {
     "1 Picard sweep": Picard(sweeps=1),
     "2 Picard sweeps": Picard(sweeps=2),
 }
-_ITERATIONS = (1, 2, 3)
+ITERATIONS = (1, 2, 3)
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -86,16 +87,30 @@ def _gradient_errors(made: Experiment, run: Run, solver: Solver, adjoint_solver:
     def error(solver: Solver, adjoint_solver: Solver) -> float:
         return float(gradient_error(made.loss_fn, run.state.params, batch, solver, adjoint_solver).relative)
 
-    errors = {
-        name: [error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver))) for count in _ITERATIONS]
-        for name, coarse_step in _choices(solver).items()
-    }
+    with _quick_compilation():
+        errors = {
+            name: [
+                error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver))) for count in ITERATIONS
+            ]
+            for name, coarse_step in _choices(solver).items()
+        }
     mark = f"this run: {solver.iterations} forward,\n{adjoint_solver.iterations} adjoint"
     return viz.gradient_errors(
         errors,
         run=(mark, solver.iterations, error(solver, adjoint_solver)),
         iterations="cycles" if isinstance(solver, MGRIT) else "sweeps",
     )
+
+
+@contextlib.contextmanager
+def _quick_compilation() -> Iterator[None]:
+    """Each program here runs once, so the time goes into compiling it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _choices(solver: Solver) -> dict[str, Any]:

@@ -1,0 +1,232 @@
+"""What the commands of all suites have in common: options, progress, files, interruption."""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+from matplotlib.figure import Figure
+
+from benchmarks import report
+from benchmarks.harness import LEAST_ROUNDS, Contender, Tell, measure, summary
+from benchmarks.manifest import cores, device_slug, limit_jax_threads, load, manifest
+
+_HERE = Path(__file__).resolve().parent
+
+Row = tuple[int, int]
+
+
+class Field(NamedTuple):
+    """Who takes part in a row, and who does not: (name, reason)."""
+
+    contenders: list[Contender]
+    left_out: list[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """One command.
+
+    Attributes:
+        name: of the module and of the result's files.
+        title: of table and picture.
+        about: what is measured, for ``--help``.
+        examples: (arguments, what they do), for ``--help``.
+        sizes: what the two numbers of a row are.
+        rows: what runs by default.
+        quick_rows: what runs with ``--quick``.
+        field: builds a row's contenders, the baseline first, each called once already.
+        draw: the picture.
+        add_options: adds the suite's own options.
+    """
+
+    name: str
+    title: str
+    about: str
+    examples: Sequence[tuple[str, str]]
+    sizes: tuple[str, str]
+    rows: Sequence[Row]
+    quick_rows: Sequence[Row]
+    field: Callable[[Row, argparse.Namespace, Tell], Field]
+    draw: Callable[[report.Result], Figure]
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+
+
+def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
+    """Run a suite as a command; the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser(suite)
+    options = parser.parse_args(arguments)
+    limit_jax_threads(options.threads)
+    jax.config.update("jax_enable_compilation_cache", False)  # what takes time to compile shall take it
+    folder = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"cannot write to {folder}: {error.strerror}. Name another folder with --out.")
+    _warn_if_busy()
+    settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows")}
+    result: report.Result = {
+        "suite": suite.name,
+        "title": suite.title,
+        "manifest": manifest(f"benchmarks.{suite.name}", arguments),
+        "settings": settings,
+        "rows": [],
+        "left_out": [],
+    }
+    progress = Progress()
+    try:
+        for row in options.rows or (suite.quick_rows if options.quick else suite.rows):
+            paths = _run_row(suite, row, options, result, folder, progress)
+    except KeyboardInterrupt:
+        progress.clear()
+        kept = f"; the {len(result['rows'])} finished rows are in {folder}" if result["rows"] else ""
+        print(f"Stopped{kept}.", file=sys.stderr)
+        return 130
+    for left in result["left_out"]:
+        print(f"Left out: {left['name']} ({left['reason']}).")
+    print("Wrote " + ", ".join(map(str, paths)))
+    return 0
+
+
+def _run_row(
+    suite: Suite, row: Row, options: argparse.Namespace, result: report.Result, folder: Path, progress: "Progress"
+) -> list[Path]:
+    title = ", ".join(f"{size} {name}" for size, name in zip(row, suite.sizes, strict=True))
+
+    def tell(text: str) -> None:
+        progress(f"{title}: {text}")
+
+    field = suite.field(row, options, tell)
+    timings = measure(
+        field.contenders,
+        rounds=options.rounds or (LEAST_ROUNDS if options.quick else 15),
+        warmup=options.warmup,
+        min_time=options.min_time,
+        budget=options.budget,
+        tell=tell,
+    )
+    progress.clear()
+    sizes = dict(zip(suite.sizes, row, strict=True))
+    result["rows"].append({"title": title, **sizes, "contenders": summary(field.contenders, timings)})
+    for name, reason in field.left_out:
+        if {"name": name, "reason": reason} not in result["left_out"]:
+            result["left_out"].append({"name": name, "reason": reason})
+    report.show(result["rows"][-1])
+    return report.save(result, folder, suite.draw)
+
+
+class Progress:
+    """What goes on, as one line on a terminal; elsewhere as a line every few seconds.
+
+    Args:
+        stream: where it is written; standard error if None.
+        every: least seconds between two lines where they stay.
+        clock: what time it is.
+    """
+
+    def __init__(self, stream: TextIO | None = None, every: float = 5.0, clock: Callable[[], float] = time.monotonic):
+        self.stream = sys.stderr if stream is None else stream
+        self.every = every
+        self.clock = clock
+        self.start = clock()
+        self._last = self.start
+
+    def __call__(self, text: str) -> None:
+        """Say what begins now."""
+        now = self.clock()
+        line = f"[{now - self.start:4.0f} s] {text}"
+        if self.stream.isatty():
+            print(f"\r\x1b[K{line}", end="", file=self.stream, flush=True)
+        elif now - self._last >= self.every:
+            print(line, file=self.stream, flush=True)
+            self._last = now
+
+    def clear(self) -> None:
+        """Make room for something else."""
+        if self.stream.isatty():
+            print("\r\x1b[K", end="", file=self.stream, flush=True)
+
+
+def _warn_if_busy() -> None:
+    busy = load()
+    if busy is not None and busy > 0.3 * cores():
+        print(
+            f"Something else runs here (load {busy} on {cores()} cores): times will be off, ratios less so.",
+            file=sys.stderr,
+        )
+
+
+def _parser(suite: Suite) -> argparse.ArgumentParser:
+    width = max(len(arguments) for arguments, _ in suite.examples)
+    examples = "\n".join(
+        f"  python -m benchmarks.{suite.name} {arguments:<{width}}  {what}" for arguments, what in suite.examples
+    )
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{suite.name}",
+        description=suite.about,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    pair = ",".join(suite.sizes)
+    rows = " ".join(f"{a},{b}" for a, b in suite.rows)
+    parser.add_argument(
+        "--rows", nargs="+", type=_row, metavar=pair, help=f"sizes, each {pair} without a space (default: {rows})"
+    )
+    parser.add_argument("--quick", action="store_true", help="one tiny row, to see that all works; times mean nothing")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where the files go (default: benchmarks/results/DEVICE; --quick: scratch)"
+    )
+    parser.add_argument(
+        "--rounds", type=_positive, metavar="N", help=f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"
+    )
+    parser.add_argument("--warmup", type=_positive, metavar="N", default=2, help="uncounted calls (default: 2)")
+    parser.add_argument(
+        "--min-time",
+        type=_seconds,
+        metavar="S",
+        default=0.05,
+        help="seconds of a sample; shorter calls are repeated within it (default: 0.05)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=_seconds,
+        metavar="S",
+        default=60.0,
+        help="seconds per row after which a contender sits out, the baseline excepted (default: 60)",
+    )
+    parser.add_argument(
+        "--threads", type=_positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all cores)"
+    )
+    suite.add_options(parser)
+    return parser
+
+
+def _row(text: str) -> Row:
+    try:
+        first, second = map(int, text.split(","))
+    except ValueError:
+        first = second = 0
+    if first < 1 or second < 1:
+        raise argparse.ArgumentTypeError(f"a row is two whole numbers above 0, such as 4,64; got {text!r}")
+    return first, second
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number above 0 is wanted; got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"a number of seconds is wanted; got {text!r}")
+    return seconds

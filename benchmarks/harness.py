@@ -1,0 +1,207 @@
+"""Time several ways to compute one thing, side by side.
+
+All contenders live in one process. After a warm-up they are timed in rounds, each contender once a round and in another
+order every round, so that whatever disturbs the machine disturbs all of them. Ratios are formed within a round and only
+then is their median taken: a round that ran on a busy machine was busy for both.
+"""
+
+import dataclasses
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Tell = Callable[[str], object]
+"""Is told what goes on, in a few words."""
+
+LEAST_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to compute the thing.
+
+    Attributes:
+        name: unique among those that are compared.
+        call: computes it once; what it returns is waited for.
+        before: called, untimed, ahead of every timing.
+        facts: what else is known of it (kind, threads, errors, memory, ...), copied into its result.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    before: Callable[[], object] | None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Clock(NamedTuple):
+    """Seconds that passed, and seconds that this process's threads were at work."""
+
+    wall: Callable[[], float] = time.perf_counter
+    work: Callable[[], float] = time.process_time
+
+
+class Timing(NamedTuple):
+    """Samples of one contender: each the mean over ``calls`` calls in a row.
+
+    Attributes:
+        rounds: in which rounds it took part.
+        seconds: per call.
+        cores: processor time over wall time.
+        calls: calls per sample.
+    """
+
+    rounds: list[int]
+    seconds: list[float]
+    cores: list[float]
+    calls: int
+
+
+def order(count: int, number: int) -> list[int]:
+    """Who goes when in round ``number``: a permutation, the same in every run."""
+    return random.Random(number).sample(range(count), count)
+
+
+def measure(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    min_time: float = 0.0,
+    budget: float = math.inf,
+    clock: Clock = Clock(),
+    tell: Tell = lambda text: None,
+) -> list[Timing]:
+    """Time the contenders in interleaved rounds.
+
+    Args:
+        contenders: the first is the baseline.
+        rounds: how many.
+        warmup: calls of each that are not counted; they also tell how long a call takes.
+        min_time: seconds that a sample lasts at least; a short call is repeated within it.
+        budget: seconds of samples after which a contender sits out the other rounds, once it has been in three. The
+            baseline never does.
+        clock: what time it is.
+        tell: progress.
+    """
+    calls = []
+    for contender in contenders:
+        tell(f"warming up {contender.name}")
+        fastest = min(_sample(contender, 1, clock)[0] for _ in range(warmup))
+        calls.append(max(1, math.ceil(min_time / fastest)) if fastest > 0 else 1)
+    timings = [Timing([], [], [], n) for n in calls]
+    with _no_garbage_collection():
+        for number in range(rounds):
+            gc.collect()
+            for i in order(len(contenders), number):
+                spent = sum(timings[i].seconds) * calls[i]
+                if i > 0 and number >= LEAST_ROUNDS and spent > budget:
+                    continue
+                tell(f"round {number + 1} of {rounds}: {contenders[i].name}")
+                seconds, cores = _sample(contenders[i], calls[i], clock)
+                timings[i].rounds.append(number)
+                timings[i].seconds.append(seconds)
+                timings[i].cores.append(cores)
+    return timings
+
+
+def _sample(contender: Contender, calls: int, clock: Clock) -> tuple[float, float]:
+    """Seconds per call, and how many cores were busy."""
+    if contender.before is not None:
+        contender.before()
+    work, wall = clock.work(), clock.wall()
+    for _ in range(calls):
+        jax.block_until_ready(contender.call())
+    wall, work = clock.wall() - wall, clock.work() - work
+    return wall / calls, work / wall if wall > 0 else math.nan
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Spread(NamedTuple):
+    """Median and quartiles."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """Quartiles by linear interpolation."""
+        q1, median, q3 = np.percentile(samples, [25, 50, 75])
+        return cls(float(median), float(q1), float(q3))
+
+
+def ratios(timing: Timing, baseline: Timing) -> list[float]:
+    """Time over the baseline's time of the same round, for the rounds that both were in."""
+    seconds = dict(zip(baseline.rounds, baseline.seconds, strict=True))
+    return [s / seconds[r] for r, s in zip(timing.rounds, timing.seconds, strict=True) if r in seconds]
+
+
+def summary(contenders: Sequence[Contender], timings: Sequence[Timing]) -> list[dict[str, Any]]:
+    """What a result file says of each contender."""
+    return [
+        {
+            "name": contender.name,
+            **contender.facts,
+            "seconds": Spread.of(timing.seconds)._asdict(),
+            "ratio": Spread.of(ratios(timing, timings[0]))._asdict(),
+            "cores": float(np.median(timing.cores)),
+            "calls_per_sample": timing.calls,
+            "samples": timing.seconds,
+        }
+        for contender, timing in zip(contenders, timings, strict=True)
+    ]
+
+
+class Compiled(NamedTuple):
+    """A program, and what it took to make it.
+
+    Attributes:
+        call: the compiled function.
+        facts: seconds to trace (lowering included) and to compile, bytes of temporaries.
+    """
+
+    call: Callable[..., Any]
+    facts: dict[str, Any]
+
+
+def compile_program(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Compiled:
+    """Compile ahead of time, from cold caches, on the clock."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    memory = compiled.memory_analysis()
+    return Compiled(
+        compiled,
+        {
+            "trace_seconds": traced - start,
+            "compile_seconds": end - traced,
+            "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+        },
+    )
+
+
+def relative_error(a: Any, exact: Any) -> float:
+    """Relative 2-norm error of a pytree, summed up in float64."""
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(exact), strict=True))
+    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
+    return math.sqrt(sum(np.sum((x - y) ** 2) for x, y in wide) / sum(np.sum(y**2) for _, y in wide))

@@ -1,0 +1,180 @@
+"""A result as JSON, as a table and, by the suites' own drawings, as a picture."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Result = dict[str, Any]
+"""``suite``, ``title``, ``manifest``, ``settings``, ``rows`` and ``left_out``, as in the JSON file."""
+
+# Okabe and Ito, "Color universal design", 2008
+COLOURS = {"scan": "#222222", "exact": "#0072B2", "iterated": "#D55E00", "torch": "#999999"}
+INK, GREY, FAINT = "#222222", "#666666", "#DDDDDD"
+
+
+class Column(NamedTuple):
+    """A column of the table: its title, and the text for a contender."""
+
+    title: str
+    text: Callable[[dict[str, Any]], str]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A few significant digits; a dash for what is not there."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    if 1e-2 <= abs(value) < 1e5:
+        decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        return f"{value:.{decimals}f}"
+    return f"{value:.{digits - 1}e}"
+
+
+TIME = [
+    Column("ms", lambda c: number(1e3 * c["seconds"]["median"], 3)),
+    Column("quartiles", lambda c: " … ".join(number(1e3 * c["seconds"][q], 3) for q in ("q1", "q3"))),
+    Column("× baseline", lambda c: number(c["ratio"]["median"], 3)),
+    Column("quartiles", lambda c: " … ".join(number(c["ratio"][q], 3) for q in ("q1", "q3"))),
+    Column("cores busy", lambda c: f"{c['cores']:.1f}"),
+]
+ACCURACY = [
+    Column("gradient error", lambda c: number(c["gradient_error"])),
+    Column("last residual", lambda c: number(c["residual_norm"])),
+]
+PROGRAM = [
+    Column("trace s", lambda c: number(c.get("trace_seconds"))),
+    Column("compile s", lambda c: number(c.get("compile_seconds"))),
+    Column("temporaries MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
+]
+COLUMNS = [*TIME, *ACCURACY, *PROGRAM]
+
+
+def save(result: Result, folder: Path, draw: Callable[[Result], Figure]) -> list[Path]:
+    """Write the three files; one that is there is replaced whole."""
+    paths = [folder / f"{result['suite']}{suffix}" for suffix in (".json", ".md", ".png")]
+    _replace(paths[0], (json.dumps(_plain(result), indent=1, ensure_ascii=False) + "\n").encode())
+    _replace(paths[1], markdown(result).encode())
+    part = paths[2].with_suffix(".part.png")
+    draw(result).savefig(part)
+    os.replace(part, paths[2])
+    return paths
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: null instead."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def markdown(result: Result) -> str:
+    """The tables, readable as they are and by a Markdown viewer."""
+    parts = [f"# {result['title']}", origin(result)]
+    for row in result["rows"]:
+        parts += [f"## {row['title']}", _pipes(_cells(row))]
+    parts += [f"Left out: {left['name']} ({left['reason']})." for left in result["left_out"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def origin(result: Result) -> str:
+    """The manifest in a sentence or two."""
+    m = result["manifest"]
+    commit = "no commit known" if m["commit"] is None else f"commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items() if version)
+    device = m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"]
+    return (
+        f"{device}, {m['cores']} cores, JAX on {m['threads']['jax']} threads; load before {m['load_before']}; "
+        f"{versions}; {commit}; {m['date']}. `{m['command']}`"
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[list[str]]:
+    lines = [[c["name"], *(column.text(c) for column in COLUMNS)] for c in row["contenders"]]
+    return [["", *(column.title for column in COLUMNS)], *lines]
+
+
+def _pipes(cells: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    head, *lines = ([_pad(i, text, w) for i, (text, w) in enumerate(zip(line, widths, strict=True))] for line in cells)
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
+
+
+def _pad(column: int, text: str, width: int) -> str:
+    return text.ljust(width) if column == 0 else text.rjust(width)
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one row's table: with rich where it is installed."""
+    cells = _cells(row)
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        print(f"\n{row['title']}\n\n{_pipes(cells)}", flush=True)
+        return
+    console = Console()
+    table = Table(title=row["title"], title_justify="left", title_style="bold")
+    for i, title in enumerate(cells[0]):
+        table.add_column(title, justify="left" if i == 0 else "right")
+    for line in cells[1:]:
+        table.add_row(*line)
+    if not console.is_terminal:
+        console.width = max(console.width, console.measure(table).maximum)
+    console.print(table)
+
+
+def figure(result: Result, *, width: float, height: float) -> Figure:
+    """An empty figure with title and origin."""
+    fig = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    fig.suptitle(result["title"], x=0.01, ha="left", fontsize=17, fontweight="bold", color=INK)
+    m = result["manifest"]
+    device = m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"]
+    commit = "" if m["commit"] is None else f"   commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
+    note = f"{device}, {m['cores']} cores   jax {m['versions']['jax']}   {m['date'][:10]}{commit}"
+    fig.supxlabel(note, x=0.01, ha="left", fontsize=9, color=GREY)
+    return fig
+
+
+def dress(ax: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "both") -> None:
+    """A quiet frame."""
+    ax.set_title(title, loc="left", fontsize=14, color=INK)
+    ax.set_xlabel(x, fontsize=12, color=INK)
+    ax.set_ylabel(y, fontsize=12, color=INK)
+    ax.tick_params(labelsize=11, colors=GREY)
+    ax.grid(True, axis=grid, color=FAINT, linewidth=0.8)  # type: ignore[arg-type]
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(GREY)
+
+
+def bars(ax: Axes, contenders: Iterable[dict[str, Any]]) -> None:
+    """Median times as bars with their quartiles, and in words ratio and gradient error."""
+    contenders = list(contenders)
+    longest = max(c["seconds"]["q3"] for c in contenders)
+    for i, c in enumerate(contenders):
+        median, q1, q3 = (1e3 * c["seconds"][q] for q in ("median", "q1", "q3"))
+        ax.barh(i, median, color=COLOURS[c["family"]], height=0.68)
+        ax.errorbar(median, i, xerr=[[median - q1], [q3 - median]], color=GREY, capsize=3, linewidth=1.4)
+        words = f"{number(median, 3)} ms   ×{number(c['ratio']['median'], 3)}"
+        error = c["gradient_error"]
+        words += f"   err {error:.0e}" if error is not None and error > 1e-3 else ""
+        ax.text(q3 + 20 * longest, i, words, va="center", fontsize=10.5, color=INK)
+    ax.set_ylim(len(contenders) - 0.4, -0.6)
+    ax.set_xlim(0, 1.75e3 * longest)
+

@@ -1,0 +1,265 @@
+"""Suite 1: a training step of a convolutional ResNet, on 28 x 28 images.
+
+Opening layer relu(conv(y)), N layers ``y + h relu(conv(relu(conv(y))))`` with h = 1/N, closing layers
+C*784 -> 32 -> 10; forward, backward and update of SGD with momentum. Images and labels are random: how long a step takes
+does not depend on them.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from matplotlib.figure import Figure
+
+import lp_jax
+from benchmarks import report
+from benchmarks.command import Field, Row, Suite, run
+from benchmarks.convolution import CONVOLUTIONS, Convolution
+from benchmarks.harness import Contender, Tell, compile_program, relative_error
+from benchmarks.manifest import jax_threads
+
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+HIDDEN, CLASSES = 32, 10
+
+
+class Convolved(NamedTuple):
+    """Weights of a residual layer, stacked over the layers: (N, C, C, 3, 3) and (N, C), twice."""
+
+    w1: Any
+    b1: Any
+    w2: Any
+    b2: Any
+
+
+class Network(NamedTuple):
+    """All weights; matrices are (in, out), convolutions (out, in, 3, 3)."""
+
+    opening: tuple[Any, Any]
+    layers: Convolved
+    closing: tuple[tuple[Any, Any], tuple[Any, Any]]
+
+
+class Problem(NamedTuple):
+    """What all contenders start from, as NumPy arrays in float32."""
+
+    network: Network
+    images: np.ndarray  # (batch, 1, size, size)
+    labels: np.ndarray
+
+    @classmethod
+    def random(cls, channels: int, layers: int, *, size: int, batch: int) -> "Problem":
+        """Weights as PyTorch draws them: uniform within 1 / sqrt(fan in)."""
+        rng = np.random.default_rng(0)
+
+        def uniform(fan_in: int, *shape: int) -> np.ndarray:
+            return (rng.uniform(-1, 1, shape) / math.sqrt(fan_in)).astype(np.float32)
+
+        def convolved(inputs: int, *stack: int) -> tuple[np.ndarray, np.ndarray]:
+            return uniform(9 * inputs, *stack, channels, inputs, 3, 3), uniform(9 * inputs, *stack, channels)
+
+        def dense(inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
+            return uniform(inputs, inputs, outputs), uniform(inputs, outputs)
+
+        network = Network(
+            opening=convolved(1),
+            layers=Convolved(*convolved(channels, layers), *convolved(channels, layers)),
+            closing=(dense(channels * size**2, HIDDEN), dense(HIDDEN, CLASSES)),
+        )
+        images = rng.normal(size=(batch, 1, size, size)).astype(np.float32)
+        return cls(network, images, rng.integers(0, CLASSES, batch).astype(np.int32))
+
+
+Propagate = Callable[[Convolution, Convolved, jax.Array], tuple[jax.Array, jax.Array]]
+"""All layers: the last state, and the last residual norm (NaN where there is none)."""
+
+
+def residual_layer(convolution: Convolution, y: jax.Array, layer: Convolved, h: Any) -> jax.Array:
+    inner = jax.nn.relu(convolution.apply(y, layer.w1, layer.b1))
+    return y + h * jax.nn.relu(convolution.apply(inner, layer.w2, layer.b2))
+
+
+def scan(convolution: Convolution, layers: Convolved, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What one writes by hand."""
+    h = 1 / layers.b1.shape[0]
+    y, _ = lax.scan(lambda y, layer: (residual_layer(convolution, y, layer, h), None), y, layers)
+    return y, jnp.full((), jnp.nan, y.dtype)
+
+
+def solved(solver: Any, adjoint_solver: Any = None) -> Propagate:
+    """The library."""
+
+    def propagate(convolution: Convolution, layers: Convolved, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def step(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
+            return residual_layer(convolution, y, layer.params, layer.dt)
+
+        solution = lp_jax.solve(step, layers, y, solver=solver, adjoint_solver=adjoint_solver)
+        norms = solution.stats.residual_norms
+        return solution.y1, norms[-1] if norms.size else jnp.full((), jnp.nan, y.dtype)
+
+    return propagate
+
+
+def _iterated(levels: int, coarse_step: Any) -> Propagate:
+    """Two forward cycles and one backward, the first of each a skipped down-cycle; F on the fine level, FCF below."""
+    solver = lp_jax.MGRIT(
+        levels=levels,
+        coarsening=4,
+        iterations=2,
+        relaxation=("F", "FCF"),
+        skip_downcycle=True,
+        coarse_step=coarse_step,
+    )
+    return solved(solver, dataclasses.replace(solver, iterations=1))
+
+
+SOLVERS = {
+    "Serial": ("exact", solved(lp_jax.Serial())),
+    "MGRIT 1 level": ("exact", solved(lp_jax.MGRIT(levels=1))),
+    "MGRIT 3 levels, injection": ("iterated", _iterated(3, lp_jax.Rediscretize())),
+    "MGRIT 3 levels, Picard 1": ("iterated", _iterated(3, lp_jax.Picard(sweeps=1))),
+    "MGRIT 2 levels, Picard 1": ("iterated", _iterated(2, lp_jax.Picard(sweeps=1))),
+}
+
+
+def classifier_loss(
+    propagate: Propagate, convolution: Convolution, network: Network, images: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cross entropy, and the last residual norm."""
+    y = jax.nn.relu(convolution.apply(convolution.lay_out(images), *network.opening))
+    y, residual = propagate(convolution, network.layers, y)
+    (w1, b1), (w2, b2) = network.closing
+    hidden = jax.nn.relu(convolution.restore(y).reshape(labels.size, -1) @ w1 + b1[None])
+    logits = jax.nn.log_softmax(hidden @ w2 + b2[None])
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1)), residual
+
+
+class Trainer:
+    """Takes training steps with JAX, one per call.
+
+    Attributes:
+        gradient: of the layers, at the initial weights.
+        facts: for the result.
+    """
+
+    def __init__(self, propagate: Propagate, convolution: Convolution, problem: Problem):
+        def step(state: tuple[Network, Network], images: jax.Array, labels: jax.Array) -> Any:
+            network, momentum = state
+            loss = jax.value_and_grad(classifier_loss, argnums=2, has_aux=True)
+            values, gradient = loss(propagate, convolution, network, images, labels)
+            momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
+            return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, network, momentum), momentum), values
+
+        network = jax.tree.map(jnp.array, problem.network)
+        self._state = (network, jax.tree.map(jnp.zeros_like, network))
+        self._batch = (jnp.array(problem.images), jnp.array(problem.labels))
+        self._step, facts = compile_program(step, self._state, *self._batch, donate=(0,))
+        _, (_, residual) = self()
+        self.gradient = jax.tree.map(np.array, self._state[1].layers)  # the first momentum is the gradient
+        self.facts = facts | {"residual_norm": float(residual)}
+
+    def __call__(self) -> Any:
+        """One step."""
+        self._state, values = self._step(self._state, *self._batch)
+        return self._state, values
+
+
+def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
+    """The baseline first: a scan with the chosen convolution."""
+    size, batch = (8, 4) if options.quick else (28, 50)
+    problem = Problem.random(*row, size=size, batch=batch)
+    entries = [("lax.scan", "scan", scan, options.conv)]
+    entries += [(name, family, propagate, options.conv) for name, (family, propagate) in SOLVERS.items()]
+    entries += [(f"lax.scan, conv {c}", "scan", scan, c) for c in CONVOLUTIONS if c != options.conv]
+    contenders: list[Contender] = []
+    exact = None
+    for name, family, propagate, convolution in entries:
+        tell(f"compiling {name}")
+        trainer = Trainer(propagate, CONVOLUTIONS[convolution], problem)
+        exact = trainer.gradient if exact is None else exact
+        facts = {
+            "family": family,
+            "convolution": convolution,
+            "threads": jax_threads(),
+            "gradient_error": relative_error(trainer.gradient, exact),
+        }
+        contenders.append(Contender(name=name, call=trainer, facts=facts | trainer.facts))
+    reason = _why_no_torch()
+    if reason is not None:
+        return Field(contenders, [("PyTorch", reason)])
+    from benchmarks.torch_loop import TorchTrainer
+
+    for threads in options.torch_threads:
+        name = f"PyTorch, {threads} thread{'s' * (threads > 1)}"
+        tell(f"first step of {name}")
+        loop = TorchTrainer(problem, threads)
+        facts = {"family": "torch", "threads": threads, "gradient_error": relative_error(loop.gradient, exact)}
+        contenders.append(
+            Contender(name=name, call=loop, before=loop.take_threads, facts=facts | {"residual_norm": math.nan})
+        )
+    return Field(contenders, [])
+
+
+def _why_no_torch() -> str | None:
+    if jax.default_backend() != "cpu":
+        return "its loop is timed on a CPU only"
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        return f"{error}; it is in the extra bench: pip install -e '.[bench]'"
+    return None
+
+
+def draw(result: report.Result) -> Figure:
+    """A panel of bars per row."""
+    rows = result["rows"]
+    most = max(len(row["contenders"]) for row in rows)
+    fig = report.figure(result, width=3 + 5 * len(rows), height=1.8 + 0.44 * most)
+    for i, ax in enumerate(fig.subplots(1, len(rows), squeeze=False)[0]):
+        report.bars(ax, rows[i]["contenders"])
+        report.dress(ax, title=rows[i]["title"], x="ms per training step", grid="x")
+        names = [c["name"] for c in rows[i]["contenders"]]
+        ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), color=report.INK)
+    return fig
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--conv",
+        choices=list(CONVOLUTIONS),
+        default="products",
+        help="formulation of the convolution for baseline and solvers; the scan is timed with the others too "
+        "(default: products, matrix products over the channels)",
+    )
+    parser.add_argument(
+        "--torch-threads", nargs="+", type=int, choices=range(1, 257), metavar="N", default=[1, 2], help="(default: 1 2)"
+    )
+
+
+SUITE = Suite(
+    name="resnet",
+    title="Training step of a convolutional ResNet",
+    about=__doc__ or "",
+    examples=[
+        ("", "the three rows, a quarter of an hour on 2 cores"),
+        ("--quick", "a tiny row, to see that all works"),
+        ("--rows 8,64 --rounds 30", "one row, with more rounds"),
+        ("--threads 1 --torch-threads 1", "one thread for everyone"),
+        ("--conv nhwc", "solvers on XLA's own convolution"),
+    ],
+    sizes=("channels", "layers"),
+    rows=[(3, 32), (8, 64), (4, 256)],
+    quick_rows=[(2, 32)],
+    field=field,
+    draw=draw,
+    add_options=_add_options,
+)
+
+if __name__ == "__main__":
+    sys.exit(run(SUITE))

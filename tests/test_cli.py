@@ -1,0 +1,427 @@
+"""The command line: options, results, resuming, and one line for everything that can go wrong."""
+
+import dataclasses
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import lp_jax
+from lp_jax import train
+from lp_jax.cli import _report, _solver, main
+
+# optax's Adam raises floats to an integer step count
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Here much is compiled and next to nothing computed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+ROOT = Path(lp_jax.__file__).parents[1]
+SMALL = ["--layers", "8", "--width", "6", "--batch-size", "200", "--epochs", "2", "--log-every", "3"]
+STEPS = 2 * (1437 // 200)
+
+
+def run(*args, capsys=None):
+    """Exit code, standard output and standard error of the command, run in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    return (caught.value.code, *capsys.readouterr())
+
+
+@pytest.fixture
+def cli(capsys):
+    return lambda *args: run(*args, capsys=capsys)
+
+
+def one_line(text):
+    """The error, and nothing but it."""
+    assert text.startswith("lp-jax: ") and text.count("\n") == 1 and text.endswith("\n"), text
+    assert "Traceback" not in text
+    return text
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_solvers_is_an_option(cli):
+    code, out, _ = cli("train", "digits", "--help")
+    assert code == 0
+    for field in dataclasses.fields(lp_jax.MGRIT):
+        name = field.name.replace("_", "-")
+        assert (f"--{name} " in out and f"--adjoint-{name} " in out) == (name != "spatial")
+    for title in ("Model:", "Training:", "Solver:", "Output:"):
+        assert f"\n{title}\n" in out
+    for option in (
+        "--serial",
+        "--resume",
+        "--seed",
+        "--sweeps",
+        "--adjoint-sweeps",
+        "--no-skip-downcycle",
+        "--probe-every",
+    ):
+        assert re.search(rf"{option}\b", out)
+
+
+COMPONENTS = [
+    lp_jax.Rediscretize(params="inject"),
+    lp_jax.Rediscretize(params="mean"),
+    lp_jax.Picard(sweeps=0),
+    lp_jax.Picard(sweeps=3, around="trajectory"),
+    lp_jax.Serial(),
+]
+
+
+@pytest.mark.parametrize("value", COMPONENTS)
+def test_components_are_spelled_and_read_back(value):
+    assert _solver.SYNTAX["coarse_step"].parse(_solver.spell(value)) == value
+
+
+def test_defaults_are_spelled_and_read_back():
+    for name in _solver.fields():
+        value = getattr(_solver.DEFAULT_SOLVER, name, 2)
+        if value is not None and not isinstance(value, bool):
+            assert _solver.SYNTAX[name].parse(_solver.spell(value)) == value
+
+
+def test_options_build_the_solver_that_they_name():
+    options = {
+        "levels": "3",
+        "coarsening": "4,2",
+        "iterations": "5",
+        "rtol": "1e-3",
+        "atol": "1e-9",
+        "relaxation": "FCF,FCFCF",
+        "c_weight": "0.9",
+        "cycle": "W",
+        "skip_downcycle": False,
+        "min_coarse": "4",
+        "coarse_step": "mean",
+        "coarsest": "picard:3",
+        "storage": "all",
+        "interval_map": "vmap",
+        "adjoint_iterations": "2",
+        "adjoint_cycle": "F",
+    }
+    forward = lp_jax.MGRIT(
+        levels=3,
+        coarsening=(4, 2),
+        iterations=5,
+        rtol=1e-3,
+        atol=1e-9,
+        relaxation=("FCF", "FCFCF"),
+        c_weight=0.9,
+        cycle="W",
+        skip_downcycle=False,
+        min_coarse=4,
+        coarse_step=lp_jax.Rediscretize(params="mean"),
+        coarsest=lp_jax.Picard(sweeps=3),
+        storage="all",
+        interval_map="vmap",
+    )
+    assert _solver.build(options) == (forward, dataclasses.replace(forward, iterations=2, cycle="F"))
+
+
+def test_the_adjoint_follows_what_is_set():
+    assert _solver.build({}) == (_solver.DEFAULT_SOLVER, _solver.DEFAULT_ADJOINT_SOLVER)
+    forward, adjoint = _solver.build({"iterations": "4"})
+    assert forward.iterations == adjoint.iterations == 4
+    assert _solver.build({"serial": True}) == (lp_jax.Serial(), lp_jax.Serial())
+    assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_sweeps": "2"}) == (
+        lp_jax.Picard(sweeps=3),
+        lp_jax.Picard(sweeps=2),
+    )
+    assert (
+        _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1]
+        == _solver.DEFAULT_ADJOINT_SOLVER
+    )
+
+
+@pytest.mark.parametrize("text", ["4", "1e-3", "F,FCF", "vmap"])
+def test_short_form_of_a_solver_is_code(text):
+    name = {"4": "levels", "1e-3": "rtol", "F,FCF": "relaxation", "vmap": "interval_map"}[text]
+    solver, _ = _solver.build({name: text})
+    assert eval(_solver.short(solver), vars(lp_jax)) == solver
+
+
+WRONG = {
+    "--layers 0": "--layers",
+    "--layers many": "--layers",
+    "--t1 0": "--t1",
+    "--model transformer": "--model",
+    "--levels 0": "--levels must be at least 1; got 0",
+    "--levels two": "--levels takes N; got 'two'",
+    "--coarsening 4,1": "--coarsening must be at least 2; got 1",
+    "--relaxation CF": '--relaxation must be "F"',
+    "--cycle X": "--cycle must be",
+    "--coarse-step picard": "--coarse-step takes inject|mean|picard:N[:trajectory]|serial; got 'picard'",
+    "--adjoint-storage none": "--adjoint-storage must be",
+    "--solver picard --levels 3": "--levels is of --solver mgrit, not picard",
+    "--sweeps 3": "--sweeps is of --solver picard, not mgrit",
+    "--adjoint-solver serial --adjoint-iterations 2": "--adjoint-iterations is of --adjoint-solver mgrit, not serial",
+    "--serial --solver mgrit": "contradict",
+    "--frobnicate": "--frobnicate",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_wrong_options_are_refused_in_one_line(cli, tmp_path, options):
+    code, out, err = cli("train", "digits", "--out", tmp_path / "run", *options.split())
+    assert code == 2 and out == ""
+    assert WRONG[options] in one_line(err)
+    assert "lp-jax train digits --help" in err
+    assert not (tmp_path / "run").exists()
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, quick_compilation):
+    """A small run with all that a run leaves; the solvers that one picture compares are fewer and shorter."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    fewer = {"injection": lp_jax.Rediscretize(params="inject")}
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(_report, "ITERATIONS", (1,))
+        patch.setattr(_report, "COARSE_STEPS", fewer)
+        with pytest.raises(SystemExit) as caught:
+            main(["train", "digits", "--out", str(folder), *SMALL])
+    assert caught.value.code == 0
+    return folder
+
+
+def test_a_run_leaves_what_it_says(finished):
+    names = {path.name for path in finished.iterdir()}
+    pictures = {"curves.png", "residuals.png", "gradient_error.png", "hierarchy.png"}
+    assert names == {"metrics.jsonl", "summary.json", "config.json", "checkpoints", "serial"} | pictures
+    assert all((finished / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    for folder in (finished, finished / "serial"):
+        rows = list(train.read_rows(folder / "metrics.jsonl"))
+        assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, STEPS + 1))
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [str(STEPS)]
+
+
+def test_the_summary_is_that_of_the_rows(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert set(summary["results"]) == {"layer-parallel", "serial"}
+    for name, folder in (("layer-parallel", finished), ("serial", finished / "serial")):
+        rows = list(train.read_rows(folder / "metrics.jsonl"))
+        result = summary["results"][name]
+        assert result["steps"] == STEPS
+        assert result["test_accuracy"] == [row["accuracy"] for row in rows if row["kind"] == "test"][-1]
+        assert result["time_per_step"] == np.median([row["step_time"] for row in rows if row["kind"] == "train"])
+    probe = [row for row in train.read_rows(finished / "metrics.jsonl") if row["kind"] == "probe"][-1]
+    assert summary["results"]["layer-parallel"]["gradient_error"] == probe["gradient_error"] < 0.5
+    assert probe["forward_residual_4"] < probe["forward_residual_2"] and probe["adjoint_residual_4"] is not None
+    assert "gradient_error" not in summary["results"]["serial"]
+    # the same seed: nearly the same network
+    accuracies = [result["test_accuracy"] for result in summary["results"].values()]
+    assert abs(accuracies[0] - accuracies[1]) < 0.05
+
+
+def test_resuming_a_finished_run_prints_its_table(cli, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    code, out, err = cli("train", "digits", "--out", finished, "--resume", "--no-pictures")
+    assert code == 0
+    assert "layer-parallel: going on after step 14" in err
+    assert (finished / "metrics.jsonl").read_bytes() == before
+    summary = json.loads((finished / "summary.json").read_text())
+    for result in summary["results"].values():
+        assert f"{result['test_accuracy']:.2%}" in out and f"{result['test_loss']:.4f}" in out
+    assert "exact" in out and f"{summary['results']['layer-parallel']['gradient_error']:.1e}" in out
+
+
+def test_a_serial_run_and_its_continuation(cli, tmp_path):
+    folder = tmp_path / "run"
+    options = ["--serial", "--no-pictures", *SMALL]
+    assert cli("train", "digits", "--out", folder, *options)[0] == 0
+    code, out, _ = cli("train", "digits", "--out", folder, "--resume", "--no-pictures", "--epochs", "3")
+    assert code == 0 and "layer-parallel" not in out
+    rows = [row for row in train.read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + STEPS // 2 + 1))
+    assert json.loads((folder / "config.json").read_text())["options"]["epochs"] == 3
+
+
+REFUSED = {
+    "": "holds a run already; add --resume",
+    "--resume --layers 16": "of another model: layers is 8 there and 16 here",
+    "--resume --seed 1": "of another model: seed is 0 there and 1 here",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_another_run_is_not_overwritten(cli, finished, options):
+    before = {path: path.read_bytes() for path in finished.iterdir() if path.is_file()}
+    code, out, err = cli("train", "digits", "--out", finished, *options.split())
+    assert code == 1 and out == "" and REFUSED[options] in one_line(err)
+    assert {path: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
+
+
+def test_a_checkpoint_that_was_swapped_is_refused(cli, finished, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = json.loads((finished / "config.json").read_text())
+    config["options"]["width"] = 7
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "checkpoints").symlink_to(finished / "checkpoints")
+    code, _, err = cli("train", "digits", "--out", folder, "--resume")
+    assert code == 1 and "of another model: width is 6 there and 7 here" in err.splitlines()[-1]
+
+
+def test_folders_that_cannot_be_used_are_refused_before_training(cli, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    for name, flags, wanted in (
+        ("file", [], "cannot write to"),
+        ("file/below", [], "cannot write to"),
+        ("full", [], "is not empty and holds no run"),
+        ("none", ["--resume"], "holds no run to resume"),
+        ("broken", ["--resume"], "is not the configuration of a run"),
+    ):
+        code, _, err = cli("train", "digits", "--out", tmp_path / name, *flags)
+        assert code == 1 and wanted in one_line(err)
+
+
+def test_divergence_ends_with_advice_and_an_exit_code(cli, tmp_path):
+    code, _, err = cli("train", "digits", "--serial", "--out", tmp_path / "run", "--learning-rate", "1e38", *SMALL)
+    last = err.splitlines()[-1]
+    assert code == 1 and last.startswith("lp-jax: stopped at step ") and "Lower the learning rate" in last
+    with pytest.raises(SystemExit):
+        main(["info"])  # the process is as it was
+
+
+def test_debug_shows_where_an_error_comes_from(tmp_path):
+    with pytest.raises(ValueError, match="--batch-size 5000 is more than the 1437 training examples"):
+        main(["train", "digits", "--batch-size", "5000", "--debug", "--out", str(tmp_path / "run")])
+
+
+# --- MNIST ----------------------------------------------------------------------------------------------------------
+
+
+def idx(array):
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    """A tiny data set in MNIST's format."""
+    folder, rng = tmp_path / "mnist", np.random.default_rng(0)
+    folder.mkdir()
+    for name, count in (("train", 60), ("t10k", 20)):
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(idx(rng.integers(256, size=(count, 5, 4))))
+        (folder / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(rng.integers(10, size=count))))
+    return folder
+
+
+def test_mnist_trains_from_its_files_and_resumes_without_naming_them(cli, mnist, tmp_path):
+    options = ["--serial", "--model", "conv", "--layers", "4", "--batch-size", "20", "--epochs", "1", "--no-pictures"]
+    code, out, _ = cli("train", "mnist", "--data", mnist, "--out", tmp_path / "run", *options)
+    assert code == 0 and "test accuracy" in out
+    assert cli("train", "mnist", "--out", tmp_path / "run", "--resume", "--no-pictures")[0] == 0
+    code, _, err = cli("train", "digits", "--out", tmp_path / "run", "--resume")
+    assert code == 1 and "holds a run on mnist, not digits" in one_line(err)
+
+
+def test_missing_and_damaged_files_are_told_in_one_line(cli, mnist, tmp_path):
+    images = mnist / "train-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:100])
+    code, _, err = cli("train", "mnist", "--data", mnist, "--out", tmp_path / "run")
+    assert code == 1 and str(images) in one_line(err)
+    images.unlink()
+    code, _, err = cli("train", "mnist", "--data", mnist, "--out", tmp_path / "run")
+    assert code == 1 and "has no file train-images-idx3-ubyte" in one_line(err)
+    code, _, err = cli("train", "mnist")
+    assert code == 2 and "--data" in one_line(err)
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+def program(*args, **kwargs):
+    """The command in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, args)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def test_info_tells_versions_devices_and_mpi(cli):
+    code, out, _ = cli("info")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert code == 0 and lines["jax"] == jax.__version__ and lines["python"].startswith("3.")
+    assert lines["devices"].startswith(f"{jax.device_count()} of platform cpu")
+    assert {"lp_jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "mpi4jax", "MPI"} <= set(lines)
+
+
+@pytest.mark.parametrize("args", [[], ["train"], ["--help"]])
+def test_help_without_a_command(cli, args):
+    code, out, _ = cli(*args)
+    assert code == 0 and "lp-jax train digits" in out
+
+
+def test_missing_extras_are_named_and_import_is_light():
+    script = """
+        import sys
+        import lp_jax.cli
+        heavy = {"click", "rich", "flax", "optax", "orbax", "matplotlib", "sklearn"} & set(sys.modules)
+        assert not heavy, heavy
+        sys.modules["click"] = None
+        lp_jax.cli.main(["info"])
+    """
+    process = program("-c", "\n".join(line.strip() for line in script.splitlines()))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert one_line(err) == "lp-jax: this needs click, of the extra lp_jax[train]: pip install 'lp_jax[train]'\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(cli, tmp_path, number):
+    folder, deadline = tmp_path / "run", time.monotonic() + 90
+    options = ["--serial", "--no-pictures", *SMALL, "--epochs", "100000"]
+    process = program("-m", "lp_jax", "train", "digits", "--out", folder, *options)
+    try:
+        metrics = folder / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < 10:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 128 + number
+    steps = [row["step"] for row in train.read_rows(metrics) if row["kind"] == "train"]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert (folder / "checkpoints" / str(steps[-1])).is_dir()
+    last = err.splitlines()[-1]
+    assert last.startswith(f"lp-jax: {number.name}: stopped after step {steps[-1]}; saved to ")
+    assert last.endswith(f"go on with: lp-jax train digits --out {folder} --resume")
+    assert "Traceback" not in err
+
+    epochs = steps[-1] // (STEPS // 2) + 1
+    assert cli("train", "digits", "--out", folder, "--resume", "--no-pictures", "--epochs", epochs)[0] == 0
+    resumed = [row["step"] for row in train.read_rows(metrics) if row["kind"] == "train"]
+    assert resumed == list(range(1, epochs * (STEPS // 2) + 1))

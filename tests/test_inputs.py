@@ -1,0 +1,173 @@
+"""Bad input: refused at trace time, naming the argument, what it got, what it wanted and what to do."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import INJECT, dense_params, dense_state, dense_step
+
+import lp_jax
+
+PARAMS, Y0 = dense_params(12, 3), dense_state(2, 3)
+
+
+def solve(step=dense_step, params=PARAMS, y0=Y0, **arguments):
+    return lp_jax.solve(step, params, y0, **arguments)
+
+
+def refused(error, *words):
+    """A message that holds all these words, in order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words)))
+
+
+def test_lengths():
+    with refused(ValueError, "params", "one leading length", "params[0]: 12, params[1]: 11", "shared"):
+        solve(params=(PARAMS[0], PARAMS[1][:-1]))
+    with refused(ValueError, "params", "data", "params[0]: 12", "data: 5"):
+        solve(data=jnp.ones(5))
+    with refused(ValueError, "params and data have no arrays", "stack"):
+        solve(params=())
+    with refused(ValueError, "params[0]", "leading length 0", "at least one layer"):
+        solve(params=jax.tree.map(lambda x: x[:0], PARAMS))
+    with refused(ValueError, "params['w'] is a scalar", "shared"):
+        solve(params={"w": jnp.ones(())})
+
+
+def test_steps():
+    with refused(TypeError, "step", "float64[2,3]", "came out as float64[2,2]"):
+        solve(lambda y, layer: y[:, :2])
+    with refused(TypeError, "step", "went in as float64[2,3]", "came out as float32[2,3]", "Cast"):
+        solve(lambda y, layer: y.astype(jnp.float32))
+    with refused(TypeError, "step must return a state", "got {y: float64[2,3]}"):
+        solve(lambda y, layer: {"y": y})
+    with refused(TypeError, "step", "has_aux=True"):
+        solve(lambda y, layer: (y, y))
+    with refused(TypeError, "(y_next, aux) with has_aux=True", "leave has_aux out"):
+        solve(has_aux=True)
+
+
+def test_states():
+    with refused(TypeError, "y0['i']", "int64", "shared"):
+        solve(lambda y, layer: y, y0={"i": jnp.arange(3)})
+    with refused(ValueError, "y0 has no arrays"):
+        solve(lambda y, layer: y, y0={})
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"levels": 0}, ("levels", "at least 1", "0")),
+        ({"coarsening": 1}, ("coarsening", "at least 2", "1")),
+        ({"coarsening": (4, 0)}, ("coarsening", "at least 2", "0")),
+        ({"iterations": 0}, ("iterations", "at least 1", "0")),
+        ({"min_coarse": 0}, ("min_coarse", "at least 1")),
+        ({"relaxation": "FC"}, ("relaxation", '"FCF"', "'FC'")),
+        ({"relaxation": ("F", "CF")}, ("relaxation", "'CF'")),
+        ({"cycle": "w"}, ("cycle", "'V' or 'F' or 'W'", "'w'")),
+        ({"cycle": "VV"}, ("cycle", "'VV'")),
+        ({"storage": "c_point"}, ("storage", "'c_point'", "Did you mean 'c_points'?")),
+        ({"interval_map": "scan"}, ("interval_map", "'scan'")),
+        ({"spatial": (None, 3)}, ("spatial", "pair (restrict, prolong)", "3")),
+    ],
+)
+def test_settings(fields, words):
+    with refused(ValueError, *words):
+        lp_jax.MGRIT(**fields)
+
+
+def test_settings_of_the_wrong_type():
+    with refused(TypeError, "levels", "integer", "2.0"):
+        lp_jax.MGRIT(levels=2.0)
+    with refused(TypeError, "iterations", "boolean"):
+        lp_jax.MGRIT(iterations=True)
+    with refused(ValueError, "sweeps", "at least 0"):
+        lp_jax.Picard(sweeps=-1)
+    with refused(ValueError, "around", "'start' or 'trajectory'"):
+        lp_jax.Picard(around="end")
+    with refused(ValueError, "checkpoint_every", "at least 1"):
+        lp_jax.Serial(checkpoint_every=0)
+    with refused(ValueError, "params must be 'inject' or 'mean', or a function", "'left'"):
+        lp_jax.Rediscretize(params="left")
+
+
+def test_solvers():
+    with refused(TypeError, "solver", "MGRIT(...)", "Call it"):
+        solve(solver=lp_jax.MGRIT)
+    with refused(TypeError, "adjoint_solver", "'serial'"):
+        solve(adjoint_solver="serial")
+    with refused(ValueError, "Picard(sweeps=0)", "coarse step", "sweeps of at least 1"):
+        solve(solver=lp_jax.Picard(sweeps=0))
+    with refused(ValueError, "coarse_step=Picard", "tolerance", "fixed effort"):
+        solve(solver=lp_jax.MGRIT(coarse_step=lp_jax.Picard(rtol=1e-3)))
+    with refused(TypeError, "coarse_step", "Rediscretize", "'inject'"):
+        solve(solver=lp_jax.MGRIT(coarse_step="inject"))
+    with refused(TypeError, "coarsest", "Serial() or Picard", "MGRIT"):
+        solve(solver=lp_jax.MGRIT(coarsest=lp_jax.MGRIT()))
+    trajectory = lp_jax.Picard(around="trajectory")
+    halve = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
+    with refused(ValueError, 'around="trajectory"', "spatial"):
+        solve(y0=dense_state(2, 4), params=dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve))
+
+
+def test_guesses():
+    solver = lp_jax.MGRIT(coarsening=4, skip_downcycle=False, coarse_step=INJECT)
+    with refused(ValueError, "guess", '"constant"', "'ones'"):
+        solve(solver=solver, guess="ones")
+    with refused(ValueError, "guess", "float64[3,2,3]", "float64[12,2,3]"):
+        solve(solver=solver, guess=jnp.zeros((12, 2, 3)))
+    with refused(ValueError, "guess", "float64[3,2,3]", "float32[3,2,3]"):
+        solve(solver=solver, guess=jnp.zeros((3, 2, 3), jnp.float32))
+    good = solve(solver=solver).trajectory
+    assert solve(solver=solver, guess=good).stats.residual_norms[0] < solve(solver=solver).stats.residual_norms[0]
+
+
+def test_times():
+    with refused(ValueError, "t1", "later than t0", "t0=1.0, t1=0.5"):
+        solve(t0=1.0, t1=0.5)
+    with refused(ValueError, "t1", "finite"):
+        solve(t1=np.inf)
+    with refused(ValueError, "t1", "13 times", "(12,)"):
+        solve(t1=np.linspace(0, 1, 12))
+    with refused(ValueError, "t1", "strictly increasing", "t1[3]=3.0, t1[4]=2.0"):
+        solve(t1=[0.0, 1, 2, 3, 2, 5, 6, 7, 8, 9, 10, 11, 12])
+    with refused(ValueError, "t0 must be a scalar", "(2,)"):
+        solve(t0=np.zeros(2))
+
+
+def test_comm():
+    with refused(TypeError, "comm", "None", "'layers'"):
+        solve(comm="layers")
+
+
+def test_non_finite_is_a_result_not_an_exception():
+    def explode(y, layer):
+        return y * 1e200
+
+    solution = jax.jit(lambda: solve(explode, solver=lp_jax.MGRIT(coarse_step=INJECT)))()
+    assert int(solution.result) == 2
+    with refused(lp_jax.SolveError, "not finite", "Serial()"):
+        solution.raise_if_failed()
+
+
+def test_not_converging_is_a_result_not_an_exception():
+    solver = lp_jax.MGRIT(coarsening=2, iterations=2, rtol=1e-12, coarse_step=INJECT)
+    solution = jax.jit(lambda: solve(solver=solver, t1=8.0))()
+    assert int(solution.result) == 1
+    with refused(lp_jax.SolveError, "tolerance", "iterations", "Residual norms: [nan"):
+        solution.raise_if_failed()
+    with refused(lp_jax.SolveError, "under jit"):
+        jax.jit(lambda: solve(solver=solver).raise_if_failed().y1)()
+    converged = solve(solver=lp_jax.MGRIT(coarsening=2, iterations=12, rtol=1e-10, coarse_step=INJECT))
+    assert converged.raise_if_failed() is converged
+
+
+def test_a_diverging_solve_stops_early():
+    """A residual that is no number ends the loop; the rest of the history stays NaN."""
+
+    def explode(y, layer):
+        return y * 1e200
+
+    solver = lp_jax.MGRIT(coarsening=2, iterations=50, rtol=1e-8, coarse_step=INJECT, skip_downcycle=False)
+    assert int(solve(explode, solver=solver).stats.iterations) < 5

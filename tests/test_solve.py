@@ -1,0 +1,248 @@
+"""The contract of `solve` beyond its numbers: purity, caching, stopping, settings, static structure."""
+
+import ast
+import dataclasses
+import doctest
+import functools
+import importlib
+import pkgutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import INJECT, dense_params, dense_state, dense_step, relative_error
+
+import lp_jax
+
+PARAMS, Y0 = dense_params(32, 4), dense_state(2, 4)
+ROOT = Path(lp_jax.__file__).parent
+
+
+class Traces:
+    """A step that counts how often it is traced."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, y, layer):
+        self.count += 1
+        return dense_step(y, layer)
+
+
+def test_numbers_do_not_retrace():
+    """Tolerances, weights, states, times and data are arguments of the compiled program."""
+    step = Traces()
+
+    @jax.jit
+    def gradient(params, y0, t1, solver):
+        return jax.grad(lambda p: jnp.sum(lp_jax.solve(step, p, y0, t1=t1, solver=solver).y1 ** 2))(params)
+
+    solver = lp_jax.MGRIT(levels=3, coarsening=2, iterations=5, rtol=1e-3, c_weight=1.0, coarse_step=INJECT)
+    gradient(PARAMS, Y0, 1.0, solver)
+    traced = step.count
+    assert traced > 0
+    for other in (dataclasses.replace(solver, rtol=1e-9), dataclasses.replace(solver, c_weight=0.9)):
+        gradient(jax.tree.map(lambda x: 2 * x, PARAMS), -Y0, 3.0, other)
+    assert step.count == traced
+    gradient(PARAMS, Y0, 1.0, dataclasses.replace(solver, iterations=4))
+    assert step.count > traced
+
+
+def test_eager_calls_compile_once():
+    """Outside jit too, a second call with the same step and shapes only checks its arguments."""
+    step = Traces()
+    solver = lp_jax.MGRIT(coarsening=4, coarse_step=INJECT)
+    lp_jax.solve(step, PARAMS, Y0, solver=solver)
+    first = step.count
+    step.count = 0
+    lp_jax.solve(step, jax.tree.map(lambda x: x + 1, PARAMS), 2 * Y0, solver=solver)
+    assert step.count <= 2 < first  # once per level, for the checks
+
+
+def test_solve_is_pure():
+    """Same inputs, same outputs, bit for bit, whatever was solved in between."""
+    solver = lp_jax.MGRIT(coarsening=4, skip_downcycle=False, coarse_step=INJECT)
+    first = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
+    lp_jax.solve(dense_step, PARAMS, 5 * Y0, solver=solver)
+    again = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
+    assert all(jnp.array_equal(a, b, equal_nan=True) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
+
+
+@pytest.mark.parametrize("levels, steps", [(1, 32), (5, 1), (3, 3)])
+def test_one_level_is_serial_bit_for_bit(levels, steps):
+    params = jax.tree.map(lambda x: x[:steps], PARAMS)
+
+    def run(solver):
+        loss = lambda p, y: jnp.sum(lp_jax.solve(dense_step, p, y, solver=solver).y1 ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, Y0)
+
+    got, wanted = run(lp_jax.MGRIT(levels=levels, coarsening=4)), run(lp_jax.Serial())
+    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
+
+
+def test_tolerances_stop_the_loop():
+    history = lp_jax.solve(dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT)).stats.residual_norms
+    assert np.isnan(history[0])
+    for k in (3, 5):
+        for tolerance in ({"atol": float(history[k - 1])}, {"rtol": float(history[k - 1] / history[1])}):
+            tolerance = {name: value * (1 + 1e-9) for name, value in tolerance.items()}
+            stats = lp_jax.solve(
+                dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT, **tolerance)
+            ).stats
+            assert int(stats.iterations) == k
+            np.testing.assert_allclose(stats.residual_norms[:k], history[:k], rtol=1e-12)
+            assert np.isnan(stats.residual_norms[k:]).all()
+
+
+def test_trajectory_is_a_guess():
+    solver = lp_jax.MGRIT(coarsening=4, iterations=3, skip_downcycle=False, coarse_step=INJECT)
+    cold = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, t1=4.0)
+    warm = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, t1=4.0, guess=cold.trajectory)
+    assert cold.trajectory.shape == (8, 2, 4)
+    assert jnp.array_equal(cold.trajectory[-1], cold.y1)
+    assert warm.stats.residual_norms[0] < 0.1 * cold.stats.residual_norms[0]
+    for guess in ("zeros", "constant"):
+        assert jnp.isfinite(lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, guess=guess).y1).all()
+
+
+def test_layer_fields():
+    """What a step sees on each level: index, t, dt, level."""
+    seen = {}
+
+    def step(y, layer):
+        jax.debug.callback(lambda i, t, dt: seen.setdefault(layer.level, set()).add((int(i), float(t), float(dt))), layer.index, layer.t, layer.dt)
+        return y + 0 * layer.params
+
+    times = np.asarray([0.0, 1, 2, 4, 8, 16, 32, 64, 128])  # 7 of 8: the last interval is short
+    solver = lp_jax.MGRIT(levels=3, coarsening=(3, 2), iterations=2, coarse_step=INJECT, interval_map="loop")
+    lp_jax.solve(step, jnp.ones(8), jnp.ones(()), t1=times, solver=solver)
+    jax.effects_barrier()
+    dt = np.diff(times)
+    assert seen[0] >= {(n, times[n], dt[n]) for n in range(8)}
+    assert seen[1] >= {(0, 0.0, 4.0), (3, 4.0, 28.0), (6, 32.0, 96.0)}
+    assert seen[2] >= {(0, 0.0, 32.0), (6, 32.0, 96.0)}
+
+
+def test_rules_of_rediscretization():
+    """A user's rule gets the interval's stacked parameters, of a short interval only its own."""
+    rules = {
+        "inject": lambda p: jax.tree.map(lambda x: x[0], p),
+        "mean": lambda p: jax.tree.map(lambda x: jnp.mean(x, axis=0), p),
+    }
+    for n in (32, 30):
+        params = jax.tree.map(lambda x, n=n: x[:n], PARAMS)
+        for name, rule in rules.items():
+            run = lambda r, p=params: lp_jax.solve(  # noqa: E731
+                dense_step, p, Y0, solver=lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize(params=r)), t1=4.0
+            ).y1
+            np.testing.assert_allclose(run(rule), run(name), rtol=1e-13)
+
+
+def test_settings_are_hashable_pytrees():
+    solver = lp_jax.MGRIT(rtol=1e-3, coarse_step=lp_jax.Picard(sweeps=2))
+    assert hash(solver) == hash(lp_jax.MGRIT(rtol=1e-3, coarse_step=lp_jax.Picard(sweeps=2)))
+    leaves, structure = jax.tree.flatten(solver)
+    assert leaves == [1e-3, 1.0]
+    assert jax.tree.unflatten(structure, leaves) == solver
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        solver.levels = 3
+
+
+def test_unhashable_steps_work():
+    class Step:
+        __hash__ = None
+
+        def __call__(self, y, layer):
+            return dense_step(y, layer)
+
+    got = lp_jax.solve(Step(), PARAMS, Y0).y1
+    assert relative_error(got, lp_jax.solve(dense_step, PARAMS, Y0).y1) == 0
+
+
+def test_pieces_compose_under_jit():
+    """The public pieces make up a cycle by hand."""
+    solver = lp_jax.MGRIT(coarsening=4, relaxation="FCF", coarse_step=INJECT)
+    from lp_jax._problem import prepare
+
+    problem, operands = prepare(
+        dense_step, PARAMS, Y0, shared=None, data=None, t0=0.0, t1=1.0, has_aux=False, comm=None, solvers=(solver,)
+    )
+    fine, coarse = solver.discretize(problem.chain(operands))
+
+    @jax.jit
+    def by_hand(u):
+        u = lp_jax.c_relax(fine, u)
+        r, v = lp_jax.restrict(fine, lp_jax.residual(fine, u)), lp_jax.restrict(fine, u)
+        g = lp_jax.coarse_rhs(coarse, v, r)
+        w = lp_jax.Serial().run([coarse.with_rhs(g)])
+        return lp_jax.correct(fine, u, w, v)
+
+    u = jnp.zeros((8, 2, 4))
+    np.testing.assert_allclose(by_hand(u), lp_jax.cycle(solver, (fine, coarse), u)[0], rtol=1e-14)
+    assert lp_jax.f_relax(fine, u).shape == (32, 2, 4)
+
+
+# ------------------------------------------------------------------------------------------------------------- the code
+
+
+def modules():
+    return [m.name for m in pkgutil.iter_modules([str(ROOT)], "lp_jax.") if m.name.startswith("lp_jax._") and m.name != "lp_jax.__main__"]
+
+
+@pytest.mark.parametrize("name", [*modules(), "lp_jax"])
+def test_docstring_examples_run(name):
+    module = importlib.import_module(name)
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+def test_public_functions_have_documentation():
+    for name in dir(lp_jax):
+        thing = getattr(lp_jax, name)
+        if not name.startswith("_") and callable(thing):
+            assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), name
+
+
+def test_imports_form_a_dag():
+    """The core's modules can be read in one order, each using only those before it."""
+    graph = {}
+    for path in ROOT.glob("_*.py"):
+        if path.stem.startswith("__"):
+            continue
+        tree = ast.parse(path.read_text())
+        skipped = {id(n) for node in ast.walk(tree) if isinstance(node, ast.If) for n in ast.walk(node)}
+        uses = set()
+        for node in ast.walk(tree):
+            if id(node) in skipped or not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("lp_jax"):
+                continue
+            names = [node.module.split(".")[1]] if "." in node.module else [a.name for a in node.names]
+            uses |= {n for n in names if n.startswith("_")}
+        graph[path.stem] = uses
+    order = []
+    while graph:
+        ready = sorted(name for name, uses in graph.items() if uses <= set(order))
+        assert ready, f"import cycle among {sorted(graph)}"
+        order += ready
+        graph = {name: uses for name, uses in graph.items() if name not in ready}
+
+
+def test_the_core_needs_jax_alone():
+    """Importing the package imports none of the extras."""
+    import subprocess
+    import sys
+
+    code = "import sys, lp_jax; print(sorted({'flax', 'optax', 'orbax', 'click', 'rich', 'matplotlib', 'sklearn'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_neighbours_are_reached_in_one_place():
+    """Shifting a state to the next worker is the comm's business alone."""
+    for path in ROOT.glob("_*.py"):
+        if path.stem != "_comm":
+            assert not {"ppermute", "pcast", "sendrecv", "psum"} & set(path.read_text().replace("(", " ").replace(".", " ").split())
+
+
+_ = functools
