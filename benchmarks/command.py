@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 from matplotlib.figure import Figure
@@ -96,7 +96,10 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
 def _run_row(
     suite: Suite, row: Row, options: argparse.Namespace, result: report.Result, folder: Path, progress: "Progress"
 ) -> list[Path]:
-    title = ", ".join(f"{size} {name}" for size, name in zip(row, suite.sizes, strict=True))
+    title = ", ".join(
+        f"{size} {name}" if name.endswith("s") else f"{name} {size}"
+        for name, size in zip(suite.sizes, row, strict=True)
+    )
 
     def tell(text: str) -> None:
         progress(f"{title}: {text}")
@@ -118,6 +121,11 @@ def _run_row(
             result["left_out"].append({"name": name, "reason": reason})
     report.show(result["rows"][-1])
     return report.save(result, folder, suite.draw)
+
+
+def wanted(name: str, options: argparse.Namespace) -> bool:
+    """Whether a contender, other than the baseline, is to take part."""
+    return options.only is None or any(part.lower() in name.lower() for part in options.only)
 
 
 class Progress:
@@ -177,9 +185,15 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", nargs="+", type=_row, metavar=pair, help=f"sizes, each {pair} without a space (default: {rows})"
     )
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the baseline"
+    )
     parser.add_argument("--quick", action="store_true", help="one tiny row, to see that all works; times mean nothing")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="where the files go (default: benchmarks/results/DEVICE; --quick: scratch)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where the files go (default: benchmarks/results/DEVICE; --quick: scratch)",
     )
     parser.add_argument(
         "--rounds", type=_positive, metavar="N", help=f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"

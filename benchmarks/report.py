@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ Result = dict[str, Any]
 """``suite``, ``title``, ``manifest``, ``settings``, ``rows`` and ``left_out``, as in the JSON file."""
 
 # Okabe and Ito, "Color universal design", 2008
-COLOURS = {"scan": "#222222", "exact": "#0072B2", "iterated": "#D55E00", "torch": "#999999"}
+COLOURS = {"scan": "#222222", "other scan": "#777777", "exact": "#0072B2", "iterated": "#D55E00", "torch": "#CC79A7"}
 INK, GREY, FAINT = "#222222", "#666666", "#DDDDDD"
 
 
@@ -26,34 +26,39 @@ class Column(NamedTuple):
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A few significant digits; a dash for what is not there."""
+    """So many significant digits; a dash for what is not there."""
     if value is None or not math.isfinite(value):
         return "–"
-    if value == 0:
-        return "0"
-    if 1e-2 <= abs(value) < 1e5:
-        decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-        return f"{value:.{decimals}f}"
-    return f"{value:.{digits - 1}e}"
+    exponent = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(0, digits - 1 - exponent)}f}" if exponent > -4 else f"{value:.{digits - 1}e}"
 
 
-TIME = [
+def scientific(value: float | None) -> str:
+    """With a power of ten; a dash for what is not there."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:.1e}" if value else "0"
+
+
+COLUMNS = [
     Column("ms", lambda c: number(1e3 * c["seconds"]["median"], 3)),
-    Column("quartiles", lambda c: " … ".join(number(1e3 * c["seconds"][q], 3) for q in ("q1", "q3"))),
-    Column("× baseline", lambda c: number(c["ratio"]["median"], 3)),
-    Column("quartiles", lambda c: " … ".join(number(c["ratio"][q], 3) for q in ("q1", "q3"))),
-    Column("cores busy", lambda c: f"{c['cores']:.1f}"),
-]
-ACCURACY = [
-    Column("gradient error", lambda c: number(c["gradient_error"])),
-    Column("last residual", lambda c: number(c["residual_norm"])),
-]
-PROGRAM = [
+    Column("IQR", lambda c: number(1e3 * (c["seconds"]["q3"] - c["seconds"]["q1"]))),
+    Column("ratio", lambda c: number(c["ratio"]["median"], 3)),
+    Column("IQR", lambda c: number(c["ratio"]["q3"] - c["ratio"]["q1"])),
+    Column("cores", lambda c: f"{c['cores']:.1f}"),
+    Column("error", lambda c: scientific(c["gradient_error"])),
+    Column("residual", lambda c: scientific(c["residual_norm"])),
     Column("trace s", lambda c: number(c.get("trace_seconds"))),
     Column("compile s", lambda c: number(c.get("compile_seconds"))),
-    Column("temporaries MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
+    Column("temp MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
 ]
-COLUMNS = [*TIME, *ACCURACY, *PROGRAM]
+
+LEGEND = (
+    "ms: median time, and interquartile range. ratio: to the baseline, the first line, in the same round; median and "
+    "interquartile range. cores: how many were busy. error: relative 2-norm error of the gradient with respect to the "
+    "layers' weights, against the baseline's. residual: last 2-norm of the forward solve's residual. temp: temporary "
+    "memory of the compiled program."
+)
 
 
 def save(result: Result, folder: Path, draw: Callable[[Result], Figure]) -> list[Path]:
@@ -87,6 +92,7 @@ def markdown(result: Result) -> str:
     parts = [f"# {result['title']}", origin(result)]
     for row in result["rows"]:
         parts += [f"## {row['title']}", _pipes(_cells(row))]
+    parts.append(LEGEND)
     parts += [f"Left out: {left['name']} ({left['reason']})." for left in result["left_out"]]
     return "\n\n".join(parts) + "\n"
 
@@ -123,20 +129,19 @@ def show(row: dict[str, Any]) -> None:
     """Print one row's table: with rich where it is installed."""
     cells = _cells(row)
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError:
         print(f"\n{row['title']}\n\n{_pipes(cells)}", flush=True)
         return
-    console = Console()
-    table = Table(title=row["title"], title_justify="left", title_style="bold")
+    table = Table(title=row["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for i, title in enumerate(cells[0]):
-        table.add_column(title, justify="left" if i == 0 else "right")
+        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
     for line in cells[1:]:
         table.add_row(*line)
-    if not console.is_terminal:
-        console.width = max(console.width, console.measure(table).maximum)
-    console.print(table)
+    terminal = Console()
+    (terminal if terminal.is_terminal else Console(width=200)).print(table)
 
 
 def figure(result: Result, *, width: float, height: float) -> Figure:
@@ -147,7 +152,7 @@ def figure(result: Result, *, width: float, height: float) -> Figure:
     device = m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"]
     commit = "" if m["commit"] is None else f"   commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
     note = f"{device}, {m['cores']} cores   jax {m['versions']['jax']}   {m['date'][:10]}{commit}"
-    fig.supxlabel(note, x=0.01, ha="left", fontsize=9, color=GREY)
+    fig.supxlabel(note, x=0.01, ha="left", fontsize=10, color=GREY)
     return fig
 
 
@@ -163,9 +168,8 @@ def dress(ax: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "b
     ax.spines[["left", "bottom"]].set_color(GREY)
 
 
-def bars(ax: Axes, contenders: Iterable[dict[str, Any]]) -> None:
-    """Median times as bars with their quartiles, and in words ratio and gradient error."""
-    contenders = list(contenders)
+def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
+    """Median times as bars with their quartiles; in words the ratio and, of iterated ones, the gradient error."""
     longest = max(c["seconds"]["q3"] for c in contenders)
     for i, c in enumerate(contenders):
         median, q1, q3 = (1e3 * c["seconds"][q] for q in ("median", "q1", "q3"))
@@ -173,8 +177,7 @@ def bars(ax: Axes, contenders: Iterable[dict[str, Any]]) -> None:
         ax.errorbar(median, i, xerr=[[median - q1], [q3 - median]], color=GREY, capsize=3, linewidth=1.4)
         words = f"{number(median, 3)} ms   ×{number(c['ratio']['median'], 3)}"
         error = c["gradient_error"]
-        words += f"   err {error:.0e}" if error is not None and error > 1e-3 else ""
-        ax.text(q3 + 20 * longest, i, words, va="center", fontsize=10.5, color=INK)
+        words += f"   error {error:.0e}" if c["family"] == "iterated" else ""
+        ax.text(q3 + 20 * longest, i, words, va="center", fontsize=11, color=INK)
     ax.set_ylim(len(contenders) - 0.4, -0.6)
-    ax.set_xlim(0, 1.75e3 * longest)
-
+    ax.set_xlim(0, 1800 * longest)

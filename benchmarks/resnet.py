@@ -1,29 +1,28 @@
 """Suite 1: a training step of a convolutional ResNet, on 28 x 28 images.
 
 Opening layer relu(conv(y)), N layers ``y + h relu(conv(relu(conv(y))))`` with h = 1/N, closing layers
-C*784 -> 32 -> 10; forward, backward and update of SGD with momentum. Images and labels are random: how long a step takes
-does not depend on them.
+C*784 -> 32 -> 10, batch 50; forward, backward and update of SGD with momentum. Images and labels are random: the
+time of a step does not depend on them.
 """
 
 import argparse
-import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from matplotlib.figure import Figure
 
 import lp_jax
 from benchmarks import report
-from benchmarks.command import Field, Row, Suite, run
+from benchmarks.command import Field, Row, Suite, run, wanted
 from benchmarks.convolution import CONVOLUTIONS, Convolution
 from benchmarks.harness import Contender, Tell, compile_program, relative_error
 from benchmarks.manifest import jax_threads
+from benchmarks.propagation import Propagate, iterated, scan, solved
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 HIDDEN, CLASSES = 32, 10
@@ -76,55 +75,17 @@ class Problem(NamedTuple):
         return cls(network, images, rng.integers(0, CLASSES, batch).astype(np.int32))
 
 
-Propagate = Callable[[Convolution, Convolved, jax.Array], tuple[jax.Array, jax.Array]]
-"""All layers: the last state, and the last residual norm (NaN where there is none)."""
-
-
 def residual_layer(convolution: Convolution, y: jax.Array, layer: Convolved, h: Any) -> jax.Array:
     inner = jax.nn.relu(convolution.apply(y, layer.w1, layer.b1))
     return y + h * jax.nn.relu(convolution.apply(inner, layer.w2, layer.b2))
 
 
-def scan(convolution: Convolution, layers: Convolved, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What one writes by hand."""
-    h = 1 / layers.b1.shape[0]
-    y, _ = lax.scan(lambda y, layer: (residual_layer(convolution, y, layer, h), None), y, layers)
-    return y, jnp.full((), jnp.nan, y.dtype)
-
-
-def solved(solver: Any, adjoint_solver: Any = None) -> Propagate:
-    """The library."""
-
-    def propagate(convolution: Convolution, layers: Convolved, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def step(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
-            return residual_layer(convolution, y, layer.params, layer.dt)
-
-        solution = lp_jax.solve(step, layers, y, solver=solver, adjoint_solver=adjoint_solver)
-        norms = solution.stats.residual_norms
-        return solution.y1, norms[-1] if norms.size else jnp.full((), jnp.nan, y.dtype)
-
-    return propagate
-
-
-def _iterated(levels: int, coarse_step: Any) -> Propagate:
-    """Two forward cycles and one backward, the first of each a skipped down-cycle; F on the fine level, FCF below."""
-    solver = lp_jax.MGRIT(
-        levels=levels,
-        coarsening=4,
-        iterations=2,
-        relaxation=("F", "FCF"),
-        skip_downcycle=True,
-        coarse_step=coarse_step,
-    )
-    return solved(solver, dataclasses.replace(solver, iterations=1))
-
-
-SOLVERS = {
+SOLVERS: dict[str, tuple[str, Propagate]] = {
     "Serial": ("exact", solved(lp_jax.Serial())),
     "MGRIT 1 level": ("exact", solved(lp_jax.MGRIT(levels=1))),
-    "MGRIT 3 levels, injection": ("iterated", _iterated(3, lp_jax.Rediscretize())),
-    "MGRIT 3 levels, Picard 1": ("iterated", _iterated(3, lp_jax.Picard(sweeps=1))),
-    "MGRIT 2 levels, Picard 1": ("iterated", _iterated(2, lp_jax.Picard(sweeps=1))),
+    "MGRIT 3 levels, injection": ("iterated", iterated(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize())),
+    "MGRIT 3 levels, Picard 1": ("iterated", iterated(levels=3, coarsening=4, coarse_step=lp_jax.Picard(sweeps=1))),
+    "MGRIT 2 levels, Picard 1": ("iterated", iterated(levels=2, coarsening=4, coarse_step=lp_jax.Picard(sweeps=1))),
 }
 
 
@@ -133,7 +94,7 @@ def classifier_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Cross entropy, and the last residual norm."""
     y = jax.nn.relu(convolution.apply(convolution.lay_out(images), *network.opening))
-    y, residual = propagate(convolution, network.layers, y)
+    y, residual = propagate(functools.partial(residual_layer, convolution), network.layers, y)
     (w1, b1), (w2, b2) = network.closing
     hidden = jax.nn.relu(convolution.restore(y).reshape(labels.size, -1) @ w1 + b1[None])
     logits = jax.nn.log_softmax(hidden @ w2 + b2[None])
@@ -174,12 +135,14 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     """The baseline first: a scan with the chosen convolution."""
     size, batch = (8, 4) if options.quick else (28, 50)
     problem = Problem.random(*row, size=size, batch=batch)
-    entries = [("lax.scan", "scan", scan, options.conv)]
+    entries: list[tuple[str, str, Propagate, str]] = [("lax.scan", "scan", scan, options.conv)]
+    entries += [(f"lax.scan, {c} conv", "other scan", scan, c) for c in CONVOLUTIONS if c != options.conv]
     entries += [(name, family, propagate, options.conv) for name, (family, propagate) in SOLVERS.items()]
-    entries += [(f"lax.scan, conv {c}", "scan", scan, c) for c in CONVOLUTIONS if c != options.conv]
     contenders: list[Contender] = []
     exact = None
     for name, family, propagate, convolution in entries:
+        if exact is not None and not wanted(name, options):
+            continue
         tell(f"compiling {name}")
         trainer = Trainer(propagate, CONVOLUTIONS[convolution], problem)
         exact = trainer.gradient if exact is None else exact
@@ -190,19 +153,22 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
             "gradient_error": relative_error(trainer.gradient, exact),
         }
         contenders.append(Contender(name=name, call=trainer, facts=facts | trainer.facts))
-    reason = _why_no_torch()
-    if reason is not None:
+    names = {f"PyTorch, {n} thread{'s' * (n > 1)}": n for n in options.torch_threads}
+    names = {name: n for name, n in names.items() if wanted(name, options)}
+    if names and (reason := _why_no_torch()) is not None:
         return Field(contenders, [("PyTorch", reason)])
-    from benchmarks.torch_loop import TorchTrainer
+    for name, threads in names.items():
+        from benchmarks.torch_loop import TorchTrainer
 
-    for threads in options.torch_threads:
-        name = f"PyTorch, {threads} thread{'s' * (threads > 1)}"
         tell(f"first step of {name}")
         loop = TorchTrainer(problem, threads)
-        facts = {"family": "torch", "threads": threads, "gradient_error": relative_error(loop.gradient, exact)}
-        contenders.append(
-            Contender(name=name, call=loop, before=loop.take_threads, facts=facts | {"residual_norm": math.nan})
-        )
+        facts = {
+            "family": "torch",
+            "threads": threads,
+            "gradient_error": relative_error(loop.gradient, exact),
+            "residual_norm": math.nan,
+        }
+        contenders.append(Contender(name=name, call=loop, before=loop.take_threads, facts=facts))
     return Field(contenders, [])
 
 
@@ -220,10 +186,10 @@ def draw(result: report.Result) -> Figure:
     """A panel of bars per row."""
     rows = result["rows"]
     most = max(len(row["contenders"]) for row in rows)
-    fig = report.figure(result, width=3 + 5 * len(rows), height=1.8 + 0.44 * most)
+    fig = report.figure(result, width=3.2 + 4.4 * len(rows), height=1.8 + 0.56 * most)
     for i, ax in enumerate(fig.subplots(1, len(rows), squeeze=False)[0]):
         report.bars(ax, rows[i]["contenders"])
-        report.dress(ax, title=rows[i]["title"], x="ms per training step", grid="x")
+        report.dress(ax, title=rows[i]["title"], x="ms per step, × lax.scan, gradient error", grid="x")
         names = [c["name"] for c in rows[i]["contenders"]]
         ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), color=report.INK)
     return fig
@@ -238,7 +204,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "(default: products, matrix products over the channels)",
     )
     parser.add_argument(
-        "--torch-threads", nargs="+", type=int, choices=range(1, 257), metavar="N", default=[1, 2], help="(default: 1 2)"
+        "--torch-threads",
+        nargs="+",
+        type=int,
+        choices=range(1, 257),
+        metavar="N",
+        default=[1, 2],
+        help="(default: 1 2)",
     )
 
 

@@ -1,12 +1,14 @@
 """The same network in PyTorch, one layer after another. Needs the extra ``bench``."""
 
+import importlib
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn import functional as F
 
 from benchmarks import resnet
+
+torch: Any = importlib.import_module("torch")  # so that types can be checked without it
+F = torch.nn.functional
 
 
 class TorchTrainer:

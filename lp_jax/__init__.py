@@ -12,6 +12,7 @@ from lp_jax._iterate import Stats as Stats
 from lp_jax._level import Level as Level
 from lp_jax._mgrit import MGRIT as MGRIT
 from lp_jax._picard import Picard as Picard
+from lp_jax._problem import hierarchy as hierarchy
 from lp_jax._rediscretize import Rediscretize as Rediscretize
 from lp_jax._relax import c_relax as c_relax
 from lp_jax._relax import f_relax as f_relax
@@ -28,3 +29,4 @@ from lp_jax._transfer import correct as correct
 from lp_jax._transfer import restrict as restrict
 from lp_jax._types import Layer as Layer
 
+__version__ = version("lp_jax")

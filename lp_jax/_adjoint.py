@@ -116,7 +116,8 @@ def _transposed(
         levels.append(_transpose(level, states, cotangent, recompute_from if level is forward[0] else None))
         if level.transfer is not None:
             states = jax.vmap(level.transfer[0])(states)
-            cotangent = levels[-1].transfer[0](cotangent)
+            restrict, _ = _transposed_transfer(level)
+            cotangent = restrict(cotangent)
     return tuple(levels)
 
 
@@ -142,15 +143,14 @@ def _transpose(level: Level, states: State, cotangent: State, recompute_from: St
         y0=cotangent,
         step=identity if level.step is identity else step,
         reverse=True,
-        transfer=_transposed_transfer(level),
+        transfer=None if level.transfer is None else _transposed_transfer(level),
         expand=expand if recompute else None,
     )
 
 
-def _transposed_transfer(level: Level) -> Transfer | None:
+def _transposed_transfer(level: Level) -> Transfer:
     """Restriction of cotangents is the transpose of prolongation, and the other way round."""
-    if level.transfer is None:
-        return None
+    assert level.transfer is not None
     restrict, prolong = level.transfer
     fine = jax.eval_shape(lambda: level.y0)
     coarse = jax.eval_shape(restrict, fine)
@@ -205,7 +205,9 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None) -> P
 
     if adjoint.looped:
         total, _ = lax.scan(
-            lambda total, args: (_tree.add(total, interval(*args)), None), _tree.zeros_like(leaves), (adjoint.xs, cotangents)
+            lambda total, args: (_tree.add(total, interval(*args)), None),
+            _tree.zeros_like(leaves),
+            (adjoint.xs, cotangents),
         )
     else:
         flat = _tree.merge((adjoint.xs, cotangents), fine.intervals * fine.factor)
@@ -219,9 +221,8 @@ def _partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[j
     mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves] if mask is None else mask
 
     def combine(new: Sequence[Any], *, fill: Any = ...) -> PyTree:
-        new = iter(new)
-        return structure.unflatten(
-            [next(new) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
-        )
+        values = iter(new)
+        kept = [next(values) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
+        return jax.tree.unflatten(structure, kept)
 
     return [x for x, m in zip(leaves, mask, strict=True) if m], combine

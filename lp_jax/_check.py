@@ -11,7 +11,9 @@ def integer(name: str, value: Any, *, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, at least {least}; got {value!r} ({type(value).__name__}).") from None
+        raise TypeError(
+            f"{name} must be an integer, at least {least}; got {value!r} ({type(value).__name__})."
+        ) from None
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, at least {least}; got the boolean {value!r}.")
     if number < least:

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from lp_jax import _tree
-from lp_jax._level import Level, march, sweep
+from lp_jax._level import Level
 from lp_jax._relax import c_relax, f_relax, residual, residual_and_entering
 from lp_jax._transfer import coarse_rhs, correct, prolong, restrict
 from lp_jax._types import State

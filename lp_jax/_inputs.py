@@ -65,11 +65,13 @@ def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Arra
         fraction = np.arange(steps) / steps
         if not (_known(t0) and _known(t1)):
             start, end = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype)
-            return start + (end - start) * jnp.asarray(fraction, dtype), jnp.broadcast_to((end - start) / steps, (steps,))
-        start, end = float(t0), float(t1)
-        if not 0 < end - start < np.inf:
-            raise ValueError(f"t1 must be finite and later than t0; got t0={start}, t1={end}.")
-        return jnp.asarray(start + (end - start) * fraction, dtype), jnp.full((steps,), (end - start) / steps, dtype)
+            return start + (end - start) * jnp.asarray(fraction, dtype), jnp.broadcast_to(
+                (end - start) / steps, (steps,)
+            )
+        first, length = float(t0), float(t1) - float(t0)
+        if not 0 < length < np.inf:
+            raise ValueError(f"t1 must be finite and later than t0; got t0={first}, t1={float(t1)}.")
+        return jnp.asarray(first + length * fraction, dtype), jnp.full((steps,), length / steps, dtype)
     if jnp.shape(t1) != (steps + 1,):
         raise ValueError(
             f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and the last one ends; got "
@@ -81,8 +83,8 @@ def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Arra
             n = int(np.argmin(np.diff(grid) > 0))
             raise ValueError(f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}.")
         return jnp.asarray(grid[:-1], dtype), jnp.asarray(np.diff(grid), dtype)
-    grid = jnp.asarray(t1, dtype)
-    return grid[:-1], jnp.diff(grid)
+    traced = jnp.asarray(t1, dtype)
+    return traced[:-1], jnp.diff(traced)
 
 
 def _known(value: Any) -> bool:
@@ -103,10 +105,9 @@ def step_output(out: Any, u: State, has_aux: bool) -> None:
                 f"step must return (y_next, aux) with has_aux=True; got {_describe(out)}. Return a pair, or leave has_aux out."
             )
         out = out[0]
-    wanted, got = jax.tree.structure(u), jax.tree.structure(out)
-    if wanted != got:
+    if not _same_structure(u, out):
         hint = ""
-        if not has_aux and isinstance(out, tuple) and len(out) == 2 and jax.tree.structure(out[0]) == wanted:
+        if not has_aux and isinstance(out, tuple) and len(out) == 2 and _same_structure(out[0], u):
             hint = " It looks like (y_next, aux): pass has_aux=True."
         raise TypeError(f"step must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
     for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
@@ -126,12 +127,17 @@ def guess(value: Any, y0: State, intervals: int) -> State | str:
         return value
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
     got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
-    if jax.tree.structure(wanted) != jax.tree.structure(got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
+    if not _same_structure(wanted, got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
         raise ValueError(
             f"guess must be the level-0 C-point states after point 0, {_describe(wanted)}, like Solution.trajectory of a solve "
             f"with the same coarsening; got {_describe(got)}."
         )
     return jax.tree.map(jnp.asarray, value)
+
+
+def _same_structure(a: PyTree, b: PyTree) -> bool:
+    structures: list[Any] = [jax.tree.structure(a), jax.tree.structure(b)]
+    return bool(structures[0] == structures[1])
 
 
 def _aval(x: Any) -> str:

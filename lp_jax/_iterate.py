@@ -48,7 +48,9 @@ def iterate(solver: "Solver", levels: Sequence[Level], guess: State | None) -> t
         return u, Stats(jnp.asarray(spent, jnp.int32), skipped), jnp.asarray(not tolerant)
     if not tolerant:
         u, norms = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
-        stats = Stats(jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms.astype(skipped.dtype)]))
+        stats = Stats(
+            jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms.astype(skipped.dtype)])
+        )
         return u, stats, jnp.asarray(True)
 
     rtol, atol = (jnp.asarray(0 if tol is None else tol, skipped.dtype) for tol in (solver.rtol, solver.atol))

@@ -161,16 +161,29 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
     """Solve the level step after step. Same results as `sweep` from exact C-points."""
     if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
         return level.comm.cumsum(jax.tree.map(lambda g: g[:, 0], level.rhs), level.y0, reverse=level.reverse), None
-    run = functools.partial(_interval, level, advance or level.advance, level.factor)
+    advance = advance or level.advance
+    single = level.factor == 1 and level.expand is None
+    run = functools.partial(_interval, level, advance, level.factor)
 
     def body(u: State, operands: PyTree) -> tuple[State, PyTree]:
-        u, emitted = run(u, *operands)
+        xs, rhs = operands
+        if not single:
+            u, emitted = run(u, xs, rhs)
+        else:
+            u, emitted = advance(u, xs, level.shared)
+            u = _tree.add(u, rhs)
         return u, (u, emitted)
 
-    return lax.scan(body, level.y0, (level.xs, level.rhs), reverse=level.reverse)[1]
+    operands = (level.xs, level.rhs)
+    if single:  # no inner axis: XLA copies operands that enter two loops in two shapes
+        operands = _tree.merge(operands, level.steps)
+    exits, emitted = lax.scan(body, level.y0, operands, reverse=level.reverse)[1]
+    return exits, _tree.split(emitted, 1) if single else emitted
 
 
-def _interval(level: Level, advance: Advance, count: int, u: State, xs: PyTree, rhs: State | None):
+def _interval(
+    level: Level, advance: Advance, count: int, u: State, xs: PyTree, rhs: State | None
+) -> tuple[State, PyTree]:
     """``count`` steps from ``u`` through one interval; ``xs`` and ``rhs`` have leaves ``(factor, ...)``.
 
     The operands are indexed, not scanned over: under vmap a scanned operand would have its two leading axes

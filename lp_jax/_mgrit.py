@@ -1,8 +1,9 @@
 """Multigrid-reduction-in-time over the layers."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -11,14 +12,15 @@ from lp_jax._chain import Chain
 from lp_jax._cycle import VISITS, cascade, cycle
 from lp_jax._level import Advance, Level, Transfer, sweep
 from lp_jax._picard import Picard
-from lp_jax._pytree import settings
+from lp_jax._pytree import register
 from lp_jax._rediscretize import Rediscretize
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver, constant
 from lp_jax._types import State
 
 
-@settings(data=("rtol", "atol", "c_weight", "coarse_step", "coarsest"))
+@register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MGRIT(Solver):
     """Multigrid-reduction-in-time: all layers at once, iteratively, to the same answer as one after another.
 
@@ -77,7 +79,7 @@ class MGRIT(Solver):
     storage: str = "c_points"
     interval_map: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check.integer("levels", self.levels, least=1)
         _check.integer("iterations", self.iterations, least=1)
         _check.integer("min_coarse", self.min_coarse, least=1)
@@ -91,7 +93,9 @@ class MGRIT(Solver):
         _check.one_of("interval_map", self.interval_map, ("vmap", "loop", "auto"))
         for pair in self._transfers():
             if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))):
-                raise ValueError(f"spatial must be None or per level a pair (restrict, prolong) of functions; got {pair!r}.")
+                raise ValueError(
+                    f"spatial must be None or per level a pair (restrict, prolong) of functions; got {pair!r}."
+                )
 
     def c_relaxations(self, level: int) -> int:
         """Number of C-relaxations (each followed by F) in the pre-relaxation on ``level``."""
@@ -99,7 +103,7 @@ class MGRIT(Solver):
 
     def plan(self, steps: int) -> list[tuple[int, int]]:
         """(steps, coarsening factor) of every level, finest first; the coarsest has factor 1."""
-        sizes = []
+        sizes: list[tuple[int, int]] = []
         while len(sizes) + 1 < self.levels:
             factor = _at(_per_level(self.coarsening), len(sizes))
             coarse = -(-steps // factor)
@@ -176,7 +180,7 @@ class MGRIT(Solver):
         if self.spatial is None:
             return (None,)
         single = len(self.spatial) == 2 and all(map(callable, self.spatial))
-        return (self.spatial,) if single else tuple(self.spatial)
+        return cast(tuple[Transfer | None, ...], (self.spatial,) if single else self.spatial)
 
 
 def _per_level(setting: Any) -> tuple:

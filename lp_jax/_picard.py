@@ -1,5 +1,6 @@
 """Picard iteration: every layer evaluated at once, their increments added up."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._level import Advance, Level, grouped, identity, sweep
-from lp_jax._pytree import settings
+from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant
 from lp_jax._types import PyTree, SliceStep, State
 
 
-@settings(data=("rtol", "atol"))
+@register("rtol", "atol")
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Picard(Solver):
     r"""Fixed-point sweeps over all layers at once.
 
@@ -53,7 +55,7 @@ class Picard(Solver):
     atol: float | jax.Array | None = None
     around: str = "start"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check.integer("sweeps", self.sweeps, least=0)
         _check.one_of("around", self.around, ("start", "trajectory"))
 
@@ -104,14 +106,15 @@ class Picard(Solver):
 
     def _interval(self, step: SliceStep, u: State, xs: PyTree, states: State | None, shared: PyTree) -> State:
         """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
-        if states is None:  # every layer at the state that enters: no need to repeat it
-            stepped = jax.vmap(step, (None, 0, None))(u, xs, shared)
-            increments = jax.tree.map(lambda s, y: s - y[None], stepped, u)
-        else:
-            entries = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
-            increments = _tree.sub(jax.vmap(step, (0, 0, None))(entries, xs, shared), entries)
+        entries = _tree.repeat(u, _tree.leading(xs)) if states is None else _shifted(states, u)
+        increments = _tree.sub(jax.vmap(step, (0, 0, None))(entries, xs, shared), entries)
         for _ in range(self.sweeps - 1):
             sums = _tree.cumsum(increments)
             entries = jax.tree.map(lambda y, s: y[None] + jnp.concatenate([jnp.zeros_like(s[:1]), s[:-1]]), u, sums)
             increments = _tree.sub(jax.vmap(step, (0, 0, None))(entries, xs, shared), entries)
         return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments)
+
+
+def _shifted(states: State, u: State) -> State:
+    """States of an interval, moved by the change of the one that enters it."""
+    return jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)

@@ -14,6 +14,8 @@ from jax.extend import core as jex_core
 from lp_jax import _inputs, _tree
 from lp_jax._chain import Chain
 from lp_jax._comm import Local
+from lp_jax._level import Level
+from lp_jax._solver import Solver
 from lp_jax._types import Layer, PyTree, Slices, SliceStep, State, Step
 
 
@@ -122,7 +124,7 @@ def prepare(
     t1: Any,
     has_aux: bool,
     comm: Any,
-    solvers: Sequence[Any],
+    solvers: Sequence[Solver],
 ) -> tuple[Problem, Operands]:
     """Check the arguments of `solve`, trace the step once per level, and hoist what it closes over."""
     y0 = _inputs.state(y0)
@@ -154,7 +156,7 @@ def prepare(
     return problem, Operands(y0, slices, shared, tuple(closed_over))
 
 
-def _states_on_levels(solver: Any, steps: int, y0: State) -> list[State]:
+def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
     states = [jax.eval_shape(lambda y: y, y0)]
     for transfer in solver.transfers(steps):
         states.append(states[-1] if transfer is None else jax.eval_shape(transfer[0], states[-1]))
@@ -175,3 +177,47 @@ def _trace(
         if not known:
             closed_over.append(constant)
     return HoistedStep(closed.jaxpr, tuple(positions), jax.tree.structure(out))
+
+
+def hierarchy(
+    step: Step,
+    params: PyTree,
+    y0: State,
+    *,
+    shared: PyTree = None,
+    data: PyTree = None,
+    t0: Any = 0.0,
+    t1: Any = 1.0,
+    solver: Solver,
+) -> tuple[Level, ...]:
+    """The levels that `solve` works on, for building cycles by hand from `f_relax`, `c_relax`, `residual`, ...
+
+    Args:
+        step: as for `solve`, like all other arguments; without aux.
+        params: as for `solve`.
+        y0: as for `solve`.
+        shared: as for `solve`.
+        data: as for `solve`.
+        t0: as for `solve`.
+        t1: as for `solve`.
+        solver: gives the coarsening and the coarse steps.
+
+    Returns:
+        The levels, finest first.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> solver = lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize())
+        >>> levels = lp_jax.hierarchy(step, jnp.ones(64), jnp.ones(()), solver=solver)
+        >>> [level.steps for level in levels]
+        [64, 16, 4]
+        >>> u, residual_norm = lp_jax.cycle(solver, levels, lp_jax.cascade(solver, levels))
+        >>> u.shape
+        (16,)
+    """
+    _inputs.solver("solver", solver)
+    problem, operands = prepare(
+        step, params, y0, shared=shared, data=data, t0=t0, t1=t1, has_aux=False, comm=None, solvers=(solver,)
+    )
+    return solver.resolve(problem.steps).discretize(problem.chain(operands))

@@ -1,16 +1,19 @@
 """Solver settings as pytrees: numbers that may change without recompiling are leaves, the rest is structure."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 
+T = TypeVar("T")
 
-def settings(*, data: tuple[str, ...] = ()):
-    """Decorate a class as a frozen, keyword-only dataclass and pytree with the fields in ``data`` as its leaves."""
 
-    def decorate(cls):
-        cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        meta = [f.name for f in dataclasses.fields(cls) if f.name not in data]
-        return jax.tree_util.register_dataclass(cls, data_fields=list(data), meta_fields=meta)
+def register(*data: str) -> Callable[[type[T]], type[T]]:
+    """Register a dataclass as a pytree with the fields ``data`` as its leaves."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return jax.tree_util.register_dataclass(cls, list(data), [name for name in fields if name not in data])
 
     return decorate

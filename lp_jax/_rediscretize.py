@@ -1,5 +1,6 @@
 """Rediscretization: one step with stretched dt stands in for the layers of an interval."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._pytree import settings
+from lp_jax._pytree import register
 from lp_jax._types import PyTree, Slices
 
 
-@settings()
+@register()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rediscretize:
     """The field's standard coarse step: the user's own step, once per interval, with the interval's whole dt.
 
@@ -35,7 +37,7 @@ class Rediscretize:
 
     params: str | Callable[[PyTree], PyTree] = "inject"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not callable(self.params):
             _check.one_of("params", self.params, ("inject", "mean"), otherwise="or a function")
 

@@ -26,7 +26,9 @@ def f_relax(level: Level, u: State) -> State:
 
     def points(c: jax.Array, f: jax.Array, e: jax.Array) -> jax.Array:
         # the state that enters a step is the one that left the step before
-        parts = [c[:, None], f[:, None], e[:, 1 : m - 1]] if level.reverse else [e[:, 1 : m - 1], f[:, None], c[:, None]]
+        parts = (
+            [c[:, None], f[:, None], e[:, 1 : m - 1]] if level.reverse else [e[:, 1 : m - 1], f[:, None], c[:, None]]
+        )
         return jnp.concatenate(parts, axis=1)
 
     all_points = _tree.merge(jax.tree.map(points, u, last, entered), level.steps)

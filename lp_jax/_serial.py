@@ -1,7 +1,8 @@
 """Serial propagation: the oracle and the baseline."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,13 @@ from jax import lax
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._level import Advance, Level, march
-from lp_jax._pytree import settings
+from lp_jax._pytree import register
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 
 
-@settings()
+@register()
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Serial(Solver):
     """One layer after another, a ``lax.scan``; exact, and differentiated by JAX itself.
 
@@ -31,13 +33,13 @@ class Serial(Solver):
 
     checkpoint_every: int | None = None
 
-    rtol: ClassVar[None] = None
-    atol: ClassVar[None] = None
-    iterations: ClassVar[int] = 0
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
             _check.integer("checkpoint_every", self.checkpoint_every, least=1)
+
+    @property
+    def iterations(self) -> int:
+        return 0
 
     def stride(self, steps: int) -> int:
         return min(self.checkpoint_every or 1, steps)
@@ -55,9 +57,7 @@ class Serial(Solver):
         return march(levels[0], advance=advance)
 
 
-def propagate(
-    chain: Chain, advance: Advance, checkpoint_every: int | None
-) -> tuple[State, tuple[State, Any]]:
+def propagate(chain: Chain, advance: Advance, checkpoint_every: int | None) -> tuple[State, tuple[State, Any]]:
     """A ``lax.scan`` over the layers, to be differentiated by JAX.
 
     Returns:

@@ -48,7 +48,9 @@ class Solution(NamedTuple):
     def raise_if_failed(self) -> "Solution":
         """Return the solution itself, or raise `SolveError` with what happened and what to do. Not under jit."""
         if isinstance(self.result, jax.core.Tracer):
-            raise SolveError("raise_if_failed() was called under jit or another transformation; call it on what they return.")
+            raise SolveError(
+                "raise_if_failed() was called under jit or another transformation; call it on what they return."
+            )
         codes = {int(code) for code in jnp.ravel(self.result)} - {DONE}
         if codes:
             norms = ", ".join(f"{float(r):.3g}" for r in jnp.ravel(self.stats.residual_norms)[:12])
@@ -59,5 +61,8 @@ class Solution(NamedTuple):
 
 def result_code(y1: State, stats: Stats, met: jax.Array) -> jax.Array:
     """Fold what can go wrong into one code."""
-    finite = jnp.asarray([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(y1)]).all() & ~jnp.isinf(stats.residual_norms).any()
+    finite = (
+        jnp.asarray([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(y1)]).all()
+        & ~jnp.isinf(stats.residual_norms).any()
+    )
     return jnp.where(finite, jnp.where(met, DONE, NOT_CONVERGED), NON_FINITE).astype(jnp.int32)

@@ -13,9 +13,9 @@ import numpy as np
 from lp_jax import _inputs, _tree
 from lp_jax._adjoint import Checkpoints, solve_adjoint, with_c_points
 from lp_jax._iterate import Stats, iterate
+from lp_jax._level import Advance, Operand
 from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Operands, Problem, prepare
-from lp_jax._level import Advance, Operand
 from lp_jax._serial import Serial, propagate
 from lp_jax._solution import Solution, result_code
 from lp_jax._solver import Solver
@@ -43,7 +43,7 @@ def solve(
     data: PyTree = None,
     t0: Any = 0.0,
     t1: Any = 1.0,
-    solver: Solver = MGRIT(),  # noqa: B008 (frozen)
+    solver: Solver = MGRIT(),
     adjoint_solver: Solver | None = None,
     guess: str | State = "constant",
     comm: Any = None,
@@ -142,6 +142,9 @@ def solve_vjp(
     return Solution(y1, **rest), pullback
 
 
+Output = tuple[State, dict[str, Any]]
+
+
 class _Other(NamedTuple):
     """Operands that are not differentiated."""
 
@@ -166,7 +169,18 @@ class _Spec:
 
 
 def _prepare(
-    step, params, y0, shared, data, t0, t1, solver, adjoint_solver, guess, comm, has_aux
+    step: Step,
+    params: PyTree,
+    y0: State,
+    shared: PyTree,
+    data: PyTree,
+    t0: Any,
+    t1: Any,
+    solver: Solver,
+    adjoint_solver: Solver | None,
+    guess: Any,
+    comm: Any,
+    has_aux: bool,
 ) -> tuple[_Spec, tuple[list[jax.Array], _Other]]:
     adjoint_solver = solver if adjoint_solver is None else adjoint_solver
     _inputs.solver("solver", solver)
@@ -217,23 +231,23 @@ def _build(spec: _Spec) -> _Program:
     backward = jax.jit(functools.partial(_backward, spec))
 
     @jax.custom_vjp
-    def iterated(differentiable: list[jax.Array], other: _Other):
+    def iterated(differentiable: list[jax.Array], other: _Other) -> Output:
         return forward(differentiable, other, keep=False)[0]
 
-    def fwd(differentiable: list[jax.Array], other: _Other):
+    def fwd(differentiable: list[jax.Array], other: _Other) -> tuple[Output, Any]:
         out, checkpoints = forward(differentiable, other, keep=True)
         return out, (differentiable, other, checkpoints)
 
-    def bwd(residuals, cotangents):
+    def bwd(residuals: Any, cotangents: Output) -> tuple[Any, None]:
         return backward(*residuals, cotangents[0])[0], None
 
     iterated.defvjp(fwd, bwd)
     serial = jax.jit(functools.partial(_serial, spec))
 
-    def run(differentiable: list[jax.Array], other: _Other):
+    def run(differentiable: list[jax.Array], other: _Other) -> Output:
         return (serial if _is_serial(spec, other) else iterated)(differentiable, other)
 
-    def vjp(differentiable: list[jax.Array], other: _Other):
+    def vjp(differentiable: list[jax.Array], other: _Other) -> tuple[Output, Callable[[State], Any]]:
         if _is_serial(spec, other):
             y1, pull, rest = jax.vjp(lambda d: serial(d, other), differentiable, has_aux=True)
             return (y1, rest), lambda ct: (pull(ct)[0], _no_stats(ct))
@@ -248,10 +262,11 @@ def _is_serial(spec: _Spec, other: _Other) -> bool:
     return all(isinstance(solver, Serial) for solver in solvers)
 
 
-def _serial(spec: _Spec, differentiable: list[jax.Array], other: _Other):
+def _serial(spec: _Spec, differentiable: list[jax.Array], other: _Other) -> Output:
     operands = spec.operands(differentiable, other.leaves)
     chain = spec.problem.chain(operands)
     solver = other.solver.resolve(chain.steps)
+    assert isinstance(solver, Serial)
     y1, (states, aux) = propagate(chain, spec.problem.step_with_aux(0), solver.checkpoint_every)
     stride = solver.stride(chain.steps)
     kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
@@ -259,7 +274,9 @@ def _serial(spec: _Spec, differentiable: list[jax.Array], other: _Other):
     return y1, _rest(y1, trajectory, aux, _no_stats(y1), jnp.asarray(True))
 
 
-def _forward(spec: _Spec, differentiable: list[jax.Array], other: _Other, *, keep: bool):
+def _forward(
+    spec: _Spec, differentiable: list[jax.Array], other: _Other, *, keep: bool
+) -> tuple[Output, Checkpoints | None]:
     operands = spec.operands(differentiable, other.leaves)
     chain = spec.problem.chain(operands)
     solver = other.solver.resolve(chain.steps)
@@ -272,7 +289,9 @@ def _forward(spec: _Spec, differentiable: list[jax.Array], other: _Other, *, kee
     keep_states = keep and solver.keeps_states
     step = spec.problem.step_with_aux(0)
     before = u
-    u, emitted = solver.finish(levels, before, _emit(step, keep_states) if keep_states or spec.problem.has_aux else None)
+    u, emitted = solver.finish(
+        levels, before, _emit(step, keep_states) if keep_states or spec.problem.has_aux else None
+    )
     states, aux = (None, None) if emitted is None else emitted
     y1 = chain.comm.last(u, reverse=False)
     out = (y1, _rest(y1, u, _tree.merge(aux, chain.steps), stats, met))
@@ -283,7 +302,9 @@ def _forward(spec: _Spec, differentiable: list[jax.Array], other: _Other, *, kee
     return out, Checkpoints(u, f_relaxed_from=None if u is before else before)
 
 
-def _backward(spec: _Spec, differentiable: list[jax.Array], other: _Other, checkpoints: Checkpoints, cotangent: State):
+def _backward(
+    spec: _Spec, differentiable: list[jax.Array], other: _Other, checkpoints: Checkpoints, cotangent: State
+) -> tuple[list[jax.Array], Stats]:
     operands = spec.operands(differentiable, other.leaves)
     chain = spec.problem.chain(operands)
     stride = other.solver.resolve(chain.steps).stride(chain.steps)

@@ -8,7 +8,7 @@ from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._iterate import iterate
 from lp_jax._level import Advance, Level, Operand, Transfer, grouped
-from lp_jax._types import PyTree, SliceStep, State
+from lp_jax._types import PyTree, State
 
 
 class Solver(abc.ABC):
@@ -18,8 +18,8 @@ class Solver(abc.ABC):
     structure. A solver with fixed effort also stands in for the coarse steps of `MGRIT` (`coarsen`).
     """
 
-    rtol: Any
-    atol: Any
+    rtol: Any = None
+    atol: Any = None
 
     @property
     @abc.abstractmethod

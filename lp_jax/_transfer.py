@@ -44,7 +44,6 @@ def _coarse_steps(coarse: Level, v: State) -> State:
         return entries
     xs = _tree.merge(coarse.xs, coarse.steps)
 
-    def one(operands):
-        return coarse.step(*operands, coarse.shared)
-
-    return jax.lax.map(one, (entries, xs)) if coarse.looped else jax.vmap(one)((entries, xs))
+    if coarse.looped:
+        return jax.lax.map(lambda operands: coarse.step(operands[0], operands[1], coarse.shared), (entries, xs))
+    return jax.vmap(lambda u, x: coarse.step(u, x, coarse.shared))(entries, xs)

@@ -1,6 +1,7 @@
 """Arithmetic on pytrees, and the stacking of layers into intervals."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(total)
 
 
-def real_dtype(tree: PyTree, at_least=None) -> jnp.dtype:
+def real_dtype(tree: PyTree, at_least: Any = None) -> Any:
     """The real floating dtype that all leaves of a state promote to."""
     dtypes = [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)]
     with jax.numpy_dtype_promotion("standard"):

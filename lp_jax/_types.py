@@ -27,7 +27,7 @@ class Layer(NamedTuple):
     data: PyTree
     t: jax.Array
     dt: jax.Array
-    index: jax.Array
+    index: jax.Array  # type: ignore[assignment]
     level: int
 
 
@@ -41,7 +41,7 @@ class Slices(NamedTuple):
     data: PyTree
     t: jax.Array
     dt: jax.Array
-    index: jax.Array
+    index: jax.Array  # type: ignore[assignment]
     valid: jax.Array | None = None
 
 

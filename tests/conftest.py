@@ -52,6 +52,14 @@ def shared_data() -> Path:
     return _require("data")
 
 
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For modules whose time is XLA's, spent on many small programs that run once each."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
     """Lets optax run: its Adam raises floats to an integer step count, which strict promotion refuses."""

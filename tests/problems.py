@@ -65,7 +65,9 @@ class Dense(NamedTuple):
         z = np.load(folder / "dense_problem.npz")
         params = jnp.asarray(z["smooth_W"].swapaxes(1, 2)), jnp.asarray(z["smooth_b"])
         serial = {t: jnp.asarray(z[f"smooth_T{t:.0f}_serial"]) for t in (1.0, 4.0)}
-        return cls(params, jnp.asarray(z["smooth_y0"]), jnp.asarray(z["smooth_target"]), jnp.asarray(z["smooth_guess"]), serial)
+        return cls(
+            params, jnp.asarray(z["smooth_y0"]), jnp.asarray(z["smooth_target"]), jnp.asarray(z["smooth_guess"]), serial
+        )
 
 
 def conv_step(y, layer):

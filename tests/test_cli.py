@@ -357,7 +357,8 @@ def test_missing_and_damaged_files_are_told_in_one_line(cli, mnist, tmp_path):
 
 def program(*args, **kwargs):
     """The command in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     return subprocess.Popen(
         [sys.executable, *map(str, args)],
         env=environment,

@@ -108,7 +108,9 @@ def test_solvers():
     trajectory = lp_jax.Picard(around="trajectory")
     halve = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
     with refused(ValueError, 'around="trajectory"', "spatial"):
-        solve(y0=dense_state(2, 4), params=dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve))
+        solve(
+            y0=dense_state(2, 4), params=dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve)
+        )
 
 
 def test_guesses():

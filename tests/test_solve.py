@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import doctest
-import functools
 import importlib
 import pkgutil
 from pathlib import Path
@@ -67,7 +66,10 @@ def test_solve_is_pure():
     first = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
     lp_jax.solve(dense_step, PARAMS, 5 * Y0, solver=solver)
     again = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
-    assert all(jnp.array_equal(a, b, equal_nan=True) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
+    assert all(
+        jnp.array_equal(a, b, equal_nan=True)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
+    )
 
 
 @pytest.mark.parametrize("levels, steps", [(1, 32), (5, 1), (3, 3)])
@@ -83,7 +85,9 @@ def test_one_level_is_serial_bit_for_bit(levels, steps):
 
 
 def test_tolerances_stop_the_loop():
-    history = lp_jax.solve(dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT)).stats.residual_norms
+    history = lp_jax.solve(
+        dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT)
+    ).stats.residual_norms
     assert np.isnan(history[0])
     for k in (3, 5):
         for tolerance in ({"atol": float(history[k - 1])}, {"rtol": float(history[k - 1] / history[1])}):
@@ -112,7 +116,12 @@ def test_layer_fields():
     seen = {}
 
     def step(y, layer):
-        jax.debug.callback(lambda i, t, dt: seen.setdefault(layer.level, set()).add((int(i), float(t), float(dt))), layer.index, layer.t, layer.dt)
+        jax.debug.callback(
+            lambda i, t, dt: seen.setdefault(layer.level, set()).add((int(i), float(t), float(dt))),
+            layer.index,
+            layer.t,
+            layer.dt,
+        )
         return y + 0 * layer.params
 
     times = np.asarray([0.0, 1, 2, 4, 8, 16, 32, 64, 128])  # 7 of 8: the last interval is short
@@ -134,10 +143,11 @@ def test_rules_of_rediscretization():
     for n in (32, 30):
         params = jax.tree.map(lambda x, n=n: x[:n], PARAMS)
         for name, rule in rules.items():
-            run = lambda r, p=params: lp_jax.solve(  # noqa: E731
-                dense_step, p, Y0, solver=lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize(params=r)), t1=4.0
-            ).y1
-            np.testing.assert_allclose(run(rule), run(name), rtol=1e-13)
+            solvers = [
+                lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize(params=r)) for r in (rule, name)
+            ]
+            got, wanted = (lp_jax.solve(dense_step, params, Y0, solver=s, t1=4.0).y1 for s in solvers)
+            np.testing.assert_allclose(got, wanted, rtol=1e-13)
 
 
 def test_settings_are_hashable_pytrees():
@@ -164,12 +174,7 @@ def test_unhashable_steps_work():
 def test_pieces_compose_under_jit():
     """The public pieces make up a cycle by hand."""
     solver = lp_jax.MGRIT(coarsening=4, relaxation="FCF", coarse_step=INJECT)
-    from lp_jax._problem import prepare
-
-    problem, operands = prepare(
-        dense_step, PARAMS, Y0, shared=None, data=None, t0=0.0, t1=1.0, has_aux=False, comm=None, solvers=(solver,)
-    )
-    fine, coarse = solver.discretize(problem.chain(operands))
+    fine, coarse = lp_jax.hierarchy(dense_step, PARAMS, Y0, solver=solver)
 
     @jax.jit
     def by_hand(u):
@@ -188,7 +193,11 @@ def test_pieces_compose_under_jit():
 
 
 def modules():
-    return [m.name for m in pkgutil.iter_modules([str(ROOT)], "lp_jax.") if m.name.startswith("lp_jax._") and m.name != "lp_jax.__main__"]
+    return [
+        m.name
+        for m in pkgutil.iter_modules([str(ROOT)], "lp_jax.")
+        if m.name.startswith("lp_jax._") and m.name != "lp_jax.__main__"
+    ]
 
 
 @pytest.mark.parametrize("name", [*modules(), "lp_jax"])
@@ -215,7 +224,11 @@ def test_imports_form_a_dag():
         skipped = {id(n) for node in ast.walk(tree) if isinstance(node, ast.If) for n in ast.walk(node)}
         uses = set()
         for node in ast.walk(tree):
-            if id(node) in skipped or not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("lp_jax"):
+            if (
+                id(node) in skipped
+                or not isinstance(node, ast.ImportFrom)
+                or not (node.module or "").startswith("lp_jax")
+            ):
                 continue
             names = [node.module.split(".")[1]] if "." in node.module else [a.name for a in node.names]
             uses |= {n for n in names if n.startswith("_")}
@@ -233,7 +246,8 @@ def test_the_core_needs_jax_alone():
     import subprocess
     import sys
 
-    code = "import sys, lp_jax; print(sorted({'flax', 'optax', 'orbax', 'click', 'rich', 'matplotlib', 'sklearn'} & set(sys.modules)))"
+    extras = {"flax", "optax", "orbax", "click", "rich", "matplotlib", "sklearn"}
+    code = f"import sys, lp_jax; print(sorted({extras} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -242,7 +256,6 @@ def test_neighbours_are_reached_in_one_place():
     """Shifting a state to the next worker is the comm's business alone."""
     for path in ROOT.glob("_*.py"):
         if path.stem != "_comm":
-            assert not {"ppermute", "pcast", "sendrecv", "psum"} & set(path.read_text().replace("(", " ").replace(".", " ").split())
-
-
-_ = functools
+            assert not {"ppermute", "pcast", "sendrecv", "psum"} & set(
+                path.read_text().replace("(", " ").replace(".", " ").split()
+            )

@@ -10,7 +10,8 @@ import pytest
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error, serial_loss_and_gradient
 
 import lp_jax
-from lp_jax._problem import prepare
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MEAN = lp_jax.Rediscretize(params="mean")
 COARSE_STEPS = {
@@ -26,10 +27,7 @@ COARSE_STEPS = {
 
 
 def levels_of(solver, step, params, y0, t1=1.0):
-    problem, operands = prepare(
-        step, params, y0, shared=None, data=None, t0=0.0, t1=t1, has_aux=False, comm=None, solvers=(solver,)
-    )
-    return solver.discretize(problem.chain(operands))
+    return lp_jax.hierarchy(step, params, y0, t1=t1, solver=solver)
 
 
 def serial_states(step, params, y0, t1):
@@ -37,7 +35,7 @@ def serial_states(step, params, y0, t1):
     n = jax.tree.leaves(params)[0].shape[0]
     states, y = [], y0
     for i in range(n):
-        p = jax.tree.map(lambda x: x[i], params)
+        p = jax.tree.map(lambda x, i=i: x[i], params)
         y = step(y, lp_jax.Layer(p, None, None, jnp.asarray(i * t1 / n), jnp.asarray(t1 / n), jnp.int32(i), 0))
         states.append(y)
     return jnp.stack(states)
@@ -181,7 +179,9 @@ def test_iterations_do_not_grow_with_depth(coarse_step):
     counts = []
     for n in (64, 256, 1024, 4096):
         levels = 2 + round(math.log(n / 64, 4))  # the same 16 coarsest steps for all
-        solver = lp_jax.MGRIT(levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=COARSE_STEPS[coarse_step])
+        solver = lp_jax.MGRIT(
+            levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=COARSE_STEPS[coarse_step]
+        )
         solution, pull = lp_jax.solve_vjp(dense_step, smooth_params(n), dense_state(2, 6), t1=2.0, solver=solver)
         _, adjoint = pull(solution.y1)
         assert int(solution.result) == 0
@@ -295,7 +295,7 @@ def test_evaluation_counts(interval_map, skip, relaxation):
     solver = lp_jax.MGRIT(iterations=forward_cycles, **fields)
     nu = [solver.c_relaxations(level) for level in range(3)]
     counter = Counter()
-    solution, pull = lp_jax.solve_vjp(
+    _, pull = lp_jax.solve_vjp(
         counter.step,
         jnp.ones(n),
         jnp.ones(()),

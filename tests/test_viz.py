@@ -119,7 +119,8 @@ def test_gradient_errors_and_the_runs_own():
 
 
 def test_gradient_errors_that_are_zero_or_alone_have_a_title_too():
-    assert "is 0 with Picard" in viz.gradient_errors({"Picard": [0.0]}, iterations="sweeps").get_suptitle()
+    figure = viz.gradient_errors({"Picard": [0.5, 0.0, 0.0]}, iteration="sweep")
+    assert figure.get_suptitle() == "After 3 sweeps, the gradient error is 0 with Picard"
 
 
 SOLVERS = {

@@ -40,7 +40,7 @@ class Group(click.Group):
     """A group of commands whose help lists examples, and which shows it when called alone."""
 
     def __init__(self, *args: Any, examples: Examples = (), **kwargs: Any):
-        super().__init__(*args, invoke_without_command=True, **kwargs)
+        super().__init__(*args, **{"invoke_without_command": True} | kwargs)
         self.examples = examples
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -72,7 +72,7 @@ def pictures(
         "hierarchy.png": viz.hierarchy(solver, settings.layers, t1=settings.t1, adjoint_solver=adjoint_solver),
     }
     if first.log.of("probe"):
-        figures["residuals.png"] = viz.residuals(first.log.rows)
+        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=_iteration(solver))
         figures["gradient_error.png"] = _gradient_errors(made, first, solver, adjoint_solver)
     paths = [folder / name for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):
@@ -98,8 +98,13 @@ def _gradient_errors(made: Experiment, run: Run, solver: Solver, adjoint_solver:
     return viz.gradient_errors(
         errors,
         run=(mark, solver.iterations, error(solver, adjoint_solver)),
-        iterations="cycles" if isinstance(solver, MGRIT) else "sweeps",
+        iteration=_iteration(solver),
+        choice="coarse step" if isinstance(solver, MGRIT) else "solver",
     )
+
+
+def _iteration(solver: Solver) -> str:
+    return "sweep" if isinstance(solver, Picard) else "cycle"
 
 
 @contextlib.contextmanager

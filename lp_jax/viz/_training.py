@@ -53,13 +53,14 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
-def residuals(rows: Rows, *, moments: int = 4) -> Figure:
+def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figure:
     """Residual norm per cycle, forward and adjoint, at a few moments of training.
 
     Args:
         rows: rows of a `lp_jax.train.Log`; those of kind "probe" with columns ``forward_residual_1``, ... and
             ``adjoint_residual_1``, ... are drawn.
         moments: how many of them, evenly chosen, first and last included.
+        iteration: what one is called.
 
     Raises:
         ValueError: if there are none.
@@ -69,7 +70,7 @@ def residuals(rows: Rows, *, moments: int = 4) -> Figure:
         raise ValueError("rows holds no row of kind 'probe' with residual norms.")
     chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, moments).round().astype(int)))]
     histories = {solve: [_history(row, solve) for row in chosen] for solve in ("forward", "adjoint")}
-    fig = figure(_residuals_title([norms for all_norms in histories.values() for norms in all_norms]))
+    fig = figure(_residuals_title([norms for all_norms in histories.values() for norms in all_norms], iteration))
     axes = fig.subplots(1, 2)
     for ax, (solve, norms_at) in zip(axes, histories.items(), strict=True):
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
@@ -90,9 +91,9 @@ def residuals(rows: Rows, *, moments: int = 4) -> Figure:
         longest = max(len(norms) for norms in norms_at)
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        dress(ax, x="cycle", y="residual norm", title=f"{solve.capitalize()} solve")
+        dress(ax, x=iteration, y="residual norm", title=f"{solve.capitalize()} solve")
         if all(math.isnan(norms[0]) for norms in norms_at):
-            note = "cycle 1 starts from the coarsest level:\nnothing is measured there"
+            note = f"{iteration} 1 starts from the coarsest level:\nnothing is measured there"
             white = {"color": "white", "pad": 2}
             ax.text(0.03, 0.03, note, transform=ax.transAxes, fontsize=NOTE, color=GREY, va="bottom", bbox=white)
     legend(axes[0], loc="upper right")
@@ -100,14 +101,19 @@ def residuals(rows: Rows, *, moments: int = 4) -> Figure:
 
 
 def gradient_errors(
-    errors: Mapping[str, Sequence[float]], *, run: tuple[str, int, float] | None = None, iterations: str = "cycles"
+    errors: Mapping[str, Sequence[float]],
+    *,
+    run: tuple[str, int, float] | None = None,
+    iteration: str = "cycle",
+    choice: str = "coarse step",
 ) -> Figure:
     r"""Relative error of the layer-parallel gradient against the number of iterations, a line for each solver.
 
     Args:
         errors: for each solver's name, its errors after 1, 2, 3, ... iterations, forward and adjoint alike.
         run: what a training run used: a label, its forward iterations, its gradient error. Drawn as a star.
-        iterations: what they are called.
+        iteration: what one is called.
+        choice: what the names are of.
 
     Raises:
         ValueError: for no errors.
@@ -120,7 +126,7 @@ def gradient_errors(
     """
     if not errors:
         raise ValueError("errors is empty; give the errors of at least one solver.")
-    fig = figure(_errors_title(errors, iterations))
+    fig = figure(_errors_title(errors, iteration))
     ax = fig.subplots()
     for i, (name, values) in enumerate(errors.items()):
         ax.plot(
@@ -148,8 +154,16 @@ def gradient_errors(
     logarithmic(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.06)
-    dress(ax, x=f"{iterations}, forward and adjoint", y="relative error of the gradient")
-    ax.legend(fontsize=LABEL, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    dress(ax, x=f"{iteration}s, forward and adjoint", y="relative error of the gradient")
+    ax.legend(
+        title=choice,
+        title_fontsize=LABEL,
+        alignment="left",
+        fontsize=LABEL,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+    )
     return fig
 
 
@@ -194,25 +208,25 @@ def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
     return np.array(unflat(f"{solve}_residual", dict(row)))
 
 
-def _residuals_title(histories: Sequence[np.ndarray]) -> str:
+def _residuals_title(histories: Sequence[np.ndarray], iteration: str) -> str:
     factors: list[float] = []
     for norms in histories:
         measured = norms[~np.isnan(norms)]
         factors += (measured[:-1] / measured[1:]).tolist()
     if not factors:
-        return "Residual norm in each cycle"
+        return f"Residual norm in each {iteration}"
     low, high = min(factors), max(factors)
     if low < 1:
-        return f"The residual norm grows in some cycles, by up to {_number(1 / low)}"
-    return f"Each cycle divides the residual norm by {_number(low)} to {_number(high)}"
+        return f"The residual norm grows in some {iteration}s, by up to {_number(1 / low)}"
+    return f"Each {iteration} divides the residual norm by {_number(low)} to {_number(high)}"
 
 
-def _errors_title(errors: Mapping[str, Sequence[float]], iterations: str) -> str:
+def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:
     """The best and the worst after two iterations: later on, rounding may hide the difference."""
-    count = min(2, *(len(values) for values in errors.values()))
+    count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
     at = {name: values[count - 1] for name, values in errors.items()}
     worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
-    title = f"After {count} {iterations}, the gradient error is {_number(at[worst])} with {worst}"
+    title = f"After {count} {iteration}{'s' * (count > 1)}, the gradient error is {_number(at[worst])} with {worst}"
     return title if worst == best else f"{title},\n{_number(at[best])} with {best}"
 
 
