@@ -155,7 +155,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         contenders.append(Contender(name=name, call=trainer, facts=facts | trainer.facts))
     names = {f"PyTorch, {n} thread{'s' * (n > 1)}": n for n in options.torch_threads}
     names = {name: n for name, n in names.items() if wanted(name, options)}
-    if names and (reason := _why_no_torch()) is not None:
+    if names and (reason := why_no_torch()) is not None:
         return Field(contenders, [("PyTorch", reason)])
     for name, threads in names.items():
         from benchmarks.torch_loop import TorchTrainer
@@ -172,7 +172,8 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     return Field(contenders, [])
 
 
-def _why_no_torch() -> str | None:
+def why_no_torch() -> str | None:
+    """The reason to leave PyTorch out, or None."""
     if jax.default_backend() != "cpu":
         return "its loop is timed on a CPU only"
     try:
@@ -219,7 +220,7 @@ SUITE = Suite(
     title="Training step of a convolutional ResNet",
     about=__doc__ or "",
     examples=[
-        ("", "the three rows, a quarter of an hour on 2 cores"),
+        ("", "the three rows"),
         ("--quick", "a tiny row, to see that all works"),
         ("--rows 8,64 --rounds 30", "one row, with more rounds"),
         ("--threads 1 --torch-threads 1", "one thread for everyone"),

@@ -1,0 +1,278 @@
+"""The benchmarks: arithmetic on fake clocks, and each suite end to end on a tiny problem. Nothing here asserts on time."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import dense, report, resnet
+from benchmarks.command import Progress, run
+from benchmarks.convolution import CONVOLUTIONS
+from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
+from benchmarks.manifest import manifest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Bench:
+    """Contenders whose calls take the times that they are told to, one after another, on a clock that stands still else."""
+
+    def __init__(self):
+        self.now = self.worked = 0.0
+        self.log = []
+        self.clock = Clock(lambda: self.now, lambda: self.worked)
+
+    def contender(self, name, seconds, *, cores=1.0):
+        seconds = iter(seconds)
+
+        def call():
+            took = next(seconds)
+            self.now += took
+            self.worked += cores * took
+            self.log.append(name)
+
+        return Contender(name=name, call=call, before=lambda: self.log.append(f"before {name}"))
+
+    def calls(self):
+        return [entry for entry in self.log if not entry.startswith("before")]
+
+
+def test_rounds_are_interleaved_after_the_warm_up():
+    bench = Bench()
+    names = ["a", "b", "c"]
+    measure([bench.contender(n, [1.0] * 9) for n in names], rounds=7, warmup=2, clock=bench.clock)
+    calls = bench.calls()
+    assert calls[:6] == ["a", "a", "b", "b", "c", "c"]
+    rounds = [calls[i : i + 3] for i in range(6, len(calls), 3)]
+    assert len(rounds) == 7
+    assert all(sorted(r) == names for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert rounds == [[names[i] for i in order(3, r)] for r in range(7)]
+
+
+def test_before_runs_ahead_of_every_sample_and_off_the_clock():
+    bench = Bench()
+    contender = bench.contender("a", [1.0] * 3)
+
+    def slow():
+        bench.now += 100.0
+        bench.log.append("before a")
+
+    (timing,) = measure([Contender(name="a", call=contender.call, before=slow)], rounds=2, clock=bench.clock)
+    assert bench.log == ["before a", "a"] * 3
+    assert timing.seconds == [1.0, 1.0]
+
+
+def test_median_and_quartiles():
+    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0)
+    assert Spread.of([1.0, 2.0, 3.0, 4.0]) == (2.5, 1.75, 3.25)
+
+
+def test_ratios_are_formed_within_a_round():
+    bench = Bench()
+    disturbed = [1.0, 10.0, 1.0, 100.0, 1.0]  # the machine, round by round
+    contenders = [
+        bench.contender("base", [1.0, *disturbed]),
+        bench.contender("twice", [2.0, *(2 * d for d in disturbed[:4]), 8.0]),
+    ]
+    base, twice = summary(contenders, measure(contenders, rounds=5, clock=bench.clock))
+    assert base["ratio"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+    assert twice["ratio"]["median"] == pytest.approx(2.0)
+    assert twice["seconds"]["median"] == pytest.approx(8.0)  # the ratio of medians would be 8
+    assert twice["samples"] == pytest.approx([2.0, 20.0, 2.0, 200.0, 8.0])
+
+
+def test_ratios_need_rounds_that_both_were_in():
+    base = Timing([0, 1, 2, 3], [1.0, 2.0, 4.0, 8.0], [1.0] * 4, 1)
+    assert ratios(Timing([0, 2], [3.0, 4.0], [1.0] * 2, 1), base) == [3.0, 1.0]
+
+
+def test_short_calls_are_repeated_within_a_sample():
+    bench = Bench()
+    contender = bench.contender("a", [0.25] * 100)
+    (timing,) = measure([contender], rounds=2, warmup=1, min_time=0.9, clock=bench.clock)
+    assert timing.calls == 4
+    assert len(bench.calls()) == 1 + 2 * 4
+    assert timing.seconds == pytest.approx([0.25, 0.25])
+
+
+def test_who_exceeds_the_budget_sits_out_but_not_the_baseline():
+    bench = Bench()
+    contenders = [bench.contender(name, [2.0] * 9) for name in ("base", "slow")]
+    base, slow = measure(contenders, rounds=8, budget=7.0, clock=bench.clock)
+    assert base.rounds == list(range(8))
+    assert slow.rounds == [0, 1, 2, 3]
+    base, slow = measure([bench.contender(n, [2.0] * 9) for n in "ab"], rounds=8, budget=1.0, clock=bench.clock)
+    assert slow.rounds == [0, 1, 2]  # never fewer than three
+
+
+def test_busy_cores():
+    bench = Bench()
+    contender = bench.contender("a", [1.0] * 4, cores=1.5)
+    (entry,) = summary([contender], measure([contender], rounds=3, clock=bench.clock))
+    assert entry["cores"] == pytest.approx(1.5)
+
+
+def test_relative_error():
+    assert relative_error(
+        {"a": jnp.array([3.0, 1.0]), "b": jnp.array(2.0)}, {"a": jnp.array([3.0, 4.0]), "b": 0.0}
+    ) == (pytest.approx(np.sqrt(13) / 5))
+
+
+def test_manifest_says_where_a_result_comes_from():
+    m = manifest("benchmarks.resnet", ["--rows", "3,32", "--out", "a folder"])
+    assert m.keys() == {
+        *("date", "command", "commit", "dirty", "versions", "device", "system", "processor", "cores", "threads"),
+        *("load_before", "environment"),
+    }
+    assert m["command"] == "python -m benchmarks.resnet --rows 3,32 --out 'a folder'"
+    assert m["versions"].keys() == {"lp_jax", "python", "jax", "jaxlib", "numpy", "torch"}
+    assert m["versions"]["jax"] == jax.__version__
+    assert m["device"] == {
+        "platform": jax.default_backend(),
+        "kind": jax.devices()[0].device_kind,
+        "count": jax.device_count(),
+    }
+    assert m["cores"] >= 1
+    assert m["threads"]["jax"] >= 1
+    json.dumps(m)
+
+
+def test_progress_off_a_terminal_is_a_line_every_few_seconds():
+    now, stream = [0.0], io.StringIO()
+    progress = Progress(stream, every=5.0, clock=lambda: now[0])
+    for second in range(12):
+        now[0] = float(second)
+        progress(f"at {second}")
+    progress.clear()
+    assert stream.getvalue().splitlines() == ["[   5 s] at 5", "[  10 s] at 10"]
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (1234.5, 3, "1234"),
+        (0.0512, 2, "0.051"),
+        (1.0, 3, "1.00"),
+        (2e-6, 2, "2.0e-06"),
+        (float("nan"), 2, "–"),
+        (None, 2, "–"),
+    ],
+)
+def test_numbers_in_tables(value, digits, text):
+    assert report.number(value, digits) == text
+
+
+def test_table_without_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    bench = Bench()
+    contenders = [bench.contender(name, [1.0] * 4) for name in ("first", "second")]
+    entries = summary(contenders, measure(contenders, rounds=3, clock=bench.clock))
+    row = {"title": "a row", "contenders": [e | {"gradient_error": 0.0, "residual_norm": None} for e in entries]}
+    report.show(row)
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == "a row"
+    assert [line.split("|")[1].strip() for line in lines[4:]] == ["first", "second"]
+    assert len({len(line) for line in lines[2:]}) == 1
+
+
+@pytest.mark.parametrize("name", [c for c in CONVOLUTIONS if c != "nchw"])
+@pytest.mark.parametrize("batch", [7, 20])
+def test_convolutions_agree(name, batch):
+    rng = np.random.default_rng(0)
+    x, target = (jnp.asarray(rng.normal(size=(batch, c, 5, 6))) for c in (2, 3))
+    w, b = jnp.asarray(rng.normal(size=(3, 2, 3, 3))), jnp.asarray(rng.normal(size=3))
+
+    def loss(name, x, w, b):
+        convolution = CONVOLUTIONS[name]
+        return jnp.sum(jnp.sin(convolution.restore(convolution.apply(convolution.lay_out(x), w, b)) * target))
+
+    value_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
+    (value, gradient), (expected, exact) = (value_and_gradient(n, x, w, b) for n in (name, "nchw"))
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    assert relative_error(gradient, exact) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "4"], "two whole numbers"),
+        (["--rows", "0,3"], "two whole numbers"),
+        (["--rounds", "0"], "whole number above 0"),
+        (["--budget", "soon"], "number of seconds"),
+        (["--threads", "-1"], "whole number above 0"),
+    ],
+)
+@pytest.mark.parametrize("suite", [resnet.SUITE, dense.SUITE], ids=lambda suite: suite.name)
+def test_bad_options_are_refused_with_what_is_wanted(suite, arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(suite, arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NPROC", "1")  # as it is set by the command, for this process
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        run(dense.SUITE, ["--quick", "--out", str(tmp_path / "file" / "folder")])
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_missing_torch_is_told_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "pip install" in resnet.why_no_torch()
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "names"),
+    [
+        (
+            "resnet",
+            ["--only", "2 levels", "PyTorch, 1", "--torch-threads", "1"],
+            ["lax.scan", "MGRIT 2 levels, Picard 1"],
+        ),
+        ("dense", ["--only", "m = 16, Picard 1, vmap"], ["lax.scan", "2 levels, m = 16, Picard 1, vmap"]),
+    ],
+)
+def test_quick_suite_end_to_end(suite, options, names, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.{suite}",
+        "--quick",
+        "--min-time",
+        "0",
+        "--out",
+        str(tmp_path),
+        *options,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / f"{suite}.json").read_text())
+    (row,) = result["rows"]
+    contenders = {c["name"]: c for c in row["contenders"]}
+    torch = {c for c in contenders if "PyTorch" in c} | {left["name"] for left in result["left_out"]}
+    assert [c for c in contenders if "PyTorch" not in c] == names
+    assert len(torch) == (suite == "resnet")
+    for contender in contenders.values():
+        assert len(contender["samples"]) == 3
+        assert contender["seconds"].keys() == contender["ratio"].keys() == {"median", "q1", "q3"}
+        assert contender["threads"] >= 1
+    baseline, iterated = (contenders[name] for name in names)
+    assert baseline["gradient_error"] == 0
+    assert baseline["residual_norm"] is None
+    assert 1e-7 < iterated["gradient_error"] < 0.1
+    assert iterated["residual_norm"] > 0
+    assert iterated["temporary_bytes"] > 0
+    for name in torch & contenders.keys():
+        assert contenders[name]["gradient_error"] < 1e-4
+    table = (tmp_path / f"{suite}.md").read_text()
+    assert all(name in table and name in done.stdout for name in contenders)
+    assert (tmp_path / f"{suite}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 3

@@ -1,0 +1,83 @@
+"""What the compiled gradient costs in memory, by XLA's own account, and how large the program is."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from problems import INJECT, dense_step
+
+import lp_jax
+
+N, BATCH, F32 = 1024, 32, jnp.float32
+
+
+def compiled(gradient, n=N, width=64):
+    shapes = (
+        (jax.ShapeDtypeStruct((n, width, width), F32), jax.ShapeDtypeStruct((n, width), F32)),
+        jax.ShapeDtypeStruct((BATCH, width), F32),
+    )
+    return jax.jit(jax.value_and_grad(gradient)).lower(*shapes).compile()
+
+
+def scanned(params, y0):
+    def body(y, layer):
+        return y + jnp.float32(1 / N) * jnp.tanh(y @ layer[0] + layer[1][None]), None
+
+    return jnp.sum(jax.lax.scan(body, y0, params)[0] ** 2)
+
+
+def solved(solver):
+    return lambda params, y0: jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver).y1 ** 2)
+
+
+def temporary(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("coarse_step", [lp_jax.Picard(sweeps=1), INJECT], ids=["picard", "inject"])
+def test_memory_of_the_gradient(coarse_step):
+    """One state per interval is kept, not two per layer: the reason to recompute."""
+    scan = temporary(compiled(scanned))
+
+    def share(interval_map, **fields):
+        solver = lp_jax.MGRIT(coarsening=16, iterations=2, coarse_step=coarse_step, interval_map=interval_map, **fields)
+        return temporary(compiled(solved(solver))) / scan
+
+    assert share("loop", storage="c_points") <= 0.28  # injection copies the coarse layers' parameters, 1/16 of all
+    if isinstance(coarse_step, lp_jax.Picard):
+        assert share("loop", storage="c_points") <= 0.25
+    assert share("vmap", storage="c_points") <= 1.5
+
+
+def test_no_copy_of_the_parameters():
+    """The stacked parameters are read where they are: wide layers and a small state leave no other explanation."""
+    n, width = 256, 128
+    parameters = n * width * width * 4
+    for interval_map in ("loop", "vmap"):
+        solver = lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=lp_jax.Picard(sweeps=0), interval_map=interval_map)
+        forward = jax.jit(lambda p, y, s=solver: lp_jax.solve(dense_step, p, y, solver=s).y1)
+        shapes = (
+            (jax.ShapeDtypeStruct((n, width, width), F32), jax.ShapeDtypeStruct((n, width), F32)),
+            jax.ShapeDtypeStruct((1, width), F32),
+        )
+        temp = temporary(forward.lower(*shapes).compile())
+        one_layer_per_interval = parameters / 16
+        assert temp < (0.1 * parameters if interval_map == "loop" else 1.5 * one_layer_per_interval)
+
+
+def test_program_does_not_grow_with_depth():
+    """64 times as many layers make the same program: loops, not unrolled steps."""
+
+    def size(n):
+        solver = lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=INJECT)
+        return len(compiled(solved(solver), n, width=8).as_text().splitlines())
+
+    assert size(4096) < 1.1 * size(64)
+
+
+def test_serial_is_a_plain_scan():
+    """`Serial` and one level compile to the program of a hand-written scan, as far as memory and size tell."""
+    scan = compiled(scanned)
+    for solver in (lp_jax.Serial(), lp_jax.MGRIT(levels=1)):
+        program = compiled(solved(solver))
+        assert temporary(program) <= 1.01 * temporary(scan)
+        assert program.cost_analysis()["flops"] <= 1.02 * scan.cost_analysis()["flops"]
