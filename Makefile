@@ -46,7 +46,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(TRAIN) ## train a deep network on handwritten digits layer-parallel; results in runs/digits
-	@$(VENV)/bin/lp-jax train digits --out $(OUT) $(ARGS)
+	@$(VENV)/bin/lp-jax train digits --out $(OUT) $(if $(wildcard $(OUT)/config.json),--resume) $(ARGS)
 
 test: env lint ## run the linter, the type checker and every test, those of MPI included
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
