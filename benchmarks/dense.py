@@ -117,7 +117,7 @@ def draw(result: report.Result) -> Figure:
     """Time, error, memory and compilation over the number of layers; one line of panels per width."""
     widths = sorted({row["width"] for row in result["rows"]})
     fig = report.figure(result, width=16, height=2.2 + 3.3 * len(widths))
-    panels, below = fig.subfigures(2, 1, height_ratios=[1, 0.11 / len(widths) ** 0.5])
+    panels, below = fig.subfigures(2, 1, squeeze=False, height_ratios=[1, 0.11 / len(widths) ** 0.5])[:, 0]
     grid = panels.subplots(len(widths), len(_PANELS), squeeze=False, sharex=True, sharey="col")
     for line, (axes, width) in enumerate(zip(grid, widths, strict=True)):
         first, last = line == 0, line == len(widths) - 1

@@ -134,10 +134,11 @@ class Trainer:
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     """The baseline first: a scan with the chosen convolution."""
     size, batch = (8, 4) if options.quick else (28, 50)
+    chosen = options.conv or ("products" if jax.default_backend() == "cpu" else "nhwc")
     problem = Problem.random(*row, size=size, batch=batch)
-    entries: list[tuple[str, str, Propagate, str]] = [("lax.scan", "scan", scan, options.conv)]
-    entries += [(f"lax.scan, {c} conv", "other scan", scan, c) for c in CONVOLUTIONS if c != options.conv]
-    entries += [(name, family, propagate, options.conv) for name, (family, propagate) in SOLVERS.items()]
+    entries: list[tuple[str, str, Propagate, str]] = [("lax.scan", "scan", scan, chosen)]
+    entries += [(f"lax.scan, {c} conv", "other scan", scan, c) for c in CONVOLUTIONS if c != chosen]
+    entries += [(name, family, propagate, chosen) for name, (family, propagate) in SOLVERS.items()]
     contenders: list[Contender] = []
     exact = None
     for name, family, propagate, convolution in entries:
@@ -200,9 +201,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conv",
         choices=list(CONVOLUTIONS),
-        default="products",
         help="formulation of the convolution for baseline and solvers; the scan is timed with the others too "
-        "(default: products, matrix products over the channels)",
+        "(default: products on a CPU, else nhwc)",
     )
     parser.add_argument(
         "--torch-threads",
@@ -211,7 +211,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=range(1, 257),
         metavar="N",
         default=[1, 2],
-        help="(default: 1 2)",
+        help="of PyTorch, each a contender (default: 1 2)",
     )
 
 

@@ -41,7 +41,8 @@ class MGRIT(Solver):
             with fixed effort: `Picard`, `Serial`.
         coarsest: solver of the coarsest level: `Serial`, or `Picard`.
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
-            or None where the state keeps its size.
+            or None where the state keeps its size. Needs C-relaxation there ("FCF"): what a restriction drops is corrected by
+            nothing else.
         storage: what the adjoint finds: "c_points" (one state per interval; the others are recomputed) or "all".
         interval_map: "vmap" (all intervals as one batch), "loop" (one after another, least memory), or "auto": loop on
             a CPU, batch on an accelerator.
@@ -148,7 +149,7 @@ class MGRIT(Solver):
         for number, (steps, factor) in enumerate(plan[1:], 1):
             finer = levels[-1]
             span = finer.span * finer.factor
-            parts = self.coarse_step.coarsen(chain, number, span)
+            parts = self.coarse_step.coarsen(chain, number, span, looped=looped)
             levels.append(
                 Level.of(
                     **parts,

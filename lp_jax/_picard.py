@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
@@ -89,7 +90,7 @@ class Picard(Solver):
     def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
         return u, None if advance is None else sweep(levels[0], u, advance=advance)[1]
 
-    def coarsen(self, chain: Chain, level: int, span: int) -> dict[str, Any]:
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
         self.require_fixed_effort()
         step, xs = grouped(chain.step_on(level), chain.slices, chain.steps, span)
         if self.sweeps == 0:
@@ -97,24 +98,40 @@ class Picard(Solver):
 
         def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
             x, states = x
-            return self._interval(step, u, x, states, shared)
+            return self._interval(step, u, x, states, shared, looped)
 
         def anchor(xs: PyTree, states: State) -> PyTree:
             return (xs[0], states)
 
         return {"step": solve_interval, "xs": (xs, None), "anchor": anchor if self.around == "trajectory" else None}
 
-    def _interval(self, step: SliceStep, u: State, xs: PyTree, states: State | None, shared: PyTree) -> State:
+    def _interval(
+        self, step: SliceStep, u: State, xs: PyTree, states: State | None, shared: PyTree, looped: bool
+    ) -> State:
         """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
-        entries = _tree.repeat(u, _tree.leading(xs)) if states is None else _shifted(states, u)
-        increments = _tree.sub(jax.vmap(step, (0, 0, None))(entries, xs, shared), entries)
+        if states is None:
+            entries = _tree.repeat(u, _tree.leading(xs))
+        else:  # moved by the change of the state that enters
+            entries = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
         for _ in range(self.sweeps - 1):
-            sums = _tree.cumsum(increments)
+            sums = _tree.cumsum(_increments(step, entries, xs, shared, looped))
             entries = jax.tree.map(lambda y, s: y[None] + jnp.concatenate([jnp.zeros_like(s[:1]), s[:-1]]), u, sums)
-            increments = _tree.sub(jax.vmap(step, (0, 0, None))(entries, xs, shared), entries)
-        return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments)
+        if not looped:
+            increments = _increments(step, entries, xs, shared, looped)
+            return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments)
+
+        def add(total: State, operands: tuple[State, PyTree]) -> tuple[State, None]:
+            y, x = operands
+            return _tree.add(total, _tree.sub(step(y, x, shared), y)), None
+
+        return lax.scan(add, u, (entries, xs))[0]
 
 
-def _shifted(states: State, u: State) -> State:
-    """States of an interval, moved by the change of the one that enters it."""
-    return jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
+def _increments(step: SliceStep, entries: State, xs: PyTree, shared: PyTree, looped: bool) -> State:
+    """What every layer of an interval adds to its state, leaves ``(span, ...)``."""
+
+    def one(operands: tuple[State, PyTree]) -> State:
+        y, x = operands
+        return _tree.sub(step(y, x, shared), y)
+
+    return lax.map(one, (entries, xs)) if looped else jax.vmap(one)((entries, xs))

@@ -41,7 +41,7 @@ class Rediscretize:
         if not callable(self.params):
             _check.one_of("params", self.params, ("inject", "mean"), otherwise="or a function")
 
-    def coarsen(self, chain: Chain, level: int, span: int) -> dict[str, Any]:
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
         """The step and operands of the coarse level whose steps span ``span`` layers."""
         slices = chain.slices
         if callable(self.params):

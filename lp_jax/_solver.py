@@ -67,8 +67,18 @@ class Solver(abc.ABC):
         u, _, _ = iterate(self, levels, guess)
         return self.finish(levels, u, None)[0]
 
-    def coarsen(self, chain: Chain, level: int, span: int) -> dict[str, Any]:
-        """This solver, run on the ``span`` layers of each interval, as the step of a coarse level."""
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
+        """This solver, run on the ``span`` layers of each interval, as the step of a coarse level.
+
+        Args:
+            chain: all layers.
+            level: number of the coarse level.
+            span: number of layers in an interval.
+            looped: whether layers that do not depend on each other run one after another or as a batch.
+
+        Returns:
+            Fields of the `Level`: ``step``, ``xs`` and, where the step asks for states, ``anchor``.
+        """
         self.require_fixed_effort()
         step, slices = grouped(chain.step_on(level), chain.slices, chain.steps, span)
 

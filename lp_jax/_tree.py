@@ -26,7 +26,7 @@ def blend(weight: jax.Array | float, a: PyTree, b: PyTree) -> PyTree:
         return a
 
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
-        w = jnp.asarray(weight, jnp.finfo(x.dtype).dtype)
+        w = jnp.asarray(weight).astype(x.dtype)
         return w * x + (1 - w) * y
 
     return jax.tree.map(leaf, a, b)

@@ -251,6 +251,7 @@ def test_spatial_coarsening_keeps_the_fixed_point(cycle, interval_map):
         levels=3,
         coarsening=2,
         iterations=16,
+        relaxation="FCF",
         cycle=cycle,
         coarse_step=INJECT,
         spatial=(SPATIAL, None),
