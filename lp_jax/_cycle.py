@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from lp_jax._level import Level
-from lp_jax._relax import c_relax, f_relax, residual, residual_and_entering
+from lp_jax._relax import c_relax, f_relax, pre_relax, residual_and_entering
 from lp_jax._transfer import coarse_rhs, correct, prolong, restrict
 from lp_jax._types import State
 
@@ -33,13 +33,14 @@ def cycle(
         The corrected C-points, and the residual norm over the C-points after pre-relaxation, before correction.
     """
     fine, *coarser = levels
-    for _ in range(mgrit.c_relaxations(depth)):
-        u = c_relax(fine, u, mgrit.c_weight)
+    nu, weight = mgrit.c_relaxations(depth), mgrit.c_weight
     if fine.span == 1 and any(level.anchor for level in coarser):
+        for _ in range(nu):
+            u = c_relax(fine, u, weight)
         r, states = residual_and_entering(fine, u)
         coarser = [level.anchored(states) for level in coarser]
     else:
-        r = residual(fine, u)
+        u, r = pre_relax(fine, u, nu, weight)
     v = restrict(fine, u)
     rhs = coarse_rhs(coarser[0], v, restrict(fine, r))
     w = coarse_solve(mgrit, [coarser[0].with_rhs(rhs), *coarser[1:]], v, kind=kind or mgrit.cycle, depth=depth + 1)

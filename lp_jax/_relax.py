@@ -6,6 +6,7 @@ over them, so "F-relaxation, then ..." is part of what it computes.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lp_jax import _tree
 from lp_jax._level import Advance, Level, sweep
@@ -47,6 +48,22 @@ def c_relax(level: Level, u: State, weight: jax.Array | float = 1.0) -> State:
 def residual(level: Level, u: State) -> State:
     """F-relaxation, then the residual at the C-points, ``r_c = Phi(u[c-1]) + g_c - u_c``. F-points have none."""
     return _tree.sub(sweep(level, u)[0], u)
+
+
+def pre_relax(level: Level, u: State, count: int, weight: jax.Array | float) -> tuple[State, State]:
+    """``count`` times `c_relax`, then `residual`, as one loop over the sweeps that both are.
+
+    Returns:
+        The C-points, and the residual there.
+    """
+
+    def body(carry: tuple[State, State], _: None) -> tuple[tuple[State, State], None]:
+        u, swept = carry
+        u = _tree.blend(weight, swept, u)
+        return (u, sweep(level, u)[0]), None
+
+    (u, swept), _ = lax.scan(body, (u, u), length=count + 1)
+    return u, _tree.sub(swept, u)
 
 
 def entering(level: Level, u: State) -> State:

@@ -138,7 +138,7 @@ def test_options_build_the_solver_that_they_name():
 
 
 def test_the_adjoint_follows_what_is_set():
-    assert _solver.build({}) == (_solver.DEFAULT_SOLVER, _solver.DEFAULT_ADJOINT_SOLVER)
+    assert _solver.build({}) == (_solver.DEFAULT_SOLVER, _solver.DEFAULT_SOLVER)
     forward, adjoint = _solver.build({"iterations": "4"})
     assert forward.iterations == adjoint.iterations == 4
     assert _solver.build({"serial": True}) == (lp_jax.Serial(), lp_jax.Serial())
@@ -146,10 +146,7 @@ def test_the_adjoint_follows_what_is_set():
         lp_jax.Picard(sweeps=3),
         lp_jax.Picard(sweeps=2),
     )
-    assert (
-        _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1]
-        == _solver.DEFAULT_ADJOINT_SOLVER
-    )
+    assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1] == _solver.DEFAULT_SOLVER
 
 
 @pytest.mark.parametrize("text", ["4", "1e-3", "F,FCF", "vmap"])

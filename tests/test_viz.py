@@ -86,7 +86,7 @@ def test_curves_without_evaluations_or_with_gaps():
 def test_residuals_show_first_and_last_probe():
     probes = [probe(step, [None, 1.0, 0.1], [None, 0.5, 0.01]) for step in range(1, 12)]
     figure = viz.residuals(probes, moments=3)
-    assert figure.get_suptitle() == "Each cycle divides the residual norm by 10 to 50"
+    assert figure.get_suptitle() == "A cycle divides the residual norm by 10 to 50"
     forward, adjoint = figure.axes
     assert [line.get_label() for line in forward.lines] == ["step 1", "step 6", "step 11"]
     np.testing.assert_array_equal(forward.lines[0].get_xdata(), [2, 3])
@@ -163,7 +163,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, monkeypat
 
         return call
 
-    monkeypatch.setattr(_cycle, "residual", watched(_cycle.residual))
+    monkeypatch.setattr(_cycle, "pre_relax", watched(_cycle.pre_relax))
     monkeypatch.setattr(_serial, "march", watched(_serial.march))
     solver = lp_jax.MGRIT(
         levels=levels, coarsening=2, iterations=1, cycle=kind, skip_downcycle=False, coarse_step=INJECT

@@ -92,11 +92,10 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         dress(ax, x=iteration, y="residual norm", title=f"{solve.capitalize()} solve")
-        if all(math.isnan(norms[0]) for norms in norms_at):
-            note = f"{iteration} 1 starts from the coarsest level:\nnothing is measured there"
-            white = {"color": "white", "pad": 2}
-            ax.text(0.03, 0.03, note, transform=ax.transAxes, fontsize=NOTE, color=GREY, va="bottom", bbox=white)
     legend(axes[0], loc="upper right")
+    if all(math.isnan(norms[0]) for norms_at in histories.values() for norms in norms_at):
+        note = f"{iteration.capitalize()} 1 starts from the coarsest level and measures nothing. Norms level off at rounding."
+        fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")
     return fig
 
 
@@ -209,16 +208,16 @@ def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
 
 
 def _residuals_title(histories: Sequence[np.ndarray], iteration: str) -> str:
-    factors: list[float] = []
-    for norms in histories:
-        measured = norms[~np.isnan(norms)]
-        factors += (measured[:-1] / measured[1:]).tolist()
+    """The first factor of each history: later on rounding may hide how fast it falls, though not that it grows."""
+    histories = [norms[~np.isnan(norms)] for norms in histories]
+    factors = [(norms[:-1] / norms[1:]).tolist() for norms in histories if len(norms) > 1]
     if not factors:
         return f"Residual norm in each {iteration}"
-    low, high = min(factors), max(factors)
-    if low < 1:
-        return f"The residual norm grows in some {iteration}s, by up to {_number(1 / low)}"
-    return f"Each {iteration} divides the residual norm by {_number(low)} to {_number(high)}"
+    lowest = min(min(f) for f in factors)
+    if lowest < 1:
+        return f"The residual norm grows in some {iteration}s, by up to {_number(1 / lowest)}"
+    first = [f[0] for f in factors]
+    return f"A {iteration} divides the residual norm by {_number(min(first))} to {_number(max(first))}"
 
 
 def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:
