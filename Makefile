@@ -49,7 +49,7 @@ demo: $(TRAIN) ## train a deep network on handwritten digits layer-parallel; res
 	@$(VENV)/bin/lp-jax train digits --out $(OUT) $(if $(wildcard $(OUT)/config.json),--resume) $(ARGS)
 
 test: env lint ## run the linter, the type checker and every test, those of MPI included
-	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(TEST) ## run the linter, the formatter's check and the type checker
 	$(PY) -m ruff check .

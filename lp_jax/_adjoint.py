@@ -3,9 +3,14 @@
 With lam[N] the cotangent of the last state, ``lam[n] = (dPhi_n/du at u[n])^T lam[n+1]`` is a chain of steps that runs
 from the last layer to the first. Transposing every forward level, linearised at one consistent trajectory, gives the
 levels of the adjoint solve; the solvers do not know the difference.
+
+The finest level is linearised at the states that the forward solve's final sweep met, which fixes what the adjoint solve
+converges to; a coarse level, which only decides how fast, at the C-points that the sweep left behind.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,16 +28,18 @@ from lp_jax._types import PyTree, Slices, State
 
 
 class Checkpoints(NamedTuple):
-    """What the forward solve leaves for the adjoint: the trajectory after its final sweep, in one of two forms.
+    """What the forward solve leaves for the adjoint.
 
     Attributes:
-        c_points: states that leave every interval of the forward solve's finest level, ``(intervals, ...)``.
-        f_relaxed_from: C-points from which the final sweep got its F-points, where they are others, ``(intervals, ...)``.
-        states: states that enter every layer, ``(N, ...)``; None where they are to be recomputed.
+        c_points: states that leave every interval of the forward solve's finest level, after its final sweep,
+            ``(intervals, ...)``.
+        swept_from: the same before the final sweep: from these all states that it met can be recomputed. None where they
+            are ``c_points``.
+        states: states that entered every layer in the final sweep, ``(N, ...)``; None where they are to be recomputed.
     """
 
     c_points: State
-    f_relaxed_from: State | None = None
+    swept_from: State | None = None
     states: State | None = None
 
 
@@ -62,15 +69,26 @@ def solve_adjoint(
     """
     forward = solver.discretize(chain)
     fine = forward[0]
+    swept_from = checkpoints.c_points if checkpoints.swept_from is None else checkpoints.swept_from
     anchored = any(level.anchor for level in forward)  # coarse steps linearised at all states
-    if checkpoints.states is None and stride == fine.factor > 1 and fine.looped and not anchored:
-        c_points, before = checkpoints.c_points, checkpoints.f_relaxed_from
-        entered, every = fine.entries(c_points), stride
-        recompute_from = entered if before is None else fine.entries(before)
+    recompute = checkpoints.states is None and stride == fine.factor > 1 and fine.looped and not anchored
+    if recompute:
+        states = fine.entries(swept_from)
+    elif checkpoints.states is not None:
+        states = checkpoints.states
     else:
-        entered, every, recompute_from = all_states(chain, checkpoints, stride, looped=fine.looped), 1, None
-        forward = tuple(level.anchored(entered) for level in forward)
-    levels = _transposed(forward, entered, every, recompute_from, y1_cotangent)
+        states = entering(chain.finest(stride, looped=fine.looped), swept_from)
+    if not recompute:
+        forward = tuple(level.anchored(states) for level in forward)
+
+    def entering_coarse(span: int) -> State:
+        """States that enter every ``span``-th layer, C-relaxed where they are C-points of the forward solve."""
+        if span % stride:
+            return jax.tree.map(lambda x: x[::span], states)
+        c_points = chain.comm.shift(checkpoints.c_points, chain.y0, reverse=False)
+        return jax.tree.map(lambda x: x[:: span // stride], c_points)
+
+    levels = _transposed(forward, states, entering_coarse, y1_cotangent, recompute=recompute)
 
     start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
     lam, stats, met = iterate(solver, levels, start)
@@ -87,59 +105,45 @@ def solve_adjoint(
     )
 
 
-def all_states(chain: Chain, checkpoints: Checkpoints, stride: int, *, looped: bool) -> State:
-    """States that enter every layer, recomputed from the C-points if need be."""
-    if checkpoints.states is not None:
-        return checkpoints.states
-    level = chain.finest(stride, looped=looped)
-    if checkpoints.f_relaxed_from is None:
-        return entering(level, checkpoints.c_points)
-    states = _tree.split(entering(level, checkpoints.f_relaxed_from), stride)
-    return _tree.merge(with_c_points(level, states, checkpoints.c_points), chain.steps)
-
-
-def with_c_points(level: Level, states: State, u: State) -> State:
-    """States that enter every step, ``(intervals, factor, ...)``, with ``u`` at the C-points."""
-    return jax.tree.map(lambda x, c: x.at[:, 0].set(c), states, level.entries(u))
-
-
 def _transposed(
-    forward: Sequence[Level], entered: State, every: int, recompute_from: State | None, cotangent: State
+    forward: Sequence[Level],
+    states: State,
+    entering_coarse: Callable[[int], State],
+    cotangent: State,
+    *,
+    recompute: bool = False,
 ) -> tuple[Level, ...]:
-    """Every level's adjoint, linearised at ``entered``: the states that enter every ``every``-th layer."""
-    levels: list[Level] = []
-    states, stride = entered, every
-    for level in forward:
-        if level.span > stride:
-            states = jax.tree.map(lambda x, k=level.span // stride: x[::k], states)
-            stride = level.span
-        levels.append(_transpose(level, states, cotangent, recompute_from if level is forward[0] else None))
-        if level.transfer is not None:
-            states = jax.vmap(level.transfer[0])(states)
-            restrict, _ = _transposed_transfer(level)
+    """Every level's adjoint: the finest linearised at ``states``, a coarse one at ``entering_coarse(span)``."""
+    levels = [_transpose(forward[0], states, cotangent, recompute=recompute)]
+    transfers: list[Callable[[State], State]] = []
+    for finer, level in itertools.pairwise(forward):
+        if finer.transfer is not None:
+            transfers.append(jax.vmap(finer.transfer[0]))
+            restrict, _ = _transposed_transfer(finer)
             cotangent = restrict(cotangent)
+        at = functools.reduce(lambda u, transfer: transfer(u), transfers, entering_coarse(level.span))
+        levels.append(_transpose(level, at, cotangent))
     return tuple(levels)
 
 
-def _transpose(level: Level, states: State, cotangent: State, recompute_from: State | None) -> Level:
+def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool = False) -> Level:
     """The adjoint of a level at ``states``, those that enter its steps.
 
-    With ``recompute_from`` these are only the states that enter its intervals, and those that enter the other steps are
-    recomputed, interval by interval, from ``recompute_from``.
+    With ``recompute`` these are only the states that enter its intervals; those that enter the other steps are recomputed
+    from them, interval by interval, whenever they are needed.
     """
 
     def step(lam: State, x: tuple[Operand, State], shared: PyTree) -> State:
         operand, u = x
         return jax.vjp(lambda u: level.step(u, operand, shared), u)[1](lam)[0]
 
-    def expand(x: tuple[Operand, State, State], shared: PyTree) -> tuple[Operand, State]:
-        operands, first, start = x
-        return operands, _tree.put(_interval_states(level, operands, start, shared), first, 0)
+    def expand(x: tuple[Operand, State], shared: PyTree) -> tuple[Operand, State]:
+        operands, u = x
+        return operands, _interval_states(level, operands, u, shared)
 
-    recompute = recompute_from is not None
     return dataclasses.replace(
         level,
-        xs=(level.xs, states, recompute_from) if recompute else (level.xs, _tree.split(states, level.factor)),
+        xs=(level.xs, states if recompute else _tree.split(states, level.factor)),
         y0=cotangent,
         step=identity if level.step is identity else step,
         reverse=True,

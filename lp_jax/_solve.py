@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import _inputs, _tree
-from lp_jax._adjoint import Checkpoints, solve_adjoint, with_c_points
+from lp_jax._adjoint import Checkpoints, solve_adjoint
 from lp_jax._iterate import Stats, iterate
 from lp_jax._level import Advance, Operand
 from lp_jax._mgrit import MGRIT
@@ -298,8 +298,8 @@ def _forward(
     if not keep:
         return out, None
     if keep_states:
-        return out, Checkpoints(u, states=_tree.merge(with_c_points(fine, states, u), chain.steps))
-    return out, Checkpoints(u, f_relaxed_from=None if u is before else before)
+        return out, Checkpoints(u, states=_tree.merge(states, chain.steps))
+    return out, Checkpoints(u, swept_from=None if u is before else before)
 
 
 def _backward(

@@ -19,7 +19,9 @@ def step(y, layer):
     """A pytree state, shared parameters, float and key data, times and indices: whatever a layer can see."""
     a, b = y["a"], y["b"]
     gate = jnp.tanh(a @ layer.params["w"] + layer.shared["bias"][None] + layer.data["x"][None])
-    mask = jax.random.bernoulli(layer.data["key"], 0.8, gate.shape).astype(gate.dtype)
+    # bits of the key itself: a generator in every step would be most of what is compiled here
+    bits = jax.random.key_data(layer.data["key"])[-1] >> jnp.arange(WIDTH, dtype=jnp.uint32)
+    mask = (bits & jnp.uint32(1)).astype(gate.dtype)[None]
     decay = layer.shared["rate"] * jnp.cos(layer.t) + 0.01 * layer.index.astype(gate.dtype)
     return {"a": a + layer.dt * gate * mask, "b": b + layer.dt * (jnp.sum(a**2) * layer.params["s"] - decay * b)}
 

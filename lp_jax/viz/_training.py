@@ -209,7 +209,7 @@ def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
 
 def _residuals_title(histories: Sequence[np.ndarray], iteration: str) -> str:
     """The first factor of each history: later on rounding may hide how fast it falls, though not that it grows."""
-    histories = [norms[~np.isnan(norms)] for norms in histories]
+    histories = [norms[norms > 0] for norms in histories]  # neither unmeasured nor exactly solved
     factors = [(norms[:-1] / norms[1:]).tolist() for norms in histories if len(norms) > 1]
     if not factors:
         return f"Residual norm in each {iteration}"
