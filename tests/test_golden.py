@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import INJECT, Dense, cases, conv_step, dense_step, relative_error
+from problems import INJECT, Dense, cases, conv_step, dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
 from lp_jax import _tree
@@ -317,3 +317,20 @@ def test_gradient_error_by_coarse_step(golden, dense, case):
         )
         error = relative_error(gradient(forward, adjoint), exact)
         assert abs(error - probed) <= 0.05 * probed, (coarse_step, error, probed)
+
+
+@pytest.mark.parametrize("t1, probed", [(1.0, (2.3e-1, 3.0e-2, 1.7e-3, 5.4e-5)), (4.0, (1.1, 1.2e-1, 2.9e-2, 3.6e-3))])
+def test_gradient_error_on_rough_weights(t1, probed):
+    """The probe's rows for weights independent from layer to layer. Its draw is not stored, so this is another: factor 2."""
+    params, y0, target = dense_params(64, 8), dense_state(4, 8), dense_state(4, 8, seed=2)
+
+    def gradient(forward, adjoint):
+        solution, pull = lp_jax.solve_vjp(dense_step, params, y0, t1=t1, solver=forward, adjoint_solver=adjoint)
+        return pull(solution.y1 - target)[0].params
+
+    exact = gradient(lp_jax.Serial(), lp_jax.Serial())
+    coarse_steps = (INJECT, lp_jax.Rediscretize(params="mean"), lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
+    for coarse_step, wanted in zip(coarse_steps, probed, strict=True):
+        solvers = [lp_jax.MGRIT(levels=3, coarsening=4, iterations=k, coarse_step=coarse_step) for k in (2, 1)]
+        error = relative_error(gradient(*solvers), exact)
+        assert wanted / 2 < error < 2 * wanted, (coarse_step, error, wanted)
