@@ -40,7 +40,8 @@ def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
 
 def logarithmic(ax: Axes) -> None:
     """A logarithmic y-axis, if any line has a value to show on it."""
-    if any(np.nanmax(line.get_ydata(), initial=0) > 0 for line in ax.lines):
+    heights: list[Any] = [line.get_ydata() for line in ax.lines]
+    if any(np.nanmax(y, initial=0) > 0 for y in heights):
         ax.set_yscale("log")
 
 
