@@ -25,8 +25,11 @@ def scanned(params, y0):
     return jnp.sum(jax.lax.scan(body, y0, params)[0] ** 2)
 
 
-def solved(solver):
-    return lambda params, y0: jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver).y1 ** 2)
+def solved(solver, adjoint_solver=None):
+    def loss(params, y0):
+        return jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1 ** 2)
+
+    return loss
 
 
 def temporary(program):
@@ -35,17 +38,22 @@ def temporary(program):
 
 @pytest.mark.parametrize("coarse_step", [lp_jax.Picard(sweeps=1), INJECT], ids=["picard", "inject"])
 def test_memory_of_the_gradient(coarse_step):
-    """One state per interval is kept, not two per layer: the reason to recompute."""
+    """A few states per interval are kept, not some per layer: the reason to recompute.
+
+    Two cycles forward, one backward. A plain scan's gradient takes three states per layer with jax 0.10, two with jax 0.12.
+    """
     scan = temporary(compiled(scanned))
 
-    def share(interval_map, **fields):
-        solver = lp_jax.MGRIT(coarsening=16, iterations=2, coarse_step=coarse_step, interval_map=interval_map, **fields)
-        return temporary(compiled(solved(solver))) / scan
+    def share(interval_map):
+        forward, adjoint = (
+            lp_jax.MGRIT(coarsening=16, iterations=k, coarse_step=coarse_step, interval_map=interval_map) for k in (2, 1)
+        )
+        return temporary(compiled(solved(forward, adjoint))) / scan
 
-    assert share("loop", storage="c_points") <= 0.28  # injection copies the coarse layers' parameters, 1/16 of all
-    if isinstance(coarse_step, lp_jax.Picard):
-        assert share("loop", storage="c_points") <= 0.25
-    assert share("vmap", storage="c_points") <= 1.5
+    # injection copies the parameters of the layers that it injects
+    copied = N // 16 * 64 * 64 * 4 / scan if coarse_step is INJECT else 0
+    assert share("loop") <= 0.25 + copied
+    assert share("vmap") <= 1.5
 
 
 def test_no_copy_of_the_parameters():
