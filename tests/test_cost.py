@@ -46,7 +46,8 @@ def test_memory_of_the_gradient(coarse_step):
 
     def share(interval_map):
         forward, adjoint = (
-            lp_jax.MGRIT(coarsening=16, iterations=k, coarse_step=coarse_step, interval_map=interval_map) for k in (2, 1)
+            lp_jax.MGRIT(coarsening=16, iterations=k, coarse_step=coarse_step, interval_map=interval_map)
+            for k in (2, 1)
         )
         return temporary(compiled(solved(forward, adjoint))) / scan
 
