@@ -40,21 +40,29 @@ def temporary(program):
 def test_memory_of_the_gradient(coarse_step):
     """A few states per interval are kept, not some per layer: the reason to recompute.
 
-    Two cycles forward, one backward. A plain scan's gradient takes three states per layer with jax 0.10, two with jax 0.12.
+    A plain scan's gradient takes three states per layer with jax 0.10, two with jax 0.12. Against three, the bounds hold for
+    two cycles forward and two backward; against two (measured there: 0.36 looped, 1.7 batched), for two and one.
     """
     scan = temporary(compiled(scanned))
+    three_states_per_layer = scan > 0.9 * 3 * N * BATCH * 64 * 4
 
-    def share(interval_map):
+    def share(interval_map, cycles):
         forward, adjoint = (
             lp_jax.MGRIT(coarsening=16, iterations=k, coarse_step=coarse_step, interval_map=interval_map)
-            for k in (2, 1)
+            for k in cycles
         )
         return temporary(compiled(solved(forward, adjoint))) / scan
 
-    # injection copies the parameters of the layers that it injects
-    copied = N // 16 * 64 * 64 * 4 / scan if coarse_step is INJECT else 0
-    assert share("loop") <= 0.25 + copied
-    assert share("vmap") <= 1.5
+    picard = isinstance(coarse_step, lp_jax.Picard)
+    if three_states_per_layer:
+        # injection copies the coarse layers' parameters, 1/16 of all
+        assert share("loop", (2, 2)) <= (0.25 if picard else 0.28)
+        assert share("vmap", (2, 2)) <= 1.5
+        assert share("loop", (2, 1)) <= 0.25
+    else:
+        copied = 0 if picard else N // 16 * 64 * 64 * 4 / scan
+        assert share("loop", (2, 1)) <= 0.25 + copied
+        assert share("vmap", (2, 1)) <= 1.5
 
 
 def test_no_copy_of_the_parameters():
