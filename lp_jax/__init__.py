@@ -10,6 +10,7 @@ from lp_jax._cycle import cascade as cascade
 from lp_jax._cycle import cycle as cycle
 from lp_jax._iterate import Stats as Stats
 from lp_jax._level import Level as Level
+from lp_jax._mesh import MeshComm as MeshComm
 from lp_jax._mgrit import MGRIT as MGRIT
 from lp_jax._picard import Picard as Picard
 from lp_jax._problem import hierarchy as hierarchy

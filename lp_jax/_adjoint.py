@@ -85,7 +85,7 @@ def solve_adjoint(
         """States that enter every ``span``-th layer, C-relaxed where they are C-points of the forward solve."""
         if span % stride:
             return jax.tree.map(lambda x: x[::span], states)
-        c_points = chain.comm.shift(checkpoints.c_points, chain.y0, reverse=False)
+        c_points = chain.comm.shift(checkpoints.c_points, chain.y0, -(-chain.total // stride), reverse=False)
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
     levels = _transposed(forward, states, entering_coarse, y1_cotangent, recompute=recompute)
@@ -96,7 +96,7 @@ def solve_adjoint(
     lam, (slices, cotangents) = solver.finish(levels, lam, _emit_gradient(chain, fine, keep=bool(differentiable)))
     return (
         Cotangents(
-            y0=levels[0].comm.last(lam, reverse=True),
+            y0=levels[0].exit(lam),
             slices=_tree.merge(slices, fine.steps),
             shared=_shared_gradient(fine, levels[0], cotangents),
         ),
@@ -141,9 +141,11 @@ def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool
         operands, u = x
         return operands, _interval_states(level, operands, u, shared)
 
+    states = states if recompute else _tree.split(states, level.factor)
     return dataclasses.replace(
         level,
-        xs=(level.xs, states if recompute else _tree.split(states, level.factor)),
+        xs=(level.xs, states),
+        gathered=None if level.gathered is None else (level.gathered, level.comm.gather(states)),
         y0=cotangent,
         step=identity if level.step is identity else step,
         reverse=True,
@@ -216,7 +218,7 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None) -> P
     else:
         flat = _tree.merge((adjoint.xs, cotangents), fine.intervals * fine.factor)
         total = interval(*flat)
-    return combine(total, fill=None)
+    return combine(fine.comm.sum(total), fill=None)
 
 
 def _partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from lp_jax._comm import Local
+from lp_jax._comm import Local, Workers
 from lp_jax._level import Level, Operand, Transfer
 from lp_jax._types import PyTree, Slices, SliceStep, State
 
@@ -17,7 +17,8 @@ class Chain:
         slices: stacked operands, leaves ``(steps, ...)``.
         shared: operand of every step.
         y0: the state that enters.
-        steps: number of layers.
+        steps: number of layers that this worker holds.
+        total: number of layers of all workers.
         differentiable: which leaves of ``slices`` have a gradient.
         looped: what ``interval_map="auto"`` means here: loop (True) or batch.
         comm: where the layers live.
@@ -28,9 +29,10 @@ class Chain:
     shared: PyTree
     y0: State
     steps: int
+    total: int
     differentiable: tuple[bool, ...] = ()
     looped: bool = False
-    comm: Local = Local()
+    comm: Workers = Local()
 
     def finest(self, factor: int, *, looped: bool = False, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""
@@ -38,6 +40,7 @@ class Chain:
             step=self.step_on(0),
             xs=self.slices,
             steps=self.steps,
+            total=self.total,
             factor=factor,
             shared=self.shared,
             y0=self.y0,
@@ -54,4 +57,12 @@ class Chain:
             return step(u, Operand(x, x.valid), shared)
 
         steps = slices.index.shape[0]
-        return Chain(step_on=lambda _: guarded, slices=slices, shared=shared, y0=y0, steps=steps, looped=self.looped)
+        return Chain(
+            step_on=lambda _: guarded,
+            slices=slices,
+            shared=shared,
+            y0=y0,
+            steps=steps,
+            total=steps,
+            looped=self.looped,
+        )

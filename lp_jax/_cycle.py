@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from lp_jax import _tree
 from lp_jax._level import Level
 from lp_jax._relax import c_relax, f_relax, pre_relax, residual_and_entering
 from lp_jax._transfer import coarse_rhs, correct, prolong, restrict
@@ -20,7 +21,7 @@ VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
 def cycle(
     mgrit: "MGRIT", levels: Sequence[Level], u: State, *, kind: str | None = None, depth: int = 0
 ) -> tuple[State, jax.Array]:
-    """One FAS cycle on ``levels[0]``.
+    """One FAS cycle on ``levels[0]``, and its residual norm.
 
     Args:
         mgrit: relaxation, C-weight and kind of cycle.
@@ -32,6 +33,14 @@ def cycle(
     Returns:
         The corrected C-points, and the residual norm over the C-points after pre-relaxation, before correction.
     """
+    u, squares = fas_cycle(mgrit, levels, u, kind=kind, depth=depth)
+    return u, levels[0].comm.norm(squares)
+
+
+def fas_cycle(
+    mgrit: "MGRIT", levels: Sequence[Level], u: State, *, kind: str | None = None, depth: int = 0
+) -> tuple[State, jax.Array]:
+    """`cycle`, with the sum of squares of this worker's residuals in the place of the norm over all workers."""
     fine, *coarser = levels
     nu, weight = mgrit.c_relaxations(depth), mgrit.c_weight
     if fine.span == 1 and any(level.anchor for level in coarser):
@@ -39,12 +48,13 @@ def cycle(
             u = c_relax(fine, u, weight)
         r, states = residual_and_entering(fine, u)
         coarser = [level.anchored(states) for level in coarser]
+        entries = jax.tree.map(lambda x: x[:: fine.factor], states)
     else:
-        u, r = pre_relax(fine, u, nu, weight)
+        u, r, entries = pre_relax(fine, u, nu, weight)
     v = restrict(fine, u)
-    rhs = coarse_rhs(coarser[0], v, restrict(fine, r))
+    rhs = coarse_rhs(coarser[0], v, restrict(fine, r), restrict(fine, entries))
     w = coarse_solve(mgrit, [coarser[0].with_rhs(rhs), *coarser[1:]], v, kind=kind or mgrit.cycle, depth=depth + 1)
-    return correct(fine, u, w, v), fine.comm.norm(r)
+    return correct(fine, u, w, v), _tree.square(r)
 
 
 def coarse_solve(mgrit: "MGRIT", levels: Sequence[Level], v: State, *, kind: str, depth: int) -> State:
@@ -53,7 +63,7 @@ def coarse_solve(mgrit: "MGRIT", levels: Sequence[Level], v: State, *, kind: str
         return mgrit.coarsest.run(levels, guess=v)
     u = levels[0].c_points(v)
     for visit in VISITS[kind]:
-        u, _ = cycle(mgrit, levels, u, kind=visit, depth=depth)
+        u, _ = fas_cycle(mgrit, levels, u, kind=visit, depth=depth)
     return f_relax(levels[0], u)
 
 
@@ -72,5 +82,5 @@ def cascade(mgrit: "MGRIT", levels: Sequence[Level], *, kind: str | None = None,
         return prolong(fine, mgrit.coarsest.run(coarser))
     u = cascade(mgrit, coarser, kind=kind, depth=depth + 1)
     for visit in VISITS[kind][1:]:
-        u, _ = cycle(mgrit, coarser, u, kind=visit, depth=depth + 1)
+        u, _ = fas_cycle(mgrit, coarser, u, kind=visit, depth=depth + 1)
     return prolong(fine, f_relax(coarser[0], u))

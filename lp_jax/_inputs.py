@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._comm import Local
+from lp_jax._mesh import MeshComm
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 
@@ -93,8 +93,10 @@ def _known(value: Any) -> bool:
 
 def comm(value: Any) -> None:
     """Where the layers live."""
-    if value is not None and not isinstance(value, Local):
-        raise TypeError(f"comm must be None (one device); got {value!r} ({type(value).__name__}).")
+    if value is not None and not isinstance(value, MeshComm):
+        raise TypeError(
+            f"comm must be None (one device) or MeshComm(mesh, axis=...); got {value!r} ({type(value).__name__})."
+        )
 
 
 def step_output(out: Any, u: State, has_aux: bool) -> None:

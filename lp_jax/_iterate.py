@@ -40,6 +40,7 @@ def iterate(solver: "Solver", levels: Sequence[Level], guess: State | None) -> t
     Returns:
         The C-points, what was measured, and whether the tolerances (if any) were met.
     """
+    comm = levels[0].comm
     u, spent = solver.start(levels, guess)
     cycles = solver.iterations - spent
     skipped = jnp.full((spent,), jnp.nan, _norm_dtype(levels[0]))
@@ -47,7 +48,8 @@ def iterate(solver: "Solver", levels: Sequence[Level], guess: State | None) -> t
     if cycles <= 0:
         return u, Stats(jnp.asarray(spent, jnp.int32), skipped), jnp.asarray(not tolerant)
     if not tolerant:
-        u, norms = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
+        u, squares = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
+        norms = comm.norm(squares)  # once, not in every cycle
         stats = Stats(
             jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms.astype(skipped.dtype)])
         )
@@ -65,8 +67,8 @@ def iterate(solver: "Solver", levels: Sequence[Level], guess: State | None) -> t
 
     def body(carry: tuple[State, jax.Array, jax.Array]) -> tuple[State, jax.Array, jax.Array]:
         u, k, norms = carry
-        u, norm = solver.improve(levels, u)
-        return u, k + 1, norms.at[k].set(norm.astype(norms.dtype))
+        u, squares = solver.improve(levels, u)
+        return u, k + 1, norms.at[k].set(comm.norm(squares).astype(norms.dtype))
 
     u, k, norms = lax.while_loop(unfinished, body, (u, jnp.int32(0), jnp.full((cycles,), jnp.nan, skipped.dtype)))
     met = norms[k - 1] <= tolerance(norms)

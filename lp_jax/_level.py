@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from lp_jax import _tree
-from lp_jax._comm import Local
+from lp_jax._comm import Local, Run, Workers, select
 from lp_jax._types import PyTree, SliceStep, State
 
 Transfer = tuple[Callable[[State], State], Callable[[State], State]]
@@ -30,8 +30,20 @@ Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["xs", "shared", "y0", "rhs"],
-    meta_fields=["step", "steps", "factor", "span", "reverse", "looped", "transfer", "expand", "anchor", "comm"],
+    data_fields=["xs", "shared", "y0", "rhs", "gathered"],
+    meta_fields=[
+        "step",
+        "steps",
+        "total",
+        "factor",
+        "span",
+        "reverse",
+        "looped",
+        "transfer",
+        "expand",
+        "anchor",
+        "comm",
+    ],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
@@ -44,7 +56,8 @@ class Level:
         y0: the state that enters the chain.
         rhs: right-hand side, leaves ``(intervals, factor, ...)``, or None for zero.
         step: ``step(u, x, shared) -> u_next``.
-        steps: number of steps.
+        steps: number of steps that this worker holds.
+        total: number of steps of all workers.
         factor: coarsening factor to the next level; 1 on the coarsest.
         span: number of finest-level layers that one step stands for.
         reverse: whether the chain runs from the last step to the first.
@@ -53,6 +66,7 @@ class Level:
         expand: turns one interval's ``xs`` into the per-step operands, ``(factor, ...)``, or None where they are that.
         anchor: ``anchor(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
             does not ask for them.
+        gathered: operands of all workers' steps, where the level is to be marched through on every worker; else None.
         comm: where the intervals live.
     """
 
@@ -61,6 +75,7 @@ class Level:
     y0: State
     step: SliceStep
     steps: int
+    total: int
     factor: int
     span: int = 1
     rhs: State | None = None
@@ -69,12 +84,18 @@ class Level:
     transfer: Transfer | None = None
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
     anchor: Callable[[PyTree, State], PyTree] | None = None
-    comm: Local = Local()
+    gathered: PyTree = None
+    comm: Workers = Local()
 
     @property
     def intervals(self) -> int:
-        """Number of intervals."""
+        """Number of intervals that this worker holds."""
         return -(-self.steps // self.factor)
+
+    @property
+    def total_intervals(self) -> int:
+        """Number of intervals of all workers."""
+        return -(-self.total // self.factor)
 
     @classmethod
     def of(cls, *, step: SliceStep, xs: PyTree, steps: int, factor: int, **fields: Any) -> "Level":
@@ -84,12 +105,33 @@ class Level:
 
     def entries(self, u: State) -> State:
         """States that enter the intervals, given those that leave them."""
-        return self.comm.shift(u, self.y0, reverse=self.reverse)
+        return self.comm.shift(u, self.y0, self.total_intervals, reverse=self.reverse)
+
+    def exit(self, u: State) -> State:
+        """The state that leaves the chain, given those that leave the intervals."""
+        return self.comm.last(u, self.total_intervals, reverse=self.reverse)
+
+    @property
+    def ends_short(self) -> bool:
+        """Whether the chain ends within an interval; its last step is a C-point nevertheless."""
+        return bool(self.total % self.factor) and not self.reverse and self.steps > 0
 
     def c_points(self, points: State) -> State:
         """The C-points among the states after every step, leaves ``(steps, ...)``."""
         edge = 0 if self.reverse else -1
-        return jax.tree.map(lambda x: x[:, edge], _tree.split(points, self.factor))
+        u = jax.tree.map(lambda x: x[:, edge], _tree.split(points, self.factor))
+        if self.ends_short:
+            here, at = self.comm.end(self.total, self.steps)
+            last = at // self.factor
+            u = _tree.put(u, select(here, _tree.take(points, at), _tree.take(u, last)), last)
+        return u
+
+    def with_c_points(self, points: State, u: State) -> State:
+        """``points`` with the last one set to the last C-point where that is not the end of a full interval."""
+        if not self.ends_short:
+            return points
+        here, at = self.comm.end(self.total, self.steps)
+        return _tree.put(points, select(here, _tree.take(u, at // self.factor), _tree.take(points, at)), at)
 
     def with_rhs(self, rhs: State) -> "Level":
         """This level with a right-hand side, leaves ``(steps, ...)``."""
@@ -101,6 +143,15 @@ class Level:
             return self
         states = _tree.split(_tree.split(states, self.span), self.factor)
         return dataclasses.replace(self, xs=self.xs._replace(x=self.anchor(self.xs.x, states)), anchor=None)
+
+    def collected(self, solves: int) -> "Level":
+        """This level with all workers' operands at hand, if solving it so takes less time; it is solved ``solves`` times.
+
+        Never where the operands change from cycle to cycle, nor where the solution is a prefix sum.
+        """
+        if self.step is identity or self.anchor is not None or not self.comm.gathers(self.xs, self.y0, solves):
+            return self
+        return dataclasses.replace(self, gathered=self.comm.gather(self.xs))
 
     def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
         """The step, emitting nothing."""
@@ -137,12 +188,14 @@ def identity(u: State, x: PyTree, shared: PyTree) -> State:
     return u
 
 
-def sweep(level: Level, u: State, *, advance: Advance | None = None, count: int | None = None) -> tuple[State, Any]:
-    """Propagate every C-point through the first ``count`` steps of its interval (all by default), all at once.
+def sweep(
+    level: Level, entries: State, *, advance: Advance | None = None, count: int | None = None
+) -> tuple[State, Any]:
+    """Propagate states through the first ``count`` steps of their intervals (all by default), all at once.
 
     Args:
         level: the level.
-        u: C-points, leaves ``(intervals, ...)``.
+        entries: states that enter the intervals, leaves ``(intervals, ...)``.
         advance: the step to take, where more than ``level.step`` is wanted.
         count: number of steps, in the direction of the chain.
 
@@ -151,7 +204,7 @@ def sweep(level: Level, u: State, *, advance: Advance | None = None, count: int 
         at the position of the step that emitted it.
     """
     run = functools.partial(_interval, level, advance or level.advance, level.factor if count is None else count)
-    operands = (level.entries(u), level.xs, level.rhs)
+    operands = (entries, level.xs, level.rhs)
     if level.looped:
         return lax.map(lambda args: run(*args), operands)
     return jax.vmap(run)(*operands)
@@ -161,6 +214,14 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
     """Solve the level step after step. Same results as `sweep` from exact C-points."""
     if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
         return level.comm.cumsum(jax.tree.map(lambda g: g[:, 0], level.rhs), level.y0, reverse=level.reverse), None
+    if level.gathered is None:
+        return level.comm.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
+    whole = dataclasses.replace(level, xs=level.gathered, rhs=level.comm.gather(level.rhs))
+    return level.comm.own(_marcher(whole, advance)(level.y0), level.intervals)
+
+
+def _marcher(level: Level, advance: Advance | None) -> Run:
+    """`march` through the intervals at hand, whichever these are, as a function of the state that enters."""
     advance = advance or level.advance
     single = level.factor == 1 and level.expand is None
     run = functools.partial(_interval, level, advance, level.factor)
@@ -176,9 +237,13 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
 
     operands = (level.xs, level.rhs)
     if single:  # no inner axis: XLA copies operands that enter two loops in two shapes
-        operands = _tree.merge(operands, level.steps)
-    exits, emitted = lax.scan(body, level.y0, operands, reverse=level.reverse)[1]
-    return exits, _tree.split(emitted, 1) if single else emitted
+        operands = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands)
+
+    def march_from(y0: State) -> tuple[State, Any]:
+        exits, emitted = lax.scan(body, y0, operands, reverse=level.reverse)[1]
+        return exits, _tree.split(emitted, 1) if single else emitted
+
+    return march_from
 
 
 def _interval(

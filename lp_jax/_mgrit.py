@@ -1,6 +1,7 @@
 """Multigrid-reduction-in-time over the layers."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -9,7 +10,7 @@ import jax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._cycle import VISITS, cascade, cycle
+from lp_jax._cycle import VISITS, cascade, fas_cycle
 from lp_jax._level import Advance, Level, Transfer, sweep
 from lp_jax._picard import Picard
 from lp_jax._pytree import register
@@ -138,15 +139,18 @@ class MGRIT(Solver):
     def stride(self, steps: int) -> int:
         return self.plan(steps)[0][1]
 
+    def unit(self, steps: int) -> int:
+        return math.prod(factor for _, factor in self.plan(steps))
+
     def transfers(self, steps: int) -> list[Transfer | None]:
         return [_at(self._transfers(), level) for level in range(len(self.plan(steps)) - 1)]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        plan = self.plan(chain.steps)
+        plan = self.plan(chain.total)
         looped = chain.looped if self.interval_map == "auto" else self.interval_map == "loop"
-        transfer = [*self.transfers(chain.steps), None]
+        transfer = [*self.transfers(chain.total), None]
         levels = [chain.finest(plan[0][1], looped=looped, transfer=transfer[0])]
-        for number, (steps, factor) in enumerate(plan[1:], 1):
+        for number, (total, factor) in enumerate(plan[1:], 1):
             finer = levels[-1]
             span = finer.span * finer.factor
             parts = self.coarse_step.coarsen(chain, number, span, looped=looped)
@@ -155,7 +159,8 @@ class MGRIT(Solver):
                     **parts,
                     shared=chain.shared,
                     y0=finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0),
-                    steps=steps,
+                    steps=finer.intervals,
+                    total=total,
                     factor=factor,
                     span=span,
                     looped=looped,
@@ -163,6 +168,8 @@ class MGRIT(Solver):
                     comm=chain.comm,
                 )
             )
+        if len(levels) > 1 and isinstance(self.coarsest, Serial):
+            levels[-1] = levels[-1].collected(self.iterations)
         return tuple(levels)
 
     def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
@@ -171,10 +178,10 @@ class MGRIT(Solver):
         return constant(levels[0], guess), 0
 
     def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
-        return cycle(self, levels, u)
+        return fas_cycle(self, levels, u)
 
     def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
-        swept, emitted = sweep(levels[0], u, advance=advance)
+        swept, emitted = sweep(levels[0], levels[0].entries(u), advance=advance)
         return _tree.blend(self.c_weight, swept, u), emitted
 
     def _transfers(self) -> tuple[Transfer | None, ...]:

@@ -82,13 +82,13 @@ class Picard(Solver):
 
     def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
         level = levels[0]
-        stepped, _ = sweep(level, u)
-        increments = _tree.sub(stepped, level.entries(u))
-        new = level.comm.cumsum(increments, level.y0, reverse=level.reverse)
-        return new, level.comm.norm(_tree.sub(stepped, u))
+        entries = level.entries(u)
+        stepped, _ = sweep(level, entries)
+        new = level.comm.cumsum(_tree.sub(stepped, entries), level.y0, reverse=level.reverse)
+        return new, _tree.square(_tree.sub(stepped, u))
 
     def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
-        return u, None if advance is None else sweep(levels[0], u, advance=advance)[1]
+        return u, None if advance is None else sweep(levels[0], levels[0].entries(u), advance=advance)[1]
 
     def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
         self.require_fixed_effort()

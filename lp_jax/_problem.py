@@ -4,6 +4,7 @@ Everything static about a solve is one hashable `Problem`; everything else is an
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,17 +14,23 @@ from jax.extend import core as jex_core
 
 from lp_jax import _inputs, _tree
 from lp_jax._chain import Chain
-from lp_jax._comm import Local
+from lp_jax._comm import Placement
 from lp_jax._level import Level
 from lp_jax._solver import Solver
 from lp_jax._types import Layer, PyTree, Slices, SliceStep, State, Step
 
 
 class Operands(NamedTuple):
-    """The arrays of a solve. ``closed_over`` are the traced values that the step closes over."""
+    """The arrays of a solve: those that are spread over the workers, and those that all of them have."""
+
+    slices: Slices
+    common: "Common"
+
+
+class Common(NamedTuple):
+    """What every worker has. ``closed_over`` are the traced values that the step closes over."""
 
     y0: State
-    slices: Slices
     shared: PyTree
     closed_over: tuple[jax.Array, ...]
 
@@ -65,19 +72,17 @@ class Problem:
 
     Attributes:
         table: the step for every level, and for every state where levels differ in size.
-        steps: number of layers.
+        placement: how many layers there are, and which of them this worker holds.
         differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
         has_aux: whether the step returns ``(y_next, aux)``.
         looped: what ``interval_map="auto"`` means here.
-        comm: where the layers live.
     """
 
     table: tuple[tuple[Signature, Callable], ...]
-    steps: int
+    placement: Placement
     differentiable: tuple[bool, ...]
     has_aux: bool
     looped: bool
-    comm: Local
 
     def step_with_aux(self, level: int) -> Callable[[State, Slices, PyTree], tuple[State, PyTree]]:
         """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
@@ -94,18 +99,34 @@ class Problem:
         call = self.step_with_aux(level)
         return lambda u, x, shared: call(u, x, shared)[0]
 
-    def chain(self, operands: Operands) -> Chain:
-        """The chain of layers."""
+    @property
+    def steps(self) -> int:
+        """Number of layers, on all workers."""
+        return self.placement.total
+
+    def spread(self, slices: Slices) -> Slices:
+        """The layers as they are spread over the workers."""
+        return self.placement.pad(slices)._replace(valid=self.placement.valid())
+
+    def chain(self, slices: Slices, common: Common) -> Chain:
+        """The chain of this worker's layers."""
+        padded = slices.valid is not None
         return Chain(
-            step_on=self.step,
-            slices=operands.slices,
-            shared=(operands.shared, operands.closed_over),
-            y0=operands.y0,
-            steps=self.steps,
-            differentiable=self.differentiable,
+            step_on=self._inert if padded else self.step,
+            slices=slices,
+            shared=(common.shared, common.closed_over),
+            y0=common.y0,
+            steps=self.placement.steps,
+            total=self.placement.total,
+            differentiable=(*self.differentiable, False) if padded else self.differentiable,
             looped=self.looped,
-            comm=self.comm,
+            comm=self.placement.workers,
         )
+
+    def _inert(self, level: int) -> SliceStep:
+        """The step on ``level``, the identity on padding."""
+        step = self.step(level)
+        return lambda u, x, shared: _tree.where(x.valid, step(u, x._replace(valid=None), shared), u)
 
 
 def signature(u: State) -> tuple:
@@ -128,16 +149,21 @@ def prepare(
 ) -> tuple[Problem, Operands]:
     """Check the arguments of `solve`, trace the step once per level, and hoist what it closes over."""
     y0 = _inputs.state(y0)
-    steps = _inputs.number_of_layers(params, data)
     _inputs.comm(comm)
-    dtype = _tree.real_dtype(y0)
-    t, dt = _inputs.times(t0, t1, steps, dtype)
+    given = _inputs.number_of_layers(params, data)
+    placement = Placement(total=given, steps=given)
+    if comm is not None:
+        comm.check((params, data), (y0, shared))
+        placement = comm.place(given, lambda total: math.lcm(*(solver.unit(total) for solver in solvers)))
+        params, data, y0, shared = comm.adopt(jax.tree.map(jnp.asarray, (params, data, y0, shared)))
+    steps = placement.total
+    t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
     slices = Slices(
         params=jax.tree.map(jnp.asarray, params),
         data=jax.tree.map(jnp.asarray, data),
-        t=t,
-        dt=dt,
-        index=jnp.arange(steps, dtype=jnp.int32),
+        t=placement.share(t),
+        dt=placement.share(dt),
+        index=placement.share(jnp.arange(steps, dtype=jnp.int32)),
     )
     shared = jax.tree.map(jnp.asarray, shared)
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
@@ -145,15 +171,15 @@ def prepare(
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
     closed_over: list[jax.Array] = []
     table: dict[Signature, Callable] = {}
-    x = jax.eval_shape(lambda tree: _tree.take(tree, 0), slices)
+    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slices)
     for solver in solvers:
         for level, u in enumerate(_states_on_levels(solver, steps, y0)):
             key = (level, signature(u))
             if key not in table:
                 table[key] = _trace(LayerStep(step, level), u, x, shared, has_aux, closed_over)
     looped = jax.default_backend() == "cpu"
-    problem = Problem(tuple(table.items()), steps, differentiable, has_aux, looped, Local() if comm is None else comm)
-    return problem, Operands(y0, slices, shared, tuple(closed_over))
+    problem = Problem(tuple(table.items()), placement, differentiable, has_aux, looped)
+    return problem, Operands(slices, Common(y0, shared, tuple(closed_over)))
 
 
 def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
@@ -220,4 +246,4 @@ def hierarchy(
     problem, operands = prepare(
         step, params, y0, shared=shared, data=data, t0=t0, t1=t1, has_aux=False, comm=None, solvers=(solver,)
     )
-    return solver.resolve(problem.steps).discretize(problem.chain(operands))
+    return solver.resolve(problem.steps).discretize(problem.chain(*operands))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
+from lp_jax._comm import select
 from lp_jax._pytree import register
 from lp_jax._types import PyTree, Slices
 
@@ -45,7 +46,7 @@ class Rediscretize:
         """The step and operands of the coarse level whose steps span ``span`` layers."""
         slices = chain.slices
         if callable(self.params):
-            params = _per_interval(self.params, slices.params, chain.steps, span)
+            params = _per_interval(self.params, slices.params, chain, span)
             data = _inject(slices.data, span)
         elif self.params == "mean":
             weights = _weights(slices, span)
@@ -88,12 +89,12 @@ def _mean(tree: PyTree, weights: jax.Array, span: int) -> PyTree:
     return jax.tree.map(leaf, tree)
 
 
-def _per_interval(rule: Callable[[PyTree], PyTree], params: PyTree, n: int, span: int) -> PyTree:
+def _per_interval(rule: Callable[[PyTree], PyTree], params: PyTree, chain: Chain, span: int) -> PyTree:
     """``rule`` on every interval; on the true layers alone where the last interval is short."""
-    whole = n // span * span
-    parts = []
-    if whole:
-        parts.append(jax.vmap(rule)(_tree.split(jax.tree.map(lambda x: x[:whole], params), span)))
-    if whole < n:
-        parts.append(jax.tree.map(lambda x: x[None], rule(jax.tree.map(lambda x: x[whole:], params))))
-    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    values = jax.vmap(rule)(_tree.split(params, span))
+    if chain.total % span == 0 or chain.steps == 0:
+        return values
+    here, at = chain.comm.end(chain.total, chain.steps)
+    last = at // span
+    short = rule(jax.tree.map(lambda x: x[last * span : at + 1], params))
+    return _tree.put(values, select(here, short, _tree.take(values, last)), last)

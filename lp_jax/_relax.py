@@ -23,7 +23,7 @@ def f_relax(level: Level, u: State) -> State:
     if m == 1:
         return u
 
-    last, entered = sweep(level, u, advance=_with_entry(level), count=m - 1)
+    last, entered = sweep(level, level.entries(u), advance=_with_entry(level), count=m - 1)
 
     def points(c: jax.Array, f: jax.Array, e: jax.Array) -> jax.Array:
         # the state that enters a step is the one that left the step before
@@ -32,48 +32,45 @@ def f_relax(level: Level, u: State) -> State:
         )
         return jnp.concatenate(parts, axis=1)
 
-    all_points = _tree.merge(jax.tree.map(points, u, last, entered), level.steps)
-    if level.steps % m and not level.reverse:
-        # the last point of a short interval counts as its C-point
-        all_points = jax.tree.map(lambda x, c: x.at[-1].set(c[-1]), all_points, u)
-    return all_points
+    return level.with_c_points(_tree.merge(jax.tree.map(points, u, last, entered), level.steps), u)
 
 
 def c_relax(level: Level, u: State, weight: jax.Array | float = 1.0) -> State:
     """F-relaxation, then C-relaxation ``u_c <- w Phi(u[c-1]) + (1 - w) u_c`` of all C-points at once (Jacobi)."""
-    swept, _ = sweep(level, u)
+    swept, _ = sweep(level, level.entries(u))
     return _tree.blend(weight, swept, u)
 
 
 def residual(level: Level, u: State) -> State:
     """F-relaxation, then the residual at the C-points, ``r_c = Phi(u[c-1]) + g_c - u_c``. F-points have none."""
-    return _tree.sub(sweep(level, u)[0], u)
+    return _tree.sub(sweep(level, level.entries(u))[0], u)
 
 
-def pre_relax(level: Level, u: State, count: int, weight: jax.Array | float) -> tuple[State, State]:
+def pre_relax(level: Level, u: State, count: int, weight: jax.Array | float) -> tuple[State, State, State]:
     """``count`` times `c_relax`, then `residual`, as one loop over the sweeps that both are.
 
     Returns:
-        The C-points, and the residual there.
+        The C-points, the residual there, and the states that enter the intervals.
     """
 
-    def body(carry: tuple[State, State], _: None) -> tuple[tuple[State, State], None]:
-        u, swept = carry
+    def body(carry: tuple[State, State, State], _: None) -> tuple[tuple[State, State, State], None]:
+        u, swept, _ = carry
         u = _tree.blend(weight, swept, u)
-        return (u, sweep(level, u)[0]), None
+        entries = level.entries(u)
+        return (u, sweep(level, entries)[0], entries), None
 
-    (u, swept), _ = lax.scan(body, (u, u), length=count + 1)
-    return u, _tree.sub(swept, u)
+    (u, swept, entries), _ = lax.scan(body, (u, u, u), length=count + 1)
+    return u, _tree.sub(swept, u), entries
 
 
 def entering(level: Level, u: State) -> State:
     """F-relaxation: the states that enter every step, leaves ``(steps, ...)``."""
-    return level.comm.shift(f_relax(level, u), level.y0, reverse=level.reverse)
+    return level.comm.shift(f_relax(level, u), level.y0, level.total, reverse=level.reverse)
 
 
 def residual_and_entering(level: Level, u: State) -> tuple[State, State]:
     """`residual` and the states that enter every step (the F-points of the same relaxation), in one sweep."""
-    swept, entered = sweep(level, u, advance=_with_entry(level))
+    swept, entered = sweep(level, level.entries(u), advance=_with_entry(level))
     return _tree.sub(swept, u), _tree.merge(entered, level.steps)
 
 

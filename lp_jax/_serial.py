@@ -45,7 +45,7 @@ class Serial(Solver):
         return min(self.checkpoint_every or 1, steps)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        return (chain.finest(self.stride(chain.steps), looped=True),)
+        return (chain.finest(self.stride(chain.total), looped=True),)
 
     def start(self, levels: Sequence[Level], guess: State | None) -> tuple[Any, int]:
         return None, 0

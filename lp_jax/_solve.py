@@ -15,11 +15,11 @@ from lp_jax._adjoint import Checkpoints, solve_adjoint
 from lp_jax._iterate import Stats, iterate
 from lp_jax._level import Advance, Operand
 from lp_jax._mgrit import MGRIT
-from lp_jax._problem import Operands, Problem, prepare
+from lp_jax._problem import Common, Operands, Problem, prepare
 from lp_jax._serial import Serial, propagate
 from lp_jax._solution import Solution, result_code
 from lp_jax._solver import Solver
-from lp_jax._types import PyTree, State, Step
+from lp_jax._types import PyTree, Slices, State, Step
 
 
 class Gradients(NamedTuple):
@@ -73,7 +73,7 @@ def solve(
         guess: where the first down-cycle is not skipped: "constant" (``y0`` at every point), "zeros", or a trajectory:
             states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for example
             ``Solution.trajectory`` of an earlier call. The adjoint solve takes the constant for a trajectory.
-        comm: where the layers live; None is one device.
+        comm: where the layers live: None is one device; `MeshComm` spreads them over an axis of a device mesh.
         has_aux: whether ``step`` returns ``(y_next, aux)``.
 
     Returns:
@@ -137,7 +137,8 @@ def solve_vjp(
     def pullback(y1_cotangent: State) -> tuple[Gradients, Stats]:
         cotangents, stats = pull(y1_cotangent)
         operands = spec.operands(cotangents, [_float0(x) for x in other.leaves])
-        return Gradients(operands.slices.params, operands.y0, operands.shared, operands.slices.data), stats
+        slices, common = operands
+        return Gradients(slices.params, common.y0, common.shared, slices.data), stats
 
     return Solution(y1, **rest), pullback
 
@@ -197,7 +198,8 @@ def _prepare(
         comm=comm,
         solvers=(solver, adjoint_solver),
     )
-    guess = _inputs.guess(guess, operands.y0, -(-problem.steps // solver.stride(problem.steps)))
+    intervals = -(-operands.slices.index.shape[0] // solver.stride(problem.steps))
+    guess = _inputs.guess(guess, operands.common.y0, intervals)
     given, kind = (None, guess) if isinstance(guess, str) else (guess, "constant")
     leaves, structure = jax.tree.flatten(operands)
     inexact = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact)), operands)
@@ -259,12 +261,12 @@ def _build(spec: _Spec) -> _Program:
 
 def _is_serial(spec: _Spec, other: _Other) -> bool:
     solvers = (solver.resolve(spec.problem.steps) for solver in (other.solver, other.adjoint_solver))
-    return all(isinstance(solver, Serial) for solver in solvers)
+    return spec.problem.placement.workers.size == 1 and all(isinstance(solver, Serial) for solver in solvers)
 
 
 def _serial(spec: _Spec, differentiable: list[jax.Array], other: _Other) -> Output:
     operands = spec.operands(differentiable, other.leaves)
-    chain = spec.problem.chain(operands)
+    chain = spec.problem.chain(*operands)
     solver = other.solver.resolve(chain.steps)
     assert isinstance(solver, Serial)
     y1, (states, aux) = propagate(chain, spec.problem.step_with_aux(0), solver.checkpoint_every)
@@ -278,49 +280,62 @@ def _forward(
     spec: _Spec, differentiable: list[jax.Array], other: _Other, *, keep: bool
 ) -> tuple[Output, Checkpoints | None]:
     operands = spec.operands(differentiable, other.leaves)
-    chain = spec.problem.chain(operands)
-    solver = other.solver.resolve(chain.steps)
-    levels = solver.discretize(chain)
-    fine = levels[0]
-    guess = other.guess
-    if guess is None and spec.guess == "zeros":
-        guess = _tree.zeros_like(_tree.repeat(chain.y0, fine.intervals))
-    u, stats, met = iterate(solver, levels, guess)
-    keep_states = keep and solver.keeps_states
-    step = spec.problem.step_with_aux(0)
-    before = u
-    u, emitted = solver.finish(
-        levels, before, _emit(step, keep_states) if keep_states or spec.problem.has_aux else None
-    )
-    states, aux = (None, None) if emitted is None else emitted
-    y1 = chain.comm.last(u, reverse=False)
-    out = (y1, _rest(y1, u, _tree.merge(aux, chain.steps), stats, met))
-    if not keep:
-        return out, None
-    if keep_states:
-        return out, Checkpoints(u, states=_tree.merge(states, chain.steps))
-    return out, Checkpoints(u, swept_from=None if u is before else before)
+    problem, placement = spec.problem, spec.problem.placement
+    stride = other.solver.resolve(problem.steps).stride(problem.steps)
+
+    def body(lists: tuple[Slices, State | None], others: tuple[Common, Solver]) -> tuple[Any, Any]:
+        (slices, guess), (common, solver) = lists, others
+        chain = problem.chain(slices, common)
+        solver = solver.resolve(chain.total)
+        levels = solver.discretize(chain)
+        if guess is None and spec.guess == "zeros":
+            guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
+        before, stats, met = iterate(solver, levels, guess)
+        keep_states = keep and solver.keeps_states
+        advance = _emit(problem.step_with_aux(0), keep_states) if keep_states or problem.has_aux else None
+        u, emitted = solver.finish(levels, before, advance)
+        states, aux = (None, None) if emitted is None else _tree.merge(emitted, chain.steps)
+        swept_from = before if keep and not keep_states and before is not u else None
+        return (Checkpoints(u, swept_from, states), aux), (levels[0].exit(u), stats, met)
+
+    guess = None if other.guess is None else placement.pad(other.guess, stride)
+    lists = (problem.spread(operands.slices), guess)
+    (checkpoints, aux), (y1, stats, met) = placement.run(body, lists, (operands.common, other.solver))
+    trajectory = placement.trim(checkpoints.c_points, stride)
+    out = (y1, _rest(y1, trajectory, placement.trim(aux), stats, met))
+    return out, checkpoints if keep else None
 
 
 def _backward(
     spec: _Spec, differentiable: list[jax.Array], other: _Other, checkpoints: Checkpoints, cotangent: State
 ) -> tuple[list[jax.Array], Stats]:
     operands = spec.operands(differentiable, other.leaves)
-    chain = spec.problem.chain(operands)
-    stride = other.solver.resolve(chain.steps).stride(chain.steps)
-    solver = other.adjoint_solver.resolve(chain.steps)
-    gradient, stats, _ = solve_adjoint(chain, solver, checkpoints, stride, cotangent, spec.guess)
-    leaves = jax.tree.leaves(Operands(gradient.y0, gradient.slices, *gradient.shared))
-    return leaves, stats
+    problem = spec.problem
+    stride = other.solver.resolve(problem.steps).stride(problem.steps)
+
+    def body(lists: tuple[Slices, Checkpoints], others: tuple[Common, Solver, State]) -> tuple[Any, Any]:
+        (slices, checkpoints), (common, solver, cotangent) = lists, others
+        chain = problem.chain(slices, common)
+        solver = solver.resolve(chain.total)
+        gradient, stats, _ = solve_adjoint(chain, solver, checkpoints, stride, cotangent, spec.guess)
+        return gradient.slices, (gradient.y0, gradient.shared, stats)
+
+    slices, (y0, shared, stats) = problem.placement.run(
+        body,
+        (problem.spread(operands.slices), checkpoints),
+        (operands.common, other.adjoint_solver, cotangent),
+    )
+    return jax.tree.leaves(Operands(problem.placement.trim(slices), Common(y0, *shared))), stats
 
 
 def _emit(step: Callable, keep_states: bool) -> Advance:
     """A step of the finest level that emits the state it got, if asked to, and aux."""
 
     def advance(u: State, operand: Operand, shared: PyTree) -> tuple[State, Any]:
-        u_next, aux = step(u, operand.x, shared)
-        if operand.valid is not None:
-            u_next = _tree.where(operand.valid, u_next, u)
+        u_next, aux = step(u, operand.x._replace(valid=None), shared)
+        for valid in (operand.valid, operand.x.valid):
+            if valid is not None:
+                u_next = _tree.where(valid, u_next, u)
         return u_next, (u if keep_states else None, aux)
 
     return advance

@@ -40,7 +40,11 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def stride(self, steps: int) -> int:
-        """Number of layers between two states that the solver keeps."""
+        """Number of layers between two states that the solver keeps, for a network of ``steps`` layers."""
+
+    def unit(self, steps: int) -> int:
+        """Number of layers that must live on one worker: the steps of the coarsest level, in layers."""
+        return self.stride(steps)
 
     def transfers(self, steps: int) -> list[Transfer | None]:
         """How the state gets from each level to the next coarser one; None where it keeps its size."""
@@ -56,7 +60,7 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def improve(self, levels: Sequence[Level], u: State) -> tuple[State, Any]:
-        """One iteration on the C-points; also the residual norm before its correction."""
+        """One iteration on the C-points; also this worker's sum of squared residuals before its correction."""
 
     @abc.abstractmethod
     def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
@@ -83,8 +87,8 @@ class Solver(abc.ABC):
         step, slices = grouped(chain.step_on(level), chain.slices, chain.steps, span)
 
         def solve_interval(u: State, xs: Operand, shared: PyTree) -> State:
-            interval = chain.interval(step, xs, shared, u)
-            return chain.comm.last(self.run(self.discretize(interval)), reverse=False)
+            levels = self.discretize(chain.interval(step, xs, shared, u))
+            return levels[0].exit(self.run(levels))
 
         return {"step": solve_interval, "xs": slices}
 

@@ -21,15 +21,18 @@ def prolong(level: Level, v: State) -> State:
     return v if level.transfer is None else jax.vmap(level.transfer[1])(v)
 
 
-def coarse_rhs(coarse: Level, v: State, r: State) -> State:
+def coarse_rhs(coarse: Level, v: State, r: State, entries: State | None = None) -> State:
     """Right-hand side of the coarse problem, ``g'_j = r_j + v_j - Phi'(v_{j-1})``.
 
     Args:
         coarse: the coarse level (its own right-hand side is not used).
         v: restricted states, leaves ``(coarse.steps, ...)``.
         r: restricted residuals, same shapes.
+        entries: ``v_{j-1}``, the restricted states that enter the finer level's intervals, where they are at hand.
     """
-    return _tree.add(r, _tree.sub(v, _coarse_steps(coarse, v)))
+    if entries is None:
+        entries = coarse.comm.shift(v, coarse.y0, coarse.total, reverse=coarse.reverse)
+    return _tree.add(r, _tree.sub(v, _coarse_steps(coarse, entries)))
 
 
 def correct(level: Level, u: State, new: State, old: State) -> State:
@@ -37,9 +40,8 @@ def correct(level: Level, u: State, new: State, old: State) -> State:
     return _tree.add(u, prolong(level, _tree.sub(new, old)))
 
 
-def _coarse_steps(coarse: Level, v: State) -> State:
+def _coarse_steps(coarse: Level, entries: State) -> State:
     """``Phi'(v_{j-1})`` for every coarse step at once."""
-    entries = coarse.comm.shift(v, coarse.y0, reverse=coarse.reverse)
     if coarse.step is identity:
         return entries
     xs = _tree.merge(coarse.xs, coarse.steps)

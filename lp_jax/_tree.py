@@ -62,17 +62,27 @@ def cumsum(tree: PyTree, *, reverse: bool = False) -> PyTree:
     return jax.tree.map(lambda x: lax.cumsum(x, reverse=reverse), tree)
 
 
+def nbytes(tree: PyTree) -> int:
+    """Bytes of all leaves."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def leading(tree: PyTree) -> int:
     """Length of the leading axis."""
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def norm(tree: PyTree) -> jax.Array:
-    """2-norm over all leaves, in at least single precision."""
+def square(tree: PyTree) -> jax.Array:
+    """Sum of squared magnitudes over all leaves, in at least single precision."""
     total = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
     for x in jax.tree.leaves(tree):
         total += jnp.sum(jnp.square(jnp.abs(x)).astype(total.dtype))
-    return jnp.sqrt(total)
+    return total
+
+
+def norm(tree: PyTree) -> jax.Array:
+    """2-norm over all leaves, in at least single precision."""
+    return jnp.sqrt(square(tree))
 
 
 def real_dtype(tree: PyTree, at_least: Any = None) -> Any:

@@ -42,8 +42,8 @@ def history(solver, step, params, y0, guess, t1, data=None, *, cycles, nested=Fa
         )
 
     def body(u, _):
-        u, norm = solver.improve(levels, u)
-        return u, (norm, *watch(u))
+        u, squares = solver.improve(levels, u)
+        return u, (jnp.sqrt(squares), *watch(u))
 
     first = jax.tree.map(lambda x: jnp.asarray(x)[None], (jnp.asarray(jnp.nan, y0.dtype), *watch(u)))
     _, rest = jax.lax.scan(body, u, length=cycles - spent)

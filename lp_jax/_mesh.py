@@ -1,0 +1,209 @@
+"""Layers over the devices of a mesh, on one host or (with ``jax.distributed``) on many."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lp_jax import _check, _tree
+from lp_jax._comm import Placement, Run, Workers
+from lp_jax._types import PyTree, State
+
+COARSEST = ("auto", "relay", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshComm:
+    """Spread the layers over one axis of a device mesh.
+
+    Every device of the axis holds a contiguous run of layers: their parameters, gradients and states. What crosses
+    between neighbours is one state per relaxation. The other axes of the mesh stay with the compiler: shard the batch
+    or an image's height over them as usual, and JAX adds what they need.
+
+    Args:
+        mesh: a device mesh, of one host or of all processes of ``jax.distributed``.
+        axis: name of its axis that the layers are spread over.
+        coarsest: how the coarsest level, which is sequential, is solved: "relay", one device after the other, while the
+            parameters stay where they are; "gather", on every device at once, from a copy of the coarsest level's
+            parameters; or "auto", whichever needs less time by the bytes and the number of messages.
+
+    Raises:
+        ValueError: for a mesh without the axis, or with explicit axes (``AxisType.Explicit``).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> mesh = jax.make_mesh((2,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> solution = lp_jax.solve(step, jnp.ones(8), jnp.ones(()), comm=lp_jax.MeshComm(mesh))
+        >>> solution.trajectory.shape
+        (2,)
+    """
+
+    mesh: Mesh
+    axis: str = "layers"
+    coarsest: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh gives it; got {self.mesh!r}.")
+        if self.axis not in self.mesh.axis_names:
+            raise ValueError(
+                f"mesh has no axis {self.axis!r}; its axes are {self.mesh.axis_names}. Name the one for the layers: "
+                "MeshComm(mesh, axis=...)."
+            )
+        if AxisType.Explicit in self.mesh.axis_types:
+            raise ValueError(
+                f"mesh has explicit axes, {dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))}, which is what "
+                "jax.make_mesh gives if not told otherwise; the compiler needs them automatic: "
+                "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+            )
+        _check.one_of("coarsest", self.coarsest, COARSEST)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return int(self.mesh.shape[self.axis])
+
+    def place(self, total: int, unit_of: Callable[[int], int]) -> Placement:
+        """Runs of a multiple of ``unit_of(total)`` layers, equally long; the last ones may be padding."""
+        if self.size == 1:
+            return Placement(total=total, steps=total)
+        unit = unit_of(total)
+        units = math.ceil(math.ceil(total / unit) / self.size)
+        steps = units * unit
+        workers = OnMesh(
+            size=self.size,
+            active=math.ceil(total / steps),
+            padded=steps * self.size != total,
+            axis=self.axis,
+            coarsest=self.coarsest,
+        )
+        return MeshPlacement(workers=workers, total=total, steps=steps, mesh=self.mesh, axis=self.axis)
+
+    def adopt(self, tree: PyTree) -> PyTree:
+        """Arrays that are committed to other devices, on those of the mesh; all others as they are."""
+        devices = set(self.mesh.devices.flat)
+
+        def leaf(x: Any) -> Any:
+            elsewhere = not isinstance(x, jax.core.Tracer) and x.committed and x.sharding.device_set != devices
+            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec())) if elsewhere else x
+
+        return jax.tree.map(leaf, tree)
+
+    def check(self, lists: PyTree, common: PyTree) -> None:
+        """Refuse arrays for which the axis means something else already."""
+        if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one of its own. Call it outside, "
+                "with the whole stacks."
+            )
+        for name, tree, first in (("params and data", lists, 1), ("y0 and shared", common, 0)):
+            for path, leaf in jax.tree.leaves_with_path(tree):
+                sharding = getattr(leaf, "sharding", None)
+                if not isinstance(sharding, NamedSharding):
+                    continue
+                spec = tuple(sharding.spec)[first:]
+                names = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
+                if self.axis in names:
+                    raise ValueError(
+                        f"an array of {name} ({_describe(path, leaf)}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
+                        "which the layers are spread over. Give it another axis of the mesh, or none."
+                    )
+
+
+def _describe(path: Any, leaf: Any) -> str:
+    return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnMesh(Workers):
+    """The devices along one axis of a mesh, inside a ``shard_map`` over it."""
+
+    axis: str
+
+    def index(self) -> jax.Array:
+        return lax.axis_index(self.axis)
+
+    def neighbour(self, tree: PyTree, by: int) -> PyTree:
+        pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        return lax.psum(tree, self.axis)
+
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        return self.sum(_tree.where(self.index() == root, tree, _tree.zeros_like(tree)))
+
+    def gather(self, tree: PyTree) -> PyTree:
+        def leaf(x: jax.Array) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(leaf(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            return lax.all_gather(x, self.axis, tiled=True)
+
+        return jax.tree.map(leaf, tree)
+
+    def own(self, tree: PyTree, n: int) -> PyTree:
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.index() * n, n), tree)
+
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
+        first, by = self.first(reverse), -1 if reverse else 1
+        out = _tree.zeros_like(jax.eval_shape(run, y0))
+
+        def turn(entry: State, out: tuple[State, Any], number: Any) -> tuple[State, Any]:
+            # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
+            mine = (self.index() == first + by * number).astype(jnp.int32)
+            return lax.fori_loop(0, mine, lambda _, __: run(entry), out)
+
+        def body(carry: tuple[State, Any], number: jax.Array) -> tuple[tuple[State, Any], None]:
+            out = turn(*carry, number)
+            edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
+            return (self.neighbour(edge, by), out), None
+
+        carry, _ = lax.scan(body, (y0, out), jnp.arange(self.active - 1, dtype=jnp.int32))
+        return turn(*carry, self.active - 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshPlacement(Placement):
+    """The same number of layer slots on every device; those beyond the last layer are padding.
+
+    Inside the ``shard_map`` every value counts as different from device to device (``check_vma=False``): a step may then
+    have loops of its own that start from constants, and no sum over devices is slipped into its derivative. Nothing is
+    differentiated through the ``shard_map`` itself, since forward and adjoint solve open one each, so the transposition
+    that the check is there for never happens.
+    """
+
+    mesh: Mesh
+    axis: str
+
+    def pad(self, tree: PyTree, span: int = 1) -> PyTree:
+        slots = self.workers.size * self.steps // span
+        missing = slots - math.ceil(self.total / span)
+
+        def leaf(x: jax.Array) -> jax.Array:
+            return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))]) if missing else x
+
+        return jax.tree.map(leaf, tree)
+
+    def trim(self, tree: PyTree, span: int = 1) -> PyTree:
+        entries = math.ceil(self.total / span)
+        return jax.tree.map(lambda x: x if x.shape[0] == entries else x[:entries], tree)
+
+    def valid(self) -> jax.Array | None:
+        return jnp.arange(self.workers.size * self.steps) < self.total if self.workers.padded else None
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], lists: PyTree, common: PyTree) -> Any:
+        spread, same = PartitionSpec(self.axis), PartitionSpec()
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(spread, same),
+            out_specs=(spread, same),
+            axis_names={self.axis},
+            check_vma=False,
+        )(lists, common)

@@ -1,0 +1,323 @@
+"""Layers over the devices of a mesh: the numbers do not depend on how many there are, and little crosses between them."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_battery as battery
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from problems import INJECT, dense_params, dense_state, dense_step, relative_error
+
+import lp_jax
+
+MEAN = lp_jax.Rediscretize(params="mean")
+HALVES = lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: 0.5 * (x[0] + x[-1]), p))
+
+SOLVERS = {
+    "3 levels": lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=3, coarse_step=INJECT),
+    "FCF": lp_jax.MGRIT(iterations=3, relaxation="FCF", skip_downcycle=False, c_weight=1.2, coarse_step=MEAN),
+    "Picard steps": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2),
+    "trajectory": lp_jax.MGRIT(iterations=3, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
+    "identity": lp_jax.MGRIT(iterations=3, skip_downcycle=False, coarse_step=lp_jax.Picard(sweeps=0)),
+    "W": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2, cycle="W", coarse_step=INJECT, storage="all"),
+    "user's rule": lp_jax.MGRIT(iterations=2, coarse_step=HALVES, interval_map="vmap"),
+    "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
+    "Picard": lp_jax.Picard(sweeps=3),
+    "serial": lp_jax.Serial(),
+    "serial checkpointed": lp_jax.Serial(checkpoint_every=5),
+    "Picard coarsest": lp_jax.MGRIT(coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=3)),
+}
+
+
+def line(workers: int, **settings) -> lp_jax.MeshComm:
+    """The first so many devices in a row."""
+    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
+    return lp_jax.MeshComm(mesh, **settings)
+
+
+def everything(solver, comm, adjoint=None, operands=None):
+    """All that a solve and its pullback give, on the battery's network of 22 layers, which nothing divides."""
+    params, y0, shared, data = operands or battery.operands()
+
+    def run(params, y0, shared, data):
+        solution, pullback = lp_jax.solve_vjp(
+            battery.step, params, y0, shared=shared, data=data, t1=2.0, solver=solver, adjoint_solver=adjoint, comm=comm
+        )
+        gradients, stats = pullback(jax.grad(battery.loss_of)(solution.y1))
+        gradients = (gradients.params, gradients.y0, gradients.shared, gradients.data["x"])
+        return solution.y1, solution.trajectory, gradients, (solution.stats, solution.result, stats)
+
+    return jax.jit(run)(params, y0, shared, data)
+
+
+def assert_same(got, wanted):
+    for a, b in zip(got[:-1], wanted[:-1], strict=True):
+        assert relative_error(a, b) < 1e-12
+    for a, b in zip(jax.tree.leaves(got[-1]), jax.tree.leaves(wanted[-1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)  # norms of differences
+
+
+@functools.cache
+def on_one_device(name):
+    return everything(SOLVERS[name], None)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("coarsest", ["relay", "gather"])
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["3 levels", "identity"])
+def test_numbers_do_not_depend_on_the_number_of_devices(name, workers, coarsest):
+    assert_same(everything(SOLVERS[name], line(workers, coarsest=coarsest)), on_one_device(name))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("workers", [3, 8])
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name not in ("3 levels", "identity")])
+def test_no_solver_depends_on_the_number_of_devices(name, workers):
+    assert_same(everything(SOLVERS[name], line(workers)), on_one_device(name))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_forward_and_adjoint_may_coarsen_differently():
+    """Runs are aligned to both: 12 layers here."""
+    solver, adjoint = lp_jax.MGRIT(iterations=3, coarsening=4), lp_jax.MGRIT(iterations=2, coarsening=6)
+    assert_same(everything(solver, line(2), adjoint), everything(solver, None, adjoint))
+    assert_same(everything(lp_jax.Serial(), line(3), adjoint), everything(lp_jax.Serial(), None, adjoint))
+
+
+def test_one_device_in_the_mesh():
+    assert_same(everything(SOLVERS["3 levels"], line(1)), on_one_device("3 levels"))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_guesses(workers):
+    params, y0 = dense_params(30, 4), dense_state(3, 4)
+    solver = lp_jax.MGRIT(iterations=1, skip_downcycle=False)
+    for guess in ("zeros", jnp.asarray(np.random.default_rng(0).normal(size=(8, 3, 4)))):
+        run = functools.partial(lp_jax.solve, dense_step, params, y0, solver=solver, guess=guess)
+        for a, b in zip(jax.tree.leaves(run(comm=line(workers))), jax.tree.leaves(run()), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def odd_step(y, layer):
+    """A scan in the layer that starts from a constant, values closed over, auxiliary output."""
+    scale, y = layer.params, y + 0.0
+    total, _ = jax.lax.scan(lambda c, k: (c + jnp.sin(k * y), None), jnp.zeros(y.shape), jnp.arange(1.0, 3.0))
+    return y + layer.dt * scale * total, {"index": layer.index, "norm": jnp.sum(total**2)}
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_scalar_states_aux_loops_in_the_step_and_closures(workers):
+    def loss(scale, factor, comm):
+        def step(y, layer):
+            y, aux = odd_step(y, layer)
+            return y * factor, aux
+
+        solution = lp_jax.solve(step, scale, jnp.asarray(0.3), solver=lp_jax.MGRIT(), has_aux=True, comm=comm)
+        return solution.y1.sum(), solution.aux
+
+    scale = jnp.linspace(0.5, 1.5, 13)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+    got, wanted = run(scale, 1.01, line(workers)), run(scale, 1.01, None)
+    np.testing.assert_array_equal(got[0][1]["index"], np.arange(13))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_vmap_eager_and_another_batch():
+    params = dense_params(12, 4)
+    run = functools.partial(lp_jax.solve, dense_step, params, solver=lp_jax.MGRIT(), comm=line(3))
+    for batch in (5, 2):
+        y0 = dense_state(batch, 4)
+        serial = lp_jax.solve(dense_step, params, y0, solver=lp_jax.MGRIT()).y1
+        np.testing.assert_allclose(run(y0).y1, serial, rtol=1e-12)
+        many = jnp.stack([y0, 2 * y0])
+        np.testing.assert_allclose(jax.vmap(lambda y0: run(y0).y1)(many)[0], serial, rtol=1e-12)
+
+
+def test_arrays_may_be_anywhere():
+    """On one device, on all, or spread already, committed or not."""
+    comm, params, y0 = line(4), dense_params(16, 4), dense_state(3, 4)
+    wanted = lp_jax.solve(dense_step, params, y0).y1
+    spread = NamedSharding(comm.mesh, PartitionSpec("layers"))
+    for placed in (jax.devices()[5], spread, NamedSharding(comm.mesh, PartitionSpec())):
+        got = lp_jax.solve(dense_step, jax.device_put(params, placed), y0, comm=comm).y1
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
+COLLECTIVES = ("collective-permute", "all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+
+
+def collectives(compiled) -> collections.Counter:
+    """Of a compiled program: (kind, shape) of every collective, times the trips of the loops around it."""
+    text = compiled.as_text()
+    computations = {
+        m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    }
+    counts: collections.Counter = collections.Counter()
+
+    def visit(name, times):
+        for row in computations[name].splitlines():
+            if m := re.search(r"= (\S+) (" + "|".join(COLLECTIVES) + r")(?:-start)?\(", row):
+                counts[m[2], re.sub(r"\{.*", "", m[1])] += times
+            if m := re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", row):
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', row)  # without: a worker's turn in a relay
+                visit(m[2], times * (int(trips[1]) if trips else 1))
+            elif m := re.search(
+                r"(?:to_apply|calls|branch_computations=\{|true_computation|false_computation)=?%?(.*)", row
+            ):
+                for other in re.findall(r"%([\w.\-]+)", m[0]):
+                    if other in computations and " fusion(" not in row:
+                        visit(other, times)
+
+    visit(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1)
+    return counts
+
+
+@pytest.mark.parametrize("coarsest", ["relay", "gather"])
+@pytest.mark.parametrize("relaxations", [0, 1])
+def test_collectives(relaxations, coarsest):
+    """What algorithm.md section 6 implies: one state per relaxation, and the coarsest solve as chosen."""
+    workers, cycles, levels, n, width, batch = 4, 5, 3, 64, 8, 3
+    params, y0 = dense_params(n, width), dense_state(batch, width)
+    solver = lp_jax.MGRIT(
+        levels=levels,
+        iterations=cycles,
+        relaxation=("F" + "CF" * relaxations, "FCF"),
+        skip_downcycle=False,
+        coarse_step=INJECT,
+    )
+    comm = line(workers, coarsest=coarsest)
+    params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
+
+    def loss(params, y0):
+        return jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1 ** 2)
+
+    forward = collectives(jax.jit(loss).lower(params, y0).compile())
+    both = collectives(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, y0).compile())
+    state = f"f64[{batch},{width}]"
+    # finest: relaxations and residual; the level below: C-relaxation, residual, and F-relaxation after the correction
+    per_cycle = (relaxations + 1) + (1 + 1) + 1
+    wanted = collections.Counter({("collective-permute", state): cycles * per_cycle + 1, ("all-reduce", state): 1})
+    if coarsest == "relay":
+        wanted["collective-permute", state] += cycles * (workers - 1)
+    else:
+        wanted["all-gather", f"f64[{n // 16},1,{batch},{width}]"] = cycles  # the right-hand side
+        wanted["all-gather", f"f64[{n // 16},1,{width},{width}]"] = 1  # the coarsest level's parameters, once
+        wanted["all-gather", f"f64[{n // 16},1,{width}]"] = 1
+        wanted["all-gather", f"f64[{n // 16},1]"] = 1  # dt
+    assert forward == wanted
+    # the adjoint needs the states that enter each device after the final sweep; those before it are the sweep's own
+    wanted["collective-permute", state] = 2 * wanted["collective-permute", state] + 1
+    wanted["all-reduce", state] *= 2
+    if coarsest == "gather":
+        wanted["all-gather", f"f64[{n // 16},1,{batch},{width}]"] += cycles + 1  # and the states linearised at
+    assert both == wanted
+
+
+def test_picard_sends_a_prefix_sum():
+    """One state to the neighbour, and log2(workers) for the sum, per sweep; nothing else."""
+    params, y0, comm, sweeps = dense_params(64, 8), dense_state(3, 8), line(8), 3
+    params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
+    solver = lp_jax.Picard(sweeps=sweeps)
+    run = jax.jit(lambda params: lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1)
+    counts = collectives(run.lower(params).compile())
+    assert counts == {("collective-permute", "f64[3,8]"): sweeps * (1 + 1 + 3), ("all-reduce", "f64[3,8]"): 1}
+
+
+def conv_step(y, layer):
+    """A convolution over the height, (batch, height, width, channels)."""
+    kernel, bias = layer.params
+    z = jax.lax.conv_general_dilated(y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return y + layer.dt * jnp.tanh(z + bias[None, None, None])
+
+
+def test_layers_times_data_times_space():
+    """2 x 2 x 2 devices: batch and height stay with the compiler, which exchanges halos; the gradient is exact."""
+    mesh = jax.make_mesh((2, 2, 2), ("layers", "data", "space"), axis_types=(AxisType.Auto,) * 3)
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(0.3 * rng.normal(size=(16, 3, 3, 4, 4))), jnp.asarray(rng.normal(size=(16, 4)))
+    y0 = jnp.asarray(rng.normal(size=(4, 12, 5, 4)))
+    solver = lp_jax.MGRIT(levels=2, iterations=4, skip_downcycle=False, coarse_step=INJECT)
+
+    def loss(params, y0, comm):
+        return jnp.sum(jnp.sin(lp_jax.solve(conv_step, params, y0, solver=solver, comm=comm).y1))
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    wanted = gradient(params, y0, None)
+    placed = (
+        jax.device_put(params, NamedSharding(mesh, PartitionSpec("layers"))),
+        jax.device_put(y0, NamedSharding(mesh, PartitionSpec("data", "space"))),
+    )
+    comm = lp_jax.MeshComm(mesh)
+    got = gradient(*placed, comm)
+    assert relative_error(got, wanted) < 1e-12
+    text = gradient.lower(*placed, comm).compile().as_text()
+    kernels = re.findall(r"= (\S+) convolution\(", text)
+    assert kernels and not any("[4,12,5,4]" in shape for shape in kernels)  # no convolution of a whole image
+    shapes = {
+        shape for kind, shape in collectives(gradient.lower(*placed, comm).compile()) if kind == "collective-permute"
+    }
+    assert "f64[2,6,5,4]" in shapes  # a state to the neighbouring layers: half the batch, half the height
+    assert any(re.fullmatch(r"f64\[2,1,5,4\]", shape) for shape in shapes), shapes  # a halo of one row
+
+
+def test_memory_falls_with_the_number_of_devices():
+    """Parameters, gradients and C-points of a device; live buffers and the compiled program's own numbers."""
+    n, width, batch = 1024, 32, 8
+    params, y0 = dense_params(n, width), dense_state(batch, width)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=2)
+    temporary, arguments = {}, {}
+    for workers in (1, 2, 4, 8):
+        comm = line(workers)
+
+        def loss(params, comm=comm):
+            return jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1 ** 2)
+
+        placed = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
+        gradient = jax.jit(jax.grad(loss))
+        analysis = gradient.lower(placed).compile().memory_analysis()
+        arguments[workers] = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+        temporary[workers] = analysis.temp_size_in_bytes
+        shards = {s.data.shape for g in jax.tree.leaves(gradient(placed)) for s in g.addressable_shards}
+        assert shards == {(n // workers, width, width), (n // workers, width)}
+    for workers in (2, 4, 8):
+        assert arguments[workers] < 1.01 * arguments[1] / workers
+        # measured 5.3, 4.5, 1.9 and 1.0 MB: on two devices the parameters' gradient is accumulated in a buffer of its own
+        assert temporary[workers] < (1.8 if workers == 2 else 1.5) * temporary[1] / workers
+
+
+def test_bad_meshes():
+    params, y0 = dense_params(8, 4), dense_state(3, 4)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"no axis 'layers'; its axes are \('a', 'b'\)"):
+        lp_jax.MeshComm(mesh)
+    with pytest.raises(TypeError, match="must be a jax"):
+        lp_jax.MeshComm(jax.devices())
+    with pytest.raises(ValueError, match=r"explicit axes.*axis_types=\(jax.sharding.AxisType.Auto,\)"):
+        lp_jax.MeshComm(jax.make_mesh((2,), ("layers",)))
+    with pytest.raises(ValueError, match="coarsest"):
+        lp_jax.MeshComm(mesh, "a", coarsest="both")
+    comm = lp_jax.MeshComm(mesh, "a")
+    with pytest.raises(ValueError, match=r"y0 and shared.*sharded over the axis 'a'"):
+        lp_jax.solve(dense_step, params, jax.device_put(y0, NamedSharding(mesh, PartitionSpec(None, "a"))), comm=comm)
+    with pytest.raises(ValueError, match=r"params and data.*sharded over the axis 'a'"):
+        placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        placed = (jax.device_put(params[0], NamedSharding(mesh, PartitionSpec(None, "a"))), placed[1])
+        lp_jax.solve(dense_step, placed, y0, comm=comm)
+    with pytest.raises(ValueError, match="inside a shard_map over the same axis"):
+        jax.shard_map(
+            lambda p, y: lp_jax.solve(dense_step, p, y, comm=comm).y1,
+            mesh=mesh,
+            in_specs=(PartitionSpec("a"), PartitionSpec()),
+            out_specs=PartitionSpec(),
+        )(params, y0)
+    with pytest.raises(TypeError, match=r"comm must be None .* or MeshComm"):
+        lp_jax.solve(dense_step, params, y0, comm=mesh)
