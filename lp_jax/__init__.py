@@ -12,6 +12,8 @@ from lp_jax._iterate import Stats as Stats
 from lp_jax._level import Level as Level
 from lp_jax._mesh import MeshComm as MeshComm
 from lp_jax._mgrit import MGRIT as MGRIT
+from lp_jax._mpi import MPIComm as MPIComm
+from lp_jax._mpi import layer_slices as layer_slices
 from lp_jax._picard import Picard as Picard
 from lp_jax._problem import hierarchy as hierarchy
 from lp_jax._rediscretize import Rediscretize as Rediscretize

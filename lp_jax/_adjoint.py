@@ -145,7 +145,7 @@ def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool
     return dataclasses.replace(
         level,
         xs=(level.xs, states),
-        gathered=None if level.gathered is None else (level.gathered, level.comm.gather(states)),
+        gathered=None if level.gathered is None else (level.gathered, level.comm.gather(states, level.span)),
         y0=cotangent,
         step=identity if level.step is identity else step,
         reverse=True,

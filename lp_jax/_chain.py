@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from lp_jax._comm import Local, Workers
-from lp_jax._level import Level, Operand, Transfer
+from lp_jax._level import Level, Operand, Transfer, grouped
 from lp_jax._types import PyTree, Slices, SliceStep, State
 
 
@@ -48,6 +48,10 @@ class Chain:
             transfer=transfer,
             comm=self.comm,
         )
+
+    def grouped(self, level: int, span: int) -> tuple[SliceStep, Operand]:
+        """The layers in groups of ``span``, and the step on ``level`` through one of them."""
+        return grouped(self.step_on(level), self.slices, self.steps, span, cut=self.comm.cuts(self.total, span))
 
     def interval(self, step: SliceStep, operands: Operand, shared: PyTree, y0: State) -> "Chain":
         """One group of layers as a chain of its own, for a solver that stands in for a coarse step."""

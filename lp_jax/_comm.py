@@ -54,12 +54,12 @@ class Workers(abc.ABC):
         """What worker ``root`` holds, on each of them."""
 
     @abc.abstractmethod
-    def gather(self, tree: PyTree) -> PyTree:
-        """The lists of all workers as one, on each of them."""
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        """The lists of all workers, with an entry for every ``span`` layers, as one list on each of them."""
 
     @abc.abstractmethod
-    def own(self, tree: PyTree, n: int) -> PyTree:
-        """This worker's ``n`` entries of what `gather` gives."""
+    def own(self, tree: PyTree, span: int) -> PyTree:
+        """This worker's entries of what `gather` gives."""
 
     @abc.abstractmethod
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
@@ -104,8 +104,10 @@ class Workers(abc.ABC):
     def last(self, exits: State, total: int, *, reverse: bool) -> State:
         """The state that leaves the chain of ``total`` entries, on every worker."""
         n = _tree.leading(exits)
-        at = 0 if reverse else self.end(total, n)[1]
-        edge = _tree.zeros_like(jax.eval_shape(lambda: _tree.take(exits, 0))) if n == 0 else _tree.take(exits, at)
+        if n:
+            edge = _tree.take(exits, 0 if reverse else self.end(total, n)[1])
+        else:
+            edge = jax.tree.map(lambda u: jnp.zeros(u.shape[1:], u.dtype), exits)
         return self.broadcast(edge, 0 if reverse else self.active - 1)
 
     def cumsum(self, increments: State, y0: State, *, reverse: bool) -> State:
@@ -125,25 +127,33 @@ class Workers(abc.ABC):
             distance *= 2
         return total
 
-    def gathers(self, operands: PyTree, state: State, solves: int) -> bool:
+    def cuts(self, total: int, size: int) -> bool:
+        """Whether the last of groups of ``size`` among ``total`` entries is to be padded."""
+        return not self.padded and total % size > 0
+
+    def gathers(self, operands: PyTree, state: State, total: int, solves: int) -> bool:
         """Whether a sequential level is solved on every worker, from a copy of all its operands.
 
         Args:
             operands: this worker's, leaves ``(n, ...)``.
             state: one state.
+            total: number of steps of the level.
             solves: how often the level is solved.
         """
         if self.size == 1 or self.coarsest != "auto":
             return self.size > 1 and self.coarsest == "gather"
-        n, one = _tree.leading(operands), _tree.nbytes(state)
+        one = _tree.nbytes(state)
+        each = _tree.nbytes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands))
         relayed = solves * (self.active - 1) * (_LATENCY + one)
-        gathered = (self.size - 1) * (_tree.nbytes(operands) + solves * n * one) + (solves + 1) * _LATENCY
+        gathered = total * (each + solves * one) + (solves + 1) * _LATENCY
         return gathered < relayed
 
     def norm(self, squares: jax.Array) -> jax.Array:
         """2-norm, from every worker's sum of squares."""
         return jnp.sqrt(self.sum(squares))
 
+
+COARSEST = ("auto", "relay", "gather")
 
 _LATENCY = 100_000
 """Bytes that could be sent in the time that a message of none takes: 10 us at 10 GB/s, on GPUs and MPI alike."""
@@ -172,10 +182,10 @@ class Local(Workers):
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
         return tree
 
-    def gather(self, tree: PyTree) -> PyTree:
+    def gather(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
-    def own(self, tree: PyTree, n: int) -> PyTree:
+    def own(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
@@ -199,6 +209,10 @@ class Placement:
     def share(self, tree: PyTree) -> PyTree:
         """Of lists over all layers, the part that the caller of `solve` passes."""
         return tree
+
+    def shared(self, x: Any) -> Any:
+        """A value that every worker has and uses for its own layers only: its gradient is the sum over the workers."""
+        return x
 
     def pad(self, tree: PyTree, span: int = 1) -> PyTree:
         """Lists with an entry for every ``span`` layers, extended to a length that can be spread."""

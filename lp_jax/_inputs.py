@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._mesh import MeshComm
+from lp_jax._mpi import MPIComm
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 
@@ -26,8 +27,8 @@ def state(y0: State) -> State:
     return jax.tree.map(jnp.asarray, y0)
 
 
-def number_of_layers(params: PyTree, data: PyTree) -> int:
-    """The common leading length of all leaves of ``params`` and ``data``."""
+def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int:
+    """The common leading length of all leaves of ``params`` and ``data``; 0 is for one of several workers only."""
     lengths = {}
     for name, tree in (("params", params), ("data", data)):
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -50,7 +51,7 @@ def number_of_layers(params: PyTree, data: PyTree) -> int:
             "share as `shared`."
         )
     where, n = next(iter(lengths.items()))
-    if n == 0:
+    if n == 0 and alone:
         raise ValueError(f"{where} has leading length 0; a network needs at least one layer.")
     return n
 
@@ -93,9 +94,9 @@ def _known(value: Any) -> bool:
 
 def comm(value: Any) -> None:
     """Where the layers live."""
-    if value is not None and not isinstance(value, MeshComm):
+    if value is not None and not isinstance(value, MeshComm | MPIComm):
         raise TypeError(
-            f"comm must be None (one device) or MeshComm(mesh, axis=...); got {value!r} ({type(value).__name__})."
+            f"comm must be None (one device), MeshComm(mesh, axis=...) or MPIComm(comm); got {value!r} ({type(value).__name__})."
         )
 
 

@@ -98,10 +98,12 @@ class Level:
         return -(-self.total // self.factor)
 
     @classmethod
-    def of(cls, *, step: SliceStep, xs: PyTree, steps: int, factor: int, **fields: Any) -> "Level":
+    def of(
+        cls, *, step: SliceStep, xs: PyTree, steps: int, total: int, factor: int, comm: Workers, **fields: Any
+    ) -> "Level":
         """A level from operands that are stacked, ``(steps, ...)``, but not grouped into intervals yet."""
-        step, xs = grouped(step, xs, steps, factor)
-        return cls(step=step, xs=xs, steps=steps, factor=factor, **fields)
+        step, xs = grouped(step, xs, steps, factor, cut=comm.cuts(total, factor))
+        return cls(step=step, xs=xs, steps=steps, total=total, factor=factor, comm=comm, **fields)
 
     def entries(self, u: State) -> State:
         """States that enter the intervals, given those that leave them."""
@@ -149,9 +151,13 @@ class Level:
 
         Never where the operands change from cycle to cycle, nor where the solution is a prefix sum.
         """
-        if self.step is identity or self.anchor is not None or not self.comm.gathers(self.xs, self.y0, solves):
+        if (
+            self.step is identity
+            or self.anchor is not None
+            or not self.comm.gathers(self.xs, self.y0, self.total, solves)
+        ):
             return self
-        return dataclasses.replace(self, gathered=self.comm.gather(self.xs))
+        return dataclasses.replace(self, gathered=self.comm.gather(self.xs, self.span))
 
     def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
         """The step, emitting nothing."""
@@ -165,13 +171,13 @@ class Operand(NamedTuple):
     valid: jax.Array | None
 
 
-def grouped(step: SliceStep, xs: PyTree, n: int, size: int) -> tuple[SliceStep, Operand]:
+def grouped(step: SliceStep, xs: PyTree, n: int, size: int, *, cut: bool) -> tuple[SliceStep, Operand]:
     """Operands ``(n, ...)`` in groups ``(ceil(n / size), size, ...)``, and the step that takes one of them.
 
-    Where ``size`` does not divide ``n`` the last group is padded, and the step is the identity on the padding.
+    Where some worker's last group is cut short, it is padded, and the step is the identity on the padding.
     """
     valid = None
-    if n % size:
+    if cut:
         valid = jnp.asarray((np.arange(-(-n // size) * size) < n).reshape(-1, size))
     if step is identity:
         return identity, Operand(_tree.split(xs, size), valid)
@@ -216,8 +222,8 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
         return level.comm.cumsum(jax.tree.map(lambda g: g[:, 0], level.rhs), level.y0, reverse=level.reverse), None
     if level.gathered is None:
         return level.comm.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
-    whole = dataclasses.replace(level, xs=level.gathered, rhs=level.comm.gather(level.rhs))
-    return level.comm.own(_marcher(whole, advance)(level.y0), level.intervals)
+    whole = dataclasses.replace(level, xs=level.gathered, rhs=level.comm.gather(level.rhs, level.span))
+    return level.comm.own(_marcher(whole, advance)(level.y0), level.span)
 
 
 def _marcher(level: Level, advance: Advance | None) -> Run:
@@ -237,7 +243,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
 
     operands = (level.xs, level.rhs)
     if single:  # no inner axis: XLA copies operands that enter two loops in two shapes
-        operands = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands)
+        operands = _tree.merge(operands, None)
 
     def march_from(y0: State) -> tuple[State, Any]:
         exits, emitted = lax.scan(body, y0, operands, reverse=level.reverse)[1]

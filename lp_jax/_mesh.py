@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import _check, _tree
-from lp_jax._comm import Placement, Run, Workers
+from lp_jax._comm import COARSEST, Placement, Run, Workers
+from lp_jax._solver import Solver, common_unit
 from lp_jax._types import PyTree, State
-
-COARSEST = ("auto", "relay", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +68,12 @@ class MeshComm:
         """Number of workers."""
         return int(self.mesh.shape[self.axis])
 
-    def place(self, total: int, unit_of: Callable[[int], int]) -> Placement:
-        """Runs of a multiple of ``unit_of(total)`` layers, equally long; the last ones may be padding."""
+    def place(self, total: int, solvers: Sequence[Solver], lists: PyTree, common: PyTree) -> Placement:
+        """Runs of whole intervals, equally long; the last ones may be padding."""
+        self._check(lists, common)
         if self.size == 1:
             return Placement(total=total, steps=total)
-        unit = unit_of(total)
+        unit = common_unit(solvers, total)
         units = math.ceil(math.ceil(total / unit) / self.size)
         steps = units * unit
         workers = OnMesh(
@@ -95,7 +95,7 @@ class MeshComm:
 
         return jax.tree.map(leaf, tree)
 
-    def check(self, lists: PyTree, common: PyTree) -> None:
+    def _check(self, lists: PyTree, common: PyTree) -> None:
         """Refuse arrays for which the axis means something else already."""
         if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
@@ -139,7 +139,7 @@ class OnMesh(Workers):
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
         return self.sum(_tree.where(self.index() == root, tree, _tree.zeros_like(tree)))
 
-    def gather(self, tree: PyTree) -> PyTree:
+    def gather(self, tree: PyTree, span: int) -> PyTree:
         def leaf(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return jax.random.wrap_key_data(leaf(jax.random.key_data(x)), impl=jax.random.key_impl(x))
@@ -147,8 +147,12 @@ class OnMesh(Workers):
 
         return jax.tree.map(leaf, tree)
 
-    def own(self, tree: PyTree, n: int) -> PyTree:
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.index() * n, n), tree)
+    def own(self, tree: PyTree, span: int) -> PyTree:
+        def leaf(x: jax.Array) -> jax.Array:
+            n = x.shape[0] // self.size
+            return lax.dynamic_slice_in_dim(x, self.index() * n, n)
+
+        return jax.tree.map(leaf, tree)
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
         first, by = self.first(reverse), -1 if reverse else 1

@@ -10,7 +10,7 @@ from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._level import Advance, Level, grouped, identity, sweep
+from lp_jax._level import Advance, Level, identity, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant
 from lp_jax._types import PyTree, SliceStep, State
@@ -92,7 +92,7 @@ class Picard(Solver):
 
     def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
         self.require_fixed_effort()
-        step, xs = grouped(chain.step_on(level), chain.slices, chain.steps, span)
+        step, xs = chain.grouped(level, span)
         if self.sweeps == 0:
             return {"step": identity, "xs": xs}
 

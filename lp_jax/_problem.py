@@ -4,7 +4,6 @@ Everything static about a solve is one hashable `Problem`; everything else is an
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -150,13 +149,15 @@ def prepare(
     """Check the arguments of `solve`, trace the step once per level, and hoist what it closes over."""
     y0 = _inputs.state(y0)
     _inputs.comm(comm)
-    given = _inputs.number_of_layers(params, data)
+    given = _inputs.number_of_layers(params, data, alone=comm is None)
     placement = Placement(total=given, steps=given)
     if comm is not None:
-        comm.check((params, data), (y0, shared))
-        placement = comm.place(given, lambda total: math.lcm(*(solver.unit(total) for solver in solvers)))
         params, data, y0, shared = comm.adopt(jax.tree.map(jnp.asarray, (params, data, y0, shared)))
+        placement = comm.place(given, solvers, (params, data), (y0, shared))
     steps = placement.total
+    traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
+    if traced_times:
+        t0, t1 = placement.shared((t0, t1))
     t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
     slices = Slices(
         params=jax.tree.map(jnp.asarray, params),
@@ -166,7 +167,6 @@ def prepare(
         index=placement.share(jnp.arange(steps, dtype=jnp.int32)),
     )
     shared = jax.tree.map(jnp.asarray, shared)
-    traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     mask = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact)), slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
     closed_over: list[jax.Array] = []

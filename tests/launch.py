@@ -1,0 +1,83 @@
+"""Starts the programs that tests run on several processes, and ends them in time."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+BIN = Path(sys.executable).parent
+
+
+class Ended(NamedTuple):
+    code: int
+    output: str  # of both streams, all processes
+
+
+def start(command: list, **environment: str) -> subprocess.Popen:
+    """A program in a session of its own."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "XLA_", "JAX_"))}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false",
+        "MPI4JAX_NO_WARN_JAX_VERSION": "1",
+    } | environment
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=HERE,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen, *, timeout: float) -> Ended:
+    """Wait for a program; kill it, with all that it started, when the time is over."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # not SIGTERM, which jax.distributed ignores
+        output, _ = process.communicate()
+        pytest.fail(f"{process.args} did not end within {timeout} s; its output so far:\n{output}")
+    return Ended(process.returncode, output)
+
+
+def together(commands: list[list], *, timeout: float) -> list[Ended]:
+    """Programs side by side, to their ends; none is left over when one hangs."""
+    started = [start(command) for command in commands]
+    try:
+        return [end(process, timeout=timeout) for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def mpirun(ranks: int, *program: object, timeout: float = 240, **environment: str) -> Ended:
+    """A Python program on so many ranks; skips where MPI is not installed."""
+    for module in ("mpi4py", "mpi4jax"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"no {module}: the extra lp_jax[mpi] is not installed; `make test` installs it")
+    launcher = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+    if launcher is None:
+        pytest.skip("no mpirun on PATH")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command = [launcher, *root, "--oversubscribe", "-n", ranks, sys.executable, *program]
+    return end(start(command, **environment), timeout=timeout)

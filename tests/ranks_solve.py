@@ -1,0 +1,197 @@
+"""What every MPI rank of a test runs: solves on this many ranks, against the same solve on one device."""
+
+import collections
+import functools
+import os
+import signal
+import sys
+
+import conftest  # noqa: F401  (float64, strict promotion)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import test_battery as battery
+import test_mesh as mesh
+from problems import dense_params, dense_state, dense_step
+
+import lp_jax
+
+jax.config.update("jax_disable_most_optimizations", True)
+
+COMM = lp_jax.MPIComm()
+CASES = {}
+
+
+def case(f):
+    CASES[f.__name__] = f
+    return f
+
+
+def mine(n, *solvers):
+    return lp_jax.layer_slices(n, COMM.size, *solvers)[COMM.rank]
+
+
+def cut(tree, run):
+    return jax.tree.map(lambda x: x[run], tree)
+
+
+def same_everywhere(tree):
+    """Bit for bit on every rank."""
+    theirs = COMM.comm.allgather([np.asarray(x) for x in jax.tree.leaves(tree)])
+    assert all(np.array_equal(a, b, equal_nan=True) for rank in theirs for a, b in zip(rank, theirs[0], strict=True))
+
+
+@case
+def solvers(names):
+    params, y0, shared, data = battery.operands()
+    for name in names.split(","):
+        solver = mesh.SOLVERS[name]
+        wanted = jax.tree.map(np.asarray, mesh.everything(solver, None)) if COMM.rank == 0 else None
+        wanted = COMM.comm.bcast(wanted)
+        run = mine(battery.N, solver)
+        for coarsest in ("relay", "gather") if name == "3 levels" else ("auto",):
+            comm = lp_jax.MPIComm(coarsest=coarsest)
+            got = mesh.everything(solver, comm, operands=(cut(params, run), y0, shared, cut(data, run)))
+            stride = solver.resolve(battery.N).stride(battery.N)
+            points = slice(-(-run.start // stride), -(-run.stop // stride))
+            y1, trajectory, gradients, stats = wanted
+            expected = (
+                y1,
+                cut(trajectory, points),
+                (cut(gradients[0], run), *gradients[1:3], gradients[3][run]),
+                stats,
+            )
+            if run.start < run.stop:
+                mesh.assert_same(got, expected)
+            else:
+                mesh.assert_same((got[0], got[2][1:3], got[3]), (y1, gradients[1:3], stats))
+            same_everywhere((got[0], got[2][1:3], got[3]))
+
+
+@case
+def small(_=None):
+    """More ranks than intervals, dtypes that MPI does not know, mixed leaves, closures, times, aux, no gradients lost."""
+    n = 5
+    solver, adjoint = lp_jax.MGRIT(coarsening=2, iterations=2), lp_jax.Picard(sweeps=3)
+    run = mine(n, solver, adjoint)
+
+    def solve(params, y0, factor, t1, comm, index):
+        def step(y, layer):
+            scale = (layer.params * layer.dt.astype(jnp.float64) * factor).astype
+            y = jax.tree.map(lambda u: u + scale(u.dtype) * (u * u) if u.size else u, y)
+            return y, (layer.index, index * 0 + layer.t)
+
+        solution = lp_jax.solve(step, params, y0, t1=t1, solver=solver, adjoint_solver=adjoint, has_aux=True, comm=comm)
+        loss = sum(jnp.sum(jnp.abs(u).astype(jnp.float64)) for u in jax.tree.leaves(solution.y1))
+        return loss, solution.aux
+
+    params = jnp.linspace(0.1, 0.5, n)
+    gradient = jax.jit(jax.value_and_grad(solve, argnums=(0, 1, 2, 3), has_aux=True), static_argnums=4)
+    value = jnp.asarray([[0.5, -0.25]])
+    for y0 in (
+        jnp.asarray(0.5),
+        {
+            "a": value.astype(jnp.bfloat16),
+            "b": jnp.asarray(0.25, jnp.float32),
+            "none": None,
+            "empty": jnp.zeros((0, 2)),
+        },
+        [value.astype(jnp.float16), value.astype(jnp.complex64)],
+        value.astype(jnp.bfloat16),
+        value.astype(jnp.complex128),
+    ):
+        args = (y0, jnp.asarray(1.5), jnp.asarray(2.0))
+        (loss, aux), wanted = gradient(params, *args, None, 0.0)
+        (got, (index, t)), gradients = gradient(params[run], *args, COMM, 0.0)
+        low = any(x.dtype.itemsize == 2 for x in jax.tree.leaves(y0))
+        tolerance = 2e-2 if low else 1e-6 if "complex64" in str(y0) else 1e-12
+        np.testing.assert_allclose(got, loss, rtol=tolerance)
+        np.testing.assert_array_equal(index, jnp.arange(n)[run])
+        np.testing.assert_array_equal(t, aux[1][run])
+        expected = (wanted[0][run], *wanted[1:])
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(*(np.asarray(x, complex) for x in (a, b)), rtol=tolerance, atol=tolerance)
+        same_everywhere(jax.tree.map(lambda x: np.asarray(x, complex), gradients[1:]))
+
+
+def count(jaxpr, times=1, counts=None):
+    """Calls of MPI in a program, by name and shape, times the trips of the loops around them."""
+    counts = collections.Counter() if counts is None else counts
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.endswith("_mpi"):
+            counts[eqn.primitive.name.removesuffix("_mpi"), eqn.invars[0].aval.str_short()] += times
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                count(inner, times * trips, counts)
+    return counts
+
+
+@case
+def messages(_=None):
+    """As on a mesh: one state per relaxation, P - 1 for a relay, one all-reduce of the norms, one broadcast of y1."""
+    n, width, batch, cycles = 64, 8, 3, 5
+    solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=mesh.INJECT)
+    params = cut(dense_params(n, width), mine(n, solver))
+    y0 = dense_state(batch, width)
+    for coarsest in ("relay", "gather"):
+        comm = lp_jax.MPIComm(coarsest=coarsest)
+        run = functools.partial(lp_jax.solve, dense_step, solver=solver, comm=comm)
+        counts = count(jax.make_jaxpr(run)(params, y0).jaxpr)
+        assert counts.pop(("bcast", f"float64[{batch * width}]")) == 1
+        assert counts.pop(("allreduce", f"float64[{cycles}]")) == 1
+        inner = 0 < COMM.rank < COMM.size - 1  # passes the relay's state on by two calls: it waits, works and sends
+        relayed = cycles * (2 if inner else 1) if coarsest == "relay" else 0
+        assert counts.pop(("sendrecv", f"float64[{batch * width}]")) == cycles * (1 + 2 + 1) + 1 + relayed
+        # the right-hand side in every cycle, the parameters once
+        assert sum(counts.values()) == (0 if coarsest == "relay" else cycles + 1), counts
+        assert {name for name, _ in counts} <= {"allgather"}
+
+
+@case
+def disagree(what):
+    solver = lp_jax.MGRIT(coarsening=2)
+    params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(3)
+    if what == "layers" and COMM.rank == 0:
+        params = params[1:]
+    if COMM.rank == 1:
+        if what == "dtype":
+            params = params.astype(jnp.float32)
+        elif what == "shape":
+            y0 = jnp.ones(4)
+        elif what == "solver":
+            solver = lp_jax.MGRIT(coarsening=4)
+    step = lambda y, layer: y + layer.dt.astype(y.dtype) * layer.params.astype(y.dtype) * y  # noqa: E731
+    lp_jax.solve(step, params, y0, solver=solver, comm=COMM)
+
+
+@case
+def fail(how):
+    """One rank raises, or dies, in the middle of a step, within a compiled program."""
+
+    def broken(t):
+        if COMM.rank == 1 and t > 0.5:
+            if how == "raise":
+                raise FloatingPointError("layer at t > 0.5 has had enough")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.zeros((), t.dtype)
+
+    def step(y, layer):
+        return y + layer.dt * layer.params * y + jax.pure_callback(broken, layer.t, layer.t)
+
+    solver = lp_jax.MGRIT(coarsening=2, interval_map="loop", coarse_step=mesh.INJECT)
+    params = jnp.ones(16)[mine(16, solver)]
+    print(lp_jax.solve(step, params, jnp.ones(()), solver=solver, comm=COMM).y1)
+
+
+def main():
+    name, *arguments = sys.argv[1:]
+    CASES[name](*arguments)
+    if COMM.rank == 0:
+        print(f"passed on {COMM.size} ranks")
+
+
+if __name__ == "__main__":
+    main()
