@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -84,6 +85,23 @@ class MeshComm:
             coarsest=self.coarsest,
         )
         return MeshPlacement(workers=workers, total=total, steps=steps, mesh=self.mesh, axis=self.axis)
+
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver]) -> PyTree:
+        """``make(keys)``, lists over the layers, made where they will be used.
+
+        An array can be split into equal parts only: where the number of workers does not divide the number of layers, every
+        device has all of it.
+        """
+        spread = PartitionSpec(self.axis) if len(keys) % self.size == 0 else PartitionSpec()
+        words, impl = (
+            np.asarray(jax.random.key_data(keys)),
+            jax.random.key_impl(keys),
+        )  # of one process: not an array of many
+
+        def build(words: jax.Array) -> PyTree:
+            return make(jax.random.wrap_key_data(words, impl=impl))
+
+        return jax.jit(build, out_shardings=NamedSharding(self.mesh, spread))(words)
 
     def adopt(self, tree: PyTree) -> PyTree:
         """Arrays that are committed to other devices, on those of the mesh; all others as they are."""

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +93,10 @@ class MPIComm:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver]) -> PyTree:
+        """``make(keys)`` of this rank's layers; ``keys`` are those of all layers."""
+        return make(keys[layer_slices(len(keys), self.size, *solvers)[self.rank]])
+
     def adopt(self, tree: PyTree) -> PyTree:
         """Arrays as they are: every rank has its own."""
         return tree
@@ -105,15 +109,17 @@ class MPIComm:
             raise ValueError("params and data have leading length 0 on every rank; a network needs at least one layer.")
         if self.size == 1:
             return Placement(total=total, steps=total)
-        wanted = [s.stop - s.start for s in _runs(total, self.size, common_unit(solvers, total))]
-        if counts != wanted:
+        unit, active = common_unit(solvers, total), sum(n > 0 for n in counts)
+        if any(n % unit for n in counts[: active - 1]) or not all(counts[:active]):
+            wanted = [s.stop - s.start for s in _runs(total, self.size, unit)]
             raise ValueError(
-                f"comm=MPIComm(...): the ranks passed {counts} layers, {total} in all; runs of {wanted} are needed, so that no "
-                f"interval is cut. lp_jax.layer_slices({total}, {self.size}, solver, adjoint_solver)[rank] gives them."
+                f"comm=MPIComm(...): the ranks passed {counts} layers, {total} in all; all but the last that has any must pass a "
+                f"multiple of {unit}, so that no interval is cut, like {wanted}. "
+                f"lp_jax.layer_slices({total}, {self.size}, solver, adjoint_solver)[rank] gives such runs."
             )
         workers = OnRanks(
             size=self.size,
-            active=sum(n > 0 for n in counts),
+            active=active,
             coarsest=self.coarsest,
             comm=self,
             counts=tuple(counts),

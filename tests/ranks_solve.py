@@ -7,12 +7,13 @@ import signal
 import sys
 
 import conftest  # noqa: F401  (float64, strict promotion)
+import digits_training
 import jax
 import jax.numpy as jnp
 import numpy as np
 import test_battery as battery
 import test_mesh as mesh
-from problems import dense_params, dense_state, dense_step
+from problems import dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
 
@@ -113,6 +114,16 @@ def small(_=None):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(*(np.asarray(x, complex) for x in (a, b)), rtol=tolerance, atol=tolerance)
         same_everywhere(jax.tree.map(lambda x: np.asarray(x, complex), gradients[1:]))
+
+
+@case
+def training(_=None):
+    """200 steps on real digits end with the same parameters."""
+    wanted = digits_training.train(digits_training.initial(), None)[0] if COMM.rank == 0 else None
+    opening, layers, closing = COMM.comm.bcast(jax.tree.map(np.asarray, wanted))
+    run = mine(digits_training.LAYERS, digits_training.SOLVER, digits_training.ADJOINT)
+    got, _ = digits_training.train(digits_training.initial(run), COMM)
+    assert relative_error(got, (opening, cut(layers, run), closing)) < 1e-8
 
 
 def count(jaxpr, times=1, counts=None):

@@ -35,6 +35,11 @@ def test_dtypes_closures_times_aux_and_ranks_without_layers(ranks):
     passes(ranks, "small")
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_ends_with_the_same_parameters(ranks):
+    passes(ranks, "training")
+
+
 def test_messages():
     passes(3, "messages")
 
@@ -52,7 +57,7 @@ def test_messages():
         ),
         (
             "layers",
-            r"the ranks passed \[7, 8\] layers, 15 in all; runs of \[8, 7\] are needed.*lp_jax.layer_slices\(15, 2,",
+            r"the ranks passed \[7, 8\] layers, 15 in all; a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
         ),
         ("solver", r"disagree on the solvers"),
     ],

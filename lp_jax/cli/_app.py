@@ -8,7 +8,7 @@ import click
 from lp_jax.cli._grouped import Command, Group, Option
 from lp_jax.cli._solver import build, solver_options
 
-_WHAT, _HOW, _OUT = "Model", "Training", "Output"
+_WHAT, _HOW, _WHERE, _OUT = "Model", "Training", "Devices", "Output"
 
 
 @click.group(
@@ -76,6 +76,8 @@ def _training_options(*, out: str, epochs: int) -> Any:
             help="of split, initial parameters and order of batches",
         ),
         solver_options,
+        _option("--devices", _WHERE, **_POSITIVE, help="spread the layers over N devices  [default: 1]"),
+        _option("--mesh", _WHERE, metavar="TEXT", help="spread layers and examples: layers=2,data=2"),
         _option("--out", _OUT, type=click.Path(path_type=Path), default=out, help="folder for all results"),
         _option("--resume", _OUT, is_flag=True, help="go on with the run in --out; options left out are as they were"),
         _option("--checkpoint-every", _OUT, **_POSITIVE, default=200, help="steps between checkpoints"),
@@ -104,6 +106,8 @@ def _training_options(*, out: str, epochs: int) -> Any:
         ("lp-jax train digits --iterations 3 --adjoint-iterations 2", "more cycles, fewer for the gradient"),
         ("lp-jax train digits --solver picard --sweeps 3", "fixed-point sweeps, no coarse level"),
         ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
+        ("lp-jax train digits --devices 4", "the layers over four devices"),
+        ("lp-jax train digits --mesh layers=2,data=2", "layers and examples over four devices"),
         ("lp-jax train digits --resume", "go on after an interruption"),
     ],
 )

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lp_jax import data, nn
+from lp_jax import MeshComm, data, nn
 from lp_jax._types import PyTree
+from lp_jax.cli._workers import everywhere, split_batch
 from lp_jax.train import LossFn, classification
 
 WIDTHS = {"dense": 64, "conv": 8}
@@ -60,6 +61,7 @@ class Experiment(NamedTuple):
         batches: of training, by epoch.
         steps_per_epoch: number of them.
         test_batches: the test set.
+        comm: where the layers live.
     """
 
     model: nn.Classifier
@@ -68,10 +70,11 @@ class Experiment(NamedTuple):
     batches: Callable[[int], Iterable[Any]]
     steps_per_epoch: int
     test_batches: list[Any]
+    comm: MeshComm | None = None
 
 
-def experiment(settings: Settings) -> Experiment:
-    """Load the data and build the model.
+def experiment(settings: Settings, comm: MeshComm | None = None) -> Experiment:
+    """Load the data and build the model, its layers on the devices of ``comm``.
 
     Raises:
         lp_jax.data.DataError: for files that are missing or damaged.
@@ -82,20 +85,21 @@ def experiment(settings: Settings) -> Experiment:
     if steps_per_epoch == 0:
         count = len(dataset.train_y)
         raise ValueError(f"--batch-size {settings.batch_size} is more than the {count} training examples.")
-    model = _model(settings, dataset.shape, dataset.classes)
+    model = _model(settings, dataset.shape, dataset.classes, comm)
     loss_fn, params = classification(model)
 
     def batches(epoch: int) -> Iterable[Any]:
-        return data.batches(dataset, settings.batch_size, seed=settings.seed, epoch=epoch)
+        given = data.batches(dataset, settings.batch_size, seed=settings.seed, epoch=epoch)
+        return (split_batch(batch, comm) for batch in given)
 
     test = [
         (dataset.test_x[i : i + _EVALUATION_BATCH], dataset.test_y[i : i + _EVALUATION_BATCH])
         for i in range(0, len(dataset.test_y), _EVALUATION_BATCH)
     ]
-    return Experiment(model, loss_fn, params, batches, steps_per_epoch, test)
+    return Experiment(model, loss_fn, everywhere(params, comm), batches, steps_per_epoch, test, comm)
 
 
-def _model(settings: Settings, shape: tuple[int, ...], classes: int) -> nn.Classifier:
+def _model(settings: Settings, shape: tuple[int, ...], classes: int, comm: MeshComm | None) -> nn.Classifier:
     rngs, width = nnx.Rngs(settings.seed), settings.width
     opening: nnx.Module
     layer: type[nn.DenseResidual] | type[nn.ConvResidual]
@@ -104,7 +108,9 @@ def _model(settings: Settings, shape: tuple[int, ...], classes: int) -> nn.Class
         opening, layer, state = nn.DenseOpening(shape, width, rngs=rngs), nn.DenseResidual, (width,)
     else:
         opening, layer, state = nn.ConvOpening(shape[-1], width, rngs=rngs), nn.ConvResidual, (*shape[:-1], width)
-    trunk = nn.LayerParallel(lambda rngs: layer(width, rngs=rngs), settings.layers, t1=settings.t1, rngs=rngs)
+    trunk = nn.LayerParallel(
+        lambda rngs: layer(width, rngs=rngs), settings.layers, t1=settings.t1, comm=comm, rngs=rngs
+    )
     return nn.Classifier(opening, trunk, nn.DenseClosing(state, classes, rngs=rngs))
 
 

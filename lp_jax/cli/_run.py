@@ -11,6 +11,7 @@ from lp_jax import Serial
 from lp_jax._solver import Solver
 from lp_jax.cli._experiment import Experiment, Settings
 from lp_jax.cli._solver import with_effort
+from lp_jax.cli._workers import everywhere
 from lp_jax.train import (
     Bar,
     Batch,
@@ -90,7 +91,7 @@ def train_one(
     name = name_of(solver)
     exact = isinstance(solver, Serial) and isinstance(adjoint_solver, Serial)
     optimizer = optax.adam(settings.learning_rate)
-    state = init_state(made.params, optimizer)
+    state = everywhere(init_state(made.params, optimizer), made.comm)
     total = made.steps_per_epoch * settings.epochs
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lp_jax.cli._folder import prepare, write_config, write_json
 from lp_jax.cli._report import pictures, summary, table
 from lp_jax.cli._run import Plan, Run, train_one
 from lp_jax.cli._solver import build, fields, short
+from lp_jax.cli._workers import mesh_comm
 from lp_jax.train import Interrupted
 from lp_jax.train._checkpoint import first_difference
 
@@ -42,13 +43,20 @@ def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> 
         was = _settings(problem, {**options, **before["options"]}).fingerprint()
         if difference := first_difference(was, settings.fingerprint()):
             raise click.ClickException(f"the run in {folder} is of another model: {difference}; choose another --out.")
-    made = experiment(settings)
+    comm = mesh_comm(options)
+    made = experiment(settings, comm)
     stored = {name: _plain(value) for name, value in options.items() if name not in _OF_THIS_CALL}
     solvers = {"solver": repr(solver), "adjoint_solver": repr(adjoint_solver)}
     if before is not None and any(before[name] != text for name, text in solvers.items()):
         console.print(f"the solver changes, from {before['solver']}", markup=False, highlight=False)
     write_config(folder, {"problem": problem, "options": stored, **solvers})
-    for line in (describe(settings, made.params), f"forward: {short(solver)}", f"adjoint: {short(adjoint_solver)}"):
+    where = [] if comm is None else [f"devices: {', '.join(f'{name} {n}' for name, n in comm.mesh.shape.items())}"]
+    for line in (
+        describe(settings, made.params),
+        *where,
+        f"forward: {short(solver)}",
+        f"adjoint: {short(adjoint_solver)}",
+    ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     plan = Plan(options["probe_every"], options["checkpoint_every"], options["log_every"])
@@ -93,6 +101,8 @@ def _as_before(options: Mapping[str, Any], explicit: set[str], stored: Mapping[s
         void |= {"serial", "solver", *fields()}
     if explicit & {"serial", "solver", "adjoint_solver"}:
         void |= {f"adjoint_{name}" for name in ("solver", *fields())}
+    if explicit & {"devices", "mesh"}:
+        void |= {"devices", "mesh"}
     kept = {name: value for name, value in stored.items() if name in options and name not in explicit | void}
     return {**options, **kept}
 

@@ -31,7 +31,8 @@ class LayerParallel(nnx.Module):
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
         solver: `MGRIT`, `Picard` or `Serial`.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
-        comm: where the layers live; None is one device.
+        comm: where the layers live: None is one device. With `MeshComm` the parameters are made on their devices, with
+            `MPIComm` every rank has those of its own run (`layer_slices`).
         rngs: source of the initial parameters.
 
     Raises:
@@ -63,13 +64,15 @@ class LayerParallel(nnx.Module):
         comm: Any = None,
         rngs: nnx.Rngs,
     ):
-        self.layers = stacked_module(make_module, num_layers, rngs)
-        self.num_layers = int(num_layers)
         self.t0 = float(t0)
         self.t1 = _hashable(np.asarray(t1, float).tolist())
         self.solver = _static("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else _static("adjoint_solver", adjoint_solver)
+        _inputs.comm(comm)
         self.comm = nnx.static(comm)
+        solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
+        self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers)
+        self.num_layers = int(num_layers)
 
     def __call__(self, y: State, *, data: PyTree = None) -> State:
         """The state after the last layer; ``solve(y, data=data).y1``."""

@@ -2,13 +2,14 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from lp_jax import _check
+from lp_jax._solver import Solver
 from lp_jax._types import Layer, PyTree, State
 
 MakeModule = Callable[[nnx.Rngs], nnx.Module]
@@ -68,8 +69,10 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
     return as_step(stacked_module(make_module, num_layers, rngs))
 
 
-def stacked_module(make_module: MakeModule, num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """N layers as one module, whose parameters have the layers as their leading axis."""
+def stacked_module(
+    make_module: MakeModule, num_layers: int, rngs: nnx.Rngs, comm: Any = None, solvers: Sequence[Solver] = ()
+) -> nnx.Module:
+    """N layers as one module, whose parameters have the layers as their leading axis; with ``comm`` on its workers."""
     num_layers = _check.integer("num_layers", num_layers, least=1)
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs must be an nnx.Rngs, like nnx.Rngs(0); got {rngs!r} ({type(rngs).__name__}).")
@@ -86,7 +89,8 @@ def stacked_module(make_module: MakeModule, num_layers: int, rngs: nnx.Rngs) -> 
         graphdefs.append(graphdef)
         return nnx.to_pure_dict(state)
 
-    params = jax.vmap(make)(jax.random.split(rngs.params(), num_layers))
+    keys = jax.random.split(rngs.params(), num_layers)
+    params = jax.vmap(make)(keys) if comm is None else comm.init(jax.vmap(make), keys, solvers)
     return nnx.merge(graphdefs[0], params)
 
 

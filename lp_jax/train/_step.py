@@ -68,8 +68,14 @@ StepFn: TypeAlias = Callable[[TrainState, Batch, Solver, Solver | None], tuple[T
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
+    """The state before the first step; what the optimizer keeps for a parameter lies where the parameter does."""
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda kept, param: jax.device_put(kept, param.sharding) if param.sharding.num_devices > 1 else kept,
+        optimizer.init(params),
+        params,
+    )
+    return TrainState(jnp.int32(0), params, opt_state)
 
 
 def make_train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> StepFn:
