@@ -5,6 +5,7 @@ import functools
 import os
 import signal
 import sys
+from pathlib import Path
 
 import conftest  # noqa: F401  (float64, strict promotion)
 import digits_training
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import test_battery as battery
+import test_golden
 import test_mesh as mesh
 from problems import dense_params, dense_state, dense_step, relative_error
 
@@ -114,6 +116,13 @@ def small(_=None):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(*(np.asarray(x, complex) for x in (a, b)), rtol=tolerance, atol=tolerance)
         same_everywhere(jax.tree.map(lambda x: np.asarray(x, complex), gradients[1:]))
+
+
+@case
+def golden(folder):
+    """Stored results of another code."""
+    solver = lp_jax.MGRIT(levels=3, coarsening=4)  # a run that suits every stored case: 64 layers, factors 2 and 4
+    assert test_golden.on_workers(Path(folder), COMM, mine(64, solver), every=24) == 4 + 2
 
 
 @case

@@ -261,6 +261,40 @@ REFUSED = {
 }
 
 
+def test_training_on_some_devices_goes_on_with_others(cli, tmp_path):
+    """Four devices, then two by two for layers and examples, then one: the same run as on one all the way."""
+    options = ("train", "digits", *SMALL, "--no-compare", "--no-pictures", "--checkpoint-every", "4")
+    epochs = SMALL.index("--epochs") + 1
+    for number, devices in ((1, ["--devices", "4"]), (2, ["--mesh", "layers=2,data=2"]), (3, ["--devices", "1"])):
+        resume = ["--resume"] if number > 1 else []
+        code, _, err = cli(*options, "--epochs", number, *devices, *resume, "--out", tmp_path / "moved")
+        assert code == 0, err
+        assert ("devices: layers 4" in err) == (number == 1)
+    code, *_ = cli(*options, "--epochs", 3, "--out", tmp_path / "stayed")
+    assert code == 0 and SMALL[epochs] == "2"
+    losses = [
+        [row["loss"] for row in train.read_rows(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
+        for name in ("moved", "stayed")
+    ]
+    assert len(losses[0]) == 3 * STEPS // 2
+    np.testing.assert_allclose(*losses, rtol=2e-4)  # single precision
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--devices", "2", "--mesh", "layers=2"), "give one of the two"),
+        (("--mesh", "layers=2,space=2"), "sizes of the axes layers and data"),
+        (("--mesh", "layers=0"), "sizes of the axes layers and data"),
+        (("--mesh", "data=3", "--batch-size", "50"), "cannot be split evenly over data=3"),
+        (("--devices", "99"), "99 devices are needed and there are 8"),
+    ],
+)
+def test_wrong_meshes_are_refused_in_one_line(cli, tmp_path, options, message):
+    code, _, err = cli("train", "digits", *options, "--out", tmp_path / "run")
+    assert code != 0 and message in one_line(err)
+
+
 @pytest.mark.parametrize("options", REFUSED)
 def test_another_run_is_not_overwritten(cli, finished, options):
     before = {path: path.read_bytes() for path in finished.iterdir() if path.is_file()}

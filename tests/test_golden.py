@@ -319,6 +319,48 @@ def test_gradient_error_by_coarse_step(golden, dense, case):
         assert abs(error - probed) <= 0.05 * probed, (coarse_step, error, probed)
 
 
+def on_workers(golden, comm=None, run=slice(None), every=1):
+    """Some of the stored cases by `solve` on the layers of ``run``, wherever they live; the number of cases looked at.
+
+    Forward: residual norms and the last state after eight cycles. Gradients: errors no larger than recorded.
+    """
+    dense = Dense.load(golden)
+    params = jax.tree.map(lambda x: x[run], dense.params)
+
+    @jax.jit
+    def solved(forward, adjoint, guess, t1):
+        solution, pull = lp_jax.solve_vjp(
+            dense_step, params, dense.y0, t1=t1, solver=forward, adjoint_solver=adjoint, guess=guess, comm=comm
+        )
+        return solution, pull(solution.y1 - dense.target)[0]
+
+    looked_at = 0
+    for case in by_structure(cases(golden, "dense_xbraid_forward.json"))[::every]:
+        solver, m = xbraid_solver(case, iterations=8), case["cf"]
+        guess = initial_guess(dense, case["option"], m)[run.start // m if run.start else 0 :][: -(-len(params[0]) // m)]
+        solution, _ = solved(solver, solver, guess, case["T"])
+        agree(solution.stats.residual_norms, case["rnorm"], f"rnorm of {solver}")
+        error = jnp.linalg.norm(solution.y1 - dense.serial[case["T"]][-1])
+        if case["err_yN_l2"][7] > 1e-12:
+            agree(error[None], case["err_yN_l2"][7:8], f"err_yN of {solver}")
+        looked_at += 1
+    for case in by_structure(cases(golden, "dense_xbraid_gradient.json"))[::every]:
+        exact = lp_jax.solve_vjp(dense_step, dense.params, dense.y0, t1=case["T"], solver=lp_jax.Serial())
+        wanted = exact[1](exact[0].y1 - dense.target)[0].y0
+        row = next(row for row in case["table"] if (row["fwd"], row["bwd"]) == (2, 1))
+        forward, adjoint = (xbraid_solver(case, iterations=k) for k in (2, 1))
+        zeros = jnp.zeros((-(-len(params[0]) // case["cf"]), *dense.y0.shape))
+        _, gradients = solved(forward, adjoint, zeros, case["T"])
+        assert relative_error(gradients.y0, wanted) <= 1.05 * row["err_gx"]
+        looked_at += 1
+    return looked_at
+
+
+def test_on_four_devices(golden):
+    mesh = jax.make_mesh((4,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    assert on_workers(golden, lp_jax.MeshComm(mesh), every=12) == 8 + 4
+
+
 @pytest.mark.parametrize("t1, probed", [(1.0, (2.3e-1, 3.0e-2, 1.7e-3, 5.4e-5)), (4.0, (1.1, 1.2e-1, 2.9e-2, 3.6e-3))])
 def test_gradient_error_on_rough_weights(t1, probed):
     """The probe's rows for weights independent from layer to layer. Its draw is not stored, so this is another: factor 2."""

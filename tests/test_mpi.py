@@ -40,6 +40,10 @@ def test_training_ends_with_the_same_parameters(ranks):
     passes(ranks, "training")
 
 
+def test_golden_data(golden):
+    passes(4, "golden", golden)
+
+
 def test_messages():
     passes(3, "messages")
 
