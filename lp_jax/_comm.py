@@ -118,7 +118,7 @@ class Workers(abc.ABC):
         return jax.tree.map(lambda y, s: y[None] + s, y0, sums)
 
     def before(self, value: PyTree, *, reverse: bool) -> PyTree:
-        """Exclusive prefix sum over the workers, in ``ceil(log2(active))`` messages."""
+        """Exclusive prefix sum over the workers, in ``1 + ceil(log2(active - 1))`` messages."""
         by = -1 if reverse else 1
         total = self.neighbour(value, by)
         distance = 1
@@ -156,7 +156,7 @@ class Workers(abc.ABC):
 COARSEST = ("auto", "relay", "gather")
 
 _LATENCY = 100_000
-"""Bytes that could be sent in the time that a message of none takes: 10 us at 10 GB/s, on GPUs and MPI alike."""
+"""Bytes that could be sent in the time that an empty message takes: 10 us at 10 GB/s, assumed for all engines."""
 
 
 def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:

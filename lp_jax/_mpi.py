@@ -46,7 +46,8 @@ class MPIComm:
         >>> comm, solver = lp_jax.MPIComm(), lp_jax.MGRIT()
         >>> mine = lp_jax.layer_slices(64, comm.size, solver)[comm.rank]
         >>> step = lambda y, layer: y + layer.dt * layer.params * y
-        >>> float(lp_jax.solve(step, jnp.ones(64)[mine], jnp.ones(()), solver=solver, comm=comm).y1.round(2))
+        >>> solution = lp_jax.solve(step, jnp.ones(64)[mine], jnp.ones(()), solver=solver, comm=comm)
+        >>> round(float(solution.y1), 2)
         2.7
     """
 

@@ -333,5 +333,5 @@ def test_bad_meshes():
             in_specs=(PartitionSpec("a"), PartitionSpec()),
             out_specs=PartitionSpec(),
         )(params, y0)
-    with pytest.raises(TypeError, match=r"comm must be None .* or MeshComm"):
+    with pytest.raises(TypeError, match=r"comm must be None .*, MeshComm.* or MPIComm"):
         lp_jax.solve(dense_step, params, y0, comm=mesh)

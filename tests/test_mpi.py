@@ -61,7 +61,7 @@ def test_messages():
         ),
         (
             "layers",
-            r"the ranks passed \[7, 8\] layers, 15 in all; a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
+            r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
         ),
         ("solver", r"disagree on the solvers"),
     ],
