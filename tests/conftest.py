@@ -67,6 +67,18 @@ def standard_promotion() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Compiled programs are dropped before they crash the process.
+
+    Each piece of one is three memory maps, and Linux allows 65,530 to a process; XLA ends with a segmentation fault.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+
+
 def pytest_report_header() -> list[str]:
     """Versions, and loudly whether the tests that need files outside the repository can run."""
     lines = [f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"]
