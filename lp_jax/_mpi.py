@@ -94,6 +94,23 @@ class MPIComm:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def sum(self, tree: PyTree) -> PyTree:
+        """Sum over the ranks, on each of them; under jit too. One message per dtype."""
+        return self._reduce("SUM", tree)
+
+    def max(self, tree: PyTree) -> PyTree:
+        """The largest value on any rank, element by element; as `sum`."""
+        return self._reduce("MAX", tree)
+
+    def _reduce(self, how: str, tree: PyTree) -> PyTree:
+        mpi, mpi4jax = _modules()
+
+        def reduce(x: jax.Array) -> jax.Array:
+            wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.device).astype(x.dtype)
+
+        return _merged(tree, reduce)
+
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver]) -> PyTree:
         """``make(keys)`` of this rank's layers; ``keys`` are those of all layers."""
         return make(keys[layer_slices(len(keys), self.size, *solvers)[self.rank]])
@@ -201,13 +218,7 @@ class OnRanks(Workers):
         return self._exchange(tree, source, dest)
 
     def sum(self, tree: PyTree) -> PyTree:
-        mpi, mpi4jax = _modules()
-
-        def summed(x: jax.Array) -> jax.Array:
-            wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-            return mpi4jax.allreduce(x.astype(wide), op=mpi.SUM, comm=self.comm.device).astype(x.dtype)
-
-        return _merged(tree, summed)
+        return self.comm.sum(tree)
 
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
         _, mpi4jax = _modules()

@@ -72,12 +72,16 @@ def leading(tree: PyTree) -> int:
     return jax.tree.leaves(tree)[0].shape[0]
 
 
+def squares(tree: PyTree) -> PyTree:
+    """Sum of squared magnitudes of each leaf, in at least single precision."""
+    dtype = real_dtype(tree, at_least=jnp.float32)
+    return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x)).astype(dtype)), tree)
+
+
 def square(tree: PyTree) -> jax.Array:
     """Sum of squared magnitudes over all leaves, in at least single precision."""
-    total = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
-    for x in jax.tree.leaves(tree):
-        total += jnp.sum(jnp.square(jnp.abs(x)).astype(total.dtype))
-    return total
+    zero = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
+    return jax.tree.reduce(jnp.add, squares(tree), zero)
 
 
 def norm(tree: PyTree) -> jax.Array:

@@ -3,8 +3,9 @@
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NoReturn
+
+from lp_jax.cli._last_words import Terminated, last_words, missing, terminate
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -14,52 +15,21 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         args: what follows the command's name; that of the process if None.
     """
     args = list(sys.argv[1:] if args is None else args)
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         _dispatch(args)
-    except (KeyboardInterrupt, _Terminated) as interruption:
-        number = signal.SIGTERM if isinstance(interruption, _Terminated) else signal.SIGINT
-        _exit(f"{number.name}: stopped; what was saved before is kept, and --resume goes on from there", 128 + number)
+    except (Exception, KeyboardInterrupt, Terminated) as error:
+        message, code = last_words(error, debug="--debug" in args)
+        print(message, file=sys.stderr)
+        sys.exit(code)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-class _Terminated(BaseException):
-    """SIGTERM where no training is going on that could be finished first."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Terminated
-
-
 def _dispatch(args: list[str]) -> NoReturn:
     try:
-        import click
-
         from lp_jax.cli._app import app
-    except ModuleNotFoundError as error:
-        _missing(error)
-    try:
-        sys.exit(app.main(args, prog_name="lp-jax", standalone_mode=False) or 0)
-    except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "lp-jax"
-        _exit(f"{error.format_message()} (see {where} --help)", error.exit_code)
-    except click.ClickException as error:
-        _exit(error.format_message(), error.exit_code)
-    except click.Abort:  # what click makes of Ctrl-C
-        raise KeyboardInterrupt from None
-    except ModuleNotFoundError as error:
-        _missing(error)
-    except Exception as error:
-        if "--debug" in args:
-            raise
-        _exit(f"{str(error) or type(error).__name__} (--debug shows where)", 1)
-
-
-def _missing(error: ModuleNotFoundError) -> NoReturn:
-    _exit(f"this needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", 1)
-
-
-def _exit(message: str, code: int) -> NoReturn:
-    print(f"lp-jax: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
+    except ModuleNotFoundError as error:  # click itself, perhaps
+        print(missing(error), file=sys.stderr)
+        sys.exit(1)
+    sys.exit(app.main(args, prog_name="lp-jax", standalone_mode=False) or 0)

@@ -78,6 +78,25 @@ def _training_options(*, out: str, epochs: int) -> Any:
         solver_options,
         _option("--devices", _WHERE, **_POSITIVE, help="spread the layers over N devices  [default: 1]"),
         _option("--mesh", _WHERE, metavar="TEXT", help="spread layers and examples: layers=2,data=2"),
+        _option(
+            "--mpi",
+            _WHERE,
+            is_flag=True,
+            help="one of the ranks that mpirun started: mpirun -n 4 lp-jax train ... --mpi",
+        ),
+        _option(
+            "--distributed",
+            _WHERE,
+            is_flag=True,
+            help="one of several processes of jax.distributed: srun lp-jax train ...",
+        ),
+        _option(
+            "--coordinator",
+            _WHERE,
+            metavar="HOST:PORT",
+            help="where process 0 listens; srun and mpirun tell by themselves",
+        ),
+        _option("--process", _WHERE, metavar="I/N", help="with --coordinator: this is process I of N"),
         _option("--out", _OUT, type=click.Path(path_type=Path), default=out, help="folder for all results"),
         _option("--resume", _OUT, is_flag=True, help="go on with the run in --out; options left out are as they were"),
         _option("--checkpoint-every", _OUT, **_POSITIVE, default=200, help="steps between checkpoints"),
@@ -108,6 +127,7 @@ def _training_options(*, out: str, epochs: int) -> Any:
         ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
         ("lp-jax train digits --devices 4", "the layers over four devices"),
         ("lp-jax train digits --mesh layers=2,data=2", "layers and examples over four devices"),
+        ("mpirun -n 4 lp-jax train digits --mpi", "the layers over four MPI ranks"),
         ("lp-jax train digits --resume", "go on after an interruption"),
     ],
 )
@@ -138,7 +158,8 @@ def mnist(ctx: click.Context, /, **options: Any) -> None:
 
 def _train(ctx: click.Context, problem: str, options: dict[str, Any]) -> None:
     explicit = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
-    build(options)  # refuse before anything heavy is imported
+    if not (options["mpi"] or options["distributed"]):  # several processes refuse together, when they have met
+        build(options)  # before anything heavy is imported
     from lp_jax.cli._train import train_command
 
     train_command(problem, options, explicit)

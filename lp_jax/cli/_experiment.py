@@ -1,16 +1,15 @@
 """What is trained: data, model, loss."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from flax import nnx
 
-from lp_jax import MeshComm, data, nn
+from lp_jax import MGRIT, data, nn
+from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.cli._workers import everywhere, split_batch
+from lp_jax.cli._workers import OneDevice
 from lp_jax.train import LossFn, classification
 
 WIDTHS = {"dense": 64, "conv": 8}
@@ -61,7 +60,7 @@ class Experiment(NamedTuple):
         batches: of training, by epoch.
         steps_per_epoch: number of them.
         test_batches: the test set.
-        comm: where the layers live.
+        place: where all this lives.
     """
 
     model: nn.Classifier
@@ -70,11 +69,18 @@ class Experiment(NamedTuple):
     batches: Callable[[int], Iterable[Any]]
     steps_per_epoch: int
     test_batches: list[Any]
-    comm: MeshComm | None = None
+    place: OneDevice
 
 
-def experiment(settings: Settings, comm: MeshComm | None = None) -> Experiment:
-    """Load the data and build the model, its layers on the devices of ``comm``.
+def experiment(
+    settings: Settings, place: OneDevice = OneDevice(), solvers: Sequence[Solver] = (MGRIT(), MGRIT())
+) -> Experiment:
+    """Load the data and build the model, its layers where they will be used.
+
+    Args:
+        settings: what is trained.
+        place: where.
+        solvers: forward and adjoint; MPI ranks hold whole intervals of theirs.
 
     Raises:
         lp_jax.data.DataError: for files that are missing or damaged.
@@ -85,21 +91,23 @@ def experiment(settings: Settings, comm: MeshComm | None = None) -> Experiment:
     if steps_per_epoch == 0:
         count = len(dataset.train_y)
         raise ValueError(f"--batch-size {settings.batch_size} is more than the {count} training examples.")
-    model = _model(settings, dataset.shape, dataset.classes, comm)
+    model = _model(settings, dataset.shape, dataset.classes, place, solvers)
     loss_fn, params = classification(model)
 
     def batches(epoch: int) -> Iterable[Any]:
-        given = data.batches(dataset, settings.batch_size, seed=settings.seed, epoch=epoch)
-        return (split_batch(batch, comm) for batch in given)
+        return map(place.share, data.batches(dataset, settings.batch_size, seed=settings.seed, epoch=epoch))
 
     test = [
         (dataset.test_x[i : i + _EVALUATION_BATCH], dataset.test_y[i : i + _EVALUATION_BATCH])
         for i in range(0, len(dataset.test_y), _EVALUATION_BATCH)
     ]
-    return Experiment(model, loss_fn, everywhere(params, comm), batches, steps_per_epoch, test, comm)
+    params = place.everywhere(params)
+    return Experiment(model, place.loss(loss_fn), params, batches, steps_per_epoch, test, place)
 
 
-def _model(settings: Settings, shape: tuple[int, ...], classes: int, comm: MeshComm | None) -> nn.Classifier:
+def _model(
+    settings: Settings, shape: tuple[int, ...], classes: int, place: OneDevice, solvers: Sequence[Solver]
+) -> nn.Classifier:
     rngs, width = nnx.Rngs(settings.seed), settings.width
     opening: nnx.Module
     layer: type[nn.DenseResidual] | type[nn.ConvResidual]
@@ -109,14 +117,19 @@ def _model(settings: Settings, shape: tuple[int, ...], classes: int, comm: MeshC
     else:
         opening, layer, state = nn.ConvOpening(shape[-1], width, rngs=rngs), nn.ConvResidual, (*shape[:-1], width)
     trunk = nn.LayerParallel(
-        lambda rngs: layer(width, rngs=rngs), settings.layers, t1=settings.t1, comm=comm, rngs=rngs
+        lambda rngs: layer(width, rngs=rngs),
+        settings.layers,
+        t1=settings.t1,
+        solver=solvers[0],
+        adjoint_solver=solvers[1],
+        comm=place.comm,
+        rngs=rngs,
     )
     return nn.Classifier(opening, trunk, nn.DenseClosing(state, classes, rngs=rngs))
 
 
-def describe(settings: Settings, params: PyTree) -> str:
-    """One line on what is trained."""
-    count = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+def describe(settings: Settings, count: int) -> str:
+    """One line on what is trained, a network of ``count`` parameters."""
     kind = f"{settings.layers} {'dense' if settings.model == 'dense' else 'convolutional'} residual layers"
     unit = "wide" if settings.model == "dense" else "channels"
     return f"{settings.problem}: {kind}, {settings.width} {unit}, {count:,} parameters, t1 = {settings.t1:g}"

@@ -5,14 +5,14 @@ import dataclasses
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from lp_jax import MGRIT, Picard, Rediscretize, viz
 from lp_jax._solver import Solver
+from lp_jax._types import PyTree
 from lp_jax.cli._experiment import Experiment, Settings
 from lp_jax.cli._info import version
 from lp_jax.cli._run import Run
@@ -62,8 +62,38 @@ def summary(settings: Settings, runs: Sequence[Run], solver: Solver, adjoint_sol
     }
 
 
+class GradientErrors(NamedTuple):
+    """Errors of a trained network's gradient: of each choice by number of iterations, and of the run's own."""
+
+    choices: dict[str, list[float]]
+    own: float
+
+
+def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_solver: Solver) -> GradientErrors:
+    """Measure the gradient on the first batch with one, two and three iterations, and with other coarse steps."""
+    batch = next(iter(made.batches(0)))
+
+    def error(solver: Solver, adjoint_solver: Solver) -> float:
+        measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, whole=made.place.whole)
+        return float(measured.relative)
+
+    with _quick_compilation():
+        choices = {
+            name: [
+                error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver))) for count in ITERATIONS
+            ]
+            for name, coarse_step in _choices(solver).items()
+        }
+        return GradientErrors(choices, error(solver, adjoint_solver))
+
+
 def pictures(
-    folder: Path, settings: Settings, made: Experiment, runs: Sequence[Run], solver: Solver, adjoint_solver: Solver
+    folder: Path,
+    settings: Settings,
+    runs: Sequence[Run],
+    solver: Solver,
+    adjoint_solver: Solver,
+    errors: GradientErrors | None,
 ) -> list[Path]:
     """Draw and save what there is to draw: of a serial run, neither residuals nor gradient errors."""
     first = runs[0]
@@ -73,34 +103,18 @@ def pictures(
     }
     if first.log.of("probe"):
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=_iteration(solver))
-        figures["gradient_error.png"] = _gradient_errors(made, first, solver, adjoint_solver)
+    if errors is not None:
+        mark = f"this run: {solver.iterations} forward,\n{adjoint_solver.iterations} adjoint"
+        figures["gradient_error.png"] = viz.gradient_errors(
+            errors.choices,
+            run=(mark, solver.iterations, errors.own),
+            iteration=_iteration(solver),
+            choice="coarse step" if isinstance(solver, MGRIT) else "solver",
+        )
     paths = [folder / name for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):
         figure.savefig(path)
     return paths
-
-
-def _gradient_errors(made: Experiment, run: Run, solver: Solver, adjoint_solver: Solver) -> Figure:
-    """Errors of the trained network's gradient on the first batch, over iterations, of other choices too."""
-    batch = next(iter(made.batches(0)))
-
-    def error(solver: Solver, adjoint_solver: Solver) -> float:
-        return float(gradient_error(made.loss_fn, run.state.params, batch, solver, adjoint_solver).relative)
-
-    with _quick_compilation():
-        errors = {
-            name: [
-                error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver))) for count in ITERATIONS
-            ]
-            for name, coarse_step in _choices(solver).items()
-        }
-    mark = f"this run: {solver.iterations} forward,\n{adjoint_solver.iterations} adjoint"
-    return viz.gradient_errors(
-        errors,
-        run=(mark, solver.iterations, error(solver, adjoint_solver)),
-        iteration=_iteration(solver),
-        choice="coarse step" if isinstance(solver, MGRIT) else "solver",
-    )
 
 
 def _iteration(solver: Solver) -> str:

@@ -10,12 +10,11 @@ from rich.console import Console
 from lp_jax import Serial
 from lp_jax._solver import Solver
 from lp_jax.cli._experiment import Experiment, Settings
+from lp_jax.cli._launch import Launch
 from lp_jax.cli._solver import with_effort
-from lp_jax.cli._workers import everywhere
 from lp_jax.train import (
     Bar,
     Batch,
-    Checkpoints,
     Every,
     Log,
     TrainState,
@@ -80,8 +79,11 @@ def train_one(
     adjoint_solver: Solver,
     folder: Path,
     console: Console,
+    launch: Launch,
 ) -> Run:
     """Train with one pair of solvers, from the newest checkpoint in ``folder`` if there is one.
+
+    All processes of ``launch`` call this together; the chief's log is the one in ``folder``.
 
     Raises:
         lp_jax.train.DivergenceError: when the run is no longer finite.
@@ -91,14 +93,15 @@ def train_one(
     name = name_of(solver)
     exact = isinstance(solver, Serial) and isinstance(adjoint_solver, Serial)
     optimizer = optax.adam(settings.learning_rate)
-    state = everywhere(init_state(made.params, optimizer), made.comm)
+    place = made.place
+    state = place.everywhere(init_state(made.params, optimizer))
     total = made.steps_per_epoch * settings.epochs
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
         return evaluate(made.loss_fn, state.params, made.test_batches)._asdict()
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
-        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver)
+        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, whole=place.whole)
         # enough cycles to see whether, and how fast, they converge
         longer = [with_effort(s, max(s.iterations + 2, 4)) for s in (solver, adjoint_solver)]
         solves = residuals(made.model, state.params, batch, *longer)
@@ -115,13 +118,14 @@ def train_one(
     measures = [Every("test", made.steps_per_epoch, test)]
     if not exact:
         measures.append(Every("probe", plan.probe_every or max(1, total // _PROBES), probe))
-    folder.mkdir(parents=True, exist_ok=True)
-    with Checkpoints(folder / "checkpoints", config=settings.fingerprint()) as checkpoints:
+    if launch.chief:
+        folder.mkdir(parents=True, exist_ok=True)
+    with place.checkpoints(folder / "checkpoints", settings.fingerprint()) as checkpoints:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
             console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
         state, log = fit(
-            make_train_step(made.loss_fn, optimizer),
+            make_train_step(made.loss_fn, optimizer, whole=place.whole),
             state,
             made.batches,
             steps_per_epoch=made.steps_per_epoch,
@@ -129,10 +133,11 @@ def train_one(
             solver=solver,
             adjoint_solver=adjoint_solver,
             measures=measures,
-            log=Log(folder / "metrics.jsonl"),
+            log=Log(folder / "metrics.jsonl" if launch.chief else None),
             log_every=plan.log_every,
             checkpoints=checkpoints,
             checkpoint_every=plan.checkpoint_every,
             meter=Bar(name, console),
+            agree=launch.agree if launch.size > 1 else None,
         )
     return Run(name, state, log)

@@ -1,7 +1,7 @@
 """``lp-jax train``: from options to results."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +9,20 @@ import click
 from rich.console import Console
 
 from lp_jax import Serial
-from lp_jax.cli._experiment import WIDTHS, Settings, describe, experiment
+from lp_jax._solver import Solver
+from lp_jax.cli._experiment import WIDTHS, Experiment, Settings, describe, experiment
 from lp_jax.cli._folder import prepare, write_config, write_json
-from lp_jax.cli._report import pictures, summary, table
+from lp_jax.cli._launch import Launch, launch
+from lp_jax.cli._report import gradient_errors, pictures, summary, table
 from lp_jax.cli._run import Plan, Run, train_one
 from lp_jax.cli._solver import build, fields, short
-from lp_jax.cli._workers import mesh_comm
+from lp_jax.cli._workers import workers
 from lp_jax.train import Interrupted
 from lp_jax.train._checkpoint import first_difference
 
 # How one call runs, not what is run: never taken from the folder.
-_OF_THIS_CALL = ("out", "resume", "no_compare", "no_pictures", "debug")
+_LAUNCH = ("mpi", "distributed", "coordinator", "process")
+_OF_THIS_CALL = ("out", "resume", "no_compare", "no_pictures", "debug", *_LAUNCH)
 
 
 def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> None:
@@ -30,8 +33,13 @@ def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> 
         options: of the command line, by name.
         explicit: those that were given there; on resuming, the folder says the others.
     """
-    folder, console = options["out"], Console(stderr=True)
-    before = prepare(folder, resume=options["resume"])
+    with launch(options) as processes:
+        _train(problem, options, explicit, processes)
+
+
+def _train(problem: str, options: dict[str, Any], explicit: set[str], processes: Launch) -> None:
+    folder, console = options["out"], Console(stderr=True, quiet=not processes.chief)
+    before = processes.once(lambda: prepare(folder, resume=options["resume"]))
     if before is not None:
         if before["problem"] != problem:
             raise click.ClickException(
@@ -43,21 +51,23 @@ def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> 
         was = _settings(problem, {**options, **before["options"]}).fingerprint()
         if difference := first_difference(was, settings.fingerprint()):
             raise click.ClickException(f"the run in {folder} is of another model: {difference}; choose another --out.")
-    comm = mesh_comm(options)
-    made = experiment(settings, comm)
-    stored = {name: _plain(value) for name, value in options.items() if name not in _OF_THIS_CALL}
+    place = workers(options, processes, (solver, adjoint_solver))
+    made = experiment(settings, place, (solver, adjoint_solver))
+    of_this_call = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
+    stored = {name: _plain(value) for name, value in options.items() if name not in of_this_call}
     solvers = {"solver": repr(solver), "adjoint_solver": repr(adjoint_solver)}
     if before is not None and any(before[name] != text for name, text in solvers.items()):
         console.print(f"the solver changes, from {before['solver']}", markup=False, highlight=False)
-    write_config(folder, {"problem": problem, "options": stored, **solvers})
-    where = [] if comm is None else [f"devices: {', '.join(f'{name} {n}' for name, n in comm.mesh.shape.items())}"]
+    if processes.chief:
+        write_config(folder, {"problem": problem, "options": stored, **solvers})
     for line in (
-        describe(settings, made.params),
-        *where,
+        describe(settings, place.size(made.params)),
+        place.describe(),
         f"forward: {short(solver)}",
         f"adjoint: {short(adjoint_solver)}",
     ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if line is not None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     plan = Plan(options["probe_every"], options["checkpoint_every"], options["log_every"])
     pairs = [(solver, adjoint_solver, folder)]
@@ -65,18 +75,37 @@ def train_command(problem: str, options: dict[str, Any], explicit: set[str]) -> 
         pairs.append((Serial(), Serial(), folder / "serial"))
     runs: list[Run] = []
     try:
-        for forward, adjoint, place in pairs:
-            runs.append(train_one(settings, plan, made, forward, adjoint, place, console))
+        for forward, adjoint, path in pairs:
+            runs.append(train_one(settings, plan, made, forward, adjoint, path, console, processes))
     except Interrupted as interruption:
         again = f"lp-jax train {problem} --out {shlex.quote(str(folder))} --resume"
-        click.echo(f"lp-jax: {interruption}; go on with: {again}", err=True)
+        if processes.chief:
+            click.echo(f"lp-jax: {interruption}; go on with: {again}", err=True)
         raise SystemExit(128 + interruption.signal) from None
+    _report(settings, made, runs, (solver, adjoint_solver), options, console, processes)
 
-    write_json(folder / "summary.json", summary(settings, runs, solver, adjoint_solver))
+
+def _report(
+    settings: Settings,
+    made: Experiment,
+    runs: Sequence[Run],
+    solvers: tuple[Solver, Solver],
+    options: Mapping[str, Any],
+    console: Console,
+    processes: Launch,
+) -> None:
+    """Table, summary and pictures; the chief's to show, everyone's to measure."""
+    folder = options["out"]
     drawn: list[Path] = []
+    errors = None
+    if not options["no_pictures"] and not all(isinstance(s, Serial) for s in solvers):
+        with console.status("for a picture, other solvers are compiled and their gradients measured"):
+            errors = gradient_errors(made, runs[0].state.params, *solvers)
+    if not processes.chief:
+        return
+    write_json(folder / "summary.json", summary(settings, runs, *solvers))
     if not options["no_pictures"]:
-        with console.status("drawing; for one picture, other solvers are compiled and their gradients measured"):
-            drawn = pictures(folder, settings, made, runs, solver, adjoint_solver)
+        drawn = pictures(folder, settings, runs, *solvers, errors)
     out = Console()
     out.print(table(runs))
     names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *(path.name for path in drawn)]
@@ -101,7 +130,7 @@ def _as_before(options: Mapping[str, Any], explicit: set[str], stored: Mapping[s
         void |= {"serial", "solver", *fields()}
     if explicit & {"serial", "solver", "adjoint_solver"}:
         void |= {f"adjoint_{name}" for name in ("solver", *fields())}
-    if explicit & {"devices", "mesh"}:
+    if explicit & {"devices", "mesh", "mpi", "distributed"}:
         void |= {"devices", "mesh"}
     kept = {name: value for name, value in stored.items() if name in options and name not in explicit | void}
     return {**options, **kept}

@@ -1,44 +1,160 @@
 """``--devices`` and ``--mesh``: where the layers, and the examples of a batch, are spread."""
 
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lp_jax import MeshComm
+from lp_jax import MeshComm, MPIComm, layer_slices
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch
+from lp_jax.cli._sizes import mesh_sizes, set_cpu_devices
+from lp_jax.train import Checkpoints, LossFn, RankCheckpoints, Ranks
 
-AXES = ("layers", "data")
+
+class OneDevice:
+    """All on one device.
+
+    Attributes:
+        comm: of the solves.
+        whole: of `lp_jax.train.make_train_step`.
+    """
+
+    comm: MeshComm | MPIComm | None = None
+    whole: Callable[[PyTree], PyTree] | None = None
+
+    def describe(self) -> str | None:
+        """A line on where all is."""
+        return None
+
+    def everywhere(self, tree: PyTree) -> PyTree:
+        """Arrays that all workers have, made by one."""
+        return tree
+
+    def share(self, batch: PyTree) -> PyTree:
+        """A batch, as it is spread."""
+        return batch
+
+    def loss(self, loss_fn: LossFn) -> LossFn:
+        """The loss of a whole batch, from that of a share."""
+        return loss_fn
+
+    def size(self, params: PyTree) -> int:
+        """Number of parameters of the whole network."""
+        return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+
+    def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> Checkpoints | RankCheckpoints:
+        """Where states are saved."""
+        return Checkpoints(folder, config=config)
 
 
-def mesh_comm(options: Mapping[str, Any]) -> MeshComm | None:
-    """The mesh that was asked for; None for one device. On a CPU the devices are made: parts of the processor.
+class Devices(OneDevice):
+    """The devices of a mesh, of one process or of several."""
+
+    def __init__(self, comm: MeshComm) -> None:
+        self.comm: MeshComm = comm
+
+    def describe(self) -> str:
+        shape = ", ".join(f"{name} {n}" for name, n in self.comm.mesh.shape.items())
+        return f"devices: {shape}{_of_processes(jax.process_count())}"
+
+    def everywhere(self, tree: PyTree) -> PyTree:
+        devices = set(self.comm.mesh.devices.flat)
+        return jax.tree.map(lambda x: x if x.sharding.device_set == devices else self._put(x, PartitionSpec()), tree)
+
+    def share(self, batch: PyTree) -> PyTree:
+        if "data" not in self.comm.mesh.axis_names:
+            return batch
+        return jax.tree.map(lambda x: self._put(x, PartitionSpec("data")), batch)
+
+    def _put(self, x: Any, spec: PartitionSpec) -> jax.Array:
+        sharding = NamedSharding(self.comm.mesh, spec)
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        x = np.asarray(x)  # which every process has
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+class RankGrid(OneDevice):
+    """The ranks of an MPI job."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.comm: MPIComm = ranks.layers
+        self.whole = ranks.whole
+
+    def describe(self) -> str:
+        return f"MPI ranks: layers {self.ranks.layers.size}, data {self.ranks.data.size}"
+
+    def share(self, batch: PyTree) -> PyTree:
+        return self.ranks.share(batch)
+
+    def loss(self, loss_fn: LossFn) -> LossFn:
+        return self.ranks.loss(loss_fn)
+
+    def size(self, params: PyTree) -> int:
+        sizes = self.ranks.whole(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
+        return sum(int(leaf[0]) for leaf in jax.tree.leaves(sizes))
+
+    def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> RankCheckpoints:
+        return self.ranks.checkpoints(folder, config=config)
+
+
+def workers(options: Mapping[str, Any], launch: Launch, solvers: tuple[Solver, Solver]) -> OneDevice:
+    """Where the options say that a run lives. On a CPU the devices of a mesh are made: parts of the processor.
 
     Raises:
         click.UsageError: for an unknown axis, for both options at once, and for a batch that cannot be split evenly.
-        click.ClickException: where there are too few devices.
+        click.ClickException: where there are too few devices, or too many ranks.
     """
-    if options["mesh"] is not None and options["devices"] is not None:
-        raise click.UsageError("--devices N is short for --mesh layers=N; give one of the two.")
-    sizes = _sizes(options["mesh"]) if options["mesh"] is not None else {"layers": options["devices"] or 1}
-    needed = math.prod(sizes.values())
-    if needed == 1:
-        return None
+    sizes = mesh_sizes(options)
     if options["batch_size"] % sizes.get("data", 1):
         raise click.UsageError(
             f"--batch-size {options['batch_size']} cannot be split evenly over data={sizes['data']}; choose a multiple."
         )
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", needed)
-    if jax.device_count() < needed:
+    if isinstance(launch, MPILaunch):
+        return RankGrid(_grid(sizes, launch, options["layers"], solvers))
+    needed = math.prod(sizes.values())
+    if isinstance(launch, DistributedLaunch):
+        return Devices(_mesh(sizes, launch.size))
+    return OneDevice() if needed == 1 else Devices(_mesh(sizes, 1))
+
+
+def _grid(sizes: Mapping[str, int], launch: MPILaunch, layers: int, solvers: tuple[Solver, Solver]) -> Ranks:
+    copies = sizes.get("data", 1)
+    rows = sizes.get("layers", max(1, launch.size // copies))
+    if rows * copies != launch.size:
         raise click.ClickException(
-            f"{needed} devices are needed and there are {jax.device_count()} ({jax.default_backend()}); "
-            "ask for fewer with --devices or --mesh."
+            f"layers={rows} x data={copies} makes {rows * copies} ranks and mpirun started {launch.size}; "
+            "with --mpi, --devices and --mesh must name all of them, or be left out."
         )
-    sizes = {"layers": 1} | sizes
+    busy = sum(run.stop > run.start for run in layer_slices(layers, rows, *solvers))
+    if busy < rows:
+        raise click.ClickException(
+            f"--layers {layers} can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
+            "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
+        )
+    return Ranks.grid(launch.comm.comm, data=copies)
+
+
+def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
+    """Of all devices, where it is not said."""
+    if processes == 1:
+        set_cpu_devices(math.prod(sizes.values()))
+    there = jax.device_count()
+    sizes = {"layers": 1} | sizes if sizes else {"layers": there}
+    needed = math.prod(sizes.values())
+    if there < needed or (processes > 1 and there != needed):
+        raise click.ClickException(
+            f"{needed} devices are needed and there are {there} ({jax.default_backend()}{_of_processes(processes)}); "
+            "ask for others with --devices or --mesh."
+        )
     mesh = jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
@@ -48,29 +164,5 @@ def mesh_comm(options: Mapping[str, Any]) -> MeshComm | None:
     return MeshComm(mesh)
 
 
-def split_batch(batch: Any, comm: MeshComm | None) -> Any:
-    """A batch with its examples spread over the axis "data", where there is one."""
-    if comm is None or "data" not in comm.mesh.axis_names:
-        return batch
-    return jax.device_put(batch, NamedSharding(comm.mesh, PartitionSpec("data")))
-
-
-def everywhere(tree: Any, comm: MeshComm | None) -> Any:
-    """Arrays that lie on one device, on all of the mesh; those that are spread already as they are."""
-    if comm is None:
-        return tree
-    devices = set(comm.mesh.devices.flat)
-    same = NamedSharding(comm.mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if x.sharding.device_set == devices else jax.device_put(x, same), tree)
-
-
-def _sizes(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        if name not in AXES or name in sizes or not number.isdecimal() or int(number) < 1:
-            raise click.UsageError(
-                f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {text!r}."
-            )
-        sizes[name] = int(number)
-    return sizes
+def _of_processes(count: int) -> str:
+    return f", in {count} processes" if count > 1 else ""

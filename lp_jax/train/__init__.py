@@ -33,6 +33,8 @@ from lp_jax.train._probe import gradient_error as gradient_error
 from lp_jax.train._progress import Bar as Bar
 from lp_jax.train._progress import Meter as Meter
 from lp_jax.train._progress import Silent as Silent
+from lp_jax.train._ranks import RankCheckpoints as RankCheckpoints
+from lp_jax.train._ranks import Ranks as Ranks
 from lp_jax.train._step import Batch as Batch
 from lp_jax.train._step import Info as Info
 from lp_jax.train._step import LossFn as LossFn

@@ -15,6 +15,7 @@ from lp_jax.train._divergence import DivergenceError, complaint, refusal
 from lp_jax.train._interrupt import Interrupted, Interrupts
 from lp_jax.train._log import Log, flat, unflat
 from lp_jax.train._progress import Meter, Silent
+from lp_jax.train._ranks import RankCheckpoints
 from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
 
 
@@ -46,9 +47,10 @@ def fit(
     measures: Sequence[Every] = (),
     log: Log | None = None,
     log_every: int = 10,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Checkpoints | RankCheckpoints | None = None,
     checkpoint_every: int | None = None,
     meter: Meter = Silent(),
+    agree: Callable[[int | None], int | None] | None = None,
 ) -> tuple[TrainState, Log]:
     """Train from ``state`` to the end of the last epoch.
 
@@ -76,6 +78,9 @@ def fit(
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: an epoch's steps if None.
         meter: shows how it goes.
+        agree: where several processes train together, ``agree(signal) -> signal`` makes all of them stop at the same
+            step: from the signal that each received, or None, one for all. It is asked when metrics are fetched.
+            `Ranks.agree` for MPI ranks.
 
     Returns:
         The last state, and the log.
@@ -115,13 +120,15 @@ def fit(
                     state, metrics = step_fn(state, batch, solver, adjoint_solver)
                     step += 1
                     record.add(metrics, epoch)
-                    signal = interrupts.received
                     due = [m for m in measures if step in (1, last) or step % m.steps == 0]
-                    saves = checkpoints is not None and (
-                        signal is not None or step == last or step % checkpoint_every == 0
-                    )
+                    saves = checkpoints is not None and (step == last or step % checkpoint_every == 0)
                     # the first step of a process compiles: kept apart, so that the times of the others are steps alone
-                    if signal is not None or due or saves or step in (done + 1, last) or step % log_every == 0:
+                    fetches = due or saves or step in (done + 1, last) or step % log_every == 0
+                    signal = interrupts.received
+                    if agree is not None:
+                        signal = agree(signal) if fetches else None
+                    saves = saves or (checkpoints is not None and signal is not None)
+                    if fetches or signal is not None:
                         record.flush(step)
                     for m in due:
                         record.measured(m.kind, step, m.measure(state, batch))
@@ -143,7 +150,7 @@ def fit(
 class _Record:
     """From metrics on the device to rows, warnings and, where they are not finite, the end."""
 
-    def __init__(self, log: Log, meter: Meter, *, quiet: int, checkpoints: Checkpoints | None):
+    def __init__(self, log: Log, meter: Meter, *, quiet: int, checkpoints: Checkpoints | RankCheckpoints | None):
         self.log, self.meter, self.checkpoints = log, meter, checkpoints
         self.quiet = quiet  # steps after a warning during which it is not repeated
         self.warned = {row["solve"]: row["step"] for row in log.of("warning")}

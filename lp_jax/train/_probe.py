@@ -1,12 +1,12 @@
 """How far the layer-parallel gradient is from the exact one."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lp_jax import _tree
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
@@ -35,6 +35,7 @@ def gradient_error(
     adjoint_solver: Solver | None = None,
     *,
     depth: int = 1,
+    whole: Callable[[PyTree], PyTree] | None = None,
 ) -> GradientError:
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch.
 
@@ -47,6 +48,7 @@ def gradient_error(
         solver: of the forward solve.
         adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
         depth: parameters are grouped by so many keys of their path in the tree.
+        whole: as for `make_train_step`.
 
     Returns:
         A `GradientError` of scalars.
@@ -64,7 +66,7 @@ def gradient_error(
         (True, ['trunk'])
     """
     g = _gradient(loss_fn, params, batch, solver, adjoint_solver)
-    return _compare(g, _gradient(loss_fn, params, batch, Serial(), Serial()), depth)
+    return _compare(g, _gradient(loss_fn, params, batch, Serial(), Serial()), depth, whole)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -72,29 +74,25 @@ def _gradient(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver, adj
     return jax.grad(loss_fn, has_aux=True)(params, batch, solver, adjoint_solver)[0]
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _compare(g: PyTree, e: PyTree, depth: int) -> GradientError:
-    difference = _tree.sub(g, e)
-    differences, exacts = _groups(difference, depth), _groups(e, depth)
-    return GradientError(
-        relative=_ratio(_tree.norm(difference), _tree.norm(e)),
-        cosine=_ratio(_dot(g, e), _tree.norm(g) * _tree.norm(e)),
-        groups={name: _ratio(_tree.norm(differences[name]), _tree.norm(exacts[name])) for name in exacts},
-    )
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _compare(g: PyTree, e: PyTree, depth: int, whole: Callable[[PyTree], PyTree] | None) -> GradientError:
+    def products(a: jax.Array, b: jax.Array) -> jax.Array:  # of one parameter: |a - b|^2, |a|^2, |b|^2, (a, b)
+        return jnp.stack([jnp.sum(x * y) for x, y in ((a - b, a - b), (a, a), (b, b), (a, b))])
 
-
-def _groups(tree: PyTree, depth: int) -> dict[str, list[jax.Array]]:
-    groups: dict[str, list[jax.Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    sums = jax.tree.map(products, g, e)
+    groups: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(sums if whole is None else whole(sums)):
         name = jax.tree_util.keystr(path[:depth], simple=True, separator="/")
-        groups.setdefault(name, []).append(leaf)
-    return groups
+        groups[name] = groups[name] + leaf if name in groups else leaf
+    relative, cosine = _error(jax.tree.reduce(jnp.add, groups))
+    return GradientError(relative, cosine, {name: _error(group)[0] for name, group in groups.items()})
 
 
-def _dot(a: PyTree, b: PyTree) -> jax.Array:
-    return jax.tree.reduce(jnp.add, jax.tree.map(lambda x, y: jnp.sum(x * y), a, b))
+def _error(products: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Relative error and cosine; 0 where there is nothing to divide: a group without gradient has no error."""
+    error, gg, ee, ge = products
+    return _ratio(jnp.sqrt(error), jnp.sqrt(ee)), _ratio(ge, jnp.sqrt(gg) * jnp.sqrt(ee))
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b``, and 0 where both are: a group without gradient has no error."""
     return jnp.where((a == 0) & (b == 0), jnp.zeros_like(a), a / b)

@@ -78,13 +78,17 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     return TrainState(jnp.int32(0), params, opt_state)
 
 
-def make_train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> StepFn:
+def make_train_step(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, whole: Callable[[PyTree], PyTree] | None = None
+) -> StepFn:
     """The jitted training step for a loss and an optimizer.
 
     Args:
         loss_fn: ``loss_fn(params, batch, solver, adjoint_solver) -> (loss, info)``, a pure function, with `Info`. It
             hands both solvers to `lp_jax.solve`.
         optimizer: any optax transformation.
+        whole: ``whole(sums) -> sums``, for parameters of which this process has a part only: from sums over that part,
+            one for each parameter, those over all of it. `Ranks.whole` for MPI ranks; None where arrays are global.
 
     Returns:
         ``step_fn(state, batch, solver, adjoint_solver) -> (state, metrics)``. The solvers are arguments: another
@@ -115,8 +119,9 @@ def make_train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) ->
         (loss, info), gradient = gradient_fn(state.params, batch, solver, adjoint_solver)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        gradient_norm = _tree.norm(gradient)
-        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(_tree.norm(params))
+        squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.squares(gradient), _tree.squares(params))
+        gradient_norm, norm = jnp.sqrt(jax.tree.reduce(jnp.add, squares if whole is None else whole(squares)))
+        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
         return TrainState(state.step + 1, params, opt_state), Metrics(loss, gradient_norm, finite, info)
 
     return step_fn
