@@ -51,9 +51,9 @@ def end(process: subprocess.Popen, *, timeout: float) -> Ended:
     return Ended(process.returncode, output)
 
 
-def together(commands: list[list], *, timeout: float) -> list[Ended]:
+def together(commands: list[list], *, timeout: float, **environment: str) -> list[Ended]:
     """Programs side by side, to their ends; none is left over when one hangs."""
-    started = [start(command) for command in commands]
+    started = [start(command, **environment) for command in commands]
     try:
         return [end(process, timeout=timeout) for process in started]
     finally:
@@ -71,6 +71,11 @@ def free_port() -> int:
 
 
 def mpirun(ranks: int, *program: object, timeout: float = 240, **environment: str) -> Ended:
+    """A Python program on so many ranks, to its end; skips where MPI is not installed."""
+    return end(start_ranks(ranks, *program, **environment), timeout=timeout)
+
+
+def start_ranks(ranks: int, *program: object, **environment: str) -> subprocess.Popen:
     """A Python program on so many ranks; skips where MPI is not installed."""
     for module in ("mpi4py", "mpi4jax"):
         if importlib.util.find_spec(module) is None:
@@ -79,5 +84,4 @@ def mpirun(ranks: int, *program: object, timeout: float = 240, **environment: st
     if launcher is None:
         pytest.skip("no mpirun on PATH")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = [launcher, *root, "--oversubscribe", "-n", ranks, sys.executable, *program]
-    return end(start(command, **environment), timeout=timeout)
+    return start([launcher, *root, "--oversubscribe", "-n", ranks, sys.executable, *program], **environment)

@@ -12,12 +12,15 @@ import digits_training
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 import test_battery as battery
 import test_golden
 import test_mesh as mesh
 from problems import dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
+from lp_jax import train
 
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -134,6 +137,65 @@ def training(_=None):
     run = mine(digits_training.LAYERS, digits_training.SOLVER, digits_training.ADJOINT)
     got, _ = digits_training.train(digits_training.initial(run), COMM)
     assert relative_error(got, (opening, cut(layers, run), closing)) < 1e-8
+
+
+@case
+def grid(copies):
+    """Layers x data: three steps and a probe have the numbers of one device; states are gathered and scattered whole."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's Adam
+    ranks = train.Ranks.grid(data=int(copies))
+    n, width, batch = 12, 5, 8
+    run = lp_jax.layer_slices(n, ranks.layers.size, digits_training.SOLVER, digits_training.ADJOINT)[ranks.layers.rank]
+    solvers = digits_training.SOLVER, digits_training.ADJOINT
+    rng = np.random.default_rng(0)
+    params = {"trunk": dense_params(n, width), "closing": jnp.asarray(rng.normal(size=(width, 2)))}
+    inputs, answers = (jnp.asarray(rng.normal(size=(batch, k))) for k in (width, 2))
+
+    def loss_fn(comm, params, batch, solver, adjoint_solver):
+        x, y = batch
+        solution = lp_jax.solve(dense_step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver, comm=comm)
+        right = jnp.abs(solution.y1 @ params["closing"] - y)
+        info = train.Info(
+            jnp.sum(right < 1, dtype=jnp.int32), jnp.int32(right.size), solution.stats, solution.result,
+            jnp.linalg.norm(solution.y1),
+        )  # fmt: skip
+        return jnp.mean(right**2), info
+
+    def three_steps(loss_fn, params, batch, whole):
+        optimizer = optax.adam(0.01)
+        state = train.init_state(params, optimizer)
+        step_fn = train.make_train_step(loss_fn, optimizer, whole=whole)
+        seen = [train.gradient_error(loss_fn, params, batch, *solvers, whole=whole)]
+        for _ in range(3):
+            state, metrics = step_fn(state, batch, *solvers)
+            seen.append(metrics)
+        return state, seen
+
+    wanted = three_steps(functools.partial(loss_fn, None), params, (inputs, answers), None)
+    here = {"trunk": cut(params["trunk"], run), "closing": params["closing"]}
+    share = ranks.share((inputs, answers))
+    assert len(share[0]) == batch // int(copies)
+    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, share, ranks.whole)
+    for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11)
+    whole = ranks.gather(state)
+    assert (whole is None) == (COMM.rank > 0)
+    if whole is not None:
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted[0]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+    again = ranks.scatter(whole, jax.tree.map(jnp.zeros_like, state))
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert ranks.agree(None) is None
+    assert ranks.agree(15 if COMM.rank == COMM.size - 1 else None) == 15
+    assert ranks.once(lambda: COMM.rank) == 0
+    with pytest.raises(KeyError, match="only here"):
+        ranks.once(lambda: {}["only here"])
+    with pytest.raises(ValueError, match=r"data=3; it must divide"):
+        train.Ranks.grid(data=3)
+    if int(copies) > 1:
+        with pytest.raises(ValueError, match="a batch of 7 examples cannot be split evenly over 2"):
+            ranks.share(inputs[:7])
 
 
 def count(jaxpr, times=1, counts=None):

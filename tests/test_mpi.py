@@ -40,6 +40,11 @@ def test_training_ends_with_the_same_parameters(ranks):
     passes(ranks, "training")
 
 
+@pytest.mark.parametrize("ranks, copies", [(4, 2), (2, 1), (2, 2)])
+def test_layers_and_examples_spread_over_ranks(ranks, copies):
+    passes(ranks, "grid", copies)
+
+
 def test_golden_data(golden):
     passes(4, "golden", golden)
 

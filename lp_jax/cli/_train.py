@@ -1,5 +1,6 @@
 """``lp-jax train``: from options to results."""
 
+import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
         was = _settings(problem, {**options, **before["options"]}).fingerprint()
         if difference := first_difference(was, settings.fingerprint()):
             raise click.ClickException(f"the run in {folder} is of another model: {difference}; choose another --out.")
+    _same_everywhere(settings, (solver, adjoint_solver), processes)
     place = workers(options, processes, (solver, adjoint_solver))
     made = experiment(settings, place, (solver, adjoint_solver))
     of_this_call = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
@@ -83,6 +85,13 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
             click.echo(f"lp-jax: {interruption}; go on with: {again}", err=True)
         raise SystemExit(128 + interruption.signal) from None
     _report(settings, made, runs, (solver, adjoint_solver), options, console, processes)
+
+
+def _same_everywhere(settings: Settings, solvers: tuple[Solver, Solver], processes: Launch) -> None:
+    """Every process has options of its own."""
+    mine = {**dataclasses.asdict(settings), "solver": repr(solvers[0]), "adjoint_solver": repr(solvers[1])}
+    if difference := first_difference(processes.once(lambda: mine), mine):
+        raise click.ClickException(f"this process was started otherwise than the first: {difference}.")
 
 
 def _report(

@@ -1,0 +1,131 @@
+"""Training from the command line on several processes: MPI ranks, and processes of ``jax.distributed``."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import jax
+import launch
+import numpy as np
+import pytest
+
+from lp_jax import train
+from lp_jax.cli import main
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "quick_compilation")
+
+SCRIPT = launch.HERE / "command.py"
+RANK = "OMPI_COMM_WORLD_RANK"
+SMALL = ["--layers", 8, "--width", 6, "--batch-size", 200, "--log-every", 3, "--no-compare", "--no-pictures"]
+STEPS = 1437 // 200
+
+
+def here(*arguments):
+    """The command on one device, in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "digits", *map(str, arguments)])
+    assert caught.value.code == 0
+
+
+def ranks(count, folder, *arguments, **options):
+    """The command under mpirun."""
+    return launch.mpirun(count, SCRIPT, folder, RANK, "train", "digits", "--mpi", *arguments, **options)
+
+
+def processes(count, folder, *arguments, devices=1, timeout=200):
+    """The command as processes of ``jax.distributed``, one argument list for each or one for all."""
+    address = f"127.0.0.1:{launch.free_port()}"
+    lists = arguments if isinstance(arguments[0], list) else [list(arguments)] * count
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
+    return launch.together(
+        [
+            [sys.executable, SCRIPT, folder, i, "train", "digits", "--distributed", "--coordinator", address,
+             "--process", f"{i}/{count}", *mine]
+            for i, mine in enumerate(lists)
+        ],
+        timeout=timeout,
+        XLA_FLAGS=flags,
+    )  # fmt: skip
+
+
+def losses(folder):
+    return [row["loss"] for row in train.read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_a_run_moves_from_engine_to_engine(tmp_path):
+    """Two by two ranks for layers and examples, then two processes with two devices each, then one device: one run."""
+    moved, stayed = tmp_path / "moved", tmp_path / "stayed"
+    ended = ranks(4, tmp_path, *SMALL, "--mesh", "layers=2,data=2", "--epochs", 1, "--out", moved)
+    assert ended.code == 0 and "MPI ranks: layers 2, data 2" in ended.output, ended.output
+    assert ended.output.count("test accuracy") == ended.output.count("step 7  ") + 2  # the table, too, comes once
+    resume = ["--mesh", "layers=2,data=2", "--epochs", 2, "--resume", "--out", moved]
+    first, second = processes(2, tmp_path, *resume, devices=2)
+    assert first.code == second.code == 0, first.output + second.output
+    assert "devices: layers 2, data 2, in 2 processes" in first.output and "going on after step 7" in first.output
+    assert not re.search("loss|accuracy|step", second.output), second.output
+    here("--epochs", 3, "--resume", "--out", moved)
+    here(*SMALL, "--epochs", 3, "--out", stayed)
+    assert len(losses(stayed)) == 3 * STEPS
+    np.testing.assert_allclose(losses(moved), losses(stayed), rtol=2e-4)  # single precision
+    config = json.loads((moved / "config.json").read_text())
+    assert config["options"]["mesh"] is None and config["options"]["layers"] == 8
+
+
+@pytest.mark.parametrize(
+    "count, options, message",
+    [
+        (1, [], "--mpi finds a single rank; start with mpirun -n 4"),
+        (4, ["--layers", 3], "--layers 3 can be cut into 3 runs .* there are 4 ranks"),
+        (2, ["--devices", 3], "makes 3 ranks and mpirun started 2"),
+        (2, ["--batch-size", 5000], "5000 is more than the 1437 training examples"),
+    ],
+)
+def test_wrong_launches_are_refused_in_one_line(tmp_path, count, options, message):
+    ended = ranks(count, tmp_path, *options, "--out", tmp_path / "run", timeout=100)
+    said = [line for line in ended.output.splitlines() if "lp-jax: " in line]
+    assert ended.code != 0 and len(said) == 1 and re.search(message, said[0]), ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_a_process_that_was_started_otherwise_is_refused(tmp_path):
+    one, other = ([*SMALL, "--out", tmp_path / "run"], [*SMALL, "--layers", 16, "--out", tmp_path / "run"])
+    ended = processes(2, tmp_path, one, other, timeout=100)
+    assert all(process.code != 0 for process in ended)
+    assert "process 1: lp-jax: this process was started otherwise than the first: layers is 8 there and 16 here" in (
+        ended[1].output
+    )
+
+
+def await_file(path, process, *, timeout=120):
+    end = time.monotonic() + timeout
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"no {path} after {timeout} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_is_stopped_stops_all_and_the_run_goes_on(tmp_path, number):
+    """Killed, it takes the job with it; asked to end, all ranks finish the same step and save it."""
+    folder = tmp_path / "run"
+    arguments = ["train", "digits", "--mpi", *SMALL, "--epochs", 2000, "--checkpoint-every", STEPS, "--out", folder]
+    process = launch.start_ranks(2, SCRIPT, tmp_path, RANK, *arguments)
+    try:
+        await_file(folder / "checkpoints" / str(2 * STEPS), process)
+        os.kill(int((tmp_path / "pid-1").read_text()), number)
+    finally:
+        ended = launch.end(process, timeout=60)
+    assert ended.code != 0
+    if number == signal.SIGTERM:
+        said = re.findall(r"SIGTERM: stopped after step (\d+); saved to (\S+);", ended.output)
+        assert len(said) == 1 and said[0][1] == str(folder / "checkpoints" / said[0][0]), ended.output
+    steps = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()]
+    epochs = -(-max(steps) // STEPS) + 1
+    here("--epochs", epochs, "--resume", "--out", folder)
+    assert len(losses(folder)) == epochs * STEPS
+    assert jax.device_count() > 1  # it went on elsewhere
