@@ -22,6 +22,7 @@ from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._iterate import Stats, iterate
 from lp_jax._level import Advance, Level, Operand, Transfer, identity
+from lp_jax._linear import Linearised
 from lp_jax._relax import entering
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, Slices, State
@@ -36,11 +37,13 @@ class Checkpoints(NamedTuple):
         swept_from: the same before the final sweep: from these all states that it met can be recomputed. None where they
             are ``c_points``.
         states: states that entered every layer in the final sweep, ``(N, ...)``; None where they are to be recomputed.
+        kept: what `Linearised` keeps of every layer at those states, ``(N, ...)``; None with them.
     """
 
     c_points: State
     swept_from: State | None = None
     states: State | None = None
+    kept: PyTree = None
 
 
 class Cotangents(NamedTuple):
@@ -52,7 +55,13 @@ class Cotangents(NamedTuple):
 
 
 def solve_adjoint(
-    chain: Chain, solver: Solver, checkpoints: Checkpoints, stride: int, y1_cotangent: State, guess: str
+    chain: Chain,
+    solver: Solver,
+    checkpoints: Checkpoints,
+    stride: int,
+    y1_cotangent: State,
+    guess: str,
+    linearised: Linearised,
 ) -> tuple[Cotangents, Stats, jax.Array]:
     """Solve the adjoint system and form the gradient.
 
@@ -63,6 +72,7 @@ def solve_adjoint(
         stride: number of layers between two C-points of the checkpoints.
         y1_cotangent: cotangent of the state after the last layer.
         guess: "constant" or "zeros", where the first down-cycle is not skipped.
+        linearised: a layer, as the forward solve evaluated it; used where the checkpoints hold what it kept.
 
     Returns:
         The gradients, the adjoint solve's stats, and whether its tolerances were met.
@@ -89,16 +99,20 @@ def solve_adjoint(
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
     levels = _transposed(forward, states, entering_coarse, y1_cotangent, recompute=recompute)
+    emit_gradient = _emit_gradient(chain, fine)
+    if checkpoints.kept is not None:
+        levels = (_transpose_kept(fine, linearised, states, checkpoints.kept, y1_cotangent), *levels[1:])
+        emit_gradient = _emit_kept_gradient(linearised)
 
     start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
     lam, stats, met = iterate(solver, levels, start)
     differentiable, _ = _partition(fine.shared)
-    lam, (slices, cotangents) = solver.finish(levels, lam, _emit_gradient(chain, fine, keep=bool(differentiable)))
+    lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(differentiable)))
     return (
         Cotangents(
             y0=levels[0].exit(lam),
             slices=_tree.merge(slices, fine.steps),
-            shared=_shared_gradient(fine, levels[0], cotangents),
+            shared=_shared_gradient(fine, levels[0], cotangents, kept=checkpoints.kept is not None),
         ),
         stats,
         met,
@@ -154,6 +168,36 @@ def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool
     )
 
 
+def _transpose_kept(level: Level, linearised: Linearised, states: State, kept: PyTree, cotangent: State) -> Level:
+    """The adjoint of the finest level from what was kept of its steps: no step is evaluated again."""
+
+    def step(lam: State, x: tuple[Operand, tuple[State, PyTree]], shared: PyTree) -> State:
+        operand, at = x
+        return _guarded(operand, linearised, at, shared, lam)[0]
+
+    return dataclasses.replace(
+        level,
+        xs=(level.xs, _tree.split((states, kept), level.factor)),
+        gathered=None,
+        y0=cotangent,
+        step=step,
+        reverse=True,
+        transfer=None if level.transfer is None else _transposed_transfer(level),
+    )
+
+
+def _guarded(
+    operand: Operand, linearised: Linearised, at: tuple[State, PyTree], shared: PyTree, lam: State
+) -> tuple[State, list[jax.Array]]:
+    """Cotangents of the state and of the slice; on padding the identity and zeros."""
+    u, kept = at
+    u_bar, leaves = linearised.transpose(u, operand.x._replace(valid=None), shared, kept)(lam)
+    for valid in (operand.valid, operand.x.valid):
+        if valid is not None:
+            u_bar, leaves = _tree.where(valid, u_bar, lam), _tree.where(valid, leaves, _tree.zeros_like(leaves))
+    return u_bar, leaves
+
+
 def _transposed_transfer(level: Level) -> Transfer:
     """Restriction of cotangents is the transpose of prolongation, and the other way round."""
     assert level.transfer is not None
@@ -179,10 +223,32 @@ def _interval_states(level: Level, operands: Operand, u: State, shared: PyTree) 
     return _tree.put(states, u, last)
 
 
-def _emit_gradient(chain: Chain, fine: Level, *, keep: bool) -> Advance:
-    """One adjoint step of the finest level that emits the gradient of its slice, and the cotangent if asked to keep it."""
+def _with_cotangent(advance: Advance, *, keep: bool) -> Advance:
+    """``advance``, emitting the cotangent that enters beside what it emits, if that is to be kept."""
 
-    def advance(lam: State, x: tuple[Operand, State], shared: PyTree) -> tuple[State, Any]:
+    def both(lam: State, x: PyTree, shared: PyTree) -> tuple[State, Any]:
+        lam_next, emitted = advance(lam, x, shared)
+        return lam_next, (emitted, lam if keep else None)
+
+    return both
+
+
+def _emit_kept_gradient(linearised: Linearised) -> Advance:
+    """`_emit_gradient` from what was kept of the step."""
+
+    def advance(lam: State, x: tuple[Operand, tuple[State, PyTree]], shared: PyTree) -> tuple[State, Slices]:
+        operand, at = x
+        lam_next, leaves = _guarded(operand, linearised, at, shared, lam)
+        slices = linearised.combine(operand.x._replace(valid=None), leaves, fill=None)
+        return lam_next, slices
+
+    return advance
+
+
+def _emit_gradient(chain: Chain, fine: Level) -> Advance:
+    """One adjoint step of the finest level that emits the gradient of its slice."""
+
+    def advance(lam: State, x: tuple[Operand, State], shared: PyTree) -> tuple[State, Slices]:
         operand, u = x
         leaves, combine = _partition(operand.x, chain.differentiable)
 
@@ -190,12 +256,13 @@ def _emit_gradient(chain: Chain, fine: Level, *, keep: bool) -> Advance:
             return fine.step(u, operand._replace(x=combine(leaves)), shared)
 
         lam_next, gradient = jax.vjp(forward, u, leaves)[1](lam)
-        return lam_next, (combine(gradient, fill=None), lam if keep else None)
+        slices: Slices = combine(gradient, fill=None)
+        return lam_next, slices
 
     return advance
 
 
-def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None) -> PyTree:
+def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, *, kept: bool) -> PyTree:
     """Gradient of what all layers share, as one contraction over each interval's layers (over all layers if batched)."""
     leaves, combine = _partition(fine.shared)
     if not leaves:
@@ -203,6 +270,8 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None) -> P
 
     def interval(xs: PyTree, lams: State) -> list[jax.Array]:
         operands, states = adjoint.expand(xs, fine.shared) if adjoint.expand else xs
+        if kept:
+            states, _ = states
 
         def forward(leaves: list[jax.Array]) -> State:
             return jax.vmap(lambda u, x: fine.step(u, x, combine(leaves)))(states, operands)

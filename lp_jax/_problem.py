@@ -15,6 +15,7 @@ from lp_jax import _inputs, _tree
 from lp_jax._chain import Chain
 from lp_jax._comm import Placement
 from lp_jax._level import Level
+from lp_jax._linear import Linearised
 from lp_jax._solver import Solver
 from lp_jax._types import Layer, PyTree, Slices, SliceStep, State, Step
 
@@ -97,6 +98,11 @@ class Problem:
         """The step on ``level``, aux dropped."""
         call = self.step_with_aux(level)
         return lambda u, x, shared: call(u, x, shared)[0]
+
+    @property
+    def linearised(self) -> Linearised:
+        """A layer of the finest level, to be transposed."""
+        return Linearised(self.step_with_aux(0), self.differentiable)
 
     @property
     def steps(self) -> int:

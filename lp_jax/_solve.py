@@ -293,11 +293,11 @@ def _forward(
             guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
         before, stats, met = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
-        advance = _emit(problem.step_with_aux(0), keep_states) if keep_states or problem.has_aux else None
+        advance = _emit(problem, keep_states) if keep_states or problem.has_aux else None
         u, emitted = solver.finish(levels, before, advance)
-        states, aux = (None, None) if emitted is None else _tree.merge(emitted, chain.steps)
+        states, kept, aux = (None, None, None) if emitted is None else _tree.merge(emitted, chain.steps)
         swept_from = before if keep and not keep_states and before is not u else None
-        return (Checkpoints(u, swept_from, states), aux), (levels[0].exit(u), stats, met)
+        return (Checkpoints(u, swept_from, states, kept), aux), (levels[0].exit(u), stats, met)
 
     guess = None if other.guess is None else placement.pad(other.guess, stride)
     lists = (problem.spread(operands.slices), guess)
@@ -318,7 +318,9 @@ def _backward(
         (slices, checkpoints), (common, solver, cotangent) = lists, others
         chain = problem.chain(slices, common)
         solver = solver.resolve(chain.total)
-        gradient, stats, _ = solve_adjoint(chain, solver, checkpoints, stride, cotangent, spec.guess)
+        gradient, stats, _ = solve_adjoint(
+            chain, solver, checkpoints, stride, cotangent, spec.guess, problem.linearised
+        )
         return gradient.slices, (gradient.y0, gradient.shared, stats)
 
     slices, (y0, shared, stats) = problem.placement.run(
@@ -329,15 +331,19 @@ def _backward(
     return jax.tree.leaves(Operands(problem.placement.trim(slices), Common(y0, *shared))), stats
 
 
-def _emit(step: Callable, keep_states: bool) -> Advance:
-    """A step of the finest level that emits the state it got, if asked to, and aux."""
+def _emit(problem: Problem, keep_states: bool) -> Advance:
+    """A step of the finest level that emits aux, and, if asked to, the state it got and what its transpose needs."""
 
     def advance(u: State, operand: Operand, shared: PyTree) -> tuple[State, Any]:
-        u_next, aux = step(u, operand.x._replace(valid=None), shared)
+        x = operand.x._replace(valid=None)
+        if keep_states:
+            u_next, aux, kept = problem.linearised.evaluate(u, x, shared)
+        else:
+            (u_next, aux), kept = problem.step_with_aux(0)(u, x, shared), None
         for valid in (operand.valid, operand.x.valid):
             if valid is not None:
                 u_next = _tree.where(valid, u_next, u)
-        return u_next, (u if keep_states else None, aux)
+        return u_next, (u if keep_states else None, kept, aux)
 
     return advance
 

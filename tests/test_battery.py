@@ -199,6 +199,27 @@ def test_aux_comes_from_the_final_states(name):
     np.testing.assert_allclose(solution.aux["mean"], means, rtol=1e-12)
 
 
+def test_aux_beside_what_is_kept_for_the_adjoint():
+    params, y0, shared, data = operands()
+    solver = lp_jax.MGRIT(coarsening=4, iterations=8, coarse_step=INJECT, storage="all")
+
+    def with_aux(y, layer):
+        return step(y, layer), jnp.mean(y["a"])
+
+    def gradient(step, **fields):
+        def loss(*args):
+            params, y0, shared = args
+            solution = lp_jax.solve(step, params, y0, shared=shared, data=data, solver=solver, **fields)
+            return loss_of(solution.y1), solution.aux
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(params, y0, shared)
+
+    (got, means), (wanted, _) = gradient(with_aux, has_aux=True), gradient(step)
+    assert means.shape == (N,)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize(
     "fields", [{"storage": "c_points"}, {"storage": "all"}, {"interval_map": "vmap"}, {"interval_map": "loop"}]
 )

@@ -81,6 +81,23 @@ def test_no_copy_of_the_parameters():
         assert temp < (0.1 * parameters if interval_map == "loop" else 1.5 * one_layer_per_interval)
 
 
+@pytest.mark.parametrize("storage, evaluated, products", [("all", 0, 2), ("c_points", 2, 4)])
+def test_what_is_kept_is_not_evaluated_again(storage, evaluated, products):
+    """The adjoint's one sweep multiplies twice per layer; recomputing the states and linearising them is two more.
+
+    Kept are the state and one or two arrays of its size per layer (what a scan keeps), and no copy of the parameters.
+    """
+    n, width, batch = 64, 128, 2
+    solver = lp_jax.MGRIT(coarsening=16, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage=storage)
+    params, y0 = (jnp.ones((n, width, width), F32), jnp.ones((n, width), F32)), jnp.ones((batch, width), F32)
+    _, pull = jax.vjp(lambda p: lp_jax.solve(dense_step, p, y0, solver=solver).y1, params)
+    program = jax.jit(pull).lower(y0).compile().as_text()
+    assert (program.count("tanh("), program.count(" dot(")) == (evaluated, products)
+    kept = sum(x.nbytes for x in jax.tree.leaves(pull)) - sum(x.nbytes for x in params)
+    states = n * batch * width * 4
+    assert (2 if storage == "all" else 0) * states <= kept < (3.2 if storage == "all" else 0.3) * states
+
+
 def test_program_does_not_grow_with_depth():
     """64 times as many layers make the same program: loops, not unrolled steps."""
 
