@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 from matplotlib.figure import Figure
@@ -17,14 +17,15 @@ from benchmarks.manifest import cores, device_slug, limit_jax_threads, load, man
 
 _HERE = Path(__file__).resolve().parent
 
-Row = tuple[int, int]
+Row = tuple[Any, ...]
 
 
 class Field(NamedTuple):
-    """Who takes part in a row, and who does not: (name, reason)."""
+    """Who takes part in a row, who does not, as (name, reason), and what to call when the row is done."""
 
     contenders: list[Contender]
     left_out: list[tuple[str, str]]
+    close: Callable[[], object] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,24 +37,26 @@ class Suite:
         title: of table and picture.
         about: what is measured, for ``--help``.
         examples: (arguments, what they do), for ``--help``.
-        sizes: what the two numbers of a row are.
+        sizes: what the parts of a row are.
         rows: what runs by default.
         quick_rows: what runs with ``--quick``.
         field: builds a row's contenders, the baseline first, each called once already.
         draw: the picture.
         add_options: adds the suite's own options.
+        row: reads a row from the command line.
     """
 
     name: str
     title: str
     about: str
     examples: Sequence[tuple[str, str]]
-    sizes: tuple[str, str]
+    sizes: tuple[str, ...]
     rows: Sequence[Row]
     quick_rows: Sequence[Row]
     field: Callable[[Row, argparse.Namespace, Tell], Field]
     draw: Callable[[report.Result], Figure]
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    row: Callable[[str], Row] = lambda text: two_numbers(text)
 
 
 def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
@@ -105,15 +108,18 @@ def _run_row(
         progress(f"{title}: {text}")
 
     field = suite.field(row, options, tell)
-    timings = measure(
-        field.contenders,
-        rounds=options.rounds or (LEAST_ROUNDS if options.quick else 15),
-        warmup=options.warmup,
-        min_time=options.min_time,
-        budget=options.budget,
-        tell=tell,
-    )
-    progress.clear()
+    try:
+        timings = measure(
+            field.contenders,
+            rounds=options.rounds or (LEAST_ROUNDS if options.quick else 15),
+            warmup=options.warmup,
+            min_time=options.min_time,
+            budget=options.budget,
+            tell=tell,
+        )
+    finally:
+        field.close()
+        progress.clear()
     sizes = dict(zip(suite.sizes, row, strict=True))
     result["rows"].append({"title": title, **sizes, "contenders": summary(field.contenders, timings)})
     for name, reason in field.left_out:
@@ -181,9 +187,9 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     pair = ",".join(suite.sizes)
-    rows = " ".join(f"{a},{b}" for a, b in suite.rows)
+    rows = " ".join(",".join(map(str, row)) for row in suite.rows)
     parser.add_argument(
-        "--rows", nargs="+", type=_row, metavar=pair, help=f"sizes, each {pair} without a space (default: {rows})"
+        "--rows", nargs="+", type=suite.row, metavar=pair, help=f"sizes, each {pair} without a space (default: {rows})"
     )
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the baseline"
@@ -196,9 +202,9 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
         help="where the files go (default: benchmarks/results/DEVICE; --quick: scratch)",
     )
     parser.add_argument(
-        "--rounds", type=_positive, metavar="N", help=f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"
+        "--rounds", type=positive, metavar="N", help=f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"
     )
-    parser.add_argument("--warmup", type=_positive, metavar="N", default=2, help="uncounted calls (default: 2)")
+    parser.add_argument("--warmup", type=positive, metavar="N", default=2, help="uncounted calls (default: 2)")
     parser.add_argument(
         "--min-time",
         type=_seconds,
@@ -214,13 +220,14 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
         help="seconds per row after which a contender sits out, the baseline excepted (default: 60)",
     )
     parser.add_argument(
-        "--threads", type=_positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all cores)"
+        "--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all cores)"
     )
     suite.add_options(parser)
     return parser
 
 
-def _row(text: str) -> Row:
+def two_numbers(text: str) -> Row:
+    """A row of two sizes, from the command line."""
     try:
         first, second = map(int, text.split(","))
     except ValueError:
@@ -230,7 +237,8 @@ def _row(text: str) -> Row:
     return first, second
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number above 0, from the command line."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number above 0 is wanted; got {text!r}")
     return int(text)

@@ -63,6 +63,32 @@ def random_problem(layers: int, width: int) -> tuple[Weights, jax.Array, jax.Arr
     return weights, normal(BATCH, width), normal(BATCH, width)
 
 
+class Gradient:
+    """Loss and gradient, one per call.
+
+    Args:
+        propagate: through the layers.
+        problem: weights, state and target.
+
+    Attributes:
+        gradient: of the weights.
+        facts: for the result.
+    """
+
+    def __init__(self, propagate: Propagate, problem: tuple[Weights, jax.Array, jax.Array], *, ahead: bool = True):
+        def loss(weights: Weights, y: jax.Array, target: jax.Array) -> Any:
+            y, residual = propagate(residual_layer, weights, y)
+            return 0.5 * jnp.sum((y - target) ** 2), residual
+
+        program = compile_program(jax.value_and_grad(loss, has_aux=True), *problem, ahead=ahead)
+        self._call, self._problem = program.call, problem
+        (_, residual), self.gradient = self()
+        self.facts = program.facts | {"residual_norm": float(residual)}
+
+    def __call__(self) -> Any:
+        return self._call(*self._problem)
+
+
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     """The baseline first: a scan."""
     problem = random_problem(*row)
@@ -71,26 +97,12 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     for name, (family, propagate) in CONTENDERS.items():
         if exact is not None and not wanted(name, options):
             continue
-
-        def loss(weights: Weights, y: jax.Array, target: jax.Array, propagate: Propagate = propagate) -> Any:
-            y, residual = propagate(residual_layer, weights, y)
-            return 0.5 * jnp.sum((y - target) ** 2), residual
-
         tell(f"compiling {name}")
-        program = compile_program(jax.value_and_grad(loss, has_aux=True), *problem)
-        (_, residual), gradient = program.call(*problem)
-        exact = gradient if exact is None else exact
-        facts = {
-            "family": family,
-            "threads": jax_threads(),
-            "gradient_error": relative_error(gradient, exact),
-            "residual_norm": float(residual),
-        }
-
-        def call(program: Callable[..., Any] = program.call) -> Any:
-            return program(*problem)
-
-        contenders.append(Contender(name=name, call=call, facts=facts | program.facts))
+        call = Gradient(propagate, problem)
+        exact = call.gradient if exact is None else exact
+        error = relative_error(call.gradient, exact)
+        facts = {"family": family, "threads": jax_threads(), "gradient_error": error}
+        contenders.append(Contender(name=name, call=call, facts=facts | call.facts))
     return Field(contenders, [])
 
 

@@ -31,11 +31,14 @@ class Contender:
         name: unique among those that are compared.
         call: computes it once; what it returns is waited for.
         before: called, untimed, ahead of every timing.
+        elsewhere: ``elsewhere(calls)`` times so many calls in other processes, and returns seconds of wall and of work;
+            instead of ``call``.
         facts: what else is known of it (kind, threads, errors, memory, ...), copied into its result.
     """
 
     name: str
-    call: Callable[[], Any]
+    call: Callable[[], Any] = lambda: None
+    elsewhere: Callable[[int], tuple[float, float]] | None = None
     before: Callable[[], object] | None = None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -115,11 +118,19 @@ def _sample(contender: Contender, calls: int, clock: Clock) -> tuple[float, floa
     """Seconds per call, and how many cores were busy."""
     if contender.before is not None:
         contender.before()
+    if contender.elsewhere is not None:
+        wall, work = contender.elsewhere(calls)
+    else:
+        wall, work = timed(contender.call, calls, clock)
+    return wall / calls, work / wall if wall > 0 else math.nan
+
+
+def timed(call: Callable[[], Any], calls: int, clock: Clock = Clock()) -> tuple[float, float]:
+    """Seconds of wall and of work that so many calls take."""
     work, wall = clock.work(), clock.wall()
     for _ in range(calls):
-        jax.block_until_ready(contender.call())
-    wall, work = clock.wall() - wall, clock.work() - work
-    return wall / calls, work / wall if wall > 0 else math.nan
+        jax.block_until_ready(call())
+    return clock.wall() - wall, clock.work() - work
 
 
 @contextmanager
@@ -181,9 +192,17 @@ class Compiled(NamedTuple):
     facts: dict[str, Any]
 
 
-def compile_program(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Compiled:
-    """Compile ahead of time, from cold caches, on the clock."""
+def compile_program(
+    function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), ahead: bool = True
+) -> Compiled:
+    """Compile ahead of time, from cold caches, on the clock.
+
+    Not so where ``ahead`` is false, for programs that exchange MPI messages: JAX runs one that was compiled ahead only
+    once, as it loses the token that keeps messages in order.
+    """
     jax.clear_caches()
+    if not ahead:
+        return Compiled(jax.jit(function, donate_argnums=donate), {})
     start = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
     traced = time.perf_counter()

@@ -25,12 +25,17 @@ def scan(layer: Layer, weights: Any, y: jax.Array) -> tuple[jax.Array, jax.Array
     return y, jnp.full((), jnp.nan, y.dtype)
 
 
-def solved(solver: Any, adjoint_solver: Any = None) -> Propagate:
-    """The library."""
+def solved(solver: Any, adjoint_solver: Any = None, comm: Any = None) -> Propagate:
+    """The library; with ``comm`` on several workers."""
 
     def propagate(layer: Layer, weights: Any, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         solution = lp_jax.solve(
-            lambda y, at: layer(y, at.params, at.dt), weights, y, solver=solver, adjoint_solver=adjoint_solver
+            lambda y, at: layer(y, at.params, at.dt),
+            weights,
+            y,
+            solver=solver,
+            adjoint_solver=adjoint_solver,
+            comm=comm,
         )
         norms = solution.stats.residual_norms
         return solution.y1, norms[-1] if norms.size else jnp.full((), jnp.nan, y.dtype)

@@ -14,7 +14,14 @@ Result = dict[str, Any]
 """``suite``, ``title``, ``manifest``, ``settings``, ``rows`` and ``left_out``, as in the JSON file."""
 
 # Okabe and Ito, "Color universal design", 2008
-COLOURS = {"scan": "#222222", "other scan": "#777777", "exact": "#0072B2", "iterated": "#D55E00", "torch": "#CC79A7"}
+COLOURS = {
+    "scan": "#222222",
+    "other scan": "#777777",
+    "exact": "#0072B2",
+    "iterated": "#D55E00",
+    "ranks": "#009E73",
+    "torch": "#CC79A7",
+}
 INK, GREY, FAINT = "#222222", "#666666", "#DDDDDD"
 
 
@@ -45,6 +52,7 @@ COLUMNS = [
     Column("IQR", lambda c: number(1e3 * (c["seconds"]["q3"] - c["seconds"]["q1"]))),
     Column("ratio", lambda c: number(c["ratio"]["median"], 3)),
     Column("IQR", lambda c: number(c["ratio"]["q3"] - c["ratio"]["q1"])),
+    Column("by count", lambda c: number(c.get("counted_ratio"), 3)),
     Column("cores", lambda c: f"{c['cores']:.1f}"),
     Column("error", lambda c: scientific(c["gradient_error"])),
     Column("residual", lambda c: scientific(c["residual_norm"])),
@@ -55,9 +63,9 @@ COLUMNS = [
 
 LEGEND = (
     "ms: median time, and interquartile range. ratio: to the baseline, the first line, in the same round; median and "
-    "interquartile range. cores: how many were busy. error: relative 2-norm error of the gradient with respect to the "
-    "layers' weights, against the baseline's. residual: last 2-norm of the forward solve's residual. temp: temporary "
-    "memory of the compiled program."
+    "interquartile range. by count: the ratio that the evaluations in a row allow. cores: how many were busy. error: "
+    "relative 2-norm error of the gradient with respect to the layers' weights, against the baseline's. residual: last "
+    "2-norm of the forward solve's residual. temp: temporary memory of the compiled program."
 )
 
 
@@ -110,8 +118,9 @@ def origin(result: Result) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[list[str]]:
-    lines = [[c["name"], *(column.text(c) for column in COLUMNS)] for c in row["contenders"]]
-    return [["", *(column.title for column in COLUMNS)], *lines]
+    columns = [c for c in COLUMNS if c.title != "by count" or any("counted_ratio" in x for x in row["contenders"])]
+    lines = [[c["name"], *(column.text(c) for column in columns)] for c in row["contenders"]]
+    return [["", *(column.title for column in columns)], *lines]
 
 
 def _pipes(cells: Sequence[Sequence[str]]) -> str:
@@ -177,7 +186,7 @@ def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
         ax.errorbar(median, i, xerr=[[median - q1], [q3 - median]], color=GREY, capsize=3, linewidth=1.4)
         words = f"{number(median, 3)} ms   ×{number(c['ratio']['median'], 3)}"
         error = c["gradient_error"]
-        words += f"   error {error:.0e}" if c["family"] == "iterated" else ""
+        words += f"   error {error:.0e}" if c["family"] in ("iterated", "ranks") else ""
         ax.text(q3 + 20 * longest, i, words, va="center", fontsize=11, color=INK)
     ax.set_ylim(len(contenders) - 0.4, -0.6)
     ax.set_xlim(0, 1800 * longest)

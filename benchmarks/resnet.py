@@ -9,6 +9,7 @@ import argparse
 import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -102,14 +103,22 @@ def classifier_loss(
 
 
 class Trainer:
-    """Takes training steps with JAX, one per call.
+    """Takes training steps with JAX, one per call; ``place`` puts the weights where they belong.
 
     Attributes:
         gradient: of the layers, at the initial weights.
         facts: for the result.
     """
 
-    def __init__(self, propagate: Propagate, convolution: Convolution, problem: Problem):
+    def __init__(
+        self,
+        propagate: Propagate,
+        convolution: Convolution,
+        problem: Problem,
+        place: Callable[[Network], Network] = lambda network: network,
+        *,
+        ahead: bool = True,
+    ):
         def step(state: tuple[Network, Network], images: jax.Array, labels: jax.Array) -> Any:
             network, momentum = state
             loss = jax.value_and_grad(classifier_loss, argnums=2, has_aux=True)
@@ -117,10 +126,10 @@ class Trainer:
             momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
             return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, network, momentum), momentum), values
 
-        network = jax.tree.map(jnp.array, problem.network)
+        network = place(jax.tree.map(jnp.array, problem.network))
         self._state = (network, jax.tree.map(jnp.zeros_like, network))
         self._batch = (jnp.array(problem.images), jnp.array(problem.labels))
-        self._step, facts = compile_program(step, self._state, *self._batch, donate=(0,))
+        self._step, facts = compile_program(step, self._state, *self._batch, donate=(0,), ahead=ahead)
         _, (_, residual) = self()
         self.gradient = jax.tree.map(np.array, self._state[1].layers)  # the first momentum is the gradient
         self.facts = facts | {"residual_norm": float(residual)}

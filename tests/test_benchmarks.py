@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import dense, report, resnet
+from benchmarks import dense, ranks, report, resnet, settings
 from benchmarks.command import Progress, run
 from benchmarks.convolution import CONVOLUTIONS
 from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
@@ -276,3 +276,46 @@ def test_quick_suite_end_to_end(suite, options, names, tmp_path):
     assert all(name in table and name in done.stdout for name in contenders)
     assert (tmp_path / f"{suite}.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.slow
+def test_ranks_end_to_end(tmp_path):
+    """Processes of all kinds start, take turns and end; every worker's part of the gradient is compared."""
+    arguments = ["--quick", "--rows", "dense,4,30", "--only", "identity, 2/1", "Picard", "--min-time", "0"]
+    command = [sys.executable, "-m", "lp_jax", "bench", "ranks", *arguments, "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "ranks.json").read_text())
+    (row,) = result["rows"]
+    assert (row["network"], row["width"], row["layers"]) == ("dense", 4, 30)
+    contenders = {c["name"]: c for c in row["contenders"]}
+    workers = ["devices"] if any(left["name"] == "MPI ranks" for left in result["left_out"]) else ["devices", "ranks"]
+    names = [f"{setting}, 2 {kind}" for setting in ("identity, 2/1", "Picard, 2/1") for kind in workers]
+    assert list(contenders) == ["lax.scan, 1 thread", *names]
+    for setting in ("identity, 2/1", "Picard, 2/1"):
+        errors = [contenders[f"{setting}, 2 {kind}"]["gradient_error"] for kind in workers]
+        assert 1e-4 < errors[0] < 0.2
+        np.testing.assert_allclose(errors, errors[0], rtol=1e-3)
+    assert contenders["identity, 2/1, 2 devices"]["counted_ratio"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("row", ["conv,4", "pooled,4,32", "conv,4,0", "conv,a,32"])
+def test_a_bad_row_of_ranks_is_refused(row, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(ranks.SUITE, ["--rows", row])
+    assert "a row is conv or dense, width (channels) and layers" in capsys.readouterr().err
+
+
+def test_evaluations_in_a_row_are_those_of_the_design():
+    """Limits that need no program: sweeps over a worker's part, and what the coarsest level adds."""
+    n, p = 256, 2
+    identity, picard = settings.SETTINGS["identity, 2/1"](n, p), settings.SETTINGS["Picard, 2/1"](n, p)
+    assert [settings.evaluations_in_a_row(s, n, p) for s in identity] == [2 * n / p, n / p]
+    assert [settings.evaluations_in_a_row(s, n, p) for s in picard] == [2 * n / p, n / p]
+    injection, _ = settings.SETTINGS["3 levels, injection, 2/1"](n, p)
+    middle, coarsest = n / 4, n / 16
+    # a cascade, a cycle of F on the finest level and FCF on the middle one, and the final sweep
+    cascade = coarsest + 3 / 4 * middle / p
+    cycle = n / p + middle / p + 2 * middle / p + coarsest / p + coarsest + 3 / 4 * middle / p
+    assert settings.evaluations_in_a_row(injection, n, p) == cascade + cycle + n / p
+    assert settings.counted_ratio("identity, 2/2", n, p) == 1

@@ -1,5 +1,7 @@
 """The commands and their options."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,11 @@ import click
 from lp_jax.cli._grouped import Command, Group, Option
 from lp_jax.cli._solver import build, solver_options
 
+_SUITES = {
+    "resnet": "Training step of a convolutional ResNet.",
+    "dense": "Gradient of a dense ResNet, looped and batched; compile time and memory.",
+    "ranks": "Layers on two workers: host devices and MPI ranks.",
+}
 _WHAT, _HOW, _WHERE, _OUT = "Model", "Training", "Devices", "Output"
 
 
@@ -34,6 +41,41 @@ def info() -> None:
     from lp_jax.cli._info import report
 
     click.echo(report())
+
+
+@app.group(
+    cls=Group,
+    examples=[
+        ("lp-jax bench ranks --help", "the options of a suite"),
+        ("lp-jax bench dense --quick", "a tiny row, to see that all works"),
+    ],
+)
+def bench() -> None:
+    """Time the library beside what one would use instead. The suites come with the source."""
+
+
+def _suite(name: str, about: str) -> click.Command:
+    @click.pass_context
+    def run_suite(ctx: click.Context, arguments: tuple[str, ...]) -> None:
+        root = Path(__file__).resolve().parents[2]
+        if not (root / "benchmarks" / "command.py").exists():
+            raise click.ClickException(
+                "the benchmarks come with the source and not with the package: clone the repository, and in its folder "
+                "pip install -e '.[bench]'."
+            )
+        sys.path.insert(0, str(root))
+        module = importlib.import_module(f"benchmarks.{name}")
+        ctx.exit(importlib.import_module("benchmarks.command").run(module.SUITE, arguments))
+
+    argument = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+    settings = {"ignore_unknown_options": True}  # they are the suite's, --help too
+    return click.Command(
+        name, params=[argument], callback=run_suite, help=about, add_help_option=False, context_settings=settings
+    )
+
+
+for _name, _about in _SUITES.items():
+    bench.add_command(_suite(_name, _about))
 
 
 @app.group(

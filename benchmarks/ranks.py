@@ -1,0 +1,248 @@
+"""Suite 3: two workers against one, on the processor: host devices of one process, MPI ranks, and serial propagation.
+
+Convolutional rows are training steps of suite 1, dense rows loss and gradient of suite 2. Serial propagation, on one
+thread and on all, PyTorch and the workers live in processes of their own, one thread per worker; they are built one
+after the other, wait without spinning, and are timed in turn. A time of several ranks is that of the slowest.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks import report, resnet
+from benchmarks.command import Field, Row, Suite, positive, run, wanted
+from benchmarks.convolution import CONVOLUTIONS
+from benchmarks.harness import Contender, Tell, relative_error
+from benchmarks.manifest import cores
+from benchmarks.settings import SETTINGS, counted_ratio
+
+_PATIENCE = 300.0  # seconds for a group to start, to build or to run
+
+
+class Group:
+    """Processes that compute together: one, or the ranks of an MPI job.
+
+    Args:
+        kind: as for `benchmarks.worker`.
+        workers: number of devices or ranks.
+        threads: of XLA's pool.
+    """
+
+    def __init__(self, kind: str, *, workers: int, threads: int):
+        self.kind, self.workers, self.threads = kind, workers, threads
+        key = secrets.token_bytes(16)
+        devices = workers if kind == "devices" else 1
+        flags = [f"--xla_force_host_platform_device_count={devices}"]
+        if kind in ("devices", "ranks"):
+            flags.append("--xla_cpu_multi_thread_eigen=false")
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(flags),
+            "NPROC": str(threads),
+            "OMP_NUM_THREADS": str(threads),
+            "LP_JAX_BENCH_KEY": key.hex(),
+            "MPI4JAX_NO_WARN_JAX_VERSION": "1",
+        }
+        with Listener(("127.0.0.1", 0), authkey=key) as listener:
+            program = [sys.executable, "-m", "benchmarks.worker", kind, str(listener.address[1])]
+            count = workers if kind == "ranks" else 1
+            if kind == "ranks":
+                root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+                program = [str(launcher()), *root, "--oversubscribe", "-n", str(count), *program]
+            self._process = subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL)
+            connections = {}
+            for _ in range(count):
+                connection = self._accept(listener)
+                number, self.pid = self._receive(connection)
+                connections[number] = connection
+        self._connections = [connections[i] for i in range(count)]
+
+    def build(self, name: str, row: Row, quick: bool, convolution: str) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Make a contender; the gradient of all layers, and facts."""
+        answers = self._ask("build", name, row, quick, convolution)
+        gradients = [np.concatenate(leaves) for leaves in zip(*(g for g, _ in answers), strict=True)]
+        return gradients, dict(answers[0][1])
+
+    def time(self, name: str, calls: int) -> tuple[float, float]:
+        """Seconds per call times calls, of the slowest process; seconds of work of all."""
+        walls, works = zip(*self._ask("time", name, calls), strict=True)
+        return max(walls), sum(works)
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it has ended already
+                connection.send(None)
+            connection.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, *order: Any) -> list[Any]:
+        for connection in self._connections:
+            connection.send(order)
+        return [self._receive(connection) for connection in self._connections]
+
+    def _receive(self, connection: Connection) -> Any:
+        end = time.monotonic() + _PATIENCE
+        while not connection.poll(0.5):
+            self._check(end)
+        try:
+            return connection.recv()
+        except EOFError:
+            raise RuntimeError(f"a process of {self.kind} has ended; its message is above.") from None
+
+    def _accept(self, listener: Listener) -> Connection:
+        end = time.monotonic() + _PATIENCE
+        listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+        while True:
+            try:
+                return listener.accept()
+            except TimeoutError:
+                self._check(end)
+
+    def _check(self, end: float) -> None:
+        if (code := self._process.poll()) is not None:
+            raise RuntimeError(f"{self.kind} ended with exit code {code}; its message is above.")
+        if time.monotonic() > end:
+            self._process.kill()
+            raise RuntimeError(f"{self.kind} said nothing for {_PATIENCE:.0f} s.")
+
+
+def launcher() -> str | None:
+    """The mpirun of this environment, or of the system."""
+    return shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
+    """The baseline first: a scan on one thread."""
+    network, _, layers = row
+    workers, left_out = options.workers, []
+    entries = [("lax.scan, 1 thread", "scan", "jax", 1)]
+    if cores() > 1:
+        entries.append((f"lax.scan, {cores()} threads", "other scan", "jax", cores()))
+    for name, (family, kind, label) in itertools.product(
+        SETTINGS, (("iterated", "devices", "devices"), ("ranks", "ranks", "ranks"))
+    ):
+        entries.append((f"{name}, {workers} {label}", family, kind, 1 if kind == "ranks" else workers))
+    if reason := _why_no_mpi():
+        left_out.append(("MPI ranks", reason))
+        entries = [entry for entry in entries if entry[2] != "ranks"]
+    if network == "conv":
+        if reason := resnet.why_no_torch():
+            left_out.append(("PyTorch", reason))
+        else:
+            entries += [(f"PyTorch, {n} thread{'s' * (n > 1)}", "torch", "torch", n) for n in (1, 2)]
+    if find_spec("torchbraid") is None:
+        left_out.append(("TorchBraid", "it is not installed; its measured times are in benchmarks/README.md"))
+    groups: dict[tuple[str, int], Group] = {}
+    contenders: list[Contender] = []
+    exact = None
+
+    def close() -> None:
+        for group in groups.values():
+            group.close()
+
+    try:
+        for name, family, kind, threads in entries:
+            if exact is not None and not wanted(name, options):
+                continue
+            key = (kind, threads if kind == "jax" else 0)
+            if key not in groups:
+                tell(f"starting processes: {kind}")
+                groups[key] = Group(kind, workers=workers, threads=cores() if kind == "torch" else threads)
+            tell(f"building {name}")
+            group, setting = groups[key], name.rsplit(", ", 1)[0]
+            label = setting if setting in SETTINGS else name
+            gradient, facts = group.build(label, row, options.quick, options.conv)
+            exact = gradient if exact is None else exact
+            facts |= {"family": family, "threads": threads, "gradient_error": relative_error(gradient, exact)}
+            facts.setdefault("residual_norm", float("nan"))
+            if setting in SETTINGS:
+                facts["counted_ratio"] = counted_ratio(setting, layers, workers)
+
+            def elsewhere(calls: int, group: Group = group, label: str = label) -> tuple[float, float]:
+                return group.time(label, calls)
+
+            contenders.append(Contender(name=name, elsewhere=elsewhere, facts=facts))
+    except BaseException:
+        close()
+        raise
+    return Field(contenders, left_out, close)
+
+
+def _why_no_mpi() -> str | None:
+    for module in ("mpi4py", "mpi4jax"):
+        if find_spec(module) is None:
+            return f"no {module}; it is in the extra mpi: pip install -e '.[mpi]'"
+    return None if launcher() else "no mpirun on PATH"
+
+
+def parse_row(text: str) -> Row:
+    """conv or dense, channels or width, layers."""
+    network, *sizes = text.split(",")
+    if network not in ("conv", "dense") or len(sizes) != 2 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
+        raise argparse.ArgumentTypeError(
+            f"a row is conv or dense, width (channels) and layers, such as conv,4,256; got {text!r}"
+        )
+    return network, *map(int, sizes)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=positive, metavar="N", default=2, help="devices, and ranks (default: 2)")
+    parser.add_argument(
+        "--conv",
+        choices=list(CONVOLUTIONS),
+        default="products",
+        help="formulation of the convolution (default: products)",
+    )
+
+
+def draw(result: report.Result) -> Figure:
+    """A panel of bars per row."""
+    return resnet.draw(result)
+
+
+SUITE = Suite(
+    name="ranks",
+    title="Layers on two workers of one processor",
+    about=__doc__ or "",
+    examples=[
+        ("", "all rows"),
+        ("--quick", "a tiny row, to see that all works"),
+        ("--rows conv,4,256 dense,64,256 --rounds 30", "two rows, with more rounds"),
+        ("--only identity thread", "the identity coarse step, and what is serial"),
+    ],
+    sizes=("network", "width", "layers"),
+    rows=[
+        ("conv", 3, 32),
+        ("conv", 8, 64),
+        ("conv", 4, 256),
+        ("dense", 64, 256),
+        ("dense", 128, 256),
+        ("dense", 64, 1024),
+    ],
+    quick_rows=[("conv", 2, 32), ("dense", 4, 32)],
+    field=field,
+    draw=draw,
+    add_options=_add_options,
+    row=parse_row,
+)
+
+if __name__ == "__main__":
+    sys.exit(run(SUITE))

@@ -1,0 +1,70 @@
+"""The solvers of the suite ``ranks``, and what their evaluations in a row allow."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lp_jax import MGRIT, Picard, Rediscretize
+
+Pair = tuple[Any, Any]
+
+_INJECTED: dict[str, Any] = {"levels": 3, "coarsening": 4, "coarse_step": Rediscretize(), "interval_map": "loop"}
+
+
+def _identity(layers: int, workers: int, forward: int, adjoint: int) -> Pair:
+    """One interval per worker, and nothing in the place of its layers: the coarse problem is a sum."""
+    fields: dict[str, Any] = {
+        "levels": 2,
+        "coarsening": -(-layers // workers),
+        "coarse_step": Picard(sweeps=0),
+        "storage": "all",
+        "interval_map": "loop",
+    }
+    return MGRIT(iterations=forward, **fields), MGRIT(iterations=adjoint, **fields)
+
+
+SETTINGS: dict[str, Callable[[int, int], Pair]] = {
+    "3 levels, injection, 2/1": lambda n, p: (MGRIT(iterations=2, **_INJECTED), MGRIT(iterations=1, **_INJECTED)),
+    "3 levels, injection, 2/1, all stored": lambda n, p: (
+        MGRIT(iterations=2, storage="all", **_INJECTED),
+        MGRIT(iterations=1, **_INJECTED),
+    ),
+    "identity, 2/1": lambda n, p: _identity(n, p, 2, 1),
+    "identity, 2/2": lambda n, p: _identity(n, p, 2, 2),
+    "Picard, 2/1": lambda n, p: (Picard(sweeps=2), Picard(sweeps=1)),
+}
+"""From numbers of layers and workers: the forward and the adjoint solver."""
+
+
+def evaluations_in_a_row(solver: Any, layers: int, workers: int) -> float:
+    """Layers that are evaluated one after another on the busiest worker in one solve, the final sweep included.
+
+    Level by level as the solvers work: a relaxation goes over a worker's part, the coarsest solve over all steps. The
+    relaxation that ends a cycle on the finest level begins the next one, and is counted once.
+    """
+    if isinstance(solver, Picard):
+        return solver.sweeps * layers / workers
+    plan = [steps for steps, _ in solver.plan(layers)]
+    effort = solver.coarse_step.sweeps * layers if isinstance(solver.coarse_step, Picard) else None
+
+    def cost(level: int) -> float:
+        """Of all steps of a level."""
+        return plan[level] if level == 0 or effort is None else effort
+
+    count = cost(0) / workers  # the final sweep
+    for cycle in range(solver.iterations):
+        count += cost(len(plan) - 1)
+        for level in range(len(plan) - 1):
+            count += (1 - plan[level + 1] / plan[level]) * cost(level) / workers * (level > 0)
+            if cycle > 0 or not solver.skip_downcycle:
+                count += (solver.c_relaxations(level) + 1) * cost(level) / workers + cost(level + 1) / workers
+    return count
+
+
+def counted_ratio(name: str, layers: int, workers: int) -> float:
+    """Time over that of serial propagation, if nothing but evaluations took time and a transposed one took two.
+
+    Source: cost of a training step, S = N (1 + b) / (C_forward + b C_adjoint) with b = 2; Guenther et al. 2020.
+    """
+    forward, adjoint = SETTINGS[name](layers, workers)
+    work = evaluations_in_a_row(forward, layers, workers) + 2 * evaluations_in_a_row(adjoint, layers, workers)
+    return work / (3 * layers)
