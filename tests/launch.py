@@ -1,5 +1,6 @@
 """Starts the programs that tests run on several processes, and ends them in time."""
 
+import atexit
 import importlib.util
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +16,9 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
+
+_SCRATCH = tempfile.mkdtemp(prefix="lp")
+atexit.register(shutil.rmtree, _SCRATCH, ignore_errors=True)
 
 
 class Ended(NamedTuple):
@@ -25,6 +30,7 @@ def start(command: list, **environment: str) -> subprocess.Popen:
     """A program in a session of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "XLA_", "JAX_"))}
     env |= {
+        "TMPDIR": tempfile.mkdtemp(dir=_SCRATCH),  # MPI jobs that share one clear up each other's files there
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false",
         "MPI4JAX_NO_WARN_JAX_VERSION": "1",

@@ -49,6 +49,14 @@ def test_golden_data(golden):
     passes(4, "golden", golden)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("module", ["lp_jax._mpi", "lp_jax.train._ranks"])
+def test_examples_run(module, ranks):
+    code = f"import doctest, {module} as m; r = doctest.testmod(m); assert r.attempted and not r.failed"
+    ended = launch.mpirun(ranks, "-c", code, timeout=100)
+    assert ended.code == 0, ended.output
+
+
 def test_messages():
     passes(3, "messages")
 
