@@ -86,7 +86,7 @@ class Workers(abc.ABC):
         if self.active > 1:
             edge = jax.tree.map(lambda u: u[0 if reverse else -1], exits)
             received = self.neighbour(edge, -1 if reverse else 1)
-            entered = select(self.index() == self.first(reverse), y0, received)
+            entered = self.first_or(y0, received, reverse=reverse)
 
         def leaf(first: jax.Array, u: jax.Array) -> jax.Array:
             first = first[None].astype(u.dtype)
@@ -100,6 +100,10 @@ class Workers(abc.ABC):
             entries = _tree.put(entries, select(here, y0, _tree.take(entries, at)), at)
         inside = self.index() * n + jnp.arange(n, dtype=jnp.int32) < total
         return jax.tree.map(lambda e, u: jnp.where(inside.reshape(n, *[1] * (u.ndim - 1)), e, u), entries, exits)
+
+    def first_or(self, y0: State, received: State, *, reverse: bool) -> State:
+        """``y0`` on the worker where a chain begins, what was received on every other one."""
+        return select(self.index() == self.first(reverse), y0, received)
 
     def last(self, exits: State, total: int, *, reverse: bool) -> State:
         """The state that leaves the chain of ``total`` entries, on every worker."""

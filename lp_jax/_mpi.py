@@ -215,14 +215,18 @@ class OnRanks(Workers):
         source, dest = (w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by))
         if self.comm.rank >= self.active:
             source = dest = None
-        return self._exchange(tree, source, dest)
+        received = self._exchange(tree, source, dest)
+        return _nothing(received) if source is None else received
 
     def sum(self, tree: PyTree) -> PyTree:
         return self.comm.sum(tree)
 
+    def first_or(self, y0: State, received: State, *, reverse: bool) -> State:
+        return _after(y0, received) if self.comm.rank == self.first(reverse) else received
+
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        _, mpi4jax = _modules()
-        return _packed(tree, lambda x: mpi4jax.bcast(x, root, comm=self.comm.device))
+        # a sum, as the root's own copy would not wait for the message, nor the others' share for their work, see `_after`
+        return self.sum(tree if self.comm.rank == root else _nothing(tree))
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
@@ -247,11 +251,15 @@ class OnRanks(Workers):
         turn = by * (rank - first)
         out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
         if turn < self.active - 1:
-            self._exchange(jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by)
+            sent = self._exchange(jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by)
+            out = _after(out, sent)
         return out
 
     def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
-        """Send ``tree`` to one rank and receive its like from another, as one message; zeros where there is no source."""
+        """Send ``tree`` to one rank and receive its like from another, as one message; zeros where there is neither.
+
+        Where there is no source, what comes back has no meaning, but is there only when the message has been sent.
+        """
         mpi, mpi4jax = _modules()
         null = mpi.PROC_NULL
         if source is None and dest is None:
@@ -266,8 +274,7 @@ class OnRanks(Workers):
                 comm=self.comm.device,
             )
 
-        received = _packed(tree, sendrecv)
-        return _tree.zeros_like(tree) if source is None else received
+        return _packed(tree, sendrecv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,6 +293,32 @@ class RankPlacement(Placement):
 
         identity.defvjp(lambda x: (x, None), lambda _, cotangent: (self.workers.sum(cotangent),))
         return identity(x)
+
+
+def _after(tree: PyTree, message: PyTree) -> PyTree:
+    """``tree``, once a message has been exchanged.
+
+    XLA runs a program's operations one after the other in any order that data allow: a rank might do a whole sweep before
+    it sends what its neighbour is waiting for. So what follows a message is made to depend on it, by a condition that no
+    bits fulfil, which XLA does not know: no square is 2 modulo 4.
+    """
+    never = _never(message)
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
+
+
+def _nothing(tree: PyTree) -> PyTree:
+    """Zeros, once ``tree`` is there; see `_after`."""
+    never = _never(tree)
+    return jax.tree.map(lambda x: jnp.where(never, x, jnp.zeros_like(x)), tree)
+
+
+def _never(tree: PyTree) -> jax.Array:
+    """False."""
+    words = [x for x in jax.tree.leaves(tree) if x.size]
+    if not words:
+        return jnp.asarray(False)
+    bits = _encode(words[0].reshape(-1)[:1], 0)[0].astype(jnp.uint32)
+    return bits * bits % 4 == 2
 
 
 def _merged(tree: PyTree, f: Any) -> PyTree:
