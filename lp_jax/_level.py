@@ -211,6 +211,9 @@ def sweep(
     """
     run = functools.partial(_interval, level, advance or level.advance, level.factor if count is None else count)
     operands = (entries, level.xs, level.rhs)
+    if level.intervals == 1:  # as it is: a loop of one trip copies what it goes over
+        out = run(*jax.tree.map(lambda x: x[0], operands))
+        return jax.tree.map(lambda x: x[None], out)
     if level.looped:
         return lax.map(lambda args: run(*args), operands)
     return jax.vmap(run)(*operands)

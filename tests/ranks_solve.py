@@ -214,7 +214,7 @@ def count(jaxpr, times=1, counts=None):
 
 @case
 def messages(_=None):
-    """As on a mesh: one state per relaxation, P - 1 for a relay, one all-reduce of the norms, one broadcast of y1."""
+    """As on a mesh: one state per relaxation, P - 1 for a relay, one all-reduce each of the norms and y1."""
     n, width, batch, cycles = 64, 8, 3, 5
     solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=mesh.INJECT)
     params = cut(dense_params(n, width), mine(n, solver))
@@ -223,7 +223,7 @@ def messages(_=None):
         comm = lp_jax.MPIComm(coarsest=coarsest)
         run = functools.partial(lp_jax.solve, dense_step, solver=solver, comm=comm)
         counts = count(jax.make_jaxpr(run)(params, y0).jaxpr)
-        assert counts.pop(("bcast", f"float64[{batch * width}]")) == 1
+        assert counts.pop(("allreduce", f"float64[{batch * width}]")) == 1
         assert counts.pop(("allreduce", f"float64[{cycles}]")) == 1
         inner = 0 < COMM.rank < COMM.size - 1  # passes the relay's state on by two calls: it waits, works and sends
         relayed = cycles * (2 if inner else 1) if coarsest == "relay" else 0

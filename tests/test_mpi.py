@@ -4,10 +4,14 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import launch
+import numpy as np
 import pytest
 
 import lp_jax
+from lp_jax import _mpi
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process")
 
@@ -91,6 +95,19 @@ def test_a_rank_that_fails_ends_the_job(how):
     assert ended.code != 0, ended.output
     if how == "raise":
         assert "layer at t > 0.5 has had enough" in ended.output
+
+
+def test_what_follows_a_message_waits_for_it():
+    """The compiler must not see through it: else a rank works before it sends, and its neighbour waits."""
+    x, message = jnp.arange(3.0), jnp.asarray([2.0, 3.0])
+    for tie, wanted in ((_mpi._after, x), (lambda _, m: _mpi._nothing(m), jnp.zeros(2))):
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.complex64):
+            given = message.astype(dtype) * jnp.asarray(float("nan"), jnp.float32).astype(
+                dtype
+            )  # whatever bits there are
+            program = jax.jit(tie).lower(x, given).compile()
+            assert "select" in program.as_text() or "minimum" in program.as_text()
+            np.testing.assert_array_equal(np.asarray(program(x, given), complex), wanted)
 
 
 def test_without_mpi():
