@@ -44,7 +44,8 @@ class MGRIT(Solver):
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
             or None where the state keeps its size. Needs C-relaxation there ("FCF"): what a restriction drops is corrected by
             nothing else.
-        storage: what the adjoint finds: "c_points" (one state per interval; the others are recomputed) or "all".
+        storage: what the adjoint finds: "c_points" (one state per interval; the others are recomputed, and
+            each layer linearised again, in every sweep) or "all" (what a scan's gradient keeps; no layer is evaluated again).
         interval_map: "vmap" (all intervals as one batch), "loop" (one after another, least memory), or "auto": loop on
             a CPU, batch on an accelerator.
 

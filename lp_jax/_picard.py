@@ -75,7 +75,7 @@ class Picard(Solver):
         return 1
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        return (chain.finest(1),)
+        return (chain.finest(1, looped=chain.looped),)
 
     def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
         return constant(levels[0], guess), 0

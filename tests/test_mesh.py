@@ -8,12 +8,15 @@ import digits_training
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import test_battery as battery
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
+from lp_jax import nn, train
 
 MEAN = lp_jax.Rediscretize(params="mean")
 HALVES = lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: 0.5 * (x[0] + x[-1]), p))
@@ -306,6 +309,35 @@ def test_memory_falls_with_the_number_of_devices():
         assert arguments[workers] < 1.01 * arguments[1] / workers
         # measured 5.3, 4.5, 1.9 and 1.0 MB: on two devices the parameters' gradient is accumulated in a buffer of its own
         assert temporary[workers] < (1.8 if workers == 2 else 1.5) * temporary[1] / workers
+
+
+def test_parameters_and_what_the_optimizer_keeps_are_spread():
+    """A module made on a mesh, a step of Adam on it: each device has its layers' share of all of this, and no more."""
+    layers, width = 32, 8
+    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
+
+    def loss_fn(graphdef, params, y, solver, adjoint_solver):
+        solution = nnx.merge(graphdef, params).solve(y, solver=solver, adjoint_solver=adjoint_solver)
+        none = jnp.int32(0)
+        return jnp.mean(solution.y1**2), train.Info(none, none, solution.stats, solution.result)
+
+    for workers in (1, 2, 4, 8):
+        comm = line(workers)
+        with jax.numpy_dtype_promotion("standard"):
+            make = lambda rngs: nn.DenseResidual(width, rngs=rngs)  # noqa: E731
+            trunk = nn.LayerParallel(make, layers, comm=comm, rngs=nnx.Rngs(0))
+            graphdef, params = nnx.split(trunk)
+            optimizer = optax.adam(0.1)
+            state = train.init_state(nnx.to_pure_dict(params), optimizer)
+            step_fn = train.make_train_step(functools.partial(loss_fn, graphdef), optimizer)
+            after, _ = step_fn(state, jnp.ones((3, width), jnp.float32), solver, None)
+        numbers = layers * (width * width + width)
+        for kept in (state, after):
+            of_each = {device: 0 for device in comm.mesh.devices.flat}
+            for x in jax.tree.leaves(kept):
+                for shard in x.addressable_shards if x.ndim > 1 else ():
+                    of_each[shard.device] += shard.data.nbytes
+            assert set(of_each.values()) == {3 * 4 * numbers // workers}  # parameters and both moments, float32
 
 
 def test_bad_meshes():
