@@ -2,7 +2,8 @@
 
 Convolutional rows are training steps of suite 1, dense rows loss and gradient of suite 2. Serial propagation, on one
 thread and on all, PyTorch and the workers live in processes of their own, one thread per worker; they are built one
-after the other, wait without spinning, and are timed in turn, with memory kept from step to step. A time of several ranks is that of the slowest.
+one after the other, wait without spinning, and are timed in turn, with memory kept from step to step. A time of several
+ranks is that of the slowest.
 """
 
 import argparse

@@ -333,7 +333,7 @@ def test_parameters_and_what_the_optimizer_keeps_are_spread():
             after, _ = step_fn(state, jnp.ones((3, width), jnp.float32), solver, None)
         numbers = layers * (width * width + width)
         for kept in (state, after):
-            of_each = {device: 0 for device in comm.mesh.devices.flat}
+            of_each = dict.fromkeys(comm.mesh.devices.flat, 0)
             for x in jax.tree.leaves(kept):
                 for shard in x.addressable_shards if x.ndim > 1 else ():
                     of_each[shard.device] += shard.data.nbytes
