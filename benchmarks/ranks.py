@@ -1,7 +1,7 @@
 """Suite 3: two workers against one, on the processor: host devices of one process, MPI ranks, and serial propagation.
 
 Convolutional rows are training steps of suite 1, dense rows loss and gradient of suite 2. Serial propagation, on one
-thread and on all, PyTorch and the workers live in processes of their own, one thread per worker; they are built one
+thread and on all, PyTorch and the workers live in processes of their own, one thread per worker; they are built
 one after the other, wait without spinning, and are timed in turn, with memory kept from step to step. A time of several
 ranks is that of the slowest.
 """

@@ -252,7 +252,7 @@ class OnRanks(Workers):
         out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
         if turn < self.active - 1:
             sent = self._exchange(jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by)
-            out = _after(out, sent)
+            out = _after(out[0], sent), out[1]
         return out
 
     def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:

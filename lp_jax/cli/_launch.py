@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax._src.distributed import global_state  # the number of processes before devices are made, a barrier in time
 
-from lp_jax import MPIComm
 from lp_jax.cli._last_words import last_words
 from lp_jax.cli._sizes import mesh_sizes, set_cpu_devices
+from lp_jax.train import Ranks
 
 T = TypeVar("T")
 
@@ -74,8 +74,8 @@ class MPILaunch(Launch):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
-        self.comm = MPIComm()
-        self.number, self.size = self.comm.rank, self.comm.size
+        self._ranks = Ranks.grid()
+        self.number, self.size = self._ranks.world.rank, self._ranks.world.size
         self.chief = self.number == 0
         if self.size == 1:
             raise click.ClickException(
@@ -84,10 +84,10 @@ class MPILaunch(Launch):
             )
 
     def once(self, f: Callable[[], T]) -> T:
-        return _once(f, self.chief, lambda text: self.comm.host.bcast(text))
+        return self._ranks.once(f)
 
     def agree(self, signal: int | None) -> int | None:
-        return max(self.comm.host.allgather(signal or 0)) or None
+        return self._ranks.agree(signal)
 
     def _all_failed(self) -> bool:
         from mpi4py import MPI
@@ -137,7 +137,18 @@ class DistributedLaunch(Launch):
             padded = words if self.chief else np.zeros(size, np.uint8)
             return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).decode()
 
-        return _once(f, self.chief, tell)
+        if not self.chief:
+            outcome = json.loads(tell(None))
+            if "message" in outcome:
+                raise click.ClickException(outcome["message"])
+            return outcome["value"]
+        try:
+            value = f()
+        except click.ClickException as error:
+            tell(json.dumps({"message": error.format_message()}))
+            raise
+        tell(json.dumps({"value": value}))
+        return value
 
     def agree(self, signal: int | None) -> int | None:
         from jax.experimental import multihost_utils
@@ -170,22 +181,6 @@ def launch(options: Mapping[str, Any]) -> Launch:
     if options["mpi"]:
         return MPILaunch(options)
     return DistributedLaunch(options) if options["distributed"] else Launch(options)
-
-
-def _once(f: Callable[[], T], chief: bool, tell: Callable[[str | None], str]) -> T:
-    """Values go as JSON; an error that only the chief meets becomes everyone's."""
-    if not chief:
-        outcome = json.loads(tell(None))
-        if "message" in outcome:
-            raise click.ClickException(outcome["message"])
-        return outcome["value"]
-    try:
-        value = f()
-    except click.ClickException as error:
-        tell(json.dumps({"message": error.format_message()}))
-        raise
-    tell(json.dumps({"value": value}))
-    return value
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> bool:

@@ -140,7 +140,7 @@ def _grid(sizes: Mapping[str, int], launch: MPILaunch, layers: int, solvers: tup
             f"--layers {layers} can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
             "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
         )
-    return Ranks.grid(launch.comm.comm, data=copies)
+    return Ranks.grid(data=copies)
 
 
 def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
