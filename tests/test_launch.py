@@ -91,6 +91,15 @@ def test_wrong_launches_are_refused_in_one_line(tmp_path, count, options, messag
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_several_processes_that_do_not_know_of_each_other_are_refused(tmp_path, monkeypatch, capsys, variable):
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "digits", "--out", str(tmp_path / "run")])
+    assert caught.value.code == 2 and not (tmp_path / "run").exists()
+    assert "one of 3 processes" in capsys.readouterr().err
+
+
 def test_a_process_that_was_started_otherwise_is_refused(tmp_path):
     one, other = ([*SMALL, "--out", tmp_path / "run"], [*SMALL, "--layers", 16, "--out", tmp_path / "run"])
     ended = processes(2, tmp_path, one, other, timeout=100)

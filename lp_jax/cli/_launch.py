@@ -20,6 +20,8 @@ from lp_jax.train import Ranks
 
 T = TypeVar("T")
 
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # set by mpirun, mpiexec and srun
+
 _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 
 
@@ -180,7 +182,15 @@ def launch(options: Mapping[str, Any]) -> Launch:
         raise click.UsageError("--coordinator and --process are of --distributed.")
     if options["mpi"]:
         return MPILaunch(options)
-    return DistributedLaunch(options) if options["distributed"] else Launch(options)
+    if options["distributed"]:
+        return DistributedLaunch(options)
+    for name in _SIZES:
+        if os.environ.get(name, "1") != "1":
+            raise click.UsageError(
+                f"this is one of {os.environ[name]} processes ({name}), which would all train the same into one folder; "
+                "add --mpi or --distributed, or start one process."
+            )
+    return Launch(options)
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> bool:
