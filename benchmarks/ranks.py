@@ -220,8 +220,24 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(result: report.Result) -> Figure:
-    """A panel of bars per row."""
-    return resnet.draw(result)
+    """A panel of bars per row, one line of panels per network."""
+    lines = [[row for row in result["rows"] if row["network"] == kind] for kind in ("conv", "dense")]
+    lines = [sorted(rows, key=lambda row: (row["layers"], row["width"])) for rows in lines if rows]
+    columns, most = max(map(len, lines)), [max(len(row["contenders"]) for row in rows) for rows in lines]
+    fig = report.figure(result, width=4.2 + 4.6 * columns, height=1.4 + sum(1.0 + 0.5 * n for n in most))
+    grid = fig.subplots(len(lines), columns, squeeze=False, height_ratios=most)
+    for axes, rows in zip(grid, lines, strict=True):
+        names = [c["name"] for c in rows[0]["contenders"]]
+        for i, ax in enumerate(axes):
+            if i >= len(rows):
+                ax.set_visible(False)
+                continue
+            report.bars(ax, rows[i]["contenders"])
+            unit = "channels" if rows[i]["network"] == "conv" else "wide"
+            title = f"{rows[i]['network']}, {rows[i]['width']} {unit}, {rows[i]['layers']} layers"
+            report.dress(ax, title=title, x="ms per step, × lax.scan, gradient error", grid="x")
+            ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), color=report.INK)
+    return fig
 
 
 SUITE = Suite(
