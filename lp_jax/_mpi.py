@@ -106,7 +106,8 @@ class MPIComm:
         mpi, mpi4jax = _modules()
 
         def reduce(x: jax.Array) -> jax.Array:
-            wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+            with jax.numpy_dtype_promotion("standard"):
+                wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
             return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.device).astype(x.dtype)
 
         return _merged(tree, reduce)
