@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -11,9 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from lp_jax import _check, _tree
+from lp_jax import _check, _tree, _wire
 from lp_jax._comm import COARSEST, Placement, Run, Workers
 from lp_jax._solver import Solver, common_unit
 from lp_jax._types import PyTree, State
@@ -110,7 +108,7 @@ class MPIComm:
                 wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
             return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.device).astype(x.dtype)
 
-        return _merged(tree, reduce)
+        return _wire.merged(tree, reduce)
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver]) -> PyTree:
         """``make(keys)`` of this rank's layers; ``keys`` are those of all layers."""
@@ -217,17 +215,17 @@ class OnRanks(Workers):
         if self.comm.rank >= self.active:
             source = dest = None
         received = self._exchange(tree, source, dest)
-        return _nothing(received) if source is None else received
+        return _wire.nothing(received) if source is None else received
 
     def sum(self, tree: PyTree) -> PyTree:
         return self.comm.sum(tree)
 
     def first_or(self, y0: State, received: State, *, reverse: bool) -> State:
-        return _after(y0, received) if self.comm.rank == self.first(reverse) else received
+        return _wire.after(y0, received) if self.comm.rank == self.first(reverse) else received
 
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        # a sum, as the root's own copy would not wait for the message, nor the others' share for their work, see `_after`
-        return self.sum(tree if self.comm.rank == root else _nothing(tree))
+        # a sum, as the root's own copy would not wait for the message, nor the others' share for their work, see `_wire.after`
+        return self.sum(tree if self.comm.rank == root else _wire.nothing(tree))
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
@@ -238,7 +236,7 @@ class OnRanks(Workers):
             x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
             return mpi4jax.allgather(x, comm=self.comm.device).reshape(-1, x.shape[1])[jnp.asarray(rows)]
 
-        return _packed(tree, everyone, listed=True)
+        return _wire.packed(tree, everyone, listed=True)
 
     def own(self, tree: PyTree, span: int) -> PyTree:
         before = sum(-(-n // span) for n in self.counts[: self.comm.rank])
@@ -253,7 +251,7 @@ class OnRanks(Workers):
         out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
         if turn < self.active - 1:
             sent = self._exchange(jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by)
-            out = _after(out[0], sent), out[1]
+            out = _wire.after(out[0], sent), out[1]
         return out
 
     def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
@@ -275,7 +273,7 @@ class OnRanks(Workers):
                 comm=self.comm.device,
             )
 
-        return _packed(tree, sendrecv)
+        return _wire.packed(tree, sendrecv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,94 +292,6 @@ class RankPlacement(Placement):
 
         identity.defvjp(lambda x: (x, None), lambda _, cotangent: (self.workers.sum(cotangent),))
         return identity(x)
-
-
-def _after(tree: PyTree, message: PyTree) -> PyTree:
-    """``tree``, once a message has been exchanged.
-
-    XLA runs a program's operations one after the other in any order that data allow: a rank might do a whole sweep before
-    it sends what its neighbour is waiting for. So what follows a message is made to depend on it, by a condition that no
-    bits fulfil, which XLA does not know: no square is 2 modulo 4.
-    """
-    never = _never(message)
-    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
-
-
-def _nothing(tree: PyTree) -> PyTree:
-    """Zeros, once ``tree`` is there; see `_after`."""
-    never = _never(tree)
-    return jax.tree.map(lambda x: jnp.where(never, x, jnp.zeros_like(x)), tree)
-
-
-def _never(tree: PyTree) -> jax.Array:
-    """False."""
-    words = [x for x in jax.tree.leaves(tree) if x.size]
-    if not words:
-        return jnp.asarray(False)
-    bits = _encode(words[0].reshape(-1)[:1], 0)[0].astype(jnp.uint32)
-    return bits * bits % 4 == 2
-
-
-def _merged(tree: PyTree, f: Any) -> PyTree:
-    """``f`` on all leaves of one dtype at once, as one flat array."""
-    leaves, structure = jax.tree.flatten(tree)
-    out: list[Any] = [None] * len(leaves)
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        places = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        merged = f(jnp.concatenate([leaves[i].reshape(-1) for i in places]))
-        ends = list(itertools.accumulate(leaves[i].size for i in places))
-        for i, part in zip(places, jnp.split(merged, ends[:-1]), strict=True):
-            out[i] = part.reshape(leaves[i].shape)
-    return jax.tree.unflatten(structure, out)
-
-
-def _packed(tree: PyTree, f: Any, *, listed: bool = False) -> PyTree:
-    """``f`` on all leaves at once, as one flat array (``(n, size)`` for lists).
-
-    Leaves that are not of one dtype that MPI knows are sent as bytes.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
-    lead = 1 if listed else 0
-    dtypes = {x.dtype for x in leaves}
-    if len(dtypes) == 1 and str(leaves[0].dtype) in _KNOWN:
-        encoded = [x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])) for x in leaves]
-    else:
-        encoded = [_encode(x, lead) for x in leaves]
-    merged = f(jnp.concatenate(encoded, axis=-1))
-    parts = jnp.split(merged, list(itertools.accumulate(x.shape[-1] for x in encoded))[:-1], axis=-1)
-    return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in zip(parts, leaves, strict=True)])
-
-
-_KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "uint32", "uint64")
-
-
-def _encode(x: jax.Array, lead: int) -> jax.Array:
-    """The bytes of an array, all axes but the first ``lead`` in one."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if x.dtype == bool:
-        x = x.astype(jnp.uint8)
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    x = lax.bitcast_convert_type(x, jnp.uint8)
-    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
-
-
-def _decode(x: jax.Array, like: Any, lead: int) -> jax.Array:
-    """Undo `_encode`, where that was done; ``x`` may be a longer list than ``like`` is."""
-    shape = (*x.shape[:lead], *like.shape[lead:])
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        words = _decode(x, jax.eval_shape(jax.random.key_data, like), lead)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
-    if like.dtype in (x.dtype, bool):
-        return x.reshape(shape).astype(like.dtype)
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        parts = _decode(x, jax.ShapeDtypeStruct((*like.shape, 2), jnp.finfo(like.dtype).dtype), lead)
-        return lax.complex(parts[..., 0], parts[..., 1])
-    size = like.dtype.itemsize
-    return lax.bitcast_convert_type(x.reshape(*shape, size) if size > 1 else x.reshape(shape), like.dtype)
 
 
 def _modules() -> tuple[Any, Any]:
