@@ -510,6 +510,65 @@ def test_evaluation_weighs_batches_by_their_size(classifier, samples):
     assert parts.accuracy == whole.accuracy
 
 
+def test_nothing_is_asked_where_a_label_is_negative(classifier, samples):
+    x, labels = samples
+    loss_fn, params = train.classification(classifier)
+    few, few_info = loss_fn(params, (x[:7], labels[:7]), lp_jax.Serial(), None)
+    masked, info = loss_fn(params, (x, np.where(np.arange(10) < 7, labels, -1)), lp_jax.Serial(), None)
+    np.testing.assert_allclose(masked, few, rtol=1e-6)
+    assert (int(info.correct), int(info.total)) == (int(few_info.correct), 7)
+
+
+class Restless(nnx.Module):
+    """With running statistics and dropout."""
+
+    def __init__(self, rngs):
+        self.norm = nn.BatchNorm(6, momentum=0.5, rngs=rngs)
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25)
+
+    def __call__(self, y, t, dt, *, key=None):
+        return y + dt * self.dropout(nnx.tanh(self.linear(self.norm(y))), rngs=key)
+
+
+def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
+    rngs = nnx.Rngs(0)
+    trunk = nn.LayerParallel(Restless, LAYERS, rngs=rngs)
+    model = nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), trunk, nn.DenseClosing((6,), 3, rngs=rngs))
+    (loss_fn, params), optimizer = train.classification(model), optax.adamw(1e-2, weight_decay=0.1)
+    batch = (*samples, jax.random.key(1))
+    step_fn = train.make_train_step(loss_fn, optimizer)
+    state, metrics = step_fn(train.init_state(params, optimizer), batch, lp_jax.Serial(), None)
+    assert metrics.info.replace is None
+
+    def loss(layers):
+        (y, stats) = model.opening(samples[0]), []
+        for n in range(LAYERS):
+            layer = Restless(nnx.Rngs(0))
+            nnx.update(layer, jax.tree.map(lambda x, n=n: x[n], layers))
+            y = layer(y, n / LAYERS, 1 / LAYERS, key=jax.random.fold_in(batch[2], n))
+            stats.append(nnx.to_pure_dict(nnx.state(layer, nnx.BatchStat)))
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(model.closing(y), samples[1])
+        return jnp.mean(losses), jax.tree.map(lambda *x: jnp.stack(x), *stats)
+
+    layers = params["trunk"]["layers"]
+    (wanted, stats), gradient = jax.value_and_grad(loss, has_aux=True)(layers)
+    np.testing.assert_allclose(metrics.loss, wanted, rtol=1e-5)
+    new = state.params["trunk"]["layers"]
+    for name in ("mean", "var"):
+        np.testing.assert_allclose(new["norm"][name], stats["norm"][name], rtol=1e-4, atol=1e-6)
+    moved = np.sign(np.asarray(new["linear"]["kernel"]) - 0.999 * np.asarray(layers["linear"]["kernel"]))
+    descent = -np.sign(np.asarray(gradient["linear"]["kernel"]))
+    assert np.mean(moved == descent) > 0.99  # Adam's first step is its learning rate
+
+    # other examples see the statistics, once the model is told to use them
+    model.eval()
+    still_fn, _ = train.classification(model)
+    alone, pair = (still_fn(state.params, (samples[0][:n], samples[1][:n]), lp_jax.Serial(), None)[0] for n in (1, 2))
+    other = still_fn(state.params, (samples[0][1:2], samples[1][1:2]), lp_jax.Serial(), None)[0]
+    np.testing.assert_allclose(pair, (alone + other) / 2, rtol=1e-6)
+
+
 def test_residuals_are_those_of_both_solves(classifier, samples):
     loss_fn, params = train.classification(classifier)
     solver = lp_jax.MGRIT(coarsening=LAYERS // 2, iterations=3, skip_downcycle=False, coarse_step=INJECT)

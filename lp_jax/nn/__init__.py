@@ -38,6 +38,7 @@ from lp_jax.nn._ends import DenseClosing as DenseClosing
 from lp_jax.nn._ends import DenseOpening as DenseOpening
 from lp_jax.nn._ends import PoolClosing as PoolClosing
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
+from lp_jax.nn._norm import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual
 from lp_jax.nn._residual import DenseResidual as DenseResidual
 from lp_jax.nn._stack import stack as stack

@@ -43,15 +43,16 @@ class Classifier(nnx.Module):
         self.trunk = trunk
         self.closing = closing
 
-    def __call__(self, x: jax.Array, *, data: PyTree = None) -> jax.Array:
-        """The logits; ``solve(x, data=data)[0]``."""
-        return self.solve(x, data=data)[0]
+    def __call__(self, x: jax.Array, *, data: PyTree = None, key: jax.Array | None = None) -> jax.Array:
+        """The logits, the first of what `solve` returns."""
+        return self.solve(x, data=data, key=key)[0]
 
     def solve(
         self,
         x: jax.Array,
         *,
         data: PyTree = None,
+        key: jax.Array | None = None,
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[jax.Array, Solution]:
@@ -60,6 +61,7 @@ class Classifier(nnx.Module):
         Args:
             x: a batch of inputs, as ``opening`` takes them.
             data: per-layer inputs of the trunk, leaves ``(num_layers, ...)``.
+            key: one random key for this call, in place of ``data``; as for `LayerParallel.solve`.
             solver: for this call instead of the trunk's own, forward and adjoint.
             adjoint_solver: for this call, for the adjoint alone.
 
@@ -77,5 +79,5 @@ class Classifier(nnx.Module):
             >>> solution.stats.residual_norms.shape
             (3,)
         """
-        solution = self.trunk.solve(self.opening(x), data=data, solver=solver, adjoint_solver=adjoint_solver)
+        solution = self.trunk.solve(self.opening(x), data=data, key=key, solver=solver, adjoint_solver=adjoint_solver)
         return self.closing(solution.y1), solution

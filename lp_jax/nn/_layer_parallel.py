@@ -13,7 +13,7 @@ from lp_jax._solution import Solution
 from lp_jax._solve import solve
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
-from lp_jax.nn._stack import MakeModule, as_step, stacked_module
+from lp_jax.nn._stack import Beside, Context, MakeModule, stacked_module, trunk_step
 
 
 class LayerParallel(nnx.Module):
@@ -25,7 +25,8 @@ class LayerParallel(nnx.Module):
     pass the solver to `solve` as an argument of the jitted function.
 
     Args:
-        make_module: ``make_module(rngs)`` builds one layer, ``__call__(y, t, dt) -> y_next``; see `stack`.
+        make_module: ``make_module(rngs)`` builds one layer, ``__call__(y, t, dt) -> y_next``; see `stack`. It may hold
+            running statistics, like those of `nnx.BatchNorm`, too.
         num_layers: number of layers N.
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
@@ -71,27 +72,71 @@ class LayerParallel(nnx.Module):
         _inputs.comm(comm)
         self.comm = nnx.static(comm)
         solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
-        self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers)
+        self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers, holds=(nnx.Param, nnx.BatchStat))
         self.num_layers = int(num_layers)
 
-    def __call__(self, y: State, *, data: PyTree = None) -> State:
-        """The state after the last layer; ``solve(y, data=data).y1``."""
-        return self.solve(y, data=data).y1
+    def __call__(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
+        """The state after the last layer; ``y1`` of what `solve` returns."""
+        return self.solve(y, shared=shared, data=data, key=key).y1
+
+    def arguments(
+        self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None
+    ) -> dict[str, Any]:
+        """What `lp_jax.solve` and `lp_jax.solve_vjp` are called with, the solvers and the guess aside.
+
+        Args:
+            y: as for `solve`.
+            shared: as for `solve`.
+            data: as for `solve`.
+            key: as for `solve`.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> from flax import nnx
+            >>> from lp_jax import nn
+            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
+            >>> solution, pullback = lp_jax.solve_vjp(**trunk.arguments(jnp.ones((4, 8), "float32")))
+            >>> gradients, adjoint_stats = pullback(solution.y1)
+            >>> int(adjoint_stats.iterations)
+            2
+        """
+        if data is not None and key is not None:
+            raise ValueError("data and key were both given, and layers take one of them as `key`. Leave one out.")
+        step, params, stats = trunk_step(self.layers)
+        return {
+            "step": step,
+            "params": params,
+            "y0": y,
+            "shared": Context(shared, key),
+            "data": Beside(data, stats),
+            "t0": self.t0,
+            "t1": np.asarray(self.t1),
+            "comm": self.comm,
+            "has_aux": step.updates,
+        }
 
     def solve(
         self,
         y: State,
         *,
+        shared: PyTree = None,
         data: PyTree = None,
+        key: jax.Array | None = None,
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
         guess: str | State = "constant",
     ) -> Solution:
         """Propagate ``y`` through the layers and tell how the solve went.
 
+        Layers that keep running statistics (`nnx.BatchNorm`), unless in ``eval()`` mode, update them: from the states of
+        the final sweep alone, once per layer and call.
+
         Args:
             y: the state that enters, a pytree of floating-point arrays, like the layers' ``y``.
+            shared: what all layers get as ``shared``: a padding mask, a memory to attend to. Differentiated, where inexact.
             data: per-layer inputs, leaves ``(num_layers, ...)``: what the layers get as ``key``.
+            key: one random key for this call, in place of ``data``: each layer gets as ``key`` what
+                `jax.random.fold_in` makes of it and the layer's number, on any number of workers.
             solver: for this call instead of the module's own, forward and adjoint: ``solve(y, solver=lp_jax.Serial())``
                 gives the exact states and the exact gradient.
             adjoint_solver: for this call, for the adjoint alone.
@@ -101,8 +146,8 @@ class LayerParallel(nnx.Module):
             The `Solution`.
 
         Raises:
-            ValueError: as for `lp_jax.solve`.
-            TypeError: as for `lp_jax.solve`, and for data that the layers do not take.
+            ValueError: as for `lp_jax.solve`, and for both data and key.
+            TypeError: as for `lp_jax.solve`, and for data, key or shared that the layers do not take.
 
         Example:
             >>> import jax.numpy as jnp, lp_jax
@@ -117,19 +162,15 @@ class LayerParallel(nnx.Module):
         if solver is None:
             solver = self.solver
             adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
-        step, params = as_step(self.layers)
-        return solve(
-            step,
-            params,
-            y,
-            data=data,
-            t0=self.t0,
-            t1=np.asarray(self.t1),
+        solution = solve(
+            **self.arguments(y, shared=shared, data=data, key=key),
             solver=solver,
             adjoint_solver=adjoint_solver,
             guess=guess,
-            comm=self.comm,
         )
+        if solution.aux is not None:
+            nnx.update(self.layers, solution.aux)
+        return solution
 
 
 def _hashable(times: float | list[float]) -> float | tuple[float, ...]:

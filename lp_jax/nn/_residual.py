@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax import _check
+from lp_jax.nn._norm import norm as make_norm
+from lp_jax.nn._norm import unchanged
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -31,7 +32,7 @@ class DenseResidual(nnx.Module):
         width: size of the state.
         hidden: size of the hidden layer; None is none.
         activation: elementwise function :math:`\sigma`.
-        norm: None, or "layer" (over the state's last axis).
+        norm: None, "layer" (over the state's last axis) or "batch" (over all others, see `BatchNorm`).
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
 
@@ -61,9 +62,9 @@ class DenseResidual(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.norm = _norm(norm, ("layer",), width, 1, param_dtype, rngs)
+        self.norm = make_norm(norm, ("layer", "batch"), width, 1, param_dtype, rngs)
         self.inner = nnx.Linear(width, width if hidden is None else hidden, param_dtype=param_dtype, rngs=rngs)
-        self.outer = _unchanged if hidden is None else nnx.Linear(hidden, width, param_dtype=param_dtype, rngs=rngs)
+        self.outer = unchanged if hidden is None else nnx.Linear(hidden, width, param_dtype=param_dtype, rngs=rngs)
         self.activation = activation
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
@@ -82,7 +83,8 @@ class ConvResidual(nnx.Module):
         channels: number of channels of the state.
         kernel: size of the kernel, one number for each axis of space.
         activation: elementwise function :math:`\sigma`.
-        norm: None, "layer" (over the channels of each point) or "group" (over all points of a group of channels).
+        norm: None, "layer" (over the channels of each point), "group" (over all points of a group of channels) or "batch"
+            (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels for "group"; must divide ``channels``.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
@@ -115,27 +117,12 @@ class ConvResidual(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.conv1 = nnx.Conv(channels, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
-        self.norm1 = _norm(norm, ("layer", "group"), channels, groups, param_dtype, rngs)
+        self.norm1 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
         self.conv2 = nnx.Conv(channels, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
-        self.norm2 = _norm(norm, ("layer", "group"), channels, groups, param_dtype, rngs)
+        self.norm2 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
         self.activation = activation
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
         hidden = self.activation(self.norm1(self.conv1(y)))
         return y + dt * self.activation(self.norm2(self.conv2(hidden)))
-
-
-def _norm(
-    kind: str | None, kinds: tuple[str, ...], features: int, groups: int, param_dtype: Any, rngs: nnx.Rngs
-) -> Activation:
-    if kind is None:
-        return _unchanged
-    _check.one_of("norm", kind, kinds, otherwise="or None")
-    if kind == "layer":
-        return nnx.LayerNorm(features, param_dtype=param_dtype, rngs=rngs)
-    return nnx.GroupNorm(features, num_groups=groups, param_dtype=param_dtype, rngs=rngs)
-
-
-def _unchanged(x: jax.Array) -> jax.Array:
-    return x

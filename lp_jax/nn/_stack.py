@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -22,25 +22,62 @@ class ModuleStep:
     graphdef: nnx.GraphDef
 
     def __call__(self, y: State, layer: Layer) -> State:
-        module: Any = nnx.merge(self.graphdef, layer.params)
-        if "key" in inspect.signature(module.__call__).parameters:
-            return module(y, layer.t, layer.dt, key=layer.data)
-        if layer.data is not None:
-            name = type(module).__name__
+        module = nnx.merge(self.graphdef, layer.params)
+        return _call(module, y, layer, key=layer.data, shared=layer.shared)
+
+
+class Beside(NamedTuple):
+    """What a trunk's layers get beside their parameters, as ``data`` of `solve`: the caller's, and running statistics."""
+
+    data: PyTree
+    stats: PyTree
+
+
+class Context(NamedTuple):
+    """What all of a trunk's layers get, as ``shared`` of `solve`: the caller's, and the key of this call."""
+
+    shared: PyTree
+    key: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrunkStep:
+    """A layer of `LayerParallel` as a step: `ModuleStep` with a key for each call, and running statistics as aux."""
+
+    graphdef: nnx.GraphDef
+    updates: bool
+
+    def __call__(self, y: State, layer: Layer) -> Any:
+        beside, context = layer.data, layer.shared
+        module = nnx.merge(self.graphdef, layer.params, beside.stats)
+        key = beside.data if context.key is None else jax.random.fold_in(context.key, layer.index)
+        y = _call(module, y, layer, key=key, shared=context.shared)
+        return (y, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))) if self.updates else y
+
+
+def _call(module: Any, y: State, layer: Layer, *, key: PyTree, shared: PyTree) -> State:
+    """The module's step, with those keywords that it names."""
+    takes = inspect.signature(module.__call__).parameters
+    for name, value, given in (("key", key, "data"), ("shared", shared, "shared")):
+        if value is not None and name not in takes:
             raise TypeError(
-                f"data was given, but {name}.__call__ has nowhere to take it. Let it accept a keyword `key`, "
-                "__call__(self, y, t, dt, *, key=None), which gets this layer's slice of data; or leave data out."
+                f"{given} was given, but {type(module).__name__}.__call__ has nowhere to take it. Let it accept a keyword "
+                f"`{name}`, __call__(self, y, t, dt, *, {name}=None); or leave {given} out."
             )
-        return module(y, layer.t, layer.dt)
+    offered = {"key": key, "shared": shared, "index": layer.index}
+    return module(y, layer.t, layer.dt, **{name: value for name, value in offered.items() if name in takes})
 
 
 def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[ModuleStep, PyTree]:
     """Turn a module that is one layer into the first two arguments of `lp_jax.solve`.
 
-    The module's ``__call__(y, t, dt) -> y_next`` is one step. If it has a keyword ``key``, as in
-    ``__call__(y, t, dt, *, key=None)``, it gets the layer's slice of ``solve``'s ``data``, or None without data. This
-    is how dropout is done: an ``nnx.Dropout(rate)`` built without ``rngs``, called as ``dropout(y, rngs=key)``, and
-    ``data=jax.random.split(key, num_layers)``: the masks then depend on nothing but the key and the layer.
+    The module's ``__call__(y, t, dt) -> y_next`` is one step. It gets, by name, whichever of these keywords it has:
+
+    - ``key``, as in ``__call__(y, t, dt, *, key=None)``: the layer's slice of ``solve``'s ``data``, or None without data.
+      This is how dropout is done: an ``nnx.Dropout(rate)`` built without ``rngs``, called as ``dropout(y, rngs=key)``,
+      and ``data=jax.random.split(key, num_layers)``: the masks then depend on nothing but the key and the layer.
+    - ``shared``: what ``solve`` got as ``shared``, the same for all layers: a padding mask, say.
+    - ``index``: number of the layer, an int32 scalar.
 
     Args:
         make_module: ``make_module(rngs)`` builds one layer; called once, under ``jax.vmap`` over the layers' keys.
@@ -52,8 +89,8 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
         reuses the compiled program. ``params`` is a nested dict of arrays, leaves ``(num_layers, ...)``.
 
     Raises:
-        ValueError: for ``num_layers`` below 1, and for a module that holds anything but `nnx.Param`: running
-            statistics, stored random streams, arrays.
+        ValueError: for ``num_layers`` below 1, and for a module that holds anything but `nnx.Param`: stored random
+            streams, arrays, running statistics (these are carried by `LayerParallel`).
         TypeError: for ``rngs`` or a module that are none.
 
     Example:
@@ -66,13 +103,23 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
         >>> lp_jax.solve(step, params, jnp.ones((4, 8), "float32")).y1.shape
         (4, 8)
     """
-    return as_step(stacked_module(make_module, num_layers, rngs))
+    graphdef, params = nnx.split(stacked_module(make_module, num_layers, rngs, holds=(nnx.Param,)))
+    return ModuleStep(graphdef), nnx.to_pure_dict(params)
 
 
 def stacked_module(
-    make_module: MakeModule, num_layers: int, rngs: nnx.Rngs, comm: Any = None, solvers: Sequence[Solver] = ()
+    make_module: MakeModule,
+    num_layers: int,
+    rngs: nnx.Rngs,
+    comm: Any = None,
+    solvers: Sequence[Solver] = (),
+    *,
+    holds: tuple[type[nnx.Variable], ...],
 ) -> nnx.Module:
-    """N layers as one module, whose parameters have the layers as their leading axis; with ``comm`` on its workers."""
+    """N layers as one module, whose variables have the layers as their leading axis; with ``comm`` on its workers.
+
+    ``holds`` are the kinds of variables that a layer may have.
+    """
     num_layers = _check.integer("num_layers", num_layers, least=1)
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs must be an nnx.Rngs, like nnx.Rngs(0); got {rngs!r} ({type(rngs).__name__}).")
@@ -83,7 +130,7 @@ def stacked_module(
         module = make_module(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             raise TypeError(f"make_module(rngs) must build an nnx.Module; got {type(module).__name__}.")
-        _refuse_state(module)
+        _refuse_state(module, holds)
         # split here: a module that leaves vmap as a pytree has forgotten which of its parameters are one and the same
         graphdef, state = nnx.split(module)
         graphdefs.append(graphdef)
@@ -94,25 +141,35 @@ def stacked_module(
     return nnx.merge(graphdefs[0], params)
 
 
-def as_step(module: nnx.Module) -> tuple[ModuleStep, PyTree]:
-    """A stacked module as a pure step and its parameters."""
+def trunk_step(module: nnx.Module) -> tuple[TrunkStep, PyTree, PyTree]:
+    """A stacked module as a pure step, its parameters and its running statistics."""
     graphdef, state = nnx.split(module)
-    return ModuleStep(graphdef), nnx.to_pure_dict(state)
+    params, stats = (nnx.to_pure_dict(nnx.filter_state(state, kind)) for kind in (nnx.Param, nnx.BatchStat))
+    return TrunkStep(graphdef, _updates(module)), params, stats
 
 
-def _refuse_state(module: nnx.Module) -> None:
+def _updates(module: nnx.Module) -> bool:
+    """Whether a call changes running statistics: not those of a module in ``eval()`` mode."""
+    return any(
+        not getattr(part, "use_running_average", False)
+        for _, part in nnx.iter_modules(module)
+        if any(isinstance(value, nnx.BatchStat) for value in vars(part).values())
+    )
+
+
+def _refuse_state(module: nnx.Module, holds: tuple[type[nnx.Variable], ...]) -> None:
     """A layer is evaluated many times per solve, in any order: what it would change in itself has no meaning."""
     others = {
         ".".join(map(str, path)): type(value)
         for path, value in nnx.to_flat_state(nnx.state(module))
-        if not isinstance(value, nnx.Param)
+        if not isinstance(value, holds)
     }
     if not others:
         return
     found = ", ".join(f"{path} ({kind.__name__})" for path, kind in others.items())
     advice = []
     if any(issubclass(kind, nnx.BatchStat) for kind in others.values()):
-        advice.append("use nnx.LayerNorm or nnx.GroupNorm, which keep no running statistics")
+        advice.append("use nn.LayerParallel, which carries running statistics, or nnx.LayerNorm, which keeps none")
     if any(issubclass(kind, nnx.RngState) for kind in others.values()):
         advice.append(
             "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
@@ -17,7 +16,6 @@ from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.nn import Classifier
-from lp_jax.nn._stack import as_step
 from lp_jax.train._step import Batch, Info, LossFn
 
 
@@ -48,11 +46,14 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
     """Softmax cross-entropy of a classifier, as a pure function of its parameters.
 
     Args:
-        model: an `lp_jax.nn.Classifier`, or any NNX module with its ``solve``.
+        model: an `lp_jax.nn.Classifier`, or any NNX module with its ``solve``. It is used in the mode that it is in:
+            what `evaluate` takes is made of ``model.eval()``.
 
     Returns:
-        ``(loss_fn, params)``: the loss for `make_train_step`, on batches ``(x, labels)`` with integer labels
-        ``(batch,)``, and the model's parameters, a nested dict. ``nnx.update(model, params)`` puts them back.
+        ``(loss_fn, params)``: the loss for `make_train_step`, and the model's parameters, a nested dict, running statistics
+        among them; ``nnx.update(model, params)`` puts them back. Batches are ``(x, labels)``, or ``(x, labels, key)`` for a
+        model with dropout. Labels are integers of the shape of the logits but for their last axis; where one is negative,
+        as on padding, nothing is asked.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -73,12 +74,16 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
     graphdef, state = nnx.split(model)
 
     def loss_fn(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:
-        x, labels = batch
-        logits, solution = nnx.merge(graphdef, params).solve(x, solver=solver, adjoint_solver=adjoint_solver)
-        loss = _cross_entropy(logits, labels)
+        x, labels, *key = batch
+        merged = nnx.merge(graphdef, params)
+        given = {"key": key[0]} if key else {}
+        logits, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
-        total, scale = jnp.int32(labels.shape[0]), _tree.norm(solution.y1)
-        return loss, Info(correct, total, solution.stats, solution.result, scale)
+        total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
+        replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
+        return _cross_entropy(logits, labels), Info(
+            correct, total, solution.stats, solution.result, scale, replace or None
+        )
 
     return loss_fn, nnx.to_pure_dict(state)
 
@@ -123,18 +128,10 @@ def _residuals(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None
 ) -> Residuals:
     model = nnx.merge(graphdef, params)
-    x, labels = batch
-    trunk = model.trunk
-    step, layers = as_step(trunk.layers)
+    x, labels, *key = batch
+    given = {"key": key[0]} if key else {}
     solution, pullback = solve_vjp(
-        step,
-        layers,
-        model.opening(x),
-        t0=trunk.t0,
-        t1=np.asarray(trunk.t1),
-        solver=solver,
-        adjoint_solver=adjoint_solver,
-        comm=trunk.comm,
+        **model.trunk.arguments(model.opening(x), **given), solver=solver, adjoint_solver=adjoint_solver
     )
     cotangent = jax.grad(lambda y1: _cross_entropy(model.closing(y1), labels))(solution.y1)
     _, adjoint = pullback(cotangent)
@@ -142,4 +139,7 @@ def _residuals(
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels))
+    """Mean over the labels that are not negative."""
+    asked = labels >= 0
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, labels, 0))
+    return jnp.sum(jnp.where(asked, losses, 0)) / jnp.sum(asked).astype(losses.dtype)

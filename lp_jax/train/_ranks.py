@@ -110,14 +110,16 @@ class Ranks:
         """The mean of a loss over the shares of a batch: its value, its gradient and its `Info` are the whole batch's.
 
         Args:
-            loss_fn: a mean over the examples it is given, as for `make_train_step`.
+            loss_fn: a mean over the ``info.total`` answers that it is asked for, as for `make_train_step`.
         """
         if self.data.size == 1:
             return loss_fn
 
         def mean_loss(params: PyTree, batch: Batch, solver: Any, adjoint_solver: Any) -> tuple[jax.Array, Info]:
             loss, info = loss_fn(_transposed_mean(params, self.data), batch, solver, adjoint_solver)
-            return _mean(loss, self.data), self._whole_info(jax.lax.stop_gradient(info))
+            whole = self._whole_info(jax.lax.stop_gradient(info))
+            weight = info.total * self.data.size / whole.total
+            return _mean(loss * weight.astype(loss.dtype), self.data), whole
 
         return mean_loss
 
@@ -125,7 +127,8 @@ class Ranks:
         norms, scale = info.stats.residual_norms, jnp.asarray(info.scale)
         correct, total, *squares = self.data.sum((info.correct, info.total, norms**2, scale**2))
         iterations, result = self.data.max((info.stats.iterations, info.result))
-        return Info(correct, total, Stats(iterations, jnp.sqrt(squares[0])), result, jnp.sqrt(squares[1]))
+        replace = _mean(info.replace, self.data)
+        return Info(correct, total, Stats(iterations, jnp.sqrt(squares[0])), result, jnp.sqrt(squares[1]), replace)
 
     def whole(self, sums: PyTree) -> PyTree:
         """Sums over each parameter, from what each rank has of it: ``whole`` of `make_train_step`."""

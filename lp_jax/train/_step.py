@@ -34,10 +34,12 @@ class Info(NamedTuple):
 
     Attributes:
         correct: number of right answers in the batch.
-        total: number of examples in the batch.
+        total: number of answers in the batch, which the loss is a mean over.
         stats: of the forward solve.
         result: of the forward solve, a code of `lp_jax.RESULTS`.
         scale: 2-norm of the state, if known; residual norms far below it are rounding, not divergence.
+        replace: new values of those of the model's ``params`` that are not trained (running statistics), a part of that
+            nested dict. The loss must not depend on the old ones.
     """
 
     correct: jax.Array
@@ -45,6 +47,7 @@ class Info(NamedTuple):
     stats: Stats
     result: jax.Array
     scale: jax.Array | float = 0.0
+    replace: PyTree = None
 
 
 class Metrics(NamedTuple):
@@ -118,10 +121,18 @@ def make_train_step(
         gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, info), gradient = gradient_fn(state.params, batch, solver, adjoint_solver)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params = _replaced(optax.apply_updates(state.params, updates), info.replace)
+        info = info._replace(replace=None)
         squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.squares(gradient), _tree.squares(params))
         gradient_norm, norm = jnp.sqrt(jax.tree.reduce(jnp.add, squares if whole is None else whole(squares)))
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
         return TrainState(state.step + 1, params, opt_state), Metrics(loss, gradient_norm, finite, info)
 
     return step_fn
+
+
+def _replaced(params: PyTree, new: PyTree) -> PyTree:
+    """A nested dict with a part of it exchanged."""
+    if not isinstance(new, dict):
+        return params if new is None else new
+    return params | {name: _replaced(params[name], value) for name, value in new.items()}
