@@ -112,7 +112,9 @@ def solve_adjoint(
         Cotangents(
             y0=levels[0].exit(lam),
             slices=_tree.merge(slices, fine.steps),
-            shared=_shared_gradient(fine, levels[0], cotangents, kept=checkpoints.kept is not None),
+            shared=_shared_gradient(
+                fine, levels[0], cotangents, kept=checkpoints.kept is not None, recurrent=chain.recurrent
+            ),
         ),
         stats,
         met,
@@ -262,31 +264,34 @@ def _emit_gradient(chain: Chain, fine: Level) -> Advance:
     return advance
 
 
-def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, *, kept: bool) -> PyTree:
-    """Gradient of what all layers share, as one contraction over each interval's layers (over all layers if batched)."""
+def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, *, kept: bool, recurrent: bool) -> PyTree:
+    """Gradient of what all layers share, as one contraction over all layers.
+
+    Over each interval's, one after the other, where intervals are looped over and layers have parameters of their own.
+    """
     leaves, combine = _partition(fine.shared)
     if not leaves:
         return combine([], fill=None)
 
-    def interval(xs: PyTree, lams: State) -> list[jax.Array]:
-        operands, states = adjoint.expand(xs, fine.shared) if adjoint.expand else xs
+    def intervals(xs: PyTree, lams: State) -> list[jax.Array]:
+        operands, states = jax.vmap(adjoint.expand, (0, None))(xs, fine.shared) if adjoint.expand else xs
         if kept:
             states, _ = states
+        operands, states, lams = _tree.merge((operands, states, lams), None)
 
         def forward(leaves: list[jax.Array]) -> State:
             return jax.vmap(lambda u, x: fine.step(u, x, combine(leaves)))(states, operands)
 
         return jax.vjp(forward, leaves)[1](lams)[0]
 
-    if adjoint.looped:
-        total, _ = lax.scan(
-            lambda total, args: (_tree.add(total, interval(*args)), None),
-            _tree.zeros_like(leaves),
-            (adjoint.xs, cotangents),
-        )
+    if recurrent or not adjoint.looped:
+        total = intervals(adjoint.xs, cotangents)
     else:
-        flat = _tree.merge((adjoint.xs, cotangents), fine.intervals * fine.factor)
-        total = interval(*flat)
+        total, _ = lax.scan(
+            lambda total, args: (_tree.add(total, intervals(*args)), None),
+            _tree.zeros_like(leaves),
+            _tree.split((adjoint.xs, cotangents), 1),
+        )
     return combine(fine.comm.sum(total), fill=None)
 
 

@@ -103,6 +103,14 @@ class MeshComm:
 
         return jax.jit(build, out_shardings=NamedSharding(self.mesh, spread))(words)
 
+    def share(self, lists: PyTree, solvers: Sequence[Solver]) -> PyTree:
+        """Lists over all layers as they are: arrays are global."""
+        return lists
+
+    def shared(self, tree: PyTree) -> PyTree:
+        """What every worker has, as it is: arrays are global."""
+        return tree
+
     def adopt(self, tree: PyTree) -> PyTree:
         """Arrays that are committed to other devices, on those of the mesh; all others as they are."""
         devices = set(self.mesh.devices.flat)

@@ -114,6 +114,18 @@ class MPIComm:
         """``make(keys)`` of this rank's layers; ``keys`` are those of all layers."""
         return make(keys[layer_slices(len(keys), self.size, *solvers)[self.rank]])
 
+    def share(self, lists: PyTree, solvers: Sequence[Solver]) -> PyTree:
+        """Of lists over all layers, this rank's."""
+
+        def leaf(x: Any) -> Any:
+            return x[layer_slices(len(x), self.size, *solvers)[self.rank]]
+
+        return jax.tree.map(leaf, lists)
+
+    def shared(self, tree: PyTree) -> PyTree:
+        """What every rank has and uses for its own layers only: its gradient is the sum over the ranks."""
+        return _shared(tree, self) if self.size > 1 else tree
+
     def adopt(self, tree: PyTree) -> PyTree:
         """Arrays as they are: every rank has its own."""
         return tree
@@ -167,6 +179,14 @@ class MPIComm:
                             f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 and {b} on rank {rank}."
                         )
         return [n for n, _ in everyone]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _shared(tree: PyTree, comm: MPIComm) -> PyTree:
+    return tree
+
+
+_shared.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (comm.sum(cotangent),))
 
 
 def layer_slices(num_layers: int, workers: int, solver: Solver, adjoint_solver: Solver | None = None) -> list[slice]:
@@ -280,18 +300,14 @@ class OnRanks(Workers):
 class RankPlacement(Placement):
     """This rank's layers, ``first`` the first of them."""
 
+    workers: OnRanks
     first: int
 
     def share(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x[self.first : self.first + self.steps], tree)
 
     def shared(self, x: Any) -> Any:
-        @jax.custom_vjp
-        def identity(x: jax.Array) -> jax.Array:
-            return x
-
-        identity.defvjp(lambda x: (x, None), lambda _, cotangent: (self.workers.sum(cotangent),))
-        return identity(x)
+        return self.workers.comm.shared(x)
 
 
 def _modules() -> tuple[Any, Any]:

@@ -76,6 +76,8 @@ class Problem:
         differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
         has_aux: whether the step returns ``(y_next, aux)``.
         looped: what ``interval_map="auto"`` means here.
+        recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
+            network. Their gradient is then one contraction over all steps.
     """
 
     table: tuple[tuple[Signature, Callable], ...]
@@ -83,6 +85,7 @@ class Problem:
     differentiable: tuple[bool, ...]
     has_aux: bool
     looped: bool
+    recurrent: bool
 
     def step_with_aux(self, level: int) -> Callable[[State, Slices, PyTree], tuple[State, PyTree]]:
         """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
@@ -125,6 +128,7 @@ class Problem:
             total=self.placement.total,
             differentiable=(*self.differentiable, False) if padded else self.differentiable,
             looped=self.looped,
+            recurrent=self.recurrent,
             comm=self.placement.workers,
         )
 
@@ -173,7 +177,7 @@ def prepare(
         index=placement.share(jnp.arange(steps, dtype=jnp.int32)),
     )
     shared = jax.tree.map(jnp.asarray, shared)
-    mask = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact)), slices)
+    mask = jax.tree.map(_is_inexact, slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
     closed_over: list[jax.Array] = []
     table: dict[Signature, Callable] = {}
@@ -184,8 +188,15 @@ def prepare(
             if key not in table:
                 table[key] = _trace(LayerStep(step, level), u, x, shared, has_aux, closed_over)
     looped = jax.default_backend() == "cpu"
-    problem = Problem(tuple(table.items()), placement, differentiable, has_aux, looped)
-    return problem, Operands(slices, Common(y0, shared, tuple(closed_over)))
+    common = Common(y0, shared, tuple(closed_over))
+    weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, (common.shared, common.closed_over))))
+    recurrent = weights and not any(jax.tree.leaves(mask.params))
+    problem = Problem(tuple(table.items()), placement, differentiable, has_aux, looped, recurrent)
+    return problem, Operands(slices, common)
+
+
+def _is_inexact(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:

@@ -21,6 +21,10 @@ from lp_jax._types import PyTree, State
 class Serial(Solver):
     """One layer after another, a ``lax.scan``; exact, and differentiated by JAX itself.
 
+    A recurrent network (all weights in ``shared``, the inputs in ``data``) has a gradient of its own on one device, unless
+    there are checkpoints: that of the weights is one contraction over all steps, instead of a sum that grows by one step
+    at a time. Only reverse mode is defined there.
+
     Args:
         checkpoint_every: keep the state at every so many layers only, and recompute the others for the gradient.
             None keeps what ``jax.grad`` of a scan keeps.
@@ -40,6 +44,10 @@ class Serial(Solver):
     @property
     def iterations(self) -> int:
         return 0
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.checkpoint_every is None
 
     def stride(self, steps: int) -> int:
         return min(self.checkpoint_every or 1, steps)

@@ -248,10 +248,10 @@ def _build(spec: _Spec) -> _Program:
     serial = jax.jit(functools.partial(_serial, spec))
 
     def run(differentiable: list[jax.Array], other: _Other) -> Output:
-        return (serial if _is_serial(spec, other) else iterated)(differentiable, other)
+        return (serial if _is_scan(spec, other) else iterated)(differentiable, other)
 
     def vjp(differentiable: list[jax.Array], other: _Other) -> tuple[Output, Callable[[State], Any]]:
-        if _is_serial(spec, other):
+        if _is_scan(spec, other):
             y1, pull, rest = jax.vjp(lambda d: serial(d, other), differentiable, has_aux=True)
             return (y1, rest), lambda ct: (pull(ct)[0], _no_stats(ct))
         out, checkpoints = forward(differentiable, other, keep=True)
@@ -260,9 +260,12 @@ def _build(spec: _Spec) -> _Program:
     return _Program(run, vjp)
 
 
-def _is_serial(spec: _Spec, other: _Other) -> bool:
-    solvers = (solver.resolve(spec.problem.steps) for solver in (other.solver, other.adjoint_solver))
-    return spec.problem.placement.workers.size == 1 and all(isinstance(solver, Serial) for solver in solvers)
+def _is_scan(spec: _Spec, other: _Other) -> bool:
+    """Whether this is a ``lax.scan`` that JAX differentiates."""
+    solvers = [solver.resolve(spec.problem.steps) for solver in (other.solver, other.adjoint_solver)]
+    if spec.problem.placement.workers.size > 1 or not all(isinstance(solver, Serial) for solver in solvers):
+        return False
+    return not (spec.problem.recurrent and solvers[0].keeps_states)
 
 
 def _serial(spec: _Spec, differentiable: list[jax.Array], other: _Other) -> Output:

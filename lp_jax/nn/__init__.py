@@ -37,6 +37,7 @@ from lp_jax.nn._ends import ConvOpening as ConvOpening
 from lp_jax.nn._ends import DenseClosing as DenseClosing
 from lp_jax.nn._ends import DenseOpening as DenseOpening
 from lp_jax.nn._ends import PoolClosing as PoolClosing
+from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
 from lp_jax.nn._norm import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual

@@ -67,8 +67,8 @@ class LayerParallel(nnx.Module):
     ):
         self.t0 = float(t0)
         self.t1 = _hashable(np.asarray(t1, float).tolist())
-        self.solver = _static("solver", solver)
-        self.adjoint_solver = None if adjoint_solver is None else _static("adjoint_solver", adjoint_solver)
+        self.solver = static_solver("solver", solver)
+        self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
         _inputs.comm(comm)
         self.comm = nnx.static(comm)
         solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
@@ -177,7 +177,7 @@ def _hashable(times: float | list[float]) -> float | tuple[float, ...]:
     return tuple(times) if isinstance(times, list) else times
 
 
-def _static(name: str, solver: Solver) -> Any:
+def static_solver(name: str, solver: Solver) -> Any:
     """A solver as NNX metadata: its tolerances as Python floats, lest they count as state of the model."""
     _inputs.solver(name, solver)
     return nnx.static(jax.tree.map(float, solver))

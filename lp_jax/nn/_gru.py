@@ -1,0 +1,199 @@
+r"""Gated recurrent units: time steps are the layers, their weights are shared, the inputs are what differs.
+
+With the gates of Cho et al. (the reset gate applied after the product, as cuDNN does),
+
+.. math::
+    r = \sigma(W_r x + b_r + U_r h + c_r), \quad z = \sigma(W_z x + b_z + U_z h + c_z), \quad
+    n = \tanh(W_n x + b_n + r \odot (U_n h + c_n)),
+
+a unit is a step of the ODE :math:`h' = (1 - z) \odot (n - h)`: explicit Euler with a step of 1 is the usual unit; implicit
+Euler for the stiff part is stable for any step, which the coarse levels need.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lp_jax import _check, _inputs
+from lp_jax._mgrit import MGRIT
+from lp_jax._solution import Solution
+from lp_jax._solve import solve
+from lp_jax._solver import Solver
+from lp_jax._types import Layer
+from lp_jax.nn._layer_parallel import static_solver
+
+
+class Gates(NamedTuple):
+    """A linear map to the three gates r, z, n, stacked in this order: kernel ``(inputs, 3 hidden)``, bias ``(3 hidden,)``."""
+
+    kernel: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        bias = self.bias.reshape(*[1] * (x.ndim - 1), -1)
+        return x @ self.kernel + bias
+
+
+class GRUStep(NamedTuple):
+    """One time step of stacked units, as ``step(y, layer)``.
+
+    ``y`` has one state ``(batch, hidden)`` per unit, ``layer.data`` the inputs' part of the first unit's gates
+    ``(batch, 3 hidden)`` and which examples go on, ``layer.shared`` the weights.
+    """
+
+    implicit: bool
+
+    def __call__(self, y: tuple[jax.Array, ...], layer: Layer) -> tuple[jax.Array, ...]:
+        inputs, going_on = layer.data
+        recurrent, between = layer.shared
+        out: list[jax.Array] = []
+        for number, h in enumerate(y):
+            if number > 0:
+                inputs = between[number - 1](out[-1])
+            new = unit(h, inputs, recurrent[number](h), layer.dt, implicit=self.implicit)
+            out.append(new if going_on is None else jnp.where(going_on[:, None], new, h))
+        return tuple(out)
+
+
+def unit(h: jax.Array, inputs: jax.Array, recurrent: jax.Array, dt: jax.Array, *, implicit: bool) -> jax.Array:
+    """One unit, from the inputs' and the state's part of its gates, ``(batch, 3 hidden)`` each."""
+    (xr, xz, xn), (hr, hz, hn) = (jnp.split(gates, 3, axis=-1) for gates in (inputs, recurrent))
+    n = jnp.tanh(xn + nnx.sigmoid(xr + hr) * hn)
+    rate = dt * nnx.sigmoid(-(xz + hz))  # dt (1 - z)
+    return (h + rate * n) / (1 + rate) if implicit else h + rate * (n - h)
+
+
+class GRU(nnx.Module):
+    r"""A recurrent network of stacked units, its time steps solved layer-parallel.
+
+    A trunk like `LayerParallel`, whose "state that enters" is the sequence: ``gru(x)`` are the units' last states.
+
+    Args:
+        features: size of the input at each time.
+        hidden: size of the state of each unit.
+        units: number of units on top of each other; one state of the solve holds all of them.
+        implicit: :math:`h \leftarrow (h + \Delta t (1 - z) \odot n) / (1 + \Delta t (1 - z))`; else the explicit
+            :math:`h \leftarrow h + \Delta t (1 - z) \odot (n - h)`, for a step of 1 the usual unit.
+        dt: time that one step spans.
+        solver: `MGRIT`, `Picard` or `Serial`.
+        adjoint_solver: the same for the gradient; None means the settings of ``solver``.
+        comm: where the time steps live. Every worker has all weights; with `MPIComm` every rank is given the whole
+            sequence, and uses its own run of it.
+        param_dtype: dtype of the parameters; that of the input.
+        rngs: source of the initial parameters: uniform in :math:`\pm 1/\sqrt{hidden}`.
+
+    Raises:
+        ValueError: for sizes below 1.
+        TypeError: for a solver that is none.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> gru = nn.GRU(9, 16, units=2, solver=lp_jax.MGRIT(levels=3), rngs=nnx.Rngs(0))
+        >>> [h.shape for h in gru(jnp.ones((4, 128, 9), "float32"))]
+        [(4, 16), (4, 16)]
+
+    References:
+        Moon, Cyr, "Parallel training of GRU networks with a multi-grid solver for long sequences", ICLR 2022; Cho et
+        al., "Learning phrase representations using RNN encoder-decoder", EMNLP 2014.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        units: int = 1,
+        implicit: bool = True,
+        dt: float = 1.0,
+        solver: Solver = MGRIT(),
+        adjoint_solver: Solver | None = None,
+        comm: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        for name, value in (("features", features), ("hidden", hidden), ("units", units)):
+            _check.integer(name, value, least=1)
+        _inputs.comm(comm)
+        self.hidden, self.implicit, self.dt = hidden, implicit, float(dt)
+        self.solver = static_solver("solver", solver)
+        self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
+        self.comm = nnx.static(comm)
+        bound = hidden**-0.5
+
+        def gates(inputs: int) -> nnx.Dict:
+            def uniform(*shape: int) -> nnx.Param:
+                values = jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound)
+                return nnx.Param(values)
+
+            return nnx.Dict(kernel=uniform(inputs, 3 * hidden), bias=uniform(3 * hidden))
+
+        self.inputs = nnx.List([gates(features if number == 0 else hidden) for number in range(units)])
+        self.recurrent = nnx.List([gates(hidden) for _ in range(units)])
+
+    def __call__(self, x: Any) -> tuple[jax.Array, ...]:
+        """The last state of each unit, ``(batch, hidden)``; ``y1`` of what `solve` returns."""
+        return self.solve(x).y1
+
+    def arguments(self, x: Any) -> dict[str, Any]:
+        """What `lp_jax.solve` and `lp_jax.solve_vjp` are called with, the solvers and the guess aside.
+
+        Args:
+            x: as for `solve`.
+        """
+        x, lengths = x if isinstance(x, tuple) else (x, None)
+        self._check(x, lengths)
+        comm, (batch, steps, _) = self.comm, x.shape
+        going_on = None if lengths is None else jnp.arange(steps)[:, None] < lengths[None]
+        first, *between = (_gates(part) for part in self.inputs)
+        x = jnp.swapaxes(x, 0, 1)
+        if comm is not None:
+            solvers = (self.solver, self.adjoint_solver or self.solver)
+            x, going_on = comm.share(comm.shared(x), solvers), comm.share(going_on, solvers)
+            first = comm.shared(first)
+        zeros = jnp.zeros((batch, self.hidden), x.dtype)
+        return {
+            "step": GRUStep(self.implicit),
+            "params": None,
+            "y0": (zeros,) * len(self.recurrent),
+            "shared": ([_gates(part) for part in self.recurrent], between),
+            "data": (first(x), going_on),  # one product for all times
+            "t1": np.asarray(steps * self.dt),
+            "comm": comm,
+        }
+
+    def solve(self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None) -> Solution:
+        """Run through a sequence and tell how the solve went.
+
+        Args:
+            x: the sequences, ``(batch, time, features)``; or ``(x, lengths)``, where each of them ends after ``lengths``
+                steps, ``(batch,)`` integers: its state does not change any more.
+            solver: for this call instead of the module's own, forward and adjoint.
+            adjoint_solver: for this call, for the adjoint alone.
+
+        Returns:
+            The `Solution`; ``y1`` is a tuple of the units' last states.
+        """
+        if solver is None:
+            solver = self.solver
+            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
+        return solve(**self.arguments(x), solver=solver, adjoint_solver=adjoint_solver)
+
+    def _check(self, x: jax.Array, lengths: jax.Array | None) -> None:
+        features = self.inputs[0].kernel.shape[0]
+        if x.ndim != 3 or x.shape[-1] != features:
+            raise ValueError(f"GRU takes sequences of {features} features, (batch, time, {features}); got {x.shape}.")
+        if lengths is None:
+            return
+        if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise ValueError(
+                f"lengths must be {len(x)} integers, one for each sequence; got {lengths.dtype}{list(lengths.shape)}."
+            )
+
+
+def _gates(part: Any) -> Gates:
+    return Gates(part.kernel[...], part.bias[...])

@@ -1,0 +1,51 @@
+"""A small recurrent network with every gate written out, to compare with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lp_jax import nn
+
+BATCH, STEPS, FEATURES, HIDDEN, UNITS = 3, 12, 4, 5, 2
+X = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, STEPS, FEATURES)))
+TARGET = jnp.asarray(np.random.default_rng(1).normal(size=(UNITS, BATCH, HIDDEN)))
+LENGTHS = jnp.asarray([12, 5, 1])
+
+
+def make(implicit, **options):
+    settings = {"units": UNITS, "dt": 0.7, "param_dtype": jnp.float64, "rngs": nnx.Rngs(0)} | options
+    return nn.GRU(FEATURES, HIDDEN, implicit=implicit, **settings)
+
+
+def weights(gru):
+    """Per unit: input kernel and bias, recurrent kernel and bias."""
+    parts = (
+        zip(gru["inputs"].values(), gru["recurrent"].values(), strict=True)
+        if not isinstance(gru, nn.GRU)
+        else zip(gru.inputs, gru.recurrent, strict=True)
+    )
+    return [tuple(part[name][...] for part in pair for name in ("kernel", "bias")) for pair in parts]
+
+
+def loop(weights, x, implicit, lengths, dt=0.7):
+    """The loss of the tests, by a Python loop."""
+    hs = [jnp.zeros((BATCH, HIDDEN)) for _ in weights]
+    for t in range(STEPS):
+        u = x[:, t]
+        for number, (wx, bx, wh, bh) in enumerate(weights):
+            h = hs[number]
+            (wxr, wxz, wxn), (whr, whz, whn) = (jnp.split(w, 3, axis=1) for w in (wx, wh))
+            (bxr, bxz, bxn), (bhr, bhz, bhn) = ([b[None] for b in jnp.split(b, 3)] for b in (bx, bh))
+            r = 1 / (1 + jnp.exp(-(u @ wxr + bxr + h @ whr + bhr)))
+            z = 1 / (1 + jnp.exp(-(u @ wxz + bxz + h @ whz + bhz)))
+            n = jnp.tanh(u @ wxn + bxn + r * (h @ whn + bhn))
+            new = (h + dt * (1 - z) * n) / (1 + dt * (1 - z)) if implicit else h + dt * (1 - z) * (n - h)
+            if lengths is not None:
+                new = jnp.where((t < lengths)[:, None], new, h)
+            hs[number] = u = new
+    return sum(jnp.sum(h * target) for h, target in zip(hs, TARGET, strict=True))
+
+
+def assert_close(got, wanted, rtol=1e-10):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)

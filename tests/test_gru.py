@@ -1,0 +1,138 @@
+"""Recurrent networks: against a plain loop with every gate written out, on one device, a mesh and MPI ranks."""
+
+import doctest
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from recurrent import BATCH, FEATURES, HIDDEN, LENGTHS, STEPS, TARGET, UNITS, X, assert_close, loop, make, weights
+
+import lp_jax
+from lp_jax import nn
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# three intervals: exact after three cycles
+SOLVERS = {
+    "serial": lp_jax.Serial(),
+    "serial checkpointed": lp_jax.Serial(checkpoint_every=4),
+    "2 levels": lp_jax.MGRIT(coarsening=4, iterations=3),
+    "2 levels, all stored": lp_jax.MGRIT(coarsening=4, iterations=3, storage="all"),
+    "2 levels, batched": lp_jax.MGRIT(coarsening=4, iterations=3, interval_map="vmap"),
+    "2 levels, batched, all stored": lp_jax.MGRIT(coarsening=4, iterations=3, interval_map="vmap", storage="all"),
+    "injection": lp_jax.MGRIT(coarsening=4, iterations=3, coarse_step=lp_jax.Rediscretize(params="inject")),
+    "picard": lp_jax.Picard(sweeps=STEPS),
+}
+
+
+def loss(gru, x, lengths, solver):
+    y1 = gru.solve(x if lengths is None else (x, lengths), solver=solver).y1
+    return sum(jnp.sum(h * target) for h, target in zip(y1, TARGET, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "cut"])
+@pytest.mark.parametrize("implicit", [True, False], ids=["implicit", "explicit"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_states_and_gradients_are_those_of_a_loop_with_every_gate(solver, implicit, lengths):
+    gru = make(implicit)
+    got = jax.jit(nnx.grad(loss, argnums=(0, 1)))(gru, X, lengths, SOLVERS[solver])
+    wanted = jax.grad(loop, argnums=(0, 1))(weights(gru), X, implicit, lengths)
+    assert_close((weights(got[0]), got[1]), wanted)
+    value = jax.jit(loss)(gru, X, lengths, SOLVERS[solver])
+    np.testing.assert_allclose(value, loop(weights(gru), X, implicit, lengths), rtol=1e-12)
+
+
+def test_one_explicit_unit_with_a_step_of_one_is_the_usual_unit():
+    torch = pytest.importorskip("torch", reason="the unit that all others are compared with is torch's")
+    gru = make(implicit=False, dt=1.0, solver=lp_jax.Serial())
+    theirs = torch.nn.GRU(FEATURES, HIDDEN, UNITS, batch_first=True).double()
+    with torch.no_grad():
+        for kind, parts in (("ih", gru.inputs), ("hh", gru.recurrent)):
+            for number, part in enumerate(parts):
+                getattr(theirs, f"weight_{kind}_l{number}").copy_(torch.tensor(np.array(part.kernel[...]).T.copy()))
+                getattr(theirs, f"bias_{kind}_l{number}").copy_(torch.tensor(np.array(part.bias[...])))
+        _, h = theirs(torch.tensor(np.array(X)))
+    np.testing.assert_allclose(np.stack(gru(X)), h.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_time_steps_over_the_devices_of_a_mesh(workers):
+    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
+    one, spread = (make(True, comm=comm) for comm in (None, lp_jax.MeshComm(mesh)))
+    for solver in (SOLVERS["2 levels"], lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Picard(sweeps=0))):
+        gradients = [jax.jit(nnx.grad(loss, argnums=(0, 1)))(gru, X, LENGTHS, solver) for gru in (one, spread)]
+        assert_close(jax.tree.leaves(gradients[1]), jax.tree.leaves(gradients[0]), rtol=1e-12)
+
+
+def test_the_weight_gradient_is_one_contraction():
+    """None of the backward loop's products is as large as the weights: they are formed after it."""
+    gru = make(True)
+    text = jax.jit(nnx.grad(loss)).lower(gru, X, None, lp_jax.Serial()).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    formed = [line for line in products if line.rstrip().endswith(f"tensor<{3 * HIDDEN}x{HIDDEN}xf64>")]
+    assert len(formed) == 2 * UNITS - 1
+    assert all(f"(tensor<{STEPS}x{BATCH}x" in line for line in formed), formed
+
+
+def test_a_step_may_have_a_state_of_several_parts():
+    """An LSTM, written by a user: cell and output are the two leaves of the state."""
+    rng = np.random.default_rng(5)
+    w = {
+        "x": jnp.asarray(rng.normal(size=(FEATURES, 4 * HIDDEN))),
+        "h": jnp.asarray(rng.normal(size=(HIDDEN, 4 * HIDDEN))),
+    }
+
+    def step(y, layer):
+        h, c = y["h"], y["c"]
+        i, f, g, o = jnp.split(layer.data @ layer.shared["x"] + h @ layer.shared["h"], 4, axis=-1)
+        c = nnx.sigmoid(f) * c + nnx.sigmoid(i) * jnp.tanh(g)
+        return {"h": nnx.sigmoid(o) * jnp.tanh(c), "c": c}
+
+    xs = jnp.swapaxes(X, 0, 1)
+    y0 = {"h": jnp.zeros((BATCH, HIDDEN)), "c": jnp.zeros((BATCH, HIDDEN))}
+
+    def solved(w, solver):
+        y1 = lp_jax.solve(step, None, y0, shared=w, data=xs, solver=solver).y1
+        return jnp.sum(y1["h"] * TARGET[0])
+
+    def looped(w):
+        y = y0
+        for x in xs:
+            y = step(y, lp_jax.Layer(None, w, x, 0.0, 1.0, 0, 0))
+        return jnp.sum(y["h"] * TARGET[0])
+
+    wanted = jax.grad(looped)(w)
+    for solver in (SOLVERS["serial"], SOLVERS["2 levels"], SOLVERS["2 levels, batched, all stored"]):
+        assert_close(jax.jit(jax.grad(solved))(w, solver), wanted)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda rngs: nn.GRU(0, 4, rngs=rngs), ValueError, "features must be at least 1; got 0"),
+        (lambda rngs: nn.GRU(3, 4, units=1.5, rngs=rngs), TypeError, "units must be an integer"),
+        (lambda rngs: nn.GRU(3, 4, solver="MGRIT", rngs=rngs), TypeError, "solver must be a solver"),
+        (
+            lambda rngs: nn.GRU(3, 4, rngs=rngs)(jnp.ones((2, 8, 5), "float32")),
+            ValueError,
+            r"sequences of 3 features, \(batch, time, 3\); got \(2, 8, 5\)",
+        ),
+        (
+            lambda rngs: nn.GRU(3, 4, rngs=rngs)((jnp.ones((2, 8, 3), "float32"), jnp.ones(3, int))),
+            ValueError,
+            r"lengths must be 2 integers, one for each sequence; got int64\[3\]",
+        ),
+    ],
+)
+def test_bad_input_is_refused(build, error, message):
+    with pytest.raises(error, match=message):
+        build(nnx.Rngs(0))
+
+
+def test_examples_run():
+    with jax.enable_x64(False):
+        outcome = doctest.testmod(importlib.import_module("lp_jax.nn._gru"))
+    assert outcome.attempted and not outcome.failed
