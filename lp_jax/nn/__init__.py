@@ -39,7 +39,9 @@ from lp_jax.nn._ends import DenseOpening as DenseOpening
 from lp_jax.nn._ends import PoolClosing as PoolClosing
 from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
+from lp_jax.nn._network import Network as Network
 from lp_jax.nn._norm import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual
 from lp_jax.nn._residual import DenseResidual as DenseResidual
 from lp_jax.nn._stack import stack as stack
+from lp_jax.nn._transition import ConvTransition as ConvTransition

@@ -8,7 +8,7 @@ from flax import nnx
 from lp_jax._solution import Solution
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
-from lp_jax.nn._layer_parallel import LayerParallel
+from lp_jax.nn._network import Trunk
 
 
 class Classifier(nnx.Module):
@@ -16,8 +16,10 @@ class Classifier(nnx.Module):
 
     Args:
         opening: ``opening(x) -> y0``, the state that enters the trunk; a module or a function.
-        trunk: the residual layers.
+        trunk: the layers: `LayerParallel`, `GRU`, or a `Network` of several blocks.
         closing: ``closing(y1) -> logits``; a module or a function.
+        context: ``context(x)``, what all layers of the trunk get as ``shared`` (which tokens are padding, say); None for
+            nothing.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -35,21 +37,28 @@ class Classifier(nnx.Module):
 
     def __init__(
         self,
-        opening: Callable[[jax.Array], State],
-        trunk: LayerParallel,
+        opening: Callable[[PyTree], State],
+        trunk: Trunk,
         closing: Callable[[State], jax.Array],
+        *,
+        context: Callable[[PyTree], PyTree] | None = None,
     ):
         self.opening = opening
         self.trunk = trunk
         self.closing = closing
+        self.context = context
 
-    def __call__(self, x: jax.Array, *, data: PyTree = None, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: PyTree, *, data: PyTree = None, key: jax.Array | None = None) -> jax.Array:
         """The logits, the first of what `solve` returns."""
         return self.solve(x, data=data, key=key)[0]
 
+    def context_of(self, x: PyTree) -> dict[str, PyTree]:
+        """What the trunk's `solve` is given for a batch of inputs, beside the state: ``shared``, or nothing."""
+        return {} if self.context is None else {"shared": self.context(x)}
+
     def solve(
         self,
-        x: jax.Array,
+        x: PyTree,
         *,
         data: PyTree = None,
         key: jax.Array | None = None,
@@ -79,5 +88,8 @@ class Classifier(nnx.Module):
             >>> solution.stats.residual_norms.shape
             (3,)
         """
-        solution = self.trunk.solve(self.opening(x), data=data, key=key, solver=solver, adjoint_solver=adjoint_solver)
+        given = {name: value for name, value in (("data", data), ("key", key)) if value is not None}
+        solution = self.trunk.solve(
+            self.opening(x), **self.context_of(x), **given, solver=solver, adjoint_solver=adjoint_solver
+        )
         return self.closing(solution.y1), solution

@@ -10,6 +10,7 @@ a unit is a step of the ODE :math:`h' = (1 - z) \odot (n - h)`: explicit Euler w
 Euler for the stiff part is stable for any step, which the coarse levels need.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _check, _inputs
+from lp_jax._iterate import Stats
 from lp_jax._mgrit import MGRIT
 from lp_jax._solution import Solution
-from lp_jax._solve import solve
+from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import Layer
 from lp_jax.nn._layer_parallel import static_solver
@@ -139,12 +141,34 @@ class GRU(nnx.Module):
         """The last state of each unit, ``(batch, hidden)``; ``y1`` of what `solve` returns."""
         return self.solve(x).y1
 
-    def arguments(self, x: Any) -> dict[str, Any]:
-        """What `lp_jax.solve` and `lp_jax.solve_vjp` are called with, the solvers and the guess aside.
+    def solve(self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None) -> Solution:
+        """Run through a sequence and tell how the solve went.
+
+        Args:
+            x: the sequences, ``(batch, time, features)``; or ``(x, lengths)``, where each of them ends after ``lengths``
+                steps, ``(batch,)`` integers: its state does not change any more.
+            solver: for this call instead of the module's own, forward and adjoint.
+            adjoint_solver: for this call, for the adjoint alone.
+
+        Returns:
+            The `Solution`; ``y1`` is a tuple of the units' last states.
+        """
+        return solve(**self._arguments(x), **self._solvers(solver, adjoint_solver))
+
+    def solve_vjp(
+        self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
+    ) -> tuple[Solution, Callable[[Any], tuple[None, Stats]]]:
+        """`solve`, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``, to see how the adjoint solve converges.
 
         Args:
             x: as for `solve`.
+            solver: as for `solve`.
+            adjoint_solver: as for `solve`.
         """
+        solution, pullback = solve_vjp(**self._arguments(x), **self._solvers(solver, adjoint_solver))
+        return solution, lambda cotangent: (None, pullback(cotangent)[1])
+
+    def _arguments(self, x: Any) -> dict[str, Any]:
         x, lengths = x if isinstance(x, tuple) else (x, None)
         self._check(x, lengths)
         comm, (batch, steps, _) = self.comm, x.shape
@@ -166,22 +190,11 @@ class GRU(nnx.Module):
             "comm": comm,
         }
 
-    def solve(self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None) -> Solution:
-        """Run through a sequence and tell how the solve went.
-
-        Args:
-            x: the sequences, ``(batch, time, features)``; or ``(x, lengths)``, where each of them ends after ``lengths``
-                steps, ``(batch,)`` integers: its state does not change any more.
-            solver: for this call instead of the module's own, forward and adjoint.
-            adjoint_solver: for this call, for the adjoint alone.
-
-        Returns:
-            The `Solution`; ``y1`` is a tuple of the units' last states.
-        """
+    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Solver | None]:
         if solver is None:
             solver = self.solver
             adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
-        return solve(**self.arguments(x), solver=solver, adjoint_solver=adjoint_solver)
+        return {"solver": solver, "adjoint_solver": adjoint_solver}
 
     def _check(self, x: jax.Array, lengths: jax.Array | None) -> None:
         features = self.inputs[0].kernel.shape[0]

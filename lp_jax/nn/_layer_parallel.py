@@ -1,6 +1,6 @@
 """A stack of layers as one module, solved layer-parallel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,9 +8,10 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _inputs
+from lp_jax._iterate import Stats
 from lp_jax._mgrit import MGRIT
 from lp_jax._solution import Solution
-from lp_jax._solve import solve
+from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 from lp_jax.nn._stack import Beside, Context, MakeModule, stacked_module, trunk_step
@@ -79,42 +80,6 @@ class LayerParallel(nnx.Module):
         """The state after the last layer; ``y1`` of what `solve` returns."""
         return self.solve(y, shared=shared, data=data, key=key).y1
 
-    def arguments(
-        self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None
-    ) -> dict[str, Any]:
-        """What `lp_jax.solve` and `lp_jax.solve_vjp` are called with, the solvers and the guess aside.
-
-        Args:
-            y: as for `solve`.
-            shared: as for `solve`.
-            data: as for `solve`.
-            key: as for `solve`.
-
-        Example:
-            >>> import jax.numpy as jnp, lp_jax
-            >>> from flax import nnx
-            >>> from lp_jax import nn
-            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
-            >>> solution, pullback = lp_jax.solve_vjp(**trunk.arguments(jnp.ones((4, 8), "float32")))
-            >>> gradients, adjoint_stats = pullback(solution.y1)
-            >>> int(adjoint_stats.iterations)
-            2
-        """
-        if data is not None and key is not None:
-            raise ValueError("data and key were both given, and layers take one of them as `key`. Leave one out.")
-        step, params, stats = trunk_step(self.layers)
-        return {
-            "step": step,
-            "params": params,
-            "y0": y,
-            "shared": Context(shared, key),
-            "data": Beside(data, stats),
-            "t0": self.t0,
-            "t1": np.asarray(self.t1),
-            "comm": self.comm,
-            "has_aux": step.updates,
-        }
-
     def solve(
         self,
         y: State,
@@ -159,18 +124,77 @@ class LayerParallel(nnx.Module):
             >>> bool(jnp.abs(error).max() < 1e-3)
             True
         """
-        if solver is None:
-            solver = self.solver
-            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
         solution = solve(
-            **self.arguments(y, shared=shared, data=data, key=key),
-            solver=solver,
-            adjoint_solver=adjoint_solver,
-            guess=guess,
+            **self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver), guess=guess
         )
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
+
+    def solve_vjp(
+        self,
+        y: State,
+        *,
+        shared: PyTree = None,
+        data: PyTree = None,
+        key: jax.Array | None = None,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> tuple[Solution, Callable[[State], tuple[State, Stats]]]:
+        """`solve`, and the pullback of the last state that also tells how the adjoint solve converged.
+
+        Args:
+            y: as for `solve`, like all other arguments.
+            shared: as for `solve`.
+            data: as for `solve`.
+            key: as for `solve`.
+            solver: as for `solve`.
+            adjoint_solver: as for `solve`.
+
+        Returns:
+            The solution, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)``.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> from flax import nnx
+            >>> from lp_jax import nn
+            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
+            >>> solution, pullback = trunk.solve_vjp(jnp.ones((4, 8), "float32"))
+            >>> y_cotangent, adjoint_stats = pullback(solution.y1)
+            >>> int(adjoint_stats.iterations)
+            2
+        """
+        solution, pullback = solve_vjp(
+            **self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver)
+        )
+
+        def pull(cotangent: State) -> tuple[State, Stats]:
+            gradients, stats = pullback(cotangent)
+            return gradients.y0, stats
+
+        return solution, pull
+
+    def _arguments(self, y: State, shared: PyTree, data: PyTree, key: jax.Array | None) -> dict[str, Any]:
+        if data is not None and key is not None:
+            raise ValueError("data and key were both given, and layers take one of them as `key`. Leave one out.")
+        step, params, stats = trunk_step(self.layers)
+        return {
+            "step": step,
+            "params": params,
+            "y0": y,
+            "shared": Context(shared, key),
+            "data": Beside(data, stats),
+            "t0": self.t0,
+            "t1": np.asarray(self.t1),
+            "comm": self.comm,
+            "has_aux": step.updates,
+        }
+
+    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Solver | None]:
+        if solver is None:
+            solver = self.solver
+            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
+        return {"solver": solver, "adjoint_solver": adjoint_solver}
 
 
 def _hashable(times: float | list[float]) -> float | tuple[float, ...]:

@@ -12,7 +12,6 @@ from flax import nnx
 from lp_jax import _tree
 from lp_jax._iterate import Stats
 from lp_jax._serial import Serial
-from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.nn import Classifier
@@ -130,8 +129,8 @@ def _residuals(
     model = nnx.merge(graphdef, params)
     x, labels, *key = batch
     given = {"key": key[0]} if key else {}
-    solution, pullback = solve_vjp(
-        **model.trunk.arguments(model.opening(x), **given), solver=solver, adjoint_solver=adjoint_solver
+    solution, pullback = model.trunk.solve_vjp(
+        model.opening(x), **model.context_of(x), **given, solver=solver, adjoint_solver=adjoint_solver
     )
     cotangent = jax.grad(lambda y1: _cross_entropy(model.closing(y1), labels))(solution.y1)
     _, adjoint = pullback(cotangent)
