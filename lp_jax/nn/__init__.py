@@ -33,6 +33,8 @@ except ModuleNotFoundError as error:
     raise ImportError(f'lp_jax.nn needs Flax, which is not here ({error}): pip install "lp_jax[nn]".') from error
 
 from lp_jax.nn._classifier import Classifier as Classifier
+from lp_jax.nn._convolution import Conv as Conv
+from lp_jax.nn._convolution import convolve as convolve
 from lp_jax.nn._ends import ConvOpening as ConvOpening
 from lp_jax.nn._ends import DenseClosing as DenseClosing
 from lp_jax.nn._ends import DenseOpening as DenseOpening
@@ -44,4 +46,9 @@ from lp_jax.nn._norm import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual
 from lp_jax.nn._residual import DenseResidual as DenseResidual
 from lp_jax.nn._stack import stack as stack
+from lp_jax.nn._tokens import TokenClosing as TokenClosing
+from lp_jax.nn._tokens import TokenOpening as TokenOpening
+from lp_jax.nn._transformer import DecoderLayer as DecoderLayer
+from lp_jax.nn._transformer import EncoderDecoderLayer as EncoderDecoderLayer
+from lp_jax.nn._transformer import EncoderLayer as EncoderLayer
 from lp_jax.nn._transition import ConvTransition as ConvTransition

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lp_jax.nn._convolution import Conv
 from lp_jax.nn._residual import Activation
 
 
@@ -82,7 +83,7 @@ class ConvOpening(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.conv = nnx.Conv(inputs, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
+        self.conv = Conv(inputs, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lp_jax.nn._convolution import Conv
 from lp_jax.nn._norm import norm as make_norm
 from lp_jax.nn._norm import unchanged
 
@@ -86,6 +87,7 @@ class ConvResidual(nnx.Module):
         norm: None, "layer" (over the channels of each point), "group" (over all points of a group of channels) or "batch"
             (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels for "group"; must divide ``channels``.
+        formulation: of the convolutions, as for `convolve`.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
 
@@ -113,12 +115,14 @@ class ConvResidual(nnx.Module):
         activation: Activation = nnx.relu,
         norm: str | None = None,
         groups: int = 1,
+        formulation: str = "auto",
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.conv1 = nnx.Conv(channels, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = {"formulation": formulation, "param_dtype": param_dtype, "rngs": rngs}
+        self.conv1 = Conv(channels, channels, tuple(kernel), **options)
         self.norm1 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
-        self.conv2 = nnx.Conv(channels, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
+        self.conv2 = Conv(channels, channels, tuple(kernel), **options)
         self.norm2 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
         self.activation = activation
 

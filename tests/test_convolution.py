@@ -1,0 +1,68 @@
+"""Convolutions: every formulation against the sum written out."""
+
+import doctest
+import importlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lp_jax import nn
+
+
+def plain(x, kernel):
+    """``y[p] = sum over taps i of x[p + i - half] kernel[i]``, zero outside, one point and tap at a time."""
+    taps, space = kernel.shape[:-2], x.shape[1:-1]
+    y = np.zeros((*x.shape[:-1], kernel.shape[-1]))
+    for tap in itertools.product(*map(range, taps)):
+        for point in itertools.product(*map(range, space)):
+            source = tuple(p + t - n // 2 for p, t, n in zip(point, tap, taps, strict=True))
+            if all(0 <= s < n for s, n in zip(source, space, strict=True)):
+                y[(slice(None), *point)] += x[(slice(None), *source)] @ kernel[tap]
+    return y
+
+
+@pytest.mark.parametrize("formulation", ["xla", "products"])
+@pytest.mark.parametrize(
+    ("space", "taps"), [((7,), (3,)), ((4, 5), (3, 3)), ((5, 4), (5, 1)), ((3, 4, 2), (3, 3, 3))]
+)
+def test_values_and_gradients(space, taps, formulation):
+    rng = np.random.default_rng(0)
+    x, kernel, y_bar = (rng.normal(size=shape) for shape in ((6, *space, 3), (*taps, 3, 2), (6, *space, 2)))
+    got, pull = jax.vjp(lambda x, w: nn.convolve(x, w, formulation=formulation), jnp.asarray(x), jnp.asarray(kernel))
+    np.testing.assert_allclose(got, plain(x, kernel), rtol=1e-12, atol=1e-12)
+    x_bar, kernel_bar = pull(jnp.asarray(y_bar))
+    # the map is linear in each: its transpose by the dot test in every direction of the kernel, and in some of the images
+    for index in np.ndindex(kernel.shape):
+        unit = np.zeros_like(kernel)
+        unit[index] = 1
+        np.testing.assert_allclose(kernel_bar[index], np.sum(plain(x, unit) * y_bar), rtol=1e-10, atol=1e-10)
+    for _ in range(3):
+        other = rng.normal(size=x.shape)
+        np.testing.assert_allclose(np.sum(x_bar * other), np.sum(plain(other, kernel) * y_bar), rtol=1e-10)
+
+
+def test_layers_in_both_formulations_are_equal():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 5, 3)))
+    layers = [
+        nn.ConvResidual(3, formulation=formulation, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        for formulation in ("xla", "products")
+    ]
+    np.testing.assert_allclose(*(layer(x, 0.0, 0.5) for layer in layers), rtol=1e-12)
+
+
+def test_bad_input_is_refused():
+    x = jnp.ones((2, 8, 8, 3))
+    with pytest.raises(ValueError, match="formulation must be 'auto' or 'xla' or 'products'; got 'fft'"):
+        nn.convolve(x, jnp.ones((3, 3, 3, 4)), formulation="fft")
+    with pytest.raises(ValueError, match=r"odd number of taps along each axis of space; got \(2, 2\)"):
+        nn.convolve(x, jnp.ones((2, 2, 3, 4)))
+
+
+def test_examples_run():
+    with jax.enable_x64(False):
+        outcome = doctest.testmod(importlib.import_module("lp_jax.nn._convolution"))
+    assert outcome.attempted and not outcome.failed

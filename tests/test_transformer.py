@@ -1,0 +1,345 @@
+"""Transformers: against a plain implementation with every head written out, layer-parallel against serial."""
+
+import doctest
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lp_jax
+from lp_jax import nn
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion", "rank_promotion")
+
+F64 = jnp.float64
+BATCH, LENGTH, OTHER, WIDTH, HEADS, LAYERS = 2, 5, 4, 6, 2, 6
+MASK = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
+OTHER_MASK = jnp.asarray([[True] * 3 + [False], [True] * 4])
+EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=3)  # three intervals: exact after three cycles
+
+
+@pytest.fixture(scope="module")
+def rank_promotion():
+    """`jax.nn.dot_product_attention` and Flax's layers add biases of one axis."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def normal(shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), shape, F64)
+
+
+Y, MEMORY = normal((BATCH, LENGTH, WIDTH)), normal((BATCH, OTHER, WIDTH), 2)
+
+
+def assert_close(got, wanted, rtol=1e-10):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)
+
+
+# --- the same layers, plainly ----------------------------------------------------------------------------------------
+
+
+def plain_norm(p, x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+
+def plain_linear(p, x):
+    return x @ p["kernel"] + p["bias"]
+
+
+def plain_attention(p, y, memory=None, mask=None, causal=False):
+    x = plain_norm(p["norm"], y)
+    if memory is None:
+        q, k, v = jnp.split(plain_linear(p["query_key_value"], x), 3, axis=-1)
+    else:
+        q = plain_linear(p["query"], x)
+        k, v = jnp.split(plain_linear(p["key_value"], plain_norm(p["norm_memory"], memory)), 2, axis=-1)
+    size, out = WIDTH // HEADS, []
+    for head in range(HEADS):
+        part = slice(head * size, (head + 1) * size)
+        scores = q[..., part] @ jnp.swapaxes(k[..., part], 1, 2) / np.sqrt(size)
+        if mask is not None:
+            scores = jnp.where(mask[:, None, :], scores, -jnp.inf)
+        if causal:
+            scores = jnp.where(np.tri(*scores.shape[1:], dtype=bool), scores, -jnp.inf)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out.append(weights / weights.sum(-1, keepdims=True) @ v[..., part])
+    return plain_linear(p["out"], jnp.concatenate(out, -1))
+
+
+def plain_feed_forward(p, y):
+    x = plain_linear(p["inner"], plain_norm(p["norm"], y))
+    gelu = 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return plain_linear(p["outer"], gelu)
+
+
+def plain_encoder(p, y, h, mask=None, causal=False):
+    attended = plain_attention(p["attention"], y, mask=mask, causal=causal)
+    return y + h * (attended + plain_feed_forward(p["feed_forward"], y + attended))
+
+
+def plain_split(p, y, h, mask=None, causal=False):
+    y = y + h * plain_attention(p["attention"], y, mask=mask, causal=causal)
+    return y + h * plain_feed_forward(p["feed_forward"], y)
+
+
+def plain_decoder(p, y, h, memory, memory_mask=None, mask=None):
+    attended = plain_attention(p["attention"], y, mask=mask, causal=True)
+    u = y + attended
+    remembered = plain_attention(p["cross_attention"], u, memory, memory_mask)
+    return y + h * (attended + remembered + plain_feed_forward(p["feed_forward"], u + remembered))
+
+
+def layer_of(params, n):
+    return jax.tree.map(lambda x: x[n], params)
+
+
+# --- networks, as modules and plainly --------------------------------------------------------------------------------
+
+
+def encoder(rngs, **options):
+    return nn.EncoderLayer(WIDTH, HEADS, hidden=7, param_dtype=F64, rngs=rngs, **options)
+
+
+def decoder(rngs, **options):
+    return nn.DecoderLayer(WIDTH, HEADS, hidden=7, param_dtype=F64, rngs=rngs, **options)
+
+
+def encoder_decoder(rngs, **options):
+    return nn.EncoderDecoderLayer(WIDTH, HEADS, hidden=7, encoder_layers=2, param_dtype=F64, rngs=rngs, **options)
+
+
+def looped(step):
+    def network(params, y, shared, t1):
+        for n in range(LAYERS):
+            y = step(layer_of(params, n), y, t1 / LAYERS, shared, n)
+        return y
+
+    return network
+
+
+def plain_encoder_decoder(p, state, h, shared, n):
+    (x, y), (x_mask, y_mask) = state, shared
+    if n < 2:
+        return plain_encoder(p, x, h, x_mask), y
+    return x, plain_decoder(p, y, h, x, x_mask, y_mask)
+
+
+NETWORKS = {
+    "encoder": (encoder, Y, MASK, looped(lambda p, y, h, mask, n: plain_encoder(p, y, h, mask))),
+    "causal": (
+        lambda rngs: encoder(rngs, causal=True),
+        Y,
+        None,
+        looped(lambda p, y, h, mask, n: plain_encoder(p, y, h, causal=True)),
+    ),
+    "split": (
+        lambda rngs: encoder(rngs, causal=True, split=True),
+        Y,
+        MASK,
+        looped(lambda p, y, h, mask, n: plain_split(p, y, h, mask, causal=True)),
+    ),
+    "decoder": (
+        decoder,
+        Y,
+        (MEMORY, OTHER_MASK, MASK),
+        looped(lambda p, y, h, shared, n: plain_decoder(p, y, h, *shared)),
+    ),
+    "encoder-decoder": (encoder_decoder, (MEMORY, Y), (OTHER_MASK, MASK), looped(plain_encoder_decoder)),
+}
+
+
+def loss_of(run):
+    """A loss, and its gradient with respect to parameters, state and what is shared, masks apart."""
+
+    def loss(params, y, shared, t1):
+        y1 = run(params, y, shared, t1)
+        return sum(jnp.sum(leaf * normal(leaf.shape, 9)) for leaf in jax.tree.leaves(y1))
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), allow_int=True), static_argnums=3)
+
+
+def without_masks(gradients):
+    return [x for x in jax.tree.leaves(gradients) if x.dtype != jax.dtypes.float0]
+
+
+@pytest.mark.parametrize("t1", [1.0, float(LAYERS)], ids=["h=1/N", "h=1"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_layer_parallel_is_the_plain_network(name, t1):
+    make, y, shared, plain = NETWORKS[name]
+    step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
+    wanted, wanted_gradients = loss_of(plain)(params, y, shared, t1)
+    for solver in (lp_jax.Serial(), EXACT, lp_jax.MGRIT(coarsening=2, iterations=3, interval_map="vmap", storage="all")):
+
+        def run(params, y, shared, t1, solver=solver):
+            return lp_jax.solve(step, params, y, shared=shared, t1=t1, solver=solver).y1
+
+        got, gradients = loss_of(run)(params, y, shared, t1)
+        np.testing.assert_allclose(got, wanted, rtol=1e-11)
+        assert_close(without_masks(gradients), without_masks(wanted_gradients))
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder", "encoder-decoder"])
+def test_over_the_devices_of_a_mesh(name):
+    make, y, shared, _ = NETWORKS[name]
+    comm = lp_jax.MeshComm(jax.make_mesh((4,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
+    step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
+    solver = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=lp_jax.Rediscretize(params="inject"))
+
+    def run(comm):
+        def solved(params, y, shared, t1):
+            return lp_jax.solve(step, params, y, shared=shared, t1=t1, solver=solver, comm=comm).y1
+
+        value, gradients = loss_of(solved)(params, y, shared, 1.0)
+        return value, without_masks(gradients)
+
+    assert_close(run(comm), run(None), rtol=1e-12)
+
+
+def test_padding_is_not_seen():
+    step, params = nn.stack(encoder, LAYERS, rngs=nnx.Rngs(0))
+    other = jnp.where(MASK[..., None], Y, 5.0)
+    for solver in (EXACT, lp_jax.MGRIT(coarsening=3, iterations=1)):
+        a, b = (lp_jax.solve(step, params, y, shared=MASK, solver=solver).y1 for y in (Y, other))
+        np.testing.assert_array_equal(a[MASK], b[MASK])
+
+
+def test_a_position_does_not_see_those_after_it():
+    step, params = nn.stack(lambda rngs: encoder(rngs, causal=True), LAYERS, rngs=nnx.Rngs(0))
+    other = Y.at[:, 3:].set(1.0)
+    a, b = (lp_jax.solve(step, params, y, solver=lp_jax.MGRIT(coarsening=3, iterations=1)).y1 for y in (Y, other))
+    np.testing.assert_array_equal(a[:, :3], b[:, :3])
+    assert float(jnp.abs(a - b)[:, 3:].min()) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder", "encoder-decoder"])
+def test_dropout(name):
+    """The masks are those of key and layer, on every visit; what is dropped is what a layer adds."""
+    make, y, shared, _ = NETWORKS[name]
+    trunk = nn.LayerParallel(lambda rngs: make(rngs, dropout=0.5), LAYERS, solver=EXACT, rngs=nnx.Rngs(0))
+    run = nnx.jit(lambda trunk, key, solver: trunk.solve(y, shared=shared, key=key, solver=solver).y1)
+    serial, parallel, again = (run(trunk, jax.random.key(3), s) for s in (lp_jax.Serial(), EXACT, EXACT))
+    assert_close(parallel, serial)
+    jax.tree.map(np.testing.assert_array_equal, parallel, again)
+    other = run(trunk, jax.random.key(4), EXACT)
+    moved = jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), parallel, other))
+    assert max(moved) > 1e-3
+    trunk.eval()
+    plain = nn.LayerParallel(make, LAYERS, solver=EXACT, rngs=nnx.Rngs(0))
+    assert_close(trunk(y, shared=shared), plain(y, shared=shared), rtol=1e-14)
+
+
+def test_products_in_bfloat16_and_a_state_in_float32():
+    def make(dtype):
+        return lambda rngs: nn.EncoderLayer(32, 4, dtype=dtype, rngs=rngs)
+
+    y = jax.random.normal(jax.random.key(0), (2, 8, 32), jnp.float32)
+    trunks = [nn.LayerParallel(make(dtype), 8, solver=EXACT, rngs=nnx.Rngs(0)) for dtype in (None, jnp.bfloat16)]
+    exact, rounded = (trunk(y) for trunk in trunks)
+    assert rounded.dtype == jnp.float32
+    error = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact - y)
+    assert 1e-4 < error < 2e-2
+    text = jax.jit(lambda y: trunks[1].solve(y, solver=lp_jax.Serial()).y1).lower(y).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products and all("bf16" in line for line in products)
+
+
+def test_depth_makes_projections_start_smaller():
+    deep, shallow = (encoder(nnx.Rngs(0), depth=depth) for depth in (50, None))
+    for part, name in (("attention", "out"), ("feed_forward", "outer")):
+        a, b = (getattr(getattr(layer, part), name).kernel[...] for layer in (deep, shallow))
+        assert_close(10 * a, b)
+    assert_close(deep.attention.query_key_value.kernel[...], shallow.attention.query_key_value.kernel[...])
+
+
+def test_buffers_stay_serial_and_a_network_is_the_sum_of_its_parts():
+    rngs = nnx.Rngs(0)
+
+    def block(layers, t1, solver):
+        return nn.LayerParallel(
+            lambda rngs: encoder(rngs, causal=True), layers, t1=t1, solver=solver, rngs=rngs
+        )
+
+    rough = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=lp_jax.Rediscretize(params="inject"))
+    parts = [block(2, 2.0, lp_jax.Serial()), block(LAYERS, 1.0, rough), block(1, 1.0, lp_jax.Serial())]
+    network = nn.Network(parts[0], lambda y: 2 * y, *parts[1:])
+    y = parts[0](Y)
+    wanted = parts[1].solve(2 * y)
+    got = network.solve(Y)
+    assert_close(got.y1, parts[2](wanted.y1), rtol=1e-14)
+    assert_close(got.stats.residual_norms, wanted.stats.residual_norms, rtol=1e-14)
+    exact = network.solve(Y, solver=lp_jax.Serial())
+    assert len(exact.stats.residual_norms) == 0
+    error = float(jnp.abs(exact.y1 - got.y1).max())
+    assert 1e-6 < error < 1
+    assert_close(network.solve(Y, solver=EXACT).y1, exact.y1)
+
+    solution, pullback = network.solve_vjp(Y, solver=lp_jax.Serial(), adjoint_solver=EXACT)
+    cotangent, stats = pullback(solution.y1)
+    assert stats.residual_norms.shape == (3,)
+    assert_close(cotangent, jax.vjp(lambda y: network.solve(y, solver=lp_jax.Serial()).y1, Y)[1](solution.y1)[0])
+
+
+def test_a_mask_and_tokens_reach_the_layers_of_a_classifier():
+    rngs, tokens = nnx.Rngs(0), jnp.asarray([[3, 4, 2, 1, 5], [2, 1, 6, 0, 0]])
+    trunk = nn.LayerParallel(encoder, LAYERS, solver=EXACT, rngs=rngs)
+    model = nn.Classifier(
+        nn.TokenOpening(7, WIDTH, max_length=8, param_dtype=F64, rngs=rngs),
+        trunk,
+        nn.TokenClosing(WIDTH, 3, param_dtype=F64, rngs=rngs),
+        context=lambda tokens: tokens > 0,
+    )
+    words, places = model.opening.tokens[0].embedding[...], model.opening.positions.embedding[...]
+    y0 = words[tokens] + places[:5]
+    y1 = looped(lambda p, y, h, mask, n: plain_encoder(p, y, h, mask))(
+        nnx.to_pure_dict(nnx.state(trunk.layers)), y0, MASK, 1.0
+    )
+    closing = nnx.to_pure_dict(nnx.state(model.closing))
+    assert_close(model(tokens), plain_linear(closing["linear"], plain_norm(closing["norm"], y1)))
+
+
+def test_tokens_in_columns():
+    opening = nn.TokenOpening((7, 3), WIDTH, max_length=8, param_dtype=F64, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray([[[3, 0], [4, 2], [2, 1]]])
+    first, second = (part.embedding[...] for part in opening.tokens)
+    wanted = first[tokens[..., 0]] + second[tokens[..., 1]] + opening.positions.embedding[...][:3]
+    assert_close(opening(tokens), wanted, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: encoder(nnx.Rngs(0), causal=True) and nn.EncoderLayer(6, 4, rngs=nnx.Rngs(0)), ValueError,
+         "heads must divide the width, 6; got 4"),
+        (lambda: nn.EncoderLayer(6, 0, rngs=nnx.Rngs(0)), ValueError, "heads must be at least 1; got 0"),
+        (
+            lambda: nn.TokenOpening(7, 6, max_length=4, rngs=nnx.Rngs(0))(jnp.zeros((2, 5), int)),
+            ValueError,
+            "sequences of at most 4 positions; got 5. Cut them, or build it with max_length=5",
+        ),
+        (
+            lambda: nn.TokenOpening((7, 3), 6, max_length=4, rngs=nnx.Rngs(0))(jnp.zeros((2, 4), int)),
+            ValueError,
+            r"shape \(batch, length, 2\); got \(2, 4\)",
+        ),
+        (
+            lambda: nn.TokenOpening(7, 6, max_length=4, rngs=nnx.Rngs(0))(jnp.zeros((2, 4))),
+            TypeError,
+            "tokens must be integers; got float64",
+        ),
+    ],
+)
+def test_bad_input_is_refused(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+@pytest.mark.parametrize("module", ["_transformer", "_tokens", "_network", "_transition", "_norm"])
+def test_examples_run(module):
+    with jax.enable_x64(False):
+        outcome = doctest.testmod(importlib.import_module(f"lp_jax.nn.{module}"))
+    assert outcome.attempted and not outcome.failed
