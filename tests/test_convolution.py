@@ -25,10 +25,8 @@ def plain(x, kernel):
     return y
 
 
-@pytest.mark.parametrize("formulation", ["xla", "products"])
-@pytest.mark.parametrize(
-    ("space", "taps"), [((7,), (3,)), ((4, 5), (3, 3)), ((5, 4), (5, 1)), ((3, 4, 2), (3, 3, 3))]
-)
+@pytest.mark.parametrize("formulation", ["xla", "patches", "products"])
+@pytest.mark.parametrize(("space", "taps"), [((7,), (3,)), ((4, 5), (3, 3)), ((5, 4), (5, 1)), ((3, 4, 2), (3, 3, 3))])
 def test_values_and_gradients(space, taps, formulation):
     rng = np.random.default_rng(0)
     x, kernel, y_bar = (rng.normal(size=shape) for shape in ((6, *space, 3), (*taps, 3, 2), (6, *space, 2)))
@@ -49,14 +47,16 @@ def test_layers_in_both_formulations_are_equal():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 5, 3)))
     layers = [
         nn.ConvResidual(3, formulation=formulation, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-        for formulation in ("xla", "products")
+        for formulation in ("xla", "patches", "products")
     ]
-    np.testing.assert_allclose(*(layer(x, 0.0, 0.5) for layer in layers), rtol=1e-12)
+    wanted, *others = (layer(x, 0.0, 0.5) for layer in layers)
+    for got in others:
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
 def test_bad_input_is_refused():
     x = jnp.ones((2, 8, 8, 3))
-    with pytest.raises(ValueError, match="formulation must be 'auto' or 'xla' or 'products'; got 'fft'"):
+    with pytest.raises(ValueError, match="formulation must be 'auto' or 'xla' or 'patches' or 'products'; got 'fft'"):
         nn.convolve(x, jnp.ones((3, 3, 3, 4)), formulation="fft")
     with pytest.raises(ValueError, match=r"odd number of taps along each axis of space; got \(2, 2\)"):
         nn.convolve(x, jnp.ones((2, 2, 3, 4)))

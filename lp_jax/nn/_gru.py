@@ -190,7 +190,7 @@ class GRU(nnx.Module):
             "comm": comm,
         }
 
-    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Solver | None]:
+    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
         if solver is None:
             solver = self.solver
             adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver

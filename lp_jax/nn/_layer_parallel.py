@@ -124,9 +124,7 @@ class LayerParallel(nnx.Module):
             >>> bool(jnp.abs(error).max() < 1e-3)
             True
         """
-        solution = solve(
-            **self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver), guess=guess
-        )
+        solution = solve(**self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver), guess=guess)
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
@@ -164,9 +162,7 @@ class LayerParallel(nnx.Module):
             >>> int(adjoint_stats.iterations)
             2
         """
-        solution, pullback = solve_vjp(
-            **self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver)
-        )
+        solution, pullback = solve_vjp(**self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver))
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)
@@ -190,7 +186,7 @@ class LayerParallel(nnx.Module):
             "has_aux": step.updates,
         }
 
-    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Solver | None]:
+    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
         if solver is None:
             solver = self.solver
             adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver

@@ -19,10 +19,12 @@ Pullback = Callable[[State], tuple[State, Stats]]
 class Trunk(Protocol):
     """What `Classifier` and `Network` ask of layers that are solved for: `LayerParallel`, `GRU`, `Network`."""
 
-    def solve(self, y: Any, **options: Any) -> Solution:
-        """Propagate a state, and tell how the solve went."""
+    @property
+    def solve(self) -> Callable[..., Solution]:
+        """``solve(y, **options)``: propagate a state, and tell how the solve went."""
 
-    def solve_vjp(self, y: Any, **options: Any) -> tuple[Solution, Pullback]:
+    @property
+    def solve_vjp(self) -> Callable[..., tuple[Solution, Pullback]]:
         """`solve`, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)``."""
 
 

@@ -87,7 +87,8 @@ class Attention(nnx.Module):
             k, v = jnp.split(self.key_value(self.norm_memory(memory)), 2, axis=-1)
         q, k, v = (x.reshape(*x.shape[:-1], self.heads, -1) for x in (q, k, v))
         seen = None if mask is None else mask[:, None, None, :]
-        out = jax.nn.dot_product_attention(q, k, v, mask=seen, is_causal=causal)
+        attend = _attend_in_double if q.dtype == jnp.float64 else jax.nn.dot_product_attention
+        out = attend(q, k, v, mask=seen, is_causal=causal)
         return self.out(out.reshape(*out.shape[:-2], -1)).astype(y.dtype)
 
 
@@ -256,7 +257,7 @@ class DecoderLayer(nnx.Module):
 
 
 class EncoderDecoderLayer(nnx.Module):
-    """A layer of an encoder and decoder that are solved as one network.
+    r"""A layer of an encoder and decoder that are solved as one network.
 
     The state is ``(x, y)``, encoder and decoder, ``(batch, length, width)`` each. Of all layers the first
     ``encoder_layers`` move x as `EncoderLayer` does; the others leave it as it is and move y as `DecoderLayer` does, x its
@@ -269,7 +270,7 @@ class EncoderDecoderLayer(nnx.Module):
         encoder_layers: how many of the layers are the encoder's.
         hidden: size of the hidden dense layer; None is four times the width.
         dropout: as for `EncoderLayer`.
-        depth: as for `EncoderLayer`, with :math:`1 / \\sqrt{3\\, depth}`.
+        depth: as for `EncoderLayer`, with :math:`1 / \sqrt{3\, depth}`.
         dtype: as for `EncoderLayer`.
         param_dtype: as for `EncoderLayer`.
         rngs: source of the initial parameters.
@@ -310,7 +311,7 @@ class EncoderDecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        y: tuple[jax.Array, jax.Array],
+        state: tuple[jax.Array, jax.Array],
         t: jax.Array,
         dt: jax.Array,
         *,
@@ -319,7 +320,7 @@ class EncoderDecoderLayer(nnx.Module):
         index: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """The state at ``t + dt``. The right-hand side depends on the layer's number alone, not on ``t``."""
-        (x, y), (x_mask, y_mask) = y, (None, None) if shared is None else shared
+        (x, y), (x_mask, y_mask) = state, (None, None) if shared is None else shared
 
         def encode() -> tuple[jax.Array, jax.Array]:
             keys = _keys(key, 2)
@@ -346,6 +347,17 @@ def _decoded(
     u = y + attended
     remembered = layer.dropout(layer.cross_attention(u, memory, mask=memory_mask), rngs=keys[1])
     return attended + remembered + layer.dropout(layer.feed_forward(u + remembered), rngs=keys[2])
+
+
+def _attend_in_double(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, is_causal: bool
+) -> jax.Array:
+    """`jax.nn.dot_product_attention`, which is of single precision whatever it is given."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
+    if is_causal:
+        seen = seen & jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min)), v)
 
 
 def _keys(key: jax.Array | None, count: int) -> Any:

@@ -70,5 +70,6 @@ class ConvTransition(nnx.Module):
         y = self.activation(self.norm(self.conv(y)))
         if self.pool == "stride":
             return y
-        pool = nnx.max_pool if self.pool == "max" else nnx.avg_pool
-        return pool(y, self.window, self.window)
+        pool: Any = nnx.max_pool if self.pool == "max" else nnx.avg_pool
+        pooled: jax.Array = pool(y, self.window, self.window)
+        return pooled
