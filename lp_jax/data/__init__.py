@@ -1,6 +1,6 @@
-"""Data sets that need no hub: scikit-learn's digits, MNIST from its files; and shuffled mini-batches of them.
+"""Data sets, from files that are already here or from scikit-learn: images, words, series, shapes, points; and batches.
 
-All of it is NumPy; nothing here downloads or unpickles.
+All of it is NumPy; nothing here downloads or unpickles. docs/data.md says which files each loader expects.
 """
 
 from lp_jax.data._batches import batches as batches
