@@ -4,8 +4,16 @@ All of it is NumPy; nothing here downloads or unpickles. docs/data.md says which
 """
 
 from lp_jax.data._batches import batches as batches
+from lp_jax.data._bucketed import Sequences as Sequences
+from lp_jax.data._bucketed import bucketed as bucketed
+from lp_jax.data._bucketed import padded as padded
+from lp_jax.data._characters import characters as characters
+from lp_jax.data._conllu import Sentence as Sentence
+from lp_jax.data._conllu import read_conllu as read_conllu
 from lp_jax.data._dataset import DataError as DataError
 from lp_jax.data._dataset import Dataset as Dataset
 from lp_jax.data._digits import digits as digits
+from lp_jax.data._gum import Tagging as Tagging
+from lp_jax.data._gum import gum as gum
 from lp_jax.data._idx import read_idx as read_idx
 from lp_jax.data._mnist import mnist as mnist
