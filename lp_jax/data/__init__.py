@@ -17,3 +17,7 @@ from lp_jax.data._gum import Tagging as Tagging
 from lp_jax.data._gum import gum as gum
 from lp_jax.data._idx import read_idx as read_idx
 from lp_jax.data._mnist import mnist as mnist
+from lp_jax.data._timeseries import timeseries as timeseries
+from lp_jax.data._ts import Series as Series
+from lp_jax.data._ts import read_ts as read_ts
+from lp_jax.data._uci_har import uci_har as uci_har
