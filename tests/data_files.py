@@ -1,8 +1,12 @@
 """Small files for the loaders to read, and what they say about bad ones."""
 
+import contextlib
 import doctest
 import gzip
 import importlib
+import io
+import re
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +29,17 @@ def refusal(call, *arguments, **options):
     message = str(caught.value)
     assert "\n" not in message and message.endswith(".") and "wanted" in message
     return message
+
+
+def run_page(package):
+    """The example of docs/data.md that imports a package, and what it should print."""
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if f"import {package}\n" in c)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, f"docs/data.md: {package}", "exec"), {"__name__": "example"})
+    promised = re.findall(r"print.*# (.*)", code)
+    assert out.getvalue().splitlines() == promised and promised
 
 
 def run_examples(module):

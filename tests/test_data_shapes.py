@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from data_files import refusal, run_examples, write
+from data_files import refusal, run_examples, run_page, write
 
 from lp_jax import data
 
@@ -202,6 +202,15 @@ def test_modelnet_from_voxels(tmp_path):
     # a test file that numbers the classes in another order
     ready(tmp_path, classes=np.array(["b", "a"]))
     assert data.modelnet(tmp_path, size=8).test_y.tolist() == [0, 1]
+
+
+def test_voxels_made_once_are_read_again(meshes, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("ready")
+    (folder / "ModelNet10").symlink_to(meshes)
+    monkeypatch.chdir(folder)
+    run_page("numpy as np")
+    for made, kept in zip(data.modelnet(meshes), data.modelnet(folder), strict=True):
+        np.testing.assert_array_equal(made, kept)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,14 @@ from lp_jax.data._digits import digits as digits
 from lp_jax.data._gum import Tagging as Tagging
 from lp_jax.data._gum import gum as gum
 from lp_jax.data._idx import read_idx as read_idx
+from lp_jax.data._indian_pines import indian_pines as indian_pines
 from lp_jax.data._mnist import mnist as mnist
 from lp_jax.data._modelnet import modelnet as modelnet
 from lp_jax.data._off import Mesh as Mesh
 from lp_jax.data._off import read_off as read_off
+from lp_jax.data._peaks import peaks as peaks
 from lp_jax.data._timeseries import timeseries as timeseries
+from lp_jax.data._tiny_imagenet import tiny_imagenet as tiny_imagenet
 from lp_jax.data._ts import Series as Series
 from lp_jax.data._ts import read_ts as read_ts
 from lp_jax.data._uci_har import uci_har as uci_har
