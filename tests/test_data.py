@@ -1,14 +1,13 @@
 """Data sets: what the files say, every way in which they can be wrong, and the order of the batches."""
 
-import doctest
 import gzip
-import importlib
 import itertools
 import struct
 import sys
 
 import numpy as np
 import pytest
+from data_files import refusal, run_examples
 
 from lp_jax import data
 
@@ -38,16 +37,6 @@ def folder(tmp_path):
         count = 20 if name.startswith("train") else 10
         (tmp_path / name).write_bytes(idx(images(count) if "images" in name else labels(count)))
     return tmp_path
-
-
-def refusal(call, *arguments):
-    """The message of a DataError: one line that begins with the file."""
-    with pytest.raises(data.DataError) as caught:
-        call(*arguments)
-    assert isinstance(caught.value, ValueError)
-    message = str(caught.value)
-    assert "\n" not in message and message.endswith(".") and "wanted" in message
-    return message
 
 
 def test_digits_are_all_there_split_by_class():
@@ -252,6 +241,17 @@ def test_batches_of_a_dataset_keep_samples_and_labels_together(folder):
     assert seen == 18
 
 
+def test_batches_of_padded_samples_keep_their_lengths():
+    x, lengths, y = np.arange(20).reshape(10, 2), np.arange(10), np.arange(10) % 3
+    dataset = data.Dataset((x, lengths), y, (x[:2], lengths[:2]), y[:2], classes=3, shape=(2,))
+    plain = list(data.batches((x, lengths, y), 4, seed=3, epoch=1))
+    for got in (data.batches(dataset, 4, seed=3, epoch=1), data.batches(((x, lengths), y), 4, seed=3, epoch=1)):
+        for ((padded, length), label), wanted in zip(got, plain, strict=True):
+            for array, expected in zip((padded, length, label), wanted, strict=True):
+                np.testing.assert_array_equal(array, expected)
+            np.testing.assert_array_equal(padded[:, 0], 2 * length)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
@@ -263,6 +263,8 @@ def test_batches_of_a_dataset_keep_samples_and_labels_together(folder):
             r"one leading length, the number of samples; got lengths \[5, 4\]",
         ),
         (((), 2), {}, ValueError, r"got lengths \[\]"),
+        ((((np.arange(5), np.arange(4)), np.arange(5)), 2), {}, ValueError, r"got lengths \[5, 4, 5\]"),
+        (([[1, 2, 3]], 2), {}, TypeError, "got a list: sequences of different lengths are for data.bucketed"),
         (((np.arange(5),), 6), {}, ValueError, "batch_size must be at most the number of samples, 5; got 6"),
         (((np.arange(5),), 0), {}, ValueError, "batch_size must be at least 1; got 0"),
         (((np.arange(5),), 2.0), {}, TypeError, "batch_size must be an integer"),
@@ -277,5 +279,4 @@ def test_batches_refuse_at_once(arguments, options, error, message):
 
 @pytest.mark.parametrize("module", ["_digits", "_idx", "_mnist", "_batches"])
 def test_examples_run(module):
-    result = doctest.testmod(importlib.import_module(f"lp_jax.data.{module}"))
-    assert result.attempted and not result.failed
+    run_examples(module)

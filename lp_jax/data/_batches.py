@@ -18,18 +18,19 @@ def batches(
     uninterrupted one would have seen (``itertools.islice`` skips those already done).
 
     Args:
-        data: a `Dataset`, whose training samples are taken, or a sequence of arrays with one leading length.
+        data: a `Dataset`, whose training samples are taken, or a sequence of arrays with one leading length. In place of
+            an array there may be a tuple of them: padded inputs and their lengths, say.
         batch_size: samples per batch.
         seed: of the order, a non-negative integer.
         epoch: the epoch's number, a non-negative integer; each has an order of its own.
         drop_last: leave out a last batch that is not full, so that shapes never change and nothing is compiled twice.
 
     Returns:
-        An iterator over tuples of arrays ``(batch_size, ...)``: ``(x, y)`` for a `Dataset`.
+        An iterator over tuples of arrays ``(batch_size, ...)``: ``(x, y)`` for a `Dataset`. Tuples come as tuples.
 
     Raises:
         ValueError: for arrays of different lengths, and for batches larger than the data.
-        TypeError: for a single array, and for a size, seed or epoch that is no integer.
+        TypeError: for a single array, for what is no array, and for a size, seed or epoch that is no integer.
 
     Example:
         >>> import numpy as np
@@ -39,15 +40,20 @@ def batches(
         [(4,), (4,)]
     """
     arrays = _arrays(data)
-    size = len(arrays[0])
+    size = len(_leaves(arrays)[0])
     _check.integer("batch_size", batch_size, least=1)
     if batch_size > size:
         raise ValueError(f"batch_size must be at most the number of samples, {size}; got {batch_size}.")
-    entropy = [_check.integer("seed", seed, least=0), _check.integer("epoch", epoch, least=0)]
-    order = np.random.default_rng(np.random.SeedSequence(entropy)).permutation(size)
+    order = generator(seed, epoch).permutation(size)
     end = size - size % batch_size if drop_last else size
     picks = (order[start : start + batch_size] for start in range(0, end, batch_size))
-    return (tuple(array[pick] for array in arrays) for pick in picks)
+    return (tuple(_pick(array, pick) for array in arrays) for pick in picks)
+
+
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """The random numbers of an epoch, a function of seed and epoch alone."""
+    entropy = [_check.integer("seed", seed, least=0), _check.integer("epoch", epoch, least=0)]
+    return np.random.default_rng(np.random.SeedSequence(entropy))
 
 
 def _arrays(data: Dataset | Sequence[Any]) -> tuple[Any, ...]:
@@ -56,7 +62,18 @@ def _arrays(data: Dataset | Sequence[Any]) -> tuple[Any, ...]:
     if hasattr(data, "shape"):
         raise TypeError("data must be a Dataset or a sequence of arrays; got one array: pass (array,).")
     arrays = tuple(data)
-    lengths = [len(array) for array in arrays]
+    if ragged := [leaf for leaf in _leaves(arrays) if not hasattr(leaf, "shape")]:
+        kind = type(ragged[0]).__name__
+        raise TypeError(f"data must be arrays; got a {kind}: sequences of different lengths are for data.bucketed.")
+    lengths = [len(array) for array in _leaves(arrays)]
     if not lengths or len(set(lengths)) > 1:
         raise ValueError(f"data must be arrays with one leading length, the number of samples; got lengths {lengths}.")
     return arrays
+
+
+def _leaves(arrays: Any) -> list[Any]:
+    return [leaf for array in arrays for leaf in _leaves(array)] if isinstance(arrays, tuple) else [arrays]
+
+
+def _pick(array: Any, pick: np.ndarray) -> Any:
+    return tuple(_pick(part, pick) for part in array) if isinstance(array, tuple) else array[pick]

@@ -1,20 +1,15 @@
 """IDX files, the format of MNIST: a magic number, the sizes of the axes, the values; all big-endian."""
 
-import gzip
 import math
 import os
-import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from lp_jax.data._dataset import DataError
+from lp_jax.data._read import Reader, opened
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
-_GZIP = b"\x1f\x8b"
 _MOST_AXES = 32  # what any NumPy can have
-_CHUNK = 1 << 20
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
@@ -45,54 +40,11 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Reference:
         LeCun, Cortes, Burges, "The MNIST database of handwritten digits", 1998, section "File formats".
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as raw:
-            start = raw.read(2)
-            raw.seek(0)
-            if not start:
-                raise DataError(f"{path}: byte 0: the file is empty; wanted an IDX file.")
-            if start == _GZIP:
-                with gzip.GzipFile(fileobj=raw) as unpacked:
-                    return _parse(_Reader(unpacked, path))
-            if path.suffix == ".gz":
-                wanted = f"wanted {_GZIP.hex()}, or a name without .gz"
-                raise DataError(f"{path}: byte 0: starts with {start.hex()}, which is no gzip file; {wanted}.")
-            return _parse(_Reader(raw, path))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read, {error.strerror or error}; wanted an IDX file.") from error
+    with opened(Path(path), "an IDX file") as file:
+        return _parse(file)
 
 
-class _Reader:
-    """Reads on and knows where it is; no more memory than the file has content, whatever its header says."""
-
-    def __init__(self, stream: BinaryIO | gzip.GzipFile, path: Path):
-        self.stream, self.path, self.position = stream, path, 0
-
-    def take(self, size: int) -> bytes:
-        """The next ``size`` bytes, or fewer at the end of the file."""
-        parts = []
-        try:
-            while size > 0 and (part := self.stream.read(min(size, _CHUNK))):
-                parts.append(part)
-                self.position += len(part)
-                size -= len(part)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise self.error(f"the gzip file is damaged or cut off ({error}); wanted an intact one") from error
-        return b"".join(parts)
-
-    def demand(self, size: int, what: str) -> bytes:
-        wanted = self.position + size
-        content = self.take(size)
-        if len(content) < size:
-            raise self.error(f"the file ends in {what}; wanted {wanted} bytes")
-        return content
-
-    def error(self, message: str, position: int | None = None) -> DataError:
-        return DataError(f"{self.path}: byte {self.position if position is None else position}: {message}.")
-
-
-def _parse(file: _Reader) -> np.ndarray:
+def _parse(file: Reader) -> np.ndarray:
     magic = file.demand(4, "its magic number")
     if magic[:2] != b"\0\0" or magic[2] not in _TYPES or not 1 <= magic[3] <= _MOST_AXES:
         types = ", ".join(f"{code:02x}" for code in _TYPES)

@@ -7,6 +7,7 @@ import numpy as np
 
 from lp_jax.data._dataset import DataError, Dataset
 from lp_jax.data._idx import read_idx
+from lp_jax.data._read import find
 
 _CLASSES = 10
 
@@ -64,10 +65,7 @@ def _split(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find(folder: Path, name: str) -> Path:
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.exists():
-            return path
-    raise DataError(f"{folder}: has no file {name} or {name}.gz; wanted a folder with the four files of MNIST.")
+    return find(folder, name, "a folder with the four files of MNIST")
 
 
 def _read(path: Path, *, axes: int) -> np.ndarray:

@@ -1,0 +1,76 @@
+"""Points in the plane and the level sets of MATLAB's ``peaks``."""
+
+import numpy as np
+
+from lp_jax import _check
+from lp_jax.data._dataset import Dataset
+from lp_jax.data._split import stratified
+
+_HALF = 3.0  # of the square's side
+_BLOCK = 20_000
+_GRID = np.linspace(-_HALF, _HALF, 601)
+
+
+def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classes: int = 5) -> Dataset:
+    r"""Points of a square, to be told apart by the level set of ``peaks`` that they are in.
+
+    The function is MATLAB's,
+
+    .. math::
+
+        f(a, b) = 3 (1 - a)^2 e^{-a^2 - (b + 1)^2} - 10 (a / 5 - a^3 - b^5) e^{-a^2 - b^2} - e^{-(a + 1)^2 - b^2} / 3
+
+    on [-3, 3]². Its range is cut into intervals of equal width, one for each class, lowest first; as many points are
+    drawn from each level set as from any other, uniformly within it. So the classes are balanced, and the class of a
+    point does not depend on the other points.
+
+    Args:
+        samples: number of points; where the classes do not divide it, the first ones have one more.
+        test_fraction: fraction of the points that is held out, in (0, 1); the same of every class.
+        seed: of points and split.
+        classes: number of level sets.
+
+    Returns:
+        A `Dataset` of inputs ``(2,)``, float32 in [-1, 1]: (a, b) / 3.
+
+    Raises:
+        ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side, and for fewer
+            than two classes.
+        TypeError: for numbers that are no integers.
+
+    Example:
+        >>> from lp_jax import data
+        >>> points = data.peaks(samples=500)
+        >>> points.train_x.shape, points.test_x.shape
+        ((400, 2), (100, 2))
+
+    Reference:
+        Haber, Ruthotto, "Stable architectures for deep neural networks", Inverse Problems 34 (2018), section 6.1, and
+        its code (Meganet, ``setupPeaks``).
+    """
+    _check.integer("classes", classes, least=2)
+    _check.integer("samples", samples, least=1)
+    _check.integer("seed", seed, least=0)
+    generator = np.random.default_rng(seed)
+    values = _function(_GRID[:, None], _GRID[None, :])
+    inner = np.linspace(values.min(), values.max(), classes + 1)[1:-1]  # bounds between two classes
+    missing = np.array([len(range(label, samples, classes)) for label in range(classes)])
+    points, labels = [], []
+    while missing.any():
+        block = generator.uniform(-_HALF, _HALF, (_BLOCK, 2))
+        label = np.digitize(_function(block[:, 0], block[:, 1]), inner)
+        for wanted in range(classes):
+            found = block[label == wanted][: missing[wanted]]
+            points.append(found)
+            labels.append(np.full(len(found), wanted, np.int32))
+            missing[wanted] -= len(found)
+    x = (np.concatenate(points) / _HALF).astype(np.float32)
+    y = np.concatenate(labels)
+    train, test = stratified(y, test_fraction, generator)
+    return Dataset(x[train], y[train], x[test], y[test], classes=classes, shape=(2,))
+
+
+def _function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    first = 3 * (1 - a) ** 2 * np.exp(-(a**2) - (b + 1) ** 2)
+    second = 10 * (a / 5 - a**3 - b**5) * np.exp(-(a**2) - b**2)
+    return first - second - np.exp(-((a + 1) ** 2) - b**2) / 3

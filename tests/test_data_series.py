@@ -1,0 +1,274 @@
+"""Time series: the .ts format, problems of the archives, UCI HAR."""
+
+import gzip
+
+import numpy as np
+import pytest
+from data_files import refusal, run_examples, write
+
+from lp_jax import data
+
+HEADER = """# a comment
+@problemName Some Problem
+@timeStamps false
+@missing false
+@univariate false
+@dimensions 2
+@classLabel true up down
+@data
+"""
+BODY = "1,2,3:4,5,6:up\n7:8:down\n\n# between\n1.5,-2e1:0,.5:down\n"
+
+
+def test_series_of_a_file(tmp_path):
+    for name in ("a.ts", "a.ts.gz"):
+        for text in (HEADER + BODY, (HEADER + BODY).replace("\n", "\r\n"), HEADER.lower() + BODY):
+            got = data.read_ts(write(tmp_path / name, text))
+            assert got.name.lower() == "some problem" and got.classes == ("up", "down")
+            assert got.labels == ["up", "down", "down"] and got.lines == [9, 10, 13]
+            assert [x.tolist() for x in got.x] == [[[1, 4], [2, 5], [3, 6]], [[7, 8]], [[1.5, 0], [-20, 0.5]]]
+            assert all(x.dtype == np.float32 for x in got.x)
+
+
+def test_series_without_classes(tmp_path):
+    got = data.read_ts(write(tmp_path / "a.ts", "@data\n1,2:3,4\n5,6:7,8\n"))
+    assert got.labels == [] and got.classes == () and got.name == ""
+    assert [x.tolist() for x in got.x] == [[[1, 3], [2, 4]], [[5, 7], [6, 8]]]
+
+
+def test_missing_values_are_refused_or_filled(tmp_path):
+    path = write(tmp_path / "a.ts", HEADER + "1,?,3:4,5,NaN:up\n")
+    assert refusal(data.read_ts, path).startswith(f"{path}: line 9: value '?'; wanted a finite number, or a fill")
+    assert data.read_ts(path, fill=-1.0).x[0].tolist() == [[1, 4], [-1, 5], [3, -1]]
+    path = write(tmp_path / "b.ts", HEADER + "1,2:3,nan:up\n")
+    assert refusal(data.read_ts, path).startswith(f"{path}: line 9: value 'nan'; wanted a finite number, or a fill")
+    path = write(tmp_path / "c.ts", HEADER + "1,2:3,-inf:up\n")
+    assert "value '-inf'; wanted a finite number" in refusal(data.read_ts, path, fill=0.0)
+
+
+def header(**keys):
+    """The header without some keys and with others."""
+    kept = [line for line in HEADER.splitlines() if not line.startswith(tuple(f"@{key} " for key in keys))]
+    return "\n".join([*kept[:-1], *(f"@{key} {value}" for key, value in keys.items() if value), "@data"]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (HEADER + "1:2:3:up\n", "line 9: 3 channels; wanted 2, with colons between them"),
+        (HEADER + "1:up\n", "line 9: 1 channels; wanted 2"),
+        (header(dimensions="") + "1:2:up\n1:2:3:up\n", "line 9: 3 channels; wanted 2"),
+        (header(dimensions="", univariate="true") + "1:2:up\n", "line 8: 2 channels; wanted 1"),
+        (header(dimensions="") + "up\n", "line 8: 0 channels; wanted 1"),
+        (HEADER + "1,2:3:up\n", "line 9: 1 values in channel 2; wanted 2, as in the first one"),
+        (HEADER + "1,2:3,4\n", "line 9: class '3,4'; wanted one of those that the header announces, up down"),
+        (HEADER + "1,2:3,4:UP\n", "line 9: class 'UP'; wanted one of those"),
+        (HEADER + "1,2:3,x:up\n", "line 9: value 'x'; wanted numbers with commas between them"),
+        (HEADER + "1,2:3,:up\n", "line 9: value ''; wanted numbers"),
+        (header(equalLength="true") + "1,2:3,4:up\n1:2:up\n", "line 11: a series of 1 time steps; wanted 2, as all"),
+        (header(equalLength="true", seriesLength="3") + "1,2:3,4:up\n", "line 11: a series of 2 time steps; wanted 3"),
+        (header(seriesLength="3") + "1,2:3,4:up\n", "line 10: a series of 2 time steps; wanted 3"),
+        (header(timeStamps="true") + BODY, "line 7: series with time stamps; wanted @timeStamps false"),
+        (header(targetLabel="true") + BODY, "line 8: a problem of regression; wanted @classLabel"),
+        (header(classLabel="true") + BODY, "line 7: classes none; wanted at least one, none of them twice"),
+        (header(classLabel="true a b a") + BODY, "line 7: classes a b a; wanted at least one"),
+        (header(classLabel="yes a b") + BODY, "line 7: @classLabel 'yes'; wanted true or false"),
+        (header(dimensions="two") + BODY, "line 7: @dimensions 'two'; wanted a number"),
+        (HEADER.replace("@data\n", "") + BODY, "line 8: '1,2,3:4,5,6:up' in the header; wanted a key"),
+        (HEADER.replace("@data\n", ""), "line 7: the end of the file; wanted a line @data before it"),
+        (HEADER, "line 8: the end of the file, no series before it; wanted one a line after @data"),
+    ],
+)
+def test_malformed_series_are_refused_with_their_line(tmp_path, content, expected):
+    for name in ("a.ts", "a.ts.gz"):
+        path = write(tmp_path / name, content)
+        assert refusal(data.read_ts, path).startswith(f"{path}: {expected}")
+
+
+def test_unequal_lengths_need_no_series_length(tmp_path):
+    got = data.read_ts(write(tmp_path / "a.ts", header(equalLength="false", seriesLength="0") + BODY))
+    assert [len(x) for x in got.x] == [3, 1, 2]
+
+
+def test_damaged_series_files_are_refused(tmp_path):
+    path = tmp_path / "a.ts.gz"
+    assert "wanted a .ts file" in refusal(data.read_ts, path)
+    path.write_bytes(gzip.compress((HEADER + BODY * 50).encode())[:-20])
+    assert "the gzip file is damaged or cut off" in refusal(data.read_ts, path)
+    write(path, HEADER.encode() + b"1,2:3,4:up\n1:2:d\xf6wn\n")
+    assert refusal(data.read_ts, path).startswith(f"{path}: line 10: byte f6 is not UTF-8")
+
+
+def problem(folder, train=BODY, test=BODY, test_header=HEADER):
+    write(folder / "P_TRAIN.ts", HEADER + train)
+    write(folder / "P_TEST.ts.gz", test_header + test)
+    return folder
+
+
+def test_series_are_scaled_by_training_and_padded(tmp_path):
+    got = data.timeseries(problem(tmp_path, "0,2:5,5:up\n4,6,8:5,5,5:down\n", "4,14,4,4:5,6,7,8:up\n"), "P")
+    (x, lengths), (test_x, test_lengths) = got.train_x, got.test_x
+    assert got.shape == (4, 2) and got.classes == 2 and got.names == ("up", "down")
+    assert x.shape == (2, 4, 2) and test_x.shape == (1, 4, 2) and x.dtype == test_x.dtype == np.float32
+    assert lengths.tolist() == [2, 3] and test_lengths.tolist() == [4] and lengths.dtype == np.int32
+    assert got.train_y.tolist() == [0, 1] and got.test_y.tolist() == [0] and got.train_y.dtype == np.int32
+    deviation = np.sqrt((16 + 4 + 0 + 4 + 16) / 5)  # of 0 2 4 6 8 about 4
+    np.testing.assert_allclose(x[0, :, 0], [-4 / deviation, -2 / deviation, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(test_x[0, :, 0], [0, 10 / deviation, 0, 0], rtol=1e-6)
+    assert np.all(x[..., 1] == 0) and test_x[0, :, 1].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]  # a channel that never changes in training
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "expected"),
+    [
+        (
+            {"train": "1:2:up\n", "test": "1:2:up\n3:4:down\n"},
+            "P_TEST.ts.gz",
+            "line 10: class 'down', which no training series has; wanted one of up.",
+        ),
+        (
+            {"test_header": header(classLabel="true up down left"), "test": "3:4:left\n"},
+            "P_TEST.ts.gz",
+            "line 9: class 'left', which no training series has; wanted one of down up.",
+        ),
+        (
+            {"test_header": header(dimensions="3"), "test": "1:2:3:up\n"},
+            "P_TEST.ts.gz",
+            "line 9: 3 channels; wanted 2, like those to train with",
+        ),
+        (
+            {"test_header": header(classLabel="false"), "test": "1:2\n"},
+            "P_TEST.ts.gz",
+            "line 9: a series without a class; wanted one, announced by @classLabel",
+        ),
+        ({"train": "1:?:up\n"}, "P_TRAIN.ts", "line 9: value '?'; wanted a finite number, or a fill"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, options, name, expected):
+    folder = problem(tmp_path, **options)
+    assert refusal(data.timeseries, folder, "P").startswith(f"{folder / name}: {expected}")
+
+
+def test_a_missing_file_of_a_problem_is_named(tmp_path):
+    folder = problem(tmp_path)
+    assert refusal(data.timeseries, folder, "Q").startswith(
+        f"{folder}: has no file Q_TRAIN.ts or Q_TRAIN.ts.gz; wanted"
+    )
+    (folder / "P_TEST.ts.gz").unlink()
+    assert refusal(data.timeseries, folder, "P").startswith(f"{folder}: has no file P_TEST.ts or P_TEST.ts.gz; wanted")
+
+
+def test_missing_values_of_a_problem_are_filled_before_scaling(tmp_path):
+    got = data.timeseries(problem(tmp_path, "0,?:1,1:up\n", "?:0:up\n"), "P", fill=2.0)
+    assert got.train_x[0][0, :, 0].tolist() == [-1, 1] and got.test_x[0][0, 0, 0] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "test", "classes", "lengths"),
+    [
+        ("BasicMotions", (40, 100, 6), (40, 100, 6), 4, (100, 100)),
+        ("JapaneseVowels", (270, 29, 12), (370, 29, 12), 9, (7, 29)),
+        ("ACSF1", (100, 1460, 1), (100, 1460, 1), 10, (1460, 1460)),
+    ],
+)
+def test_real_series(shared_data, name, train, test, classes, lengths):
+    got = data.timeseries(shared_data / "ucr", name)
+    (x, n), (test_x, test_n) = got.train_x, got.test_x
+    assert x.shape == train and test_x.shape == test and got.shape == train[1:] and got.classes == classes
+    assert min(n.min(), test_n.min()) == lengths[0] and max(n.max(), test_n.max()) == lengths[1]
+    assert np.all(np.bincount(got.train_y) == train[0] // classes)
+    inside = np.arange(train[1]) < n[:, None]
+    np.testing.assert_allclose(x[inside].mean(0), 0, atol=1e-4)
+    np.testing.assert_allclose(x[inside].std(0), 1, rtol=1e-4)
+    assert np.all(x[~inside] == 0) and np.all(test_x[np.arange(train[1]) >= test_n[:, None]] == 0)
+    # as it stands in the file, up to scale
+    with gzip.open(shared_data / "ucr" / f"{name}_TRAIN.ts.gz", "rt") as lines:
+        line = next(line for line in iter(lines.readline, "") if not line.startswith(("#", "@")))
+    raw = np.array([channel.split(",") for channel in line.split(":")[:-1]], float).T
+    for channel, values in enumerate(raw.T):
+        assert np.corrcoef(values, x[0, : len(raw), channel])[0, 1] > 1 - 1e-6
+
+
+def test_real_series_are_told_apart(shared_data):
+    got = data.timeseries(shared_data / "ucr", "BasicMotions")
+    train, test = (np.abs(x).mean(1) for x in (got.train_x[0], got.test_x[0]))
+    nearest = ((test[:, None] - train) ** 2).sum(-1).argmin(1)
+    assert np.mean(got.train_y[nearest] == got.test_y) > 0.8
+
+
+CHANNELS = [f"{signal}_{axis}" for signal in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
+
+
+@pytest.fixture
+def har(tmp_path):
+    """Six training and three test windows of four steps: values are 100 channel + 10 window + step."""
+    write(tmp_path / "activity_labels.txt", "1 WALKING\n2 SITTING\n3 LAYING\n")
+    for split, labels in (("train", "1 2 3 3 2 1"), ("test", "3 1 2")):
+        write(tmp_path / split / f"y_{split}.txt", "\n".join(labels.split()) + "\n")
+        for channel, name in enumerate(CHANNELS):
+            windows = [[100 * channel + 10 * i + t for t in range(4)] for i in range(len(labels.split()))]
+            text = "".join("".join(f"  {value:.7e}" for value in window) + "\n" for window in windows)
+            write(tmp_path / split / "Inertial Signals" / f"{name}_{split}.txt", text)
+    return tmp_path
+
+
+def test_activities_from_a_folder(har):
+    path = har / "test" / "Inertial Signals" / "body_gyro_y_test.txt"
+    write(path.with_name(path.name + ".gz"), path.read_text())
+    path.unlink()
+    got = data.uci_har(har)
+    assert got.train_x.shape == (6, 4, 9) and got.test_x.shape == (3, 4, 9) and got.shape == (4, 9)
+    assert got.train_x.dtype == np.float32 and got.train_y.dtype == np.int32
+    assert got.train_y.tolist() == [0, 1, 2, 2, 1, 0] and got.test_y.tolist() == [2, 0, 1]
+    assert got.classes == 3 and got.names == ("WALKING", "SITTING", "LAYING")
+    window, step = np.arange(6)[:, None, None], np.arange(4)[None, :, None]
+    values = 10 * window + step + 0.0 * np.arange(9)
+    scaled = (values - values.mean((0, 1))) / values.std((0, 1))
+    np.testing.assert_allclose(got.train_x, scaled, atol=1e-5)
+    np.testing.assert_allclose(got.test_x, scaled[:3], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("activity_labels.txt", "1 WALKING\nSITTING\n", "line 2: 'SITTING'; wanted a new number and the name"),
+        ("activity_labels.txt", "1 WALKING\n1 SITTING\n", "line 2: '1 SITTING'; wanted a new number"),
+        ("train/y_train.txt", "1\n2\n4\n", "line 3: activity '4'; wanted one of 1 2 3"),
+        (
+            "train/y_train.txt",
+            "1\n1\n3\n3\n3\n3\n",
+            "test/y_test.txt: line 3: activity SITTING, which no training window",
+        ),
+        ("{}/body_acc_x_train.txt", "1 2 3 4\n", "line 1: 1 windows; wanted 6, one for each label of y_train.txt"),
+        ("{}/body_acc_y_train.txt", "1 2 3 4\n1 2 3\n", "line 2: a window of 3 numbers; wanted 4, like the others"),
+        ("{}/body_acc_y_train.txt", "1 2 3\n", "line 1: a window of 3 numbers; wanted 4, like the others"),
+        ("{}/body_acc_x_train.txt", "\n", "line 1: a window of 0 numbers; wanted 128"),
+        ("{}/body_acc_x_train.txt", "1 x 3\n", "line 1: could not convert string to float: 'x'; wanted numbers"),
+        ("{}/body_acc_x_train.txt", "1 nan 3\n", "line 1: a value nan; wanted finite numbers"),
+    ],
+)
+def test_malformed_activities_are_refused(har, name, content, expected):
+    path = write(har / name.format("train/Inertial Signals"), content)
+    place = f"{har}/{expected}" if expected.startswith("test/") else f"{path}: {expected}"
+    assert refusal(data.uci_har, har).startswith(place)
+
+
+@pytest.mark.parametrize(
+    "name", ["activity_labels.txt", "train/y_train.txt", "test/Inertial Signals/total_acc_z_test.txt"]
+)
+def test_a_missing_file_of_activities_is_named(har, name):
+    path = har / name
+    path.unlink()
+    assert refusal(data.uci_har, har).startswith(
+        f"{path.parent}: has no file {path.name} or {path.name}.gz; wanted the"
+    )
+
+
+@pytest.mark.parametrize("module", ["_ts", "_timeseries", "_uci_har"])
+def test_examples_run(module):
+    run_examples(module)

@@ -1,0 +1,294 @@
+"""Shapes: OFF files, meshes as voxels, ModelNet."""
+
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+from data_files import refusal, run_examples, run_page, write
+
+from lp_jax import data
+
+CORNERS = np.array(list(itertools.product([0.0, 1.0], repeat=3)))
+SIDES = [(0, 1, 3, 2), (4, 6, 7, 5), (0, 4, 5, 1), (2, 3, 7, 6), (0, 2, 6, 4), (1, 5, 7, 3)]
+CUBE = "OFF\n8 6 0\n{}\n{}\n".format(
+    "\n".join(" ".join(f"{value:g}" for value in corner) for corner in CORNERS),
+    "\n".join("4 " + " ".join(map(str, side)) for side in SIDES),
+)
+SQUARE = "OFF\n4 1 0\n0 0 0\n1 0 0\n1 1 0\n0 1 0\n4 0 1 2 3\n"
+
+
+def test_meshes_of_files(tmp_path):
+    wanted = [[side[0], *pair] for side in SIDES for pair in itertools.pairwise(side[1:])]
+    for name in ("cube.off", "cube.off.gz"):
+        for text in (
+            CUBE,
+            CUBE.replace("OFF\n8", "OFF8"),
+            CUBE.replace("OFF\n8", "OFF 8"),
+            CUBE.replace("8 6 0", "8 6"),
+            "# made by hand\n\n" + CUBE.replace("OFF", "OFF # a cube").replace("\n", "\r\n"),
+            CUBE.replace("3 2\n", "3 2 0.5 0.5 0.5\n") + "\n# end\n",
+        ):
+            got = data.read_off(write(tmp_path / name, text))
+            np.testing.assert_array_equal(got.vertices, CORNERS)
+            np.testing.assert_array_equal(got.faces, wanted)
+            assert got.vertices.dtype == np.float64 and got.faces.dtype == np.int32
+
+
+def test_polygons_become_fans(tmp_path):
+    angle = np.arange(7) * 2 * np.pi / 7
+    corners = "".join(f"{np.cos(a)} {np.sin(a)} 0\n" for a in angle)
+    got = data.read_off(write(tmp_path / "a.off", f"OFF\n7 1 0\n{corners}7 6 5 4 3 2 1 0\n"))
+    assert got.faces.tolist() == [[6, 5, 4], [6, 4, 3], [6, 3, 2], [6, 2, 1], [6, 1, 0]]
+    a, b, c = (got.vertices[got.faces[:, i]] for i in range(3))
+    area = np.linalg.norm(np.cross(b - a, c - a), axis=-1).sum() / 2
+    np.testing.assert_allclose(area, 7 / 2 * np.sin(2 * np.pi / 7))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("\n\n", "line 1: ''; wanted OFF"),
+        ("# a comment\nPLY\n", "line 2: 'PLY'; wanted OFF"),
+        ("COFF\n4 1 0\n", "line 1: 'COFF'; wanted OFF"),
+        ("OFF\n", "line 1: ''; wanted the numbers of vertices, faces and edges"),
+        ("OFF\n4\n", "line 2: '4'; wanted the numbers of vertices"),
+        ("OFF4 -1 0\n", "line 1: '4 -1 0'; wanted the numbers"),
+        ("OFFice\n4 1 0\n", "line 1: 'ice'; wanted the numbers"),
+        (SQUARE.replace("1 1 0\n", "1 1\n"), "line 5: vertex '1 1'; wanted three finite coordinates"),
+        (SQUARE.replace("1 1 0\n", "1 one 0\n"), "line 5: vertex '1 one 0'; wanted three"),
+        (SQUARE.replace("1 1 0\n", "1 nan 0\n"), "line 5: vertex '1 nan 0'; wanted three finite"),
+        (SQUARE.replace("2 3\n", "2 4\n"), "line 7: vertex 4 in a face; wanted 0 to 3"),
+        (SQUARE.replace("2 3\n", "2 -1\n"), "line 7: vertex -1 in a face; wanted 0 to 3"),
+        (SQUARE.replace("2 3\n", "2\n"), "line 7: face '4 0 1 2'; wanted a number of corners, at least 3"),
+        (SQUARE.replace("4 0 1 2 3\n", "2 0 1\n"), "line 7: face '2 0 1'; wanted a number of corners, at least 3"),
+        (SQUARE.replace("4 0 1 2 3\n", "-1 0 1\n"), "line 7: face '-1 0 1'; wanted a number of corners"),
+        (SQUARE.replace("4 0 1 2 3\n", "3 0 1.5 2\n"), "line 7: face '3 0 1.5 2'; wanted a number of corners"),
+        (SQUARE.replace("4 1 0", "4 2 0"), "line 7: the file ends after 1 faces; wanted 2"),
+        (SQUARE[:22], "line 4: the file ends after 2 vertices; wanted 4"),
+        (SQUARE + "3 0 1 2\n", "line 8: '3 0 1 2' after 1 faces; wanted the end of the file"),
+    ],
+)
+def test_malformed_meshes_are_refused_with_their_line(tmp_path, content, expected):
+    for name in ("a.off", "a.off.gz"):
+        path = write(tmp_path / name, content)
+        assert refusal(data.read_off, path).startswith(f"{path}: {expected}")
+
+
+def meets(triangle, low):
+    """Whether a triangle meets the unit cube at ``low``: what is left of it when the cube's six planes cut it."""
+    polygon = list(triangle)
+    for axis, sign in itertools.product(range(3), (1, -1)):
+        bound = low[axis] if sign > 0 else low[axis] + 1
+        kept = []
+        for a, b in zip(polygon, polygon[1:] + polygon[:1], strict=True):
+            inside, following = sign * (a[axis] - bound), sign * (b[axis] - bound)
+            if inside >= 0:
+                kept.append(a)
+            if inside * following < 0:
+                kept.append(a + (b - a) * inside / (inside - following))
+        polygon = kept
+    return bool(polygon)
+
+
+def test_voxels_are_those_that_a_triangle_meets():
+    random, size = np.random.default_rng(0), 7  # odd: many triangles go through the middle, where corners would meet
+    for kind in range(24):
+        triangle = random.normal(size=(3, 3))
+        if kind % 3 == 1:
+            triangle[2] = triangle[0] + 0.7 * (triangle[1] - triangle[0])  # a segment
+        if kind % 3 == 2:
+            triangle[:, kind % 2] *= 0.05  # nearly flat
+        got = data.voxelize(triangle, np.array([[0, 1, 2]]), size)
+        low, high = triangle.min(0), triangle.max(0)
+        placed = (triangle - (low + high) / 2) * size / (high - low).max() + size / 2
+        # slightly smaller, so that what touches the walls of the whole is not a matter of rounding
+        placed = size / 2 + (placed - size / 2) * (1 - 1e-7)
+        expected = np.array([meets(placed, place) for place in np.ndindex(size, size, size)]).reshape(got.shape)
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+def test_a_cube_becomes_a_shell(margin):
+    faces = np.array([[side[0], *pair] for side in SIDES for pair in itertools.pairwise(side[1:])])
+    got = data.voxelize(CORNERS * 0.3 + [10, -5, 0.1], faces, 12, margin=margin)
+    inner = 12 - 2 * margin
+    assert got.dtype == bool and got.shape == (12, 12, 12) and got.sum() == inner**3 - (inner - 2) ** 3
+    inside = got[margin : 12 - margin, margin : 12 - margin, margin : 12 - margin]
+    assert inside.sum() == got.sum() and not inside[1:-1, 1:-1, 1:-1].any()
+
+
+def test_voxels_of_many_triangles_are_those_of_each():
+    random = np.random.default_rng(1)
+    vertices, faces = random.normal(size=(60, 3)), random.integers(0, 60, (400, 3))
+    got = data.voxelize(vertices, faces, 24)
+    low, high = vertices[faces].min((0, 1)), vertices[faces].max((0, 1))
+    scale = 24 / (high - low).max()
+    # dense points on every triangle lie in voxels that are set
+    weights = random.dirichlet(np.ones(3), 500)
+    points = np.einsum("nc,tcx->tnx", weights, vertices[faces]).reshape(-1, 3)
+    place = np.clip(np.floor((points - (low + high) / 2) * scale + 12), 0, 23).astype(int)
+    assert got[tuple(place.T)].all()
+    assert got.sum() < 1.3 * len(np.unique(place, axis=0))
+    # in any order, and apart from vertices that no face uses
+    shuffled = random.permutation(faces)
+    np.testing.assert_array_equal(data.voxelize(np.concatenate([vertices, [[99, 99, 99]]]), shuffled, 24), got)
+
+
+@pytest.mark.parametrize(
+    ("vertices", "faces", "options", "error", "message"),
+    [
+        (np.zeros((3, 2)), [[0, 1, 2]], {}, ValueError, r"vertices must be of shape \(vertices, 3\); got \(3, 2\)"),
+        (np.eye(3), [[0.0, 1.0, 2.0]], {}, TypeError, "faces must be integers; got float64"),
+        (np.eye(3), np.zeros((0, 3), int), {}, ValueError, r"at least one of them; got \(0, 3\)"),
+        (np.eye(3), [[0, 1]], {}, ValueError, r"faces must be of shape \(triangles, 3\)"),
+        (np.eye(3), [[0, 1, 3]], {}, ValueError, "numbers of vertices, 0 to 2; got 0 to 3"),
+        (np.eye(3), [[0, 1, -1]], {}, ValueError, "numbers of vertices, 0 to 2; got -1 to 1"),
+        (np.diag([1, np.inf, 1]), [[0, 1, 2]], {}, ValueError, "vertices must be finite"),
+        (np.ones((3, 3)), [[0, 1, 2]], {}, ValueError, "those of the faces are all one point"),
+        (np.eye(3), [[0, 1, 2]], {"size": 0}, ValueError, "size must be at least 1; got 0"),
+        (np.eye(3), [[0, 1, 2]], {"size": 4, "margin": 2}, ValueError, "less than half of the size, 4; got 2"),
+        (np.eye(3), [[0, 1, 2]], {"margin": 0.5}, TypeError, "margin must be an integer"),
+    ],
+)
+def test_meshes_that_are_none_are_refused(vertices, faces, options, error, message):
+    with pytest.raises(error, match=message):
+        data.voxelize(vertices, np.array(faces), **options)
+
+
+@pytest.fixture
+def meshes(tmp_path):
+    """Two classes: cubes and squares."""
+    for split, count in (("train", 2), ("test", 1)):
+        for number in range(count):
+            write(tmp_path / "cube" / split / f"cube_{number}.off", CUBE.replace("OFF\n", "OFF"))
+            write(tmp_path / "square" / split / f"square_{number}.off.gz", SQUARE)
+    write(tmp_path / "README.txt", "nothing")
+    return tmp_path
+
+
+def test_modelnet_from_meshes(meshes):
+    got = data.modelnet(meshes, size=8)
+    assert got.shape == (8, 8, 8, 1) and got.train_x.shape == (4, 8, 8, 8, 1) and got.test_x.shape == (2, 8, 8, 8, 1)
+    assert got.names == ("cube", "square") and got.classes == 2 and got.train_x.dtype == np.float32
+    assert got.train_y.tolist() == [0, 0, 1, 1] and got.test_y.tolist() == [0, 1] and got.train_y.dtype == np.int32
+    assert got.train_x.sum((1, 2, 3, 4)).tolist() == [8**3 - 6**3] * 2 + [64] * 2
+    one = data.modelnet(meshes, ["square"], size=8, margin=1)
+    assert one.names == ("square",) and one.test_x.sum() == 36 and one.test_y.tolist() == [0]
+
+
+def ready(folder, size=8, **arrays):
+    """Three training and two test shapes as voxels."""
+    random = np.random.default_rng(0)
+    for split, labels in (("train", [0, 1, 1]), ("test", [1, 0])):
+        voxels = random.integers(0, 2, (len(labels), size, size, size)).astype(np.uint8)
+        content = {"voxels": np.packbits(voxels, axis=-1), "labels": np.array(labels), "classes": np.array(["a", "b"])}
+        content |= arrays if split == "test" else {}
+        np.savez(folder / f"voxels_{split}.npz", **{k: v for k, v in content.items() if v is not None})
+    return folder
+
+
+def test_modelnet_from_voxels(tmp_path):
+    got = data.modelnet(ready(tmp_path), size=8)
+    with np.load(tmp_path / "voxels_train.npz") as archive:
+        bits = np.unpackbits(archive["voxels"], axis=-1)
+    np.testing.assert_array_equal(got.train_x[..., 0], bits)
+    assert got.train_x.dtype == np.float32 and got.train_y.tolist() == [0, 1, 1] and got.test_y.tolist() == [1, 0]
+    other = data.modelnet(tmp_path, ["b", "a"], size=8)
+    assert other.names == ("b", "a") and other.train_y.tolist() == [1, 0, 0] and other.test_y.tolist() == [0, 1]
+    one = data.modelnet(tmp_path, ["b"], size=8)
+    np.testing.assert_array_equal(one.train_x, got.train_x[1:])
+    assert one.test_y.tolist() == [0] and one.classes == 1
+    # a test file that numbers the classes in another order
+    ready(tmp_path, classes=np.array(["b", "a"]))
+    assert data.modelnet(tmp_path, size=8).test_y.tolist() == [0, 1]
+
+
+def test_voxels_made_once_are_read_again(meshes, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("ready")
+    (folder / "ModelNet10").symlink_to(meshes)
+    monkeypatch.chdir(folder)
+    run_page("numpy as np")
+    for made, kept in zip(data.modelnet(meshes), data.modelnet(folder), strict=True):
+        np.testing.assert_array_equal(made, kept)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        ({"voxels": None}, "voxels is not a file in the archive; wanted a NumPy archive with voxels, labels and"),
+        (
+            {"labels": np.array([0, 1], object)},
+            "is damaged or no NumPy archive without pickles (Object arrays cannot be",
+        ),
+        (
+            {"labels": np.array([0, 1, 1])},
+            "array voxels: uint8 of shape (2, 8, 8, 1); wanted uint8 of shape (labels, 8, 8",
+        ),
+        ({"voxels": np.zeros((2, 8, 8, 8), np.uint8)}, "array voxels: uint8 of shape (2, 8, 8, 8); wanted uint8"),
+        ({"voxels": np.zeros((2, 8, 8, 1))}, "array voxels: float64 of shape (2, 8, 8, 1); wanted uint8"),
+        ({"labels": np.array([0.0, 1.0])}, "float64 labels and <U1 classes of 1 axes; wanted integers and a list of"),
+        (
+            {"classes": np.array([1, 2])},
+            "int64 labels and int64 classes of 1 axes; wanted integers and a list of names",
+        ),
+        ({"labels": np.array([0, 2])}, "array labels: labels 0 to 2; wanted 0 to 1, numbers of classes"),
+        ({"labels": np.array([1, 1])}, "array labels: no shape of class 'a'; wanted at least one"),
+    ],
+)
+def test_voxels_that_do_not_fit_are_refused(tmp_path, arrays, expected):
+    folder = ready(tmp_path, **arrays)
+    assert refusal(data.modelnet, folder, size=8).startswith(f"{folder / 'voxels_test.npz'}: {expected}")
+
+
+def test_damaged_archives_are_refused(tmp_path):
+    path = ready(tmp_path) / "voxels_test.npz"
+    content = path.read_bytes()
+    for damaged in (b"", content[:200], b"no archive", content[:60] + b"\xff" * 100 + content[160:]):
+        path.write_bytes(damaged)
+        assert refusal(data.modelnet, tmp_path, size=8).startswith(f"{path}: is damaged or no NumPy archive")
+    np.save(path.with_suffix(".npy"), np.zeros(3))
+    path.with_suffix(".npy").rename(path)
+    assert "is damaged or no NumPy archive" in refusal(data.modelnet, tmp_path, size=8)
+    path.unlink()
+    assert refusal(data.modelnet, tmp_path, size=8).startswith(f"{path}: cannot be read, No such file")
+
+
+def test_folders_that_are_no_modelnet_are_refused(meshes):
+    nowhere = meshes / "nowhere"
+    assert refusal(data.modelnet, nowhere).startswith(
+        f"{nowhere}: has no file voxels_train.npz and no folder */train of"
+    )
+    assert refusal(data.modelnet, meshes, ["cube", "sofa"]).startswith(
+        f"{meshes}: has no class 'sofa'; wanted one of cube, square"
+    )
+    with pytest.raises(ValueError, match=r"classes must be at least one name, none of them twice; got \['a', 'a'\]"):
+        data.modelnet(meshes, ["a", "a"])
+    path = write(meshes / "square" / "test" / "square_1.off", SQUARE.replace("4 0 1 2 3", "4 0 0 0 0"))
+    assert refusal(data.modelnet, meshes, size=8).startswith(f"{path}: cannot be made into voxels (vertices must span")
+    write(path, CUBE[:-4])
+    assert refusal(data.modelnet, meshes, size=8).startswith(f"{path}: line 16: face")
+    shutil.rmtree(path.parent)
+    assert refusal(data.modelnet, meshes, size=8).startswith(f"{path.parent}: has no files *.off; wanted at least one")
+
+
+def test_real_voxels(shared_data):
+    got = data.modelnet(shared_data / "modelnet32")
+    assert got.train_x.shape == (1084, 32, 32, 32, 1) and got.test_x.shape == (272, 32, 32, 32, 1)
+    assert got.names == ("chair", "monitor") and set(np.unique(got.test_x)) == {0.0, 1.0}
+    with np.load(shared_data / "modelnet32" / "voxels_test.npz", allow_pickle=False) as archive:
+        ones = np.bitwise_count(archive["voxels"]).sum((1, 2, 3))
+        np.testing.assert_array_equal(got.test_y, archive["labels"])
+    np.testing.assert_array_equal(got.test_x.sum((1, 2, 3, 4)), ones)
+    # chairs and monitors look different on average
+    means = np.stack([got.train_x[got.train_y == label].mean(0).ravel() for label in range(2)])
+    test = got.test_x.reshape(272, -1)
+    distance = (means**2).sum(1) - 2 * test @ means.T
+    assert np.mean(distance.argmin(1) == got.test_y) > 0.9
+    small = data.modelnet(shared_data / "modelnet32", ["monitor"])
+    assert len(small.test_x) == np.sum(got.test_y == 1)
+
+
+@pytest.mark.parametrize("module", ["_off", "_voxels", "_modelnet"])
+def test_examples_run(module):
+    run_examples(module)

@@ -1,0 +1,403 @@
+"""Words, their features and tags, characters; and batches of sentences of different lengths."""
+
+import gzip
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from data_files import refusal, run_examples, write
+
+from lp_jax import data
+from lp_jax.data._vocabulary import SHAPES, shape
+
+COUNTS = {"train": (5396, 101_701), "dev": (588, 13_334), "test": (615, 13_288)}
+
+
+def row(number, word, upos="NOUN", feats="_"):
+    return "\t".join([str(number), word, word.lower(), upos, "_", feats, "0", "root", "_", "_"])
+
+
+def conllu(*sentences):
+    """CoNLL-U of sentences, each a list of (word, part of speech) or (word, part of speech, features)."""
+    return "".join("".join(row(i, *token) + "\n" for i, token in enumerate(s, 1)) + "\n" for s in sentences)
+
+
+def treebank(folder, train, dev=None, test=None):
+    for split, sentences in (("train", train), ("dev", dev or train), ("test", test or train)):
+        write(folder / f"xx-ud-{split}.conllu", conllu(*sentences))
+    return folder
+
+
+CATS = [("Cats", "NOUN", "Number=Plur"), ("sleep", "VERB"), (".", "PUNCT")]
+DOGS = [("dogs", "NOUN", "Number=Plur"), ("sleep", "VERB"), ("and", "CCONJ"), ("cats", "NOUN", "Number=Plur")]
+
+
+def test_sentences_of_a_file(tmp_path):
+    content = "\n".join(
+        [
+            "# sent_id = 1",
+            "# text = Don't go.",
+            row("1-2", "Don't", "_"),
+            row(1, "Do", "AUX", "Mood=Imp|VerbForm=Fin"),
+            row(2, "n't", "PART"),
+            row("2.1", "you", "PRON"),
+            row(3, "go", "VERB"),
+            row("4", ".", "PUNCT"),
+            "",
+            "",
+            row("0.1", "unsaid", "NOUN"),
+            row(1, "# 5", "SYM"),
+            row(2, "New York\u2028City", "PROPN"),
+        ]
+    )
+    for name in ("a.conllu", "a.conllu.gz"):
+        for text in (content, content + "\n\n", content.replace("\n", "\r\n"), "\ufeff" + content):
+            first, second = data.read_conllu(write(tmp_path / name, text))
+            assert first.words == ("Do", "n't", "go", ".") and first.upos == ("AUX", "PART", "VERB", "PUNCT")
+            assert first.feats == ("Mood=Imp|VerbForm=Fin", "_", "_", "_") and first.text == "Don't go."
+            assert second.words == ("# 5", "New York\u2028City") and second.text == "# 5 New York\u2028City"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("1\tword\tword\tNOUN", "4 columns; wanted 10, with tabs between them"),
+        ("1 word word NOUN _ _ 0 root _ _", "1 columns; wanted 10"),
+        (row(2, "late"), "id 2; wanted ids in order, the next word being 1"),
+        (row(0, "early"), "id 0; wanted ids in order"),
+        (row("2-3", "late", "_"), "id 2-3; wanted ids in order"),
+        (row("1-1", "alone", "_"), "id 1-1; wanted ids in order"),
+        (row("1.1", "late", "_"), "id 1.1; wanted ids in order"),
+        (row("one", "word"), "id 'one'; wanted a number"),
+        (row("²", "word"), "id '²'; wanted a number"),
+        (row(1, "word", "_"), "part of speech '_' of 'word'; wanted one of ADJ, ADP, ADV,"),
+        (row(1, "word", "NN"), "part of speech 'NN' of 'word'; wanted one of ADJ"),
+        (row(1, "", "NOUN"), "a word without letters; wanted one in the second column"),
+    ],
+)
+def test_a_malformed_sentence_is_refused_with_its_line(tmp_path, line, expected):
+    for name in ("a.conllu", "a.conllu.gz"):
+        path = write(tmp_path / name, f"# good\n{conllu(CATS)}# bad\n{line}\n\n")
+        assert refusal(data.read_conllu, path).startswith(f"{path}: line 7: {expected}")
+
+
+def test_files_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "a.conllu.gz"
+    assert "No such file" in refusal(data.read_conllu, path)
+    path.touch()
+    assert refusal(data.read_conllu, path).startswith(f"{path}: byte 0: the file is empty; wanted a CoNLL-U file")
+    path.write_text(conllu(CATS))
+    assert "which is no gzip file; wanted 1f8b" in refusal(data.read_conllu, path)
+    packed = gzip.compress(conllu(*[CATS] * 100).encode())
+    for damaged in (packed[:-9], packed[:40] + b"\0" * 20 + packed[60:]):
+        path.write_bytes(damaged)
+        assert "the gzip file is damaged or cut off" in refusal(data.read_conllu, path)
+    write(path, conllu(CATS).encode() + row(1, "Élan").encode("latin-1") + b"\n\n")
+    assert refusal(data.read_conllu, path).startswith(f"{path}: line 5: byte c9 is not UTF-8; wanted text in UTF-8")
+    write(path, "# only\n# comments\n")
+    assert refusal(data.read_conllu, path).startswith(f"{path}: line 1: no sentence in the whole file")
+
+
+def test_real_sentences(shared_data):
+    for split, (sentences, words) in COUNTS.items():
+        path = shared_data / "gum" / f"en_gum-ud-{split}.conllu.gz"
+        got = data.read_conllu(path)
+        assert len(got) == sentences and sum(len(sentence.words) for sentence in got) == words
+        assert all(len(s.words) == len(s.upos) == len(s.feats) > 0 for s in got)
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            rows = [line.split("\t") for line in lines if line.split("\t")[0].isdecimal()]
+        assert [tuple(r[i] for r in rows) for i in (1, 3, 5)] == [
+            tuple(itertools.chain.from_iterable(getattr(s, field) for s in got)) for field in ("words", "upos", "feats")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("river", "lower"),
+        ("e-mail", "lower"),
+        ("Bernoulli", "Capitalised"),
+        ("I", "Capitalised"),
+        ("O'brien", "Capitalised"),
+        ("NASA", "UPPER"),
+        ("U.S.", "UPPER"),
+        ("iPhone", "miXed"),
+        ("McCarthy", "miXed"),
+        ("東京", "miXed"),
+        ("1,700.5", "number"),
+        ("-3", "number"),
+        ("2nd", "letters and digits"),
+        ("...", "sign"),
+        ("–", "sign"),
+    ],
+)
+def test_shapes_of_words(word, expected):
+    assert shape(word) == expected
+
+
+def test_words_become_numbers(tmp_path):
+    unseen = [("Birds", "NOUN", "Number=Plur"), ("sing", "VERB"), ("9", "NUM"), ("cats", "NOUN", "Number=Sing")]
+    got = data.gum(treebank(tmp_path, [CATS, DOGS], dev=[CATS], test=[unseen]))
+    assert got.features == ("word", "suffix", "prefix", "shape") and got.classes == len(got.tags) == 4
+    assert got.tags == ("CCONJ", "NOUN", "PUNCT", "VERB")
+    words, suffixes, prefixes, shapes = got.vocabularies
+    assert got.sizes == (10, 4, 4, 8)
+    assert words == ("<padding>", *(f"<unknown {name}>" for name in SHAPES), "cats", "sleep")
+    assert suffixes == ("<padding>", "<unknown>", "ats", "eep") and prefixes == ("<padding>", "<unknown>", "cat", "sle")
+    assert shapes == ("<padding>", *SHAPES)
+    (cats, dogs), (test,) = got.train.x, got.test.x
+    assert cats.tolist() == [[8, 2, 2, 2], [9, 3, 3, 1], [7, 1, 1, 7]]
+    assert dogs.tolist() == [[1, 1, 1, 1], [9, 3, 3, 1], [1, 1, 1, 1], [8, 2, 2, 1]]
+    assert test.tolist() == [[2, 1, 1, 2], [1, 1, 1, 1], [5, 1, 1, 5], [8, 2, 2, 1]]
+    assert [labels.tolist() for labels in (*got.train.y, *got.test.y)] == [[1, 3, 2], [1, 3, 0, 1], [1, 3, -1, 1]]
+    assert got.unseen == {"train": 0, "dev": 0, "test": 1}
+    for array in (*got.train, *got.dev, *got.test):
+        assert all(part.dtype == np.int32 for part in array)
+    every = data.gum(tmp_path, min_count=1)
+    assert len(every.vocabularies[0]) == 8 + 5 and every.vocabularies[0][8:10] == ("cats", "sleep")
+
+
+def test_features_as_tags(tmp_path):
+    odd = [("cats", "NOUN", "Number=Sing"), ("sleep", "VERB")]
+    folder = treebank(tmp_path, [CATS, DOGS], test=[CATS, odd])
+    got = data.gum(folder, "feats")
+    assert got.tags == ("Number=Plur", "_") and got.unseen == {"train": 0, "dev": 0, "test": 1}
+    assert [labels.tolist() for labels in got.test.y] == [[0, 1, 1], [-1, 1]]
+    path = folder / "xx-ud-test.conllu"
+    message = refusal(data.gum, folder, "feats", strict=True)
+    assert message.startswith(f"{path}: sentence 2: feats 'Number=Sing' of 'cats'; wanted one that the training")
+    assert data.gum(folder, "upos", strict=True).unseen["test"] == 0
+
+
+def test_what_becomes_of_longer_sentences(tmp_path):
+    folder = treebank(tmp_path, [CATS, DOGS])
+    whole, split, cut = (
+        data.gum(folder, max_length=n, longer=how) for n, how in ((4, "cut"), (3, "split"), (3, "cut"))
+    )
+    assert [len(x) for x in whole.train.x] == [3, 4]
+    assert [len(x) for x in split.train.x] == [len(y) for y in split.train.y] == [3, 3, 1]
+    assert [len(x) for x in cut.train.x] == [len(y) for y in cut.train.y] == [3, 3]
+    for part in ("x", "y"):
+        whole_part, split_part = (np.concatenate(getattr(tagging.train, part)) for tagging in (whole, split))
+        np.testing.assert_array_equal(whole_part, split_part)
+    assert len(data.gum(folder, max_length=4, longer="refuse").train.x) == 2
+    message = refusal(data.gum, folder, max_length=3, longer="refuse")
+    found = "sentence 2: 4 words, beginning with 'dogs sleep and cats'; wanted at most 3"
+    assert message.startswith(f"{folder / 'xx-ud-train.conllu'}: {found}")
+
+
+def test_a_treebank_without_a_file_is_refused(tmp_path):
+    folder = treebank(tmp_path, [CATS])
+    write(folder / "yy-ud-dev.conllu.gz", conllu(CATS))
+    assert refusal(data.gum, folder).startswith(f"{folder}: has 2 files *-dev.conllu or *-dev.conllu.gz; wanted one")
+    (folder / "xx-ud-dev.conllu").unlink()
+    assert len(data.gum(folder).dev.x) == 1
+    (folder / "xx-ud-test.conllu").unlink()
+    assert refusal(data.gum, folder).startswith(f"{folder}: has 0 files *-test.conllu or")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"task": "xpos"}, ValueError, "task must be 'upos' or 'feats'; got 'xpos'"),
+        ({"longer": "drop"}, ValueError, "longer must be 'split' or 'cut' or 'refuse'; got 'drop'"),
+        ({"min_count": 0}, ValueError, "min_count must be at least 1; got 0"),
+        ({"max_length": 2.5}, TypeError, "max_length must be an integer"),
+    ],
+)
+def test_gum_refuses_senseless_options_before_it_reads(options, error, message):
+    with pytest.raises(error, match=message):
+        data.gum("nowhere", **options)
+
+
+def test_real_parts_of_speech(shared_data):
+    got = data.gum(shared_data / "gum")
+    for split, (sentences, words) in COUNTS.items():
+        part = getattr(got, split)
+        assert len(part.x) == len(part.y) == sentences
+        assert sum(map(len, part.x)) == sum(map(len, part.y)) == words
+    assert got.classes == 17 and got.unseen == {"train": 0, "dev": 0, "test": 0}
+    counts = dict(zip(got.tags, np.bincount(np.concatenate(got.train.y)).tolist(), strict=True))
+    assert (counts["NOUN"], counts["PUNCT"], counts["SYM"]) == (16_673, 13_219, 177)  # by awk
+    everything = np.concatenate([*got.train.x, *got.dev.x, *got.test.x])
+    assert np.all(everything.min(0) == 1) and np.all(everything.max(0) < got.sizes)
+    # the most frequent tag of each word tells most of it; of unknown ones in lower case the ending tells more
+    train_x, train_y = np.concatenate(got.train.x), np.concatenate(got.train.y)
+    test_x, test_y = np.concatenate(got.test.x), np.concatenate(got.test.y)
+
+    def best(column):
+        tags = np.zeros((got.sizes[column], got.classes))
+        np.add.at(tags, (train_x[:, column], train_y), 1)
+        return tags.argmax(1)[test_x[:, column]]
+
+    unknown = test_x[:, 0] == 1
+    assert np.mean(best(0) == test_y) > 0.87
+    assert np.mean((best(1) == test_y)[unknown]) > np.mean((best(0) == test_y)[unknown]) + 0.1
+
+
+def test_real_features(shared_data):
+    got = data.gum(shared_data / "gum", "feats")
+    raw = {}
+    for split in COUNTS:
+        with gzip.open(shared_data / "gum" / f"en_gum-ud-{split}.conllu.gz", "rt", encoding="utf-8") as lines:
+            raw[split] = Counter(line.split("\t")[5] for line in lines if line.split("\t")[0].isdecimal())
+    assert got.tags == tuple(sorted(raw["train"]))
+    for split in ("dev", "test"):
+        absent = sum(count for tag, count in raw[split].items() if tag not in raw["train"])
+        assert got.unseen[split] == absent == sum(int(np.sum(y == -1)) for y in getattr(got, split).y)
+
+
+def ragged(seed=0, count=103, longest=60):
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, count)
+    x = [np.stack([np.full(n, i + 1), np.arange(1, n + 1)], 1).astype(np.int32) for i, n in enumerate(lengths)]
+    return data.Sequences(x, [np.full(n, i, np.int32) for i, n in enumerate(lengths)])
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_buckets_go_through_the_sentences_once(drop_last):
+    sequences, lengths = ragged(), (8, 16, 64)
+    seen, shapes = [], []
+    for x, y in data.bucketed(sequences, 10, lengths=lengths, seed=0, epoch=0, drop_last=drop_last):
+        shapes.append(x.shape)
+        assert x.shape[1] in lengths and x.shape == (*y.shape, 2) and x.dtype == y.dtype == np.int32
+        sizes = np.sum(y >= 0, axis=1)
+        assert sizes.max() > max((n for n in lengths if n < x.shape[1]), default=0)
+        for tokens, labels, size in zip(x, y, sizes, strict=True):
+            number = labels[0]
+            seen.append(number)
+            np.testing.assert_array_equal(tokens[:size], sequences.x[number])
+            np.testing.assert_array_equal(labels[:size], sequences.y[number])
+            assert np.all(tokens[size:] == 0) and np.all(labels[size:] == -1)
+    assert len(seen) == len(set(seen)) == (100 if drop_last else 103)
+    assert sorted(shape[0] for shape in shapes) == [*([] if drop_last else [3]), *[10] * 10]
+    assert len(set(shapes)) == (3 if drop_last else 4)
+    # the batches of one length do not come one after another
+    order = [shape[1] for shape in shapes]
+    assert order not in (sorted(order), sorted(order, reverse=True))
+
+
+def test_the_order_of_buckets_is_a_function_of_seed_and_epoch():
+    def epoch(seed, number):
+        batches = data.bucketed(ragged(), 10, lengths=(8, 16, 64), seed=seed, epoch=number)
+        return [y[:, 0].tolist() for _, y in batches]
+
+    orders = {(seed, number): epoch(seed, number) for seed in (0, 1) for number in (0, 1)}
+    assert len({str(order) for order in orders.values()}) == 4
+    assert epoch(1, 0) == orders[1, 0]
+    x = [np.arange(n) for n in (1, 2, 3, 4, 5, 6)]
+    got = data.bucketed(data.Sequences(x, x), 2, lengths=(3, 6), seed=0, epoch=0)
+    # pinned: a checkpoint resumes to the same batches with another version of this library
+    assert [np.sum(y >= 0, axis=1).tolist() for _, y in got] == [[3, 1], [2, 4], [6, 5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"lengths": (8, 32)},
+            ValueError,
+            r"lengths must reach the longest sequence, number \d+ of length \d+; got at mo",
+        ),
+        ({"lengths": (64, 32)}, ValueError, r"lengths must increase; got \(64, 32\)"),
+        ({"lengths": ()}, ValueError, r"lengths must increase; got \(\)"),
+        ({"lengths": (64.0,)}, TypeError, "lengths must be an integer"),
+        ({"batch_size": 104}, ValueError, "batch_size must be at most the number of sequences, 103; got 104"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1; got 0"),
+        ({"seed": -1}, ValueError, "seed must be at least 0; got -1"),
+        ({"epoch": 0.5}, TypeError, "epoch must be an integer"),
+        ({"data": data.Sequences(ragged().x, ragged().y[1:])}, ValueError, "got 103 sequences and 102 of labels"),
+        ({"data": data.Sequences(ragged().x, ragged().x[::-1])}, ValueError, r"got \d+ for sequence 0 of length \d+"),
+    ],
+)
+def test_buckets_refuse_at_once(options, error, message):
+    with pytest.raises(error, match=message):
+        data.bucketed(**({"data": ragged(), "batch_size": 10, "seed": 0, "epoch": 0} | options))
+
+
+def test_padding():
+    sequences = ragged().x
+    got = data.padded(sequences, 64, fill=-7)
+    assert got.shape == (103, 64, 2) and got.dtype == np.int32
+    for row_, sequence in zip(got, sequences, strict=True):
+        np.testing.assert_array_equal(row_[: len(sequence)], sequence)
+        assert np.all(row_[len(sequence) :] == -7)
+    assert data.padded(sequences).shape[1] == max(map(len, sequences))
+    with pytest.raises(ValueError, match=r"length must be at least 3, that of sequence 1; got 2"):
+        data.padded([np.zeros(1), np.zeros(3)], 2)
+    with pytest.raises(ValueError, match="got none"):
+        data.padded([])
+
+
+def test_characters_follow_each_other(tmp_path):
+    text = "the cat sat on the mat;\r\nthe rat sat.\n" * 10 + "QQ"
+    path = write(tmp_path / "a.txt.gz", text)
+    got = data.characters(path, length=7, test_fraction=0.25)
+    text = text.replace("\r", "")
+    split = len(text) - round(0.25 * len(text))
+    assert got.names[:2] == ("<padding>", "<unknown>") and set(got.names[2:]) == set(text[:split])
+    assert got.classes == len(got.names) and got.shape == (7,) and list(got.names[2:]) == sorted(got.names[2:])
+    for x, y, part in ((got.train_x, got.train_y, text[:split]), (got.test_x, got.test_y, text[split:])):
+        assert x.shape == y.shape == ((len(part) - 1) // 7, 7) and x.dtype == y.dtype == np.int32
+        read = "".join(got.names[i] for i in x.ravel())
+        assert read == part[: len(read)].replace("Q", "<unknown>")
+        np.testing.assert_array_equal(x.ravel()[1:], y.ravel()[:-1])
+        assert got.names[y[-1, -1]] == part[len(read)].replace("Q", "<unknown>")
+
+
+def test_rare_characters_are_one_class(tmp_path):
+    path = write(tmp_path / "a.txt", "abababab€ababa\U0001f600b" + "ab\x00ababa")
+    got = data.characters(path, length=4, test_fraction=8 / 24)
+    assert got.names == ("<padding>", "<unknown>", "a", "b")
+    assert got.train_x.tolist() == [[2, 3, 2, 3], [2, 3, 2, 3], [1, 2, 3, 2]]
+    assert got.train_y.tolist() == [[3, 2, 3, 2], [3, 2, 3, 1], [2, 3, 2, 3]]
+    assert got.test_x.tolist() == [[2, 3, 1, 2]] and got.test_y.tolist() == [[3, 1, 2, 3]]
+    everything = data.characters(path, length=4, test_fraction=8 / 24, min_count=1)
+    assert everything.names[2:] == ("a", "b", "€", "\U0001f600") and everything.test_x[0, 2] == 1
+
+
+def test_characters_of_several_files_and_treebanks(tmp_path):
+    paths = [write(tmp_path / "a.txt", "one\ntwo\n"), write(tmp_path / "b.conllu", conllu(CATS, DOGS))]
+    got = data.characters(paths, length=1, test_fraction=0.1, min_count=1)
+    read = "".join(got.names[i] for i in got.train_x.ravel())
+    assert read == "one\ntwo\nCats sleep .\ndogs sleep and cats"[:35]  # 36 to train with, 4 held out
+    joined = data.characters(tmp_path / "a.txt", length=1, test_fraction=0.5)
+    assert joined.train_x.size == 2
+
+
+def test_real_characters(shared_data):
+    paths = [shared_data / "gum" / f"en_gum-ud-{split}.conllu.gz" for split in COUNTS]
+    got = data.characters(paths, length=64, test_fraction=0.1)
+    size = sum(len(sentence.text) + 1 for path in paths for sentence in data.read_conllu(path)) - 1
+    held_out = round(0.1 * size)
+    assert len(got.train_x) == (size - held_out - 1) // 64 and len(got.test_x) == (held_out - 1) // 64
+    assert "".join(got.names[i] for i in got.train_x[0]).startswith("Daniel Bernoulli\nDaniel Bernoulli FRS (")
+    assert np.mean(got.train_y == 1) < 1e-3 and got.train_x.max() < got.classes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"length": 0}, ValueError, "length must be at least 1; got 0"),
+        ({"min_count": 0}, ValueError, "min_count must be at least 1; got 0"),
+        ({"test_fraction": 1.0}, ValueError, "test_fraction must be between 0 and 1, both excluded; got 1.0"),
+        ({"path": []}, ValueError, "path must be a file or several; got none"),
+    ],
+)
+def test_characters_refuse_senseless_options(options, error, message):
+    with pytest.raises(error, match=message):
+        data.characters(**({"path": "nowhere"} | options))
+
+
+def test_a_text_too_short_for_a_window_is_refused(tmp_path):
+    path = write(tmp_path / "a.txt", "x" * 100)
+    assert data.characters(path, length=9, test_fraction=0.1).test_x.shape == (1, 9)
+    expected = "10 characters to hold out; wanted more than 10, a window and the character after it"
+    assert refusal(data.characters, path, length=10, test_fraction=0.1).startswith(f"{path}: {expected}")
+    assert "10 characters to train with" in refusal(data.characters, path, length=10, test_fraction=0.9)
+    assert "wanted text in UTF-8" in refusal(data.characters, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("module", ["_conllu", "_gum", "_bucketed", "_characters"])
+def test_examples_run(module):
+    run_examples(module)
