@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 
 from benchmarks import report, resnet
 from benchmarks.command import Field, Row, Suite, positive, run, wanted
-from benchmarks.convolution import CONVOLUTIONS
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import cores
 from benchmarks.settings import SETTINGS, counted_ratio
@@ -213,9 +212,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, metavar="N", default=2, help="devices, and ranks (default: 2)")
     parser.add_argument(
         "--conv",
-        choices=list(CONVOLUTIONS),
-        default="products",
-        help="formulation of the convolution (default: products)",
+        choices=resnet.FORMULATIONS,
+        default="auto",
+        help="formulation of the convolution (default: auto)",
     )
 
 

@@ -20,12 +20,13 @@ from matplotlib.figure import Figure
 import lp_jax
 from benchmarks import report
 from benchmarks.command import Field, Row, Suite, run, wanted
-from benchmarks.convolution import CONVOLUTIONS, Convolution
 from benchmarks.harness import Contender, Tell, compile_program, relative_error
 from benchmarks.manifest import jax_threads
 from benchmarks.propagation import Propagate, iterated, scan, solved
+from lp_jax.nn import convolve
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
+FORMULATIONS = ("auto", "patches", "products", "xla")
 HIDDEN, CLASSES = 32, 10
 
 
@@ -76,9 +77,14 @@ class Problem(NamedTuple):
         return cls(network, images, rng.integers(0, CLASSES, batch).astype(np.int32))
 
 
-def residual_layer(convolution: Convolution, y: jax.Array, layer: Convolved, h: Any) -> jax.Array:
-    inner = jax.nn.relu(convolution.apply(y, layer.w1, layer.b1))
-    return y + h * jax.nn.relu(convolution.apply(inner, layer.w2, layer.b2))
+def convolution(formulation: str, y: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """Images (batch, height, width, channels), weights (out, in, 3, 3)."""
+    return convolve(y, w.transpose(2, 3, 1, 0), formulation=formulation) + b[None, None, None]
+
+
+def residual_layer(formulation: str, y: jax.Array, layer: Convolved, h: Any) -> jax.Array:
+    inner = jax.nn.relu(convolution(formulation, y, layer.w1, layer.b1))
+    return y + h * jax.nn.relu(convolution(formulation, inner, layer.w2, layer.b2))
 
 
 SOLVERS: dict[str, tuple[str, Propagate]] = {
@@ -91,13 +97,13 @@ SOLVERS: dict[str, tuple[str, Propagate]] = {
 
 
 def classifier_loss(
-    propagate: Propagate, convolution: Convolution, network: Network, images: jax.Array, labels: jax.Array
+    propagate: Propagate, formulation: str, network: Network, images: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Cross entropy, and the last residual norm."""
-    y = jax.nn.relu(convolution.apply(convolution.lay_out(images), *network.opening))
-    y, residual = propagate(functools.partial(residual_layer, convolution), network.layers, y)
+    y = jax.nn.relu(convolution(formulation, images.transpose(0, 2, 3, 1), *network.opening))
+    y, residual = propagate(functools.partial(residual_layer, formulation), network.layers, y)
     (w1, b1), (w2, b2) = network.closing
-    hidden = jax.nn.relu(convolution.restore(y).reshape(labels.size, -1) @ w1 + b1[None])
+    hidden = jax.nn.relu(y.transpose(0, 3, 1, 2).reshape(labels.size, -1) @ w1 + b1[None])  # PyTorch's order
     logits = jax.nn.log_softmax(hidden @ w2 + b2[None])
     return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1)), residual
 
@@ -113,7 +119,7 @@ class Trainer:
     def __init__(
         self,
         propagate: Propagate,
-        convolution: Convolution,
+        formulation: str,
         problem: Problem,
         place: Callable[[Network], Network] = lambda network: network,
         *,
@@ -122,7 +128,7 @@ class Trainer:
         def step(state: tuple[Network, Network], images: jax.Array, labels: jax.Array) -> Any:
             network, momentum = state
             loss = jax.value_and_grad(classifier_loss, argnums=2, has_aux=True)
-            values, gradient = loss(propagate, convolution, network, images, labels)
+            values, gradient = loss(propagate, formulation, network, images, labels)
             momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
             return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, network, momentum), momentum), values
 
@@ -143,22 +149,22 @@ class Trainer:
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     """The baseline first: a scan with the chosen convolution."""
     size, batch = (8, 4) if options.quick else (28, 50)
-    chosen = options.conv or ("products" if jax.default_backend() == "cpu" else "nhwc")
+    chosen = options.conv
     problem = Problem.random(*row, size=size, batch=batch)
     entries: list[tuple[str, str, Propagate, str]] = [("lax.scan", "scan", scan, chosen)]
-    entries += [(f"lax.scan, {c} conv", "other scan", scan, c) for c in CONVOLUTIONS if c != chosen]
+    entries += [(f"lax.scan, {c}", "other scan", scan, c) for c in FORMULATIONS if c not in (chosen, "auto")]
     entries += [(name, family, propagate, chosen) for name, (family, propagate) in SOLVERS.items()]
     contenders: list[Contender] = []
     exact = None
-    for name, family, propagate, convolution in entries:
+    for name, family, propagate, formulation in entries:
         if exact is not None and not wanted(name, options):
             continue
         tell(f"compiling {name}")
-        trainer = Trainer(propagate, CONVOLUTIONS[convolution], problem)
+        trainer = Trainer(propagate, formulation, problem)
         exact = trainer.gradient if exact is None else exact
         facts = {
             "family": family,
-            "convolution": convolution,
+            "convolution": formulation,
             "threads": jax_threads(),
             "gradient_error": relative_error(trainer.gradient, exact),
         }
@@ -209,9 +215,10 @@ def draw(result: report.Result) -> Figure:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conv",
-        choices=list(CONVOLUTIONS),
-        help="formulation of the convolution for baseline and solvers; the scan is timed with the others too "
-        "(default: products on a CPU, else nhwc)",
+        choices=FORMULATIONS,
+        default="auto",
+        help="formulation of the convolution for baseline and solvers, as for lp_jax.nn.convolve; the scan is timed with the "
+        "others too (default: auto)",
     )
     parser.add_argument(
         "--torch-threads",
@@ -233,7 +240,7 @@ SUITE = Suite(
         ("--quick", "a tiny row, to see that all works"),
         ("--rows 8,64 --rounds 30", "one row, with more rounds"),
         ("--threads 1 --torch-threads 1", "one thread for everyone"),
-        ("--conv nhwc", "solvers on XLA's own convolution"),
+        ("--conv xla", "solvers on XLA's own convolution"),
     ],
     sizes=("channels", "layers"),
     rows=[(3, 32), (8, 64), (4, 256)],

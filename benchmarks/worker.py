@@ -17,7 +17,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lp_jax
 from benchmarks import dense, resnet
-from benchmarks.convolution import CONVOLUTIONS
 from benchmarks.harness import timed
 from benchmarks.propagation import scan, solved
 from benchmarks.settings import SETTINGS
@@ -61,7 +60,7 @@ def build(kind: str, row: tuple[str, int, int], name: str, quick: bool, convolut
     def place(network: resnet.Network) -> resnet.Network:
         return resnet.Network(same(network.opening), spread(network.layers), same(network.closing))
 
-    return resnet.Trainer(propagate, CONVOLUTIONS[convolution], problem, place, ahead=kind != "ranks")
+    return resnet.Trainer(propagate, convolution, problem, place, ahead=kind != "ranks")
 
 
 def main() -> None:

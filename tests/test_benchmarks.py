@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import dense, ranks, report, resnet, settings
 from benchmarks.command import Progress, run
-from benchmarks.convolution import CONVOLUTIONS
 from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
 from benchmarks.manifest import manifest
 
@@ -180,23 +179,6 @@ def test_table_without_rich(monkeypatch, capsys):
     assert lines[0] == "a row"
     assert [line.split("|")[1].strip() for line in lines[4:]] == ["first", "second"]
     assert len({len(line) for line in lines[2:]}) == 1
-
-
-@pytest.mark.parametrize("name", [c for c in CONVOLUTIONS if c != "nchw"])
-@pytest.mark.parametrize("batch", [7, 20])
-def test_convolutions_agree(name, batch):
-    rng = np.random.default_rng(0)
-    x, target = (jnp.asarray(rng.normal(size=(batch, c, 5, 6))) for c in (2, 3))
-    w, b = jnp.asarray(rng.normal(size=(3, 2, 3, 3))), jnp.asarray(rng.normal(size=3))
-
-    def loss(name, x, w, b):
-        convolution = CONVOLUTIONS[name]
-        return jnp.sum(jnp.sin(convolution.restore(convolution.apply(convolution.lay_out(x), w, b)) * target))
-
-    value_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
-    (value, gradient), (expected, exact) = (value_and_gradient(n, x, w, b) for n in (name, "nchw"))
-    np.testing.assert_allclose(value, expected, rtol=1e-12)
-    assert relative_error(gradient, exact) < 1e-13
 
 
 @pytest.mark.parametrize(
