@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
+from lp_jax.cli._catalog import MODELS, PROBLEMS, RESNETS
 from lp_jax.cli._grouped import Command, Group, Option
-from lp_jax.cli._solver import build, solver_options
+from lp_jax.cli._solver import build, default_solver, solver_options
 
 _SUITES = {
     "resnet": "Training step of a convolutional ResNet.",
@@ -83,10 +84,12 @@ for _name, _about in _SUITES.items():
     examples=[
         ("lp-jax train digits", "8 x 8 pixels, within scikit-learn"),
         ("lp-jax train mnist --data FOLDER", "from the four IDX files"),
+        ("lp-jax train gum --data FOLDER", "tag the words of a treebank with a transformer"),
+        ("lp-jax train timeseries --data FOLDER --name BasicMotions", "a recurrent network, parallel in time"),
     ],
 )
 def train() -> None:
-    """Train a deep residual network, layer-parallel, and compare with the exact baseline."""
+    """Train a deep network, layer-parallel, and compare with the exact baseline."""
 
 
 def _option(flag: str, group: str, **kwargs: Any) -> Any:
@@ -97,18 +100,60 @@ _POSITIVE = {"type": click.IntRange(min=1), "metavar": "N"}
 _RATE = {"type": click.FloatRange(min=0.0, min_open=True), "metavar": "X"}
 
 
-def _training_options(*, out: str, epochs: int) -> Any:
-    """The options of every problem."""
+def _training_options(name: str) -> Any:
+    """The options of a problem."""
+    problem = PROBLEMS[name]
+
+    def default(field: str) -> str:
+        """The defaults of a setting: that of the first model, and those of others that differ."""
+        values = {model: getattr(sizes, field) for model, sizes in problem.models.items()}
+        shown = {model: "as the data" if value is None else f"{value:g}" for model, value in values.items()}
+        first = shown.pop(problem.model)
+        others = "".join(f", {model} {value}" for model, value in shown.items() if value != first)
+        return f"  [default: {first}{others}]"
+
+    models = list(problem.models)
+    resnet = ["resnet"] if any(model in RESNETS for model in models) else []
+    explained = "; ".join(f"{model}: {MODELS[model]}" for model in models)
+    files = (
+        []
+        if problem.files is None
+        else [_option("--data", "Data", type=click.Path(path_type=Path), help=problem.files)]
+    )
+    if name == "timeseries":
+        files.append(_option("--name", "Data", metavar="TEXT", help="of the data set in the folder"))
     options = [
+        *files,
         _option(
-            "--model", _WHAT, type=click.Choice(["dense", "conv"]), default="dense", help="kind of residual layers"
+            "--model",
+            _WHAT,
+            type=click.Choice([*models, *resnet]),
+            help=f"{explained}  [default: {problem.model}]",
         ),
-        _option("--layers", _WHAT, **_POSITIVE, default=64, help="number of residual layers"),
-        _option("--width", _WHAT, **_POSITIVE, help="size of the state, or channels  [default: 64, conv 8]"),
-        _option("--t1", _WHAT, **_RATE, default=2.0, help="time of the last layer; each layer has dt = t1 / layers"),
-        _option("--epochs", _HOW, **_POSITIVE, default=epochs, help="number of epochs"),
-        _option("--batch-size", _HOW, **_POSITIVE, default=50, help="examples per step"),
-        _option("--learning-rate", _HOW, **_RATE, default=3e-3, help="of Adam"),
+        _option("--layers", _WHAT, **_POSITIVE, help="number of layers" + default("layers")),
+        _option("--width", _WHAT, **_POSITIVE, help="size of the state, or channels" + default("width")),
+        _option("--t1", _WHAT, **_RATE, help="time of the last layer; each has dt = t1 / layers" + default("t1")),
+        _option("--heads", _WHAT, **_POSITIVE, default=4, help="(transformer) heads of attention"),
+        _option(
+            "--buffers",
+            _WHAT,
+            type=click.IntRange(min=0),
+            metavar="N",
+            default=0,
+            help="(transformer) serial layers at either end",
+        ),
+        _option(
+            "--dropout",
+            _WHAT,
+            type=click.FloatRange(0.0, 1.0, max_open=True),
+            metavar="X",
+            default=0.0,
+            help="(transformer) rate",
+        ),
+        _option("--units", _WHAT, **_POSITIVE, default=1, help="(gru) units on top of each other"),
+        _option("--epochs", _HOW, **_POSITIVE, help="number of epochs" + default("epochs")),
+        _option("--batch-size", _HOW, **_POSITIVE, help="examples per step" + default("batch_size")),
+        _option("--learning-rate", _HOW, **_RATE, help="of Adam" + default("learning_rate")),
         _option(
             "--seed",
             _HOW,
@@ -117,7 +162,7 @@ def _training_options(*, out: str, epochs: int) -> Any:
             default=0,
             help="of split, initial parameters and order of batches",
         ),
-        solver_options,
+        solver_options(problem.model),
         _option("--devices", _WHERE, **_POSITIVE, help="spread the layers over N devices  [default: 1]"),
         _option("--mesh", _WHERE, metavar="TEXT", help="spread layers and examples: layers=2,data=2"),
         _option(
@@ -139,7 +184,7 @@ def _training_options(*, out: str, epochs: int) -> Any:
             help="where process 0 listens; srun and mpirun tell by themselves",
         ),
         _option("--process", _WHERE, metavar="I/N", help="with --coordinator: this is process I of N"),
-        _option("--out", _OUT, type=click.Path(path_type=Path), default=out, help="folder for all results"),
+        _option("--out", _OUT, type=click.Path(path_type=Path), default=f"runs/{name}", help="folder for all results"),
         _option("--resume", _OUT, is_flag=True, help="go on with the run in --out; options left out are as they were"),
         _option("--checkpoint-every", _OUT, **_POSITIVE, default=200, help="steps between checkpoints"),
         _option("--probe-every", _OUT, **_POSITIVE, help="steps between gradient probes  [default: 6 in a run]"),
@@ -157,51 +202,29 @@ def _training_options(*, out: str, epochs: int) -> Any:
     return add
 
 
-@train.command(
-    cls=Command,
-    examples=[
-        ("lp-jax train digits", "the demo: layer-parallel, then serial"),
-        ("lp-jax train digits --serial --out runs/exact", "the exact baseline alone"),
-        ("lp-jax train digits --levels 3 --coarsening 4,2 --cycle F", "three levels, another cycle"),
-        ("lp-jax train digits --coarse-step inject --iterations 3", "the field's standard coarse step"),
-        ("lp-jax train digits --iterations 3 --adjoint-iterations 2", "more cycles, fewer for the gradient"),
-        ("lp-jax train digits --solver picard --sweeps 3", "fixed-point sweeps, no coarse level"),
-        ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
-        ("lp-jax train digits --devices 4", "the layers over four devices"),
-        ("lp-jax train digits --mesh layers=2,data=2", "layers and examples over four devices"),
-        ("mpirun -n 4 lp-jax train digits --mpi", "the layers over four MPI ranks"),
-        ("lp-jax train digits --resume", "go on after an interruption"),
-    ],
-)
-@_training_options(out="runs/digits", epochs=30)
-@click.pass_context
-def digits(ctx: click.Context, /, **options: Any) -> None:
-    """Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out."""
-    _train(ctx, "digits", options)
+def _problem(name: str) -> None:
+    """A command for a problem of the catalog."""
+    problem = PROBLEMS[name]
+
+    @train.command(name, cls=Command, examples=list(problem.examples), help=problem.about)
+    @_training_options(name)
+    @click.pass_context
+    def command(ctx: click.Context, /, **options: Any) -> None:
+        if problem.files is not None and options["data"] is None and not options["resume"]:
+            raise click.UsageError(f"Missing option '--data': the {problem.files}.", ctx)
+        if name == "timeseries" and options["name"] is None and not options["resume"]:
+            raise click.UsageError("Missing option '--name': of the data set in the folder, like BasicMotions.", ctx)
+        _train(ctx, name, options)
 
 
-@train.command(
-    cls=Command,
-    examples=[
-        ("lp-jax train mnist --data ~/mnist", "a dense network"),
-        ("lp-jax train mnist --data ~/mnist --model conv --layers 32 --t1 1", "a convolutional one"),
-        ("lp-jax train mnist --resume", "go on after an interruption"),
-    ],
-)
-@_option("--data", "Data", type=click.Path(path_type=Path), help="folder of the four IDX files, plain or .gz")
-@_training_options(out="runs/mnist", epochs=5)
-@click.pass_context
-def mnist(ctx: click.Context, /, **options: Any) -> None:
-    """Train on MNIST, Fashion-MNIST or the like, from IDX files."""
-    if options["data"] is None and not options["resume"]:
-        raise click.UsageError("Missing option '--data': the folder of the four IDX files.", ctx)
-    _train(ctx, "mnist", options)
+for _name in PROBLEMS:
+    _problem(_name)
 
 
 def _train(ctx: click.Context, problem: str, options: dict[str, Any]) -> None:
     explicit = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
     if not (options["mpi"] or options["distributed"]):  # several processes refuse together, when they have met
-        build(options)  # before anything heavy is imported
+        build(options, default_solver(options["model"] or PROBLEMS[problem].model))  # before anything heavy is imported
     from lp_jax.cli._train import train_command
 
     train_command(problem, options, explicit)

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from lp_jax import MGRIT, Picard, Rediscretize, viz
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.cli._experiment import Experiment, Settings
+from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._info import version
 from lp_jax.cli._run import Run
+from lp_jax.cli._settings import Settings
 from lp_jax.cli._solver import with_effort
 from lp_jax.train import gradient_error
 
@@ -88,18 +90,19 @@ def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_so
 
 
 def pictures(
-    folder: Path,
     settings: Settings,
     runs: Sequence[Run],
     solver: Solver,
     adjoint_solver: Solver,
     errors: GradientErrors | None,
-) -> list[Path]:
-    """Draw and save what there is to draw: of a serial run, neither residuals nor gradient errors."""
+) -> dict[str, Figure]:
+    """What there is to draw, by the name of its file: of a serial run, neither residuals nor gradient errors."""
     first = runs[0]
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
-        "hierarchy.png": viz.hierarchy(solver, settings.layers, t1=settings.t1, adjoint_solver=adjoint_solver),
+        "hierarchy.png": viz.hierarchy(
+            solver, settings.layers // settings.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
+        ),
     }
     if first.log.of("probe"):
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=_iteration(solver))
@@ -111,6 +114,11 @@ def pictures(
             iteration=_iteration(solver),
             choice="coarse step" if isinstance(solver, MGRIT) else "solver",
         )
+    return figures
+
+
+def save(folder: Path, figures: Mapping[str, Figure]) -> list[Path]:
+    """Write pictures into a folder; their paths."""
     paths = [folder / name for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):
         figure.savefig(path)

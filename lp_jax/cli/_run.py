@@ -9,8 +9,9 @@ from rich.console import Console
 
 from lp_jax import Serial
 from lp_jax._solver import Solver
-from lp_jax.cli._experiment import Experiment, Settings
+from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._launch import Launch
+from lp_jax.cli._settings import Settings
 from lp_jax.cli._solver import with_effort
 from lp_jax.train import (
     Bar,
@@ -95,10 +96,10 @@ def train_one(
     optimizer = optax.adam(settings.learning_rate)
     place = made.place
     state = place.everywhere(init_state(made.params, optimizer))
-    total = made.steps_per_epoch * settings.epochs
+    total = made.task.steps_per_epoch * settings.epochs
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
-        return evaluate(made.loss_fn, state.params, made.test_batches)._asdict()
+        return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
         error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, whole=place.whole)
@@ -115,7 +116,7 @@ def train_one(
             "adjoint_scale": solves.adjoint_scale,
         }
 
-    measures = [Every("test", made.steps_per_epoch, test)]
+    measures = [Every("test", made.task.steps_per_epoch, test)]
     if not exact:
         measures.append(Every("probe", plan.probe_every or max(1, total // _PROBES), probe))
     if launch.chief:
@@ -128,7 +129,7 @@ def train_one(
             make_train_step(made.loss_fn, optimizer, whole=place.whole),
             state,
             made.batches,
-            steps_per_epoch=made.steps_per_epoch,
+            steps_per_epoch=made.task.steps_per_epoch,
             epochs=settings.epochs,
             solver=solver,
             adjoint_solver=adjoint_solver,

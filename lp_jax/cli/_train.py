@@ -9,20 +9,24 @@ from typing import Any
 import click
 from rich.console import Console
 
-from lp_jax import Serial
+from lp_jax import Serial, viz
 from lp_jax._solver import Solver
-from lp_jax.cli._experiment import WIDTHS, Experiment, Settings, describe, experiment
+from lp_jax.cli._catalog import resolved
+from lp_jax.cli._experiment import Experiment, experiment
 from lp_jax.cli._folder import prepare, write_config, write_json
 from lp_jax.cli._launch import Launch, launch
-from lp_jax.cli._report import gradient_errors, pictures, summary, table
+from lp_jax.cli._report import gradient_errors, pictures, save, summary, table
 from lp_jax.cli._run import Plan, Run, train_one
-from lp_jax.cli._solver import build, fields, short
+from lp_jax.cli._settings import Settings
+from lp_jax.cli._solver import build, default_solver, fields, short
+from lp_jax.cli._tasks import Task, task
 from lp_jax.cli._workers import workers
-from lp_jax.train import Interrupted
+from lp_jax.train import Interrupted, confusion_matrix
 from lp_jax.train._checkpoint import first_difference
 
 # How one call runs, not what is run: never taken from the folder.
 _LAUNCH = ("mpi", "distributed", "coordinator", "process")
+_MOST_CLASSES = 100  # of a picture that one can read
 _OF_THIS_CALL = ("out", "resume", "no_compare", "no_pictures", "debug", *_LAUNCH)
 
 
@@ -47,14 +51,23 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
                 f"{folder} holds a run on {before['problem']}, not {problem}; choose another --out."
             )
         options = _as_before(options, explicit, before["options"])
-    settings, (solver, adjoint_solver) = _settings(problem, options), build(options)
+    chosen = resolved(problem, options)
+    solver, adjoint_solver = build(options, default_solver(chosen["model"]))
+    learned = task(
+        problem,
+        Path(chosen.get("data") or ""),
+        name=chosen.get("name") or "",
+        batch_size=chosen["batch_size"],
+        seed=chosen["seed"],
+    )
+    settings = _settings(problem, chosen, learned)
     if before is not None:
-        was = _settings(problem, {**options, **before["options"]}).fingerprint()
+        was = _settings(problem, resolved(problem, {**options, **before["options"]}), learned).fingerprint()
         if difference := first_difference(was, settings.fingerprint()):
             raise click.ClickException(f"the run in {folder} is of another model: {difference}; choose another --out.")
     _same_everywhere(settings, (solver, adjoint_solver), processes)
-    place = workers(options, processes, (solver, adjoint_solver))
-    made = experiment(settings, place, (solver, adjoint_solver))
+    place = workers(chosen, settings.layers, processes, (solver, adjoint_solver))
+    made = experiment(settings, learned, place, (solver, adjoint_solver))
     of_this_call = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
     stored = {name: _plain(value) for name, value in options.items() if name not in of_this_call}
     solvers = {"solver": repr(solver), "adjoint_solver": repr(adjoint_solver)}
@@ -63,7 +76,7 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
     if processes.chief:
         write_config(folder, {"problem": problem, "options": stored, **solvers})
     for line in (
-        describe(settings, place.size(made.params)),
+        settings.describe(made.place.size(made.params)),
         place.describe(),
         f"forward: {short(solver)}",
         f"adjoint: {short(adjoint_solver)}",
@@ -106,7 +119,10 @@ def _report(
     """Table, summary and pictures; the chief's to show, everyone's to measure."""
     folder = options["out"]
     drawn: list[Path] = []
-    errors = None
+    errors, answers = None, None
+    if not options["no_pictures"]:
+        params, task = runs[0].state.params, made.task
+        answers = confusion_matrix(made.tested, params, task.test_batches, classes=task.classes)
     if not options["no_pictures"] and not all(isinstance(s, Serial) for s in solvers):
         with console.status("for a picture, other solvers are compiled and their gradients measured"):
             errors = gradient_errors(made, runs[0].state.params, *solvers)
@@ -114,21 +130,29 @@ def _report(
         return
     write_json(folder / "summary.json", summary(settings, runs, *solvers))
     if not options["no_pictures"]:
-        drawn = pictures(folder, settings, runs, *solvers, errors)
+        figures = pictures(settings, runs, *solvers, errors)
+        if answers is not None and len(answers) <= _MOST_CLASSES:
+            figures["confusion.png"] = viz.confusion(answers, made.task.names)
+        drawn = save(folder, figures)
     out = Console()
     out.print(table(runs))
     names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *(path.name for path in drawn)]
     out.print(f"In {folder}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _settings(problem: str, options: Mapping[str, Any]) -> Settings:
-    names = ("model", "layers", "t1", "epochs", "batch_size", "learning_rate", "seed")
-    data = options.get("data")
+def _settings(problem: str, options: Mapping[str, Any], learned: Task) -> Settings:
+    """The steps of a sequence are its layers, each of time 1, if not said otherwise."""
+    names = ("model", "width", "heads", "buffers", "dropout", "units")
+    training = ("epochs", "batch_size", "learning_rate", "seed")
+    layers = options["layers"] or learned.length
+    path = options.get("data")
     return Settings(
         problem=problem,
-        data=None if data is None else str(data),
-        width=options["width"] or WIDTHS[options["model"]],
-        **{name: options[name] for name in names},
+        data=None if path is None else str(path),
+        name=options.get("name"),
+        layers=layers,
+        t1=options["t1"] or float(layers),
+        **{name: options[name] for name in (*names, *training)},
     )
 
 

@@ -1,5 +1,6 @@
 """``--devices`` and ``--mesh``: where the layers, and the examples of a batch, are spread."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import click
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lp_jax import MeshComm, MPIComm, layer_slices
@@ -15,6 +17,7 @@ from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch
 from lp_jax.cli._sizes import mesh_sizes, set_cpu_devices
+from lp_jax.nn import LayerParallel
 from lp_jax.train import Checkpoints, LossFn, RankCheckpoints, Ranks
 
 
@@ -32,6 +35,10 @@ class OneDevice:
     def describe(self) -> str | None:
         """A line on where all is."""
         return None
+
+    def holding(self, model: nnx.Module) -> "OneDevice":
+        """This place, once it is known which of the parameters are spread."""
+        return self
 
     def everywhere(self, tree: PyTree) -> PyTree:
         """Arrays that all workers have, made by one."""
@@ -89,6 +96,14 @@ class RankGrid(OneDevice):
         self.comm: MPIComm = ranks.layers
         self.whole = ranks.whole
 
+    def holding(self, model: nnx.Module) -> "RankGrid":
+        spread = [
+            "/".join(map(str, (*path, "layers")))
+            for path, part in nnx.iter_modules(model)
+            if isinstance(part, LayerParallel) and part.comm is not None
+        ]
+        return RankGrid(dataclasses.replace(self.ranks, trunk=tuple(spread)))
+
     def describe(self) -> str:
         return f"MPI ranks: layers {self.ranks.layers.size}, data {self.ranks.data.size}"
 
@@ -106,8 +121,8 @@ class RankGrid(OneDevice):
         return self.ranks.checkpoints(folder, config=config)
 
 
-def workers(options: Mapping[str, Any], launch: Launch, solvers: tuple[Solver, Solver]) -> OneDevice:
-    """Where the options say that a run lives. On a CPU the devices of a mesh are made: parts of the processor.
+def workers(options: Mapping[str, Any], layers: int, launch: Launch, solvers: tuple[Solver, Solver]) -> OneDevice:
+    """Where the options say that a run of so many layers lives. On a CPU the devices of a mesh are made: parts of it.
 
     Raises:
         click.UsageError: for an unknown axis, for both options at once, and for a batch that cannot be split evenly.
@@ -119,7 +134,7 @@ def workers(options: Mapping[str, Any], launch: Launch, solvers: tuple[Solver, S
             f"--batch-size {options['batch_size']} cannot be split evenly over data={sizes['data']}; choose a multiple."
         )
     if isinstance(launch, MPILaunch):
-        return RankGrid(_grid(sizes, launch, options["layers"], solvers))
+        return RankGrid(_grid(sizes, launch, layers, solvers))
     needed = math.prod(sizes.values())
     if isinstance(launch, DistributedLaunch):
         return Devices(_mesh(sizes, launch.size))
@@ -137,7 +152,7 @@ def _grid(sizes: Mapping[str, int], launch: MPILaunch, layers: int, solvers: tup
     busy = sum(run.stop > run.start for run in layer_slices(layers, rows, *solvers))
     if busy < rows:
         raise click.ClickException(
-            f"--layers {layers} can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
+            f"{layers} layers can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
             "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
         )
     return Ranks.grid(data=copies)

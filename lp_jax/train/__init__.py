@@ -17,6 +17,7 @@ from lp_jax.train._checkpoint import Checkpoints as Checkpoints
 from lp_jax.train._classification import Evaluation as Evaluation
 from lp_jax.train._classification import Residuals as Residuals
 from lp_jax.train._classification import classification as classification
+from lp_jax.train._classification import confusion_matrix as confusion_matrix
 from lp_jax.train._classification import evaluate as evaluate
 from lp_jax.train._classification import residuals as residuals
 from lp_jax.train._divergence import DivergenceError as DivergenceError

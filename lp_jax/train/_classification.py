@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -105,6 +106,34 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Batch], *, solve
 def _evaluate(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver) -> tuple[jax.Array, jax.Array, jax.Array]:
     loss, info = loss_fn(params, batch, solver, None)
     return loss * info.total.astype(loss.dtype), info.correct, info.total
+
+
+def confusion_matrix(
+    model: Classifier, params: PyTree, batches: Iterable[Batch], *, classes: int, solver: Solver = Serial()
+) -> np.ndarray:
+    """How often a model answers what, class by class.
+
+    Args:
+        model: an `lp_jax.nn.Classifier`, in the mode that it is in; its own parameters are not used.
+        params: as `classification` returns them.
+        batches: the data set, ``(x, labels)``; where a label is negative, nothing is asked.
+        classes: number of classes.
+        solver: of the layers; serial propagation if not said otherwise.
+
+    Returns:
+        Counts, ``(classes, classes)``: a row for each true class, a column for each answer.
+    """
+    graphdef = nnx.graphdef(model)
+    counts = np.zeros((classes, classes), int)
+    for x, labels in batches:
+        answers, labels = np.asarray(_answers(graphdef, params, x, solver)), np.asarray(labels)
+        np.add.at(counts, (labels[labels >= 0], answers[labels >= 0]), 1)
+    return counts
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _answers(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
+    return jnp.argmax(nnx.merge(graphdef, params).solve(x, solver=solver)[0], axis=-1)
 
 
 def residuals(

@@ -35,8 +35,8 @@ class Ranks:
         world: all ranks.
         layers: those that hold one network together; the ``comm`` of `lp_jax.solve`.
         data: those that hold the same layers.
-        trunk: path of the stacked layers within the parameters. An optimizer keeps what belongs to a parameter under
-            the same path, within its own state.
+        trunk: path of the stacked layers within the parameters, or several. An optimizer keeps what belongs to a
+            parameter under the same path, within its own state.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -61,10 +61,10 @@ class Ranks:
     world: MPIComm
     layers: MPIComm
     data: MPIComm
-    trunk: str = "trunk"
+    trunk: str | tuple[str, ...] = "trunk"
 
     @staticmethod
-    def grid(comm: Any = None, *, data: int = 1, trunk: str = "trunk") -> "Ranks":
+    def grid(comm: Any = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk") -> "Ranks":
         """Arrange the ranks of a communicator; called by all of them.
 
         Args:
@@ -202,7 +202,8 @@ class Ranks:
     def _of_trunk(self, tree: PyTree) -> list[bool]:
         """For each leaf of parameters, or of an optimizer's state, whether it is a list of layers."""
         names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree))
-        return [f"/{self.trunk}/" in f"/{name}/" for name in names]
+        trunks = (self.trunk,) if isinstance(self.trunk, str) else self.trunk
+        return [any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
 
 
 class RankCheckpoints:

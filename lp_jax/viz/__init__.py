@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
         f"lp_jax.viz needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
+from lp_jax.viz._confusion import confusion as confusion
 from lp_jax.viz._hierarchy import hierarchy as hierarchy
 from lp_jax.viz._training import curves as curves
 from lp_jax.viz._training import gradient_errors as gradient_errors
