@@ -43,5 +43,6 @@ from lp_jax.nn._network import Network as Network
 from lp_jax.nn._norm import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual
 from lp_jax.nn._residual import DenseResidual as DenseResidual
+from lp_jax.nn._spline import Spline as Spline
 from lp_jax.nn._stack import stack as stack
 from lp_jax.nn._transition import ConvTransition as ConvTransition
