@@ -37,6 +37,11 @@ from lp_jax.nn._ends import ConvOpening as ConvOpening
 from lp_jax.nn._ends import DenseClosing as DenseClosing
 from lp_jax.nn._ends import DenseOpening as DenseOpening
 from lp_jax.nn._ends import PoolClosing as PoolClosing
+from lp_jax.nn._export import load as load
+from lp_jax.nn._export import restack as restack
+from lp_jax.nn._export import save as save
+from lp_jax.nn._export import sequential as sequential
+from lp_jax.nn._export import unstack as unstack
 from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
 from lp_jax.nn._network import Network as Network
