@@ -46,6 +46,7 @@ from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
 from lp_jax.nn._network import Network as Network
 from lp_jax.nn._norm import BatchNorm as BatchNorm
+from lp_jax.nn._refine import refine as refine
 from lp_jax.nn._residual import ConvResidual as ConvResidual
 from lp_jax.nn._residual import DenseResidual as DenseResidual
 from lp_jax.nn._spline import Spline as Spline
