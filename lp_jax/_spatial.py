@@ -30,9 +30,10 @@ def spatial(
     The prolongation P is linear interpolation: coarse points keep their values, points between them get the mean of
     their neighbours, the last one of an even number that of its left neighbour. It reproduces constants, and linear
     functions but for such a last point. Full weighting is its transpose with rows scaled to sum to 1,
-    :math:`R = D^{-1} P^T`, in one dimension (1/4, 1/2, 1/4) inside and (2/3, 1/3) at an end: then :math:`P R` is symmetric
-    with eigenvalues in [0, 1], so that :math:`I - P R`, which is what exact coarse steps leave of an error, enlarges
-    none. Injection takes the values at coarse points; :math:`R P = I`, but :math:`I - P R` may enlarge.
+    :math:`R = D^{-1} P^T`, in one dimension (1/4, 1/2, 1/4) inside, (2/3, 1/3) at an end and (1/5, 2/5, 2/5) where a point
+    lies beyond. Then :math:`P R` is symmetric with eigenvalues in [0, 1], so that :math:`I - P R`, which is what exact
+    coarse steps leave of an error, enlarges none. Injection takes the values at coarse points; :math:`R P = I`, but
+    :math:`I - P R` may enlarge.
 
     The level needs C-relaxation, ``relaxation="FCF"``: of a residual r at the first C-point, F-relaxation alone corrects
     P R r and leaves (I - P R) r, which is not small where r varies from point to point, in this cycle and in every
