@@ -27,6 +27,7 @@ from lp_jax._solution import SolveError as SolveError
 from lp_jax._solve import Gradients as Gradients
 from lp_jax._solve import solve as solve
 from lp_jax._solve import solve_vjp as solve_vjp
+from lp_jax._spatial import spatial as spatial
 from lp_jax._transfer import coarse_rhs as coarse_rhs
 from lp_jax._transfer import correct as correct
 from lp_jax._transfer import restrict as restrict

@@ -86,7 +86,7 @@ class MeshComm:
         )
         return MeshPlacement(workers=workers, total=total, steps=steps, mesh=self.mesh, axis=self.axis)
 
-    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver]) -> PyTree:
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver] | None) -> PyTree:
         """``make(keys)``, lists over the layers, made where they will be used.
 
         An array can be split into equal parts only: where the number of workers does not divide the number of layers, every
@@ -110,6 +110,17 @@ class MeshComm:
     def shared(self, tree: PyTree) -> PyTree:
         """What every worker has, as it is: arrays are global."""
         return tree
+
+    def spread(self, lists: PyTree) -> PyTree:
+        """Lists over all layers that a compiled function makes, each device having its own, if they can be split evenly."""
+
+        def leaf(x: jax.Array) -> jax.Array:
+            if x.shape[0] % self.size:
+                return x
+            others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.axis, *others)))
+
+        return jax.tree.map(leaf, lists)
 
     def adopt(self, tree: PyTree) -> PyTree:
         """Arrays that are committed to other devices, on those of the mesh; all others as they are."""

@@ -17,6 +17,7 @@ from lp_jax._pytree import register
 from lp_jax._rediscretize import Rediscretize
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver, constant
+from lp_jax._transfer import fitted
 from lp_jax._types import State
 
 
@@ -42,8 +43,8 @@ class MGRIT(Solver):
             with fixed effort: `Picard`, `Serial`.
         coarsest: solver of the coarsest level: `Serial`, or `Picard`.
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
-            or None where the state keeps its size. Needs C-relaxation there ("FCF"): what a restriction drops is corrected by
-            nothing else.
+            or None where the state keeps its size; `spatial` makes such pairs. Needs C-relaxation there ("FCF"): what a
+            restriction drops is corrected by nothing else.
         storage: what the adjoint finds: "c_points" (one state per interval; the others are recomputed, and
             each layer linearised again, in every sweep) or "all" (what a scan's gradient keeps; no layer is evaluated again).
         interval_map: "vmap" (all intervals as one batch), "loop" (one after another, least memory), or "auto": loop on
@@ -150,22 +151,23 @@ class MGRIT(Solver):
         plan = self.plan(chain.total)
         looped = chain.looped if self.interval_map == "auto" else self.interval_map == "loop"
         transfer = [*self.transfers(chain.total), None]
-        levels = [chain.finest(plan[0][1], looped=looped, transfer=transfer[0])]
+        levels = [chain.finest(plan[0][1], looped=looped, transfer=fitted(transfer[0], chain.y0))]
         for number, (total, factor) in enumerate(plan[1:], 1):
             finer = levels[-1]
             span = finer.span * finer.factor
+            y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
             parts = self.coarse_step.coarsen(chain, number, span, looped=looped)
             levels.append(
                 Level.of(
                     **parts,
                     shared=chain.shared,
-                    y0=finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0),
+                    y0=y0,
                     steps=finer.intervals,
                     total=total,
                     factor=factor,
                     span=span,
                     looped=looped,
-                    transfer=transfer[number],
+                    transfer=fitted(transfer[number], y0),
                     comm=chain.comm,
                 )
             )

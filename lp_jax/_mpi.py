@@ -110,9 +110,9 @@ class MPIComm:
 
         return _wire.merged(tree, reduce)
 
-    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver]) -> PyTree:
-        """``make(keys)`` of this rank's layers; ``keys`` are those of all layers."""
-        return make(keys[layer_slices(len(keys), self.size, *solvers)[self.rank]])
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver] | None) -> PyTree:
+        """``make(keys)`` of this rank's layers; ``keys`` are those of all layers. Without solvers all of it."""
+        return make(keys if solvers is None else self.share(keys, solvers))
 
     def share(self, lists: PyTree, solvers: Sequence[Solver]) -> PyTree:
         """Of lists over all layers, this rank's."""
@@ -125,6 +125,10 @@ class MPIComm:
     def shared(self, tree: PyTree) -> PyTree:
         """What every rank has and uses for its own layers only: its gradient is the sum over the ranks."""
         return _shared(tree, self) if self.size > 1 else tree
+
+    def spread(self, lists: PyTree) -> PyTree:
+        """This rank's lists as they are."""
+        return lists
 
     def adopt(self, tree: PyTree) -> PyTree:
         """Arrays as they are: every rank has its own."""

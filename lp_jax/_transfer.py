@@ -7,8 +7,15 @@ the optional transfer of the state itself (spatial coarsening).
 import jax
 
 from lp_jax import _tree
-from lp_jax._level import Level, identity
+from lp_jax._level import Level, Transfer, identity
 from lp_jax._types import State
+
+
+def fitted(transfer: Transfer | None, fine: State) -> Transfer | None:
+    """``transfer`` for states with the shapes of ``fine``. A prolongation that must know them has a method ``fit``."""
+    if transfer is None or not hasattr(transfer[1], "fit"):
+        return transfer
+    return transfer[0], transfer[1].fit(fine)
 
 
 def restrict(level: Level, u: State) -> State:

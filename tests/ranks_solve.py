@@ -17,10 +17,12 @@ import pytest
 import test_battery as battery
 import test_golden
 import test_mesh as mesh
+import test_spline
+from flax import nnx
 from problems import dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
-from lp_jax import train
+from lp_jax import nn, train
 
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -196,6 +198,24 @@ def grid(copies):
     if int(copies) > 1:
         with pytest.raises(ValueError, match="a batch of 7 examples cannot be split evenly over 2"):
             ranks.share(inputs[:7])
+
+
+@case
+def spline(_=None):
+    """Every rank has all coefficients and makes the weights of its own layers; ranks without layers too."""
+    make = functools.partial(test_spline.make_trunk, num_layers=4, weights=nn.Spline(coefficients=3, degree=2))
+    trunks = make(), make(comm=COMM)
+    y = test_spline.normal((3, test_spline.WIDTH))
+    gradient = nnx.jit(nnx.value_and_grad(lambda trunk, y: jnp.sum(trunk(y) ** 2), argnums=(0, 1)))
+    one, spread = (jax.tree.map(np.asarray, gradient(trunk, y)) for trunk in trunks)
+    for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+    same_everywhere(spread)
+    np.testing.assert_allclose(nn.refine(trunks[1])(y), nn.refine(trunks[0])(y), rtol=1e-11)
+    ordinary = test_spline.make_trunk(comm=COMM)
+    for call in (nn.refine, nn.unstack, nn.sequential):
+        with pytest.raises(ValueError, match=f"spread over {COMM.size} ranks"):
+            call(ordinary)
 
 
 def count(jaxpr, times=1, counts=None):

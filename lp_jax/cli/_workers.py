@@ -100,7 +100,7 @@ class RankGrid(OneDevice):
         spread = [
             "/".join(map(str, (*path, "layers")))
             for path, part in nnx.iter_modules(model)
-            if isinstance(part, LayerParallel) and part.comm is not None
+            if isinstance(part, LayerParallel) and part.comm is not None and part.weights is None
         ]
         return RankGrid(dataclasses.replace(self.ranks, trunk=tuple(spread)))
 

@@ -14,7 +14,8 @@ from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
-from lp_jax.nn._stack import Beside, Context, MakeModule, stacked_module, trunk_step
+from lp_jax.nn._spline import Spline, coefficients, expand
+from lp_jax.nn._stack import Beside, Context, MakeModule, TrunkStep, stacked_module, trunk_step
 
 
 class LayerParallel(nnx.Module):
@@ -33,8 +34,10 @@ class LayerParallel(nnx.Module):
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
         solver: `MGRIT`, `Picard` or `Serial`.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
+        weights: None for parameters of each layer's own; or a `Spline`, whose coefficients then are the parameters. Every
+            worker makes of them the weights of its own layers. Not for layers with running statistics.
         comm: where the layers live: None is one device. With `MeshComm` the parameters are made on their devices, with
-            `MPIComm` every rank has those of its own run (`layer_slices`).
+            `MPIComm` every rank has those of its own run (`layer_slices`), or all coefficients.
         rngs: source of the initial parameters.
 
     Raises:
@@ -63,6 +66,7 @@ class LayerParallel(nnx.Module):
         t1: float | Sequence[float] | np.ndarray = 1.0,
         solver: Solver = MGRIT(),
         adjoint_solver: Solver | None = None,
+        weights: Spline | None = None,
         comm: Any = None,
         rngs: nnx.Rngs,
     ):
@@ -73,7 +77,11 @@ class LayerParallel(nnx.Module):
         _inputs.comm(comm)
         self.comm = nnx.static(comm)
         solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
-        self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers, holds=(nnx.Param, nnx.BatchStat))
+        self.weights = nnx.static(weights)
+        if weights is None:
+            self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers, holds=(nnx.Param, nnx.BatchStat))
+        else:
+            self.layers = coefficients(weights, make_module, num_layers, rngs, comm)
         self.num_layers = int(num_layers)
 
     def __call__(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
@@ -173,7 +181,7 @@ class LayerParallel(nnx.Module):
     def _arguments(self, y: State, shared: PyTree, data: PyTree, key: jax.Array | None) -> dict[str, Any]:
         if data is not None and key is not None:
             raise ValueError("data and key were both given, and layers take one of them as `key`. Leave one out.")
-        step, params, stats = trunk_step(self.layers)
+        step, params, stats = stacks(self)
         return {
             "step": step,
             "params": params,
@@ -191,6 +199,17 @@ class LayerParallel(nnx.Module):
             solver = self.solver
             adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
         return {"solver": solver, "adjoint_solver": adjoint_solver}
+
+
+def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
+    """The layers as a pure step, their parameters and their running statistics, leaves ``(num_layers, ...)``."""
+    step, params, stats = trunk_step(trunk.layers)
+    if trunk.weights is not None:
+        times = np.asarray(trunk.t1)
+        layers = times if times.shape == (trunk.num_layers + 1,) else trunk.num_layers
+        solvers = (trunk.solver, trunk.adjoint_solver or trunk.solver)
+        params = expand(trunk.weights, params, layers, trunk.comm, solvers)
+    return step, params, stats
 
 
 def _hashable(times: float | list[float]) -> float | tuple[float, ...]:

@@ -112,13 +112,14 @@ def stacked_module(
     num_layers: int,
     rngs: nnx.Rngs,
     comm: Any = None,
-    solvers: Sequence[Solver] = (),
+    solvers: Sequence[Solver] | None = (),
     *,
     holds: tuple[type[nnx.Variable], ...],
 ) -> nnx.Module:
     """N layers as one module, whose variables have the layers as their leading axis; with ``comm`` on its workers.
 
-    ``holds`` are the kinds of variables that a layer may have.
+    ``solvers`` are those of the layers, None for what is no layer but something that all workers have. ``holds`` are the
+    kinds of variables that a layer may have.
     """
     num_layers = _check.integer("num_layers", num_layers, least=1)
     if not isinstance(rngs, nnx.Rngs):

@@ -1,0 +1,153 @@
+"""Weights as functions of depth: B-splines in time."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lp_jax import _check
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+from lp_jax.nn._stack import MakeModule, stacked_module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spline:
+    r"""Weights that are a spline of depth, :math:`\theta(t) = \sum_k c_k B_k(t)`, in place of each layer's own.
+
+    ``nn.LayerParallel(..., weights=nn.Spline(coefficients=K))`` trains K sets of parameters, the coefficients
+    :math:`c_k`; a layer has the spline's value at its midpoint. :math:`B_k` are the B-splines of the open uniform knots
+    over [t0, t1]. They are positive and sum to 1, so a layer's weights lie between the coefficients near it. Degree 0 is
+    weights that are constant in pieces, and with as many coefficients as layers the ordinary network.
+
+    Midpoints, as :math:`\theta` at the middle of a layer is its mean over the layer to second order (the left end gives it
+    to first order), as they treat both ends of the network alike, and as no jump of a spline of degree 0 falls on one where
+    K divides N.
+
+    Coefficients are drawn like layers. Between knots weights vary less than the coefficients: the sum of
+    :math:`B_k^2` is about 0.5 for degree 3.
+
+    Args:
+        coefficients: number of coefficients K, at least degree + 1.
+        degree: of the polynomials between knots; the spline has degree - 1 continuous derivatives.
+
+    Raises:
+        ValueError: for a negative degree, and for too few coefficients.
+        TypeError: for either that is no integer.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> make = lambda rngs: nn.DenseResidual(8, rngs=rngs)
+        >>> trunk = nn.LayerParallel(make, 32, weights=nn.Spline(coefficients=6, degree=2), rngs=nnx.Rngs(0))
+        >>> trunk.layers.inner.kernel.shape
+        (6, 8, 8)
+        >>> trunk(jnp.ones((4, 8), "float32")).shape
+        (4, 8)
+
+    References:
+        de Boor, "A practical guide to splines", Springer (2001), chapter IX; Guenther, Pazner, Qi, "Spline
+        parameterization of neural network controls for deep learning", arXiv:2103.00301 (2021).
+    """
+
+    coefficients: int
+    degree: int = 3
+
+    def __post_init__(self) -> None:
+        least = _check.integer("degree", self.degree, least=0) + 1
+        if _check.integer("coefficients", self.coefficients, least=1) < least:
+            raise ValueError(
+                f"coefficients must be at least degree + 1 = {least}, as many as a polynomial of degree {self.degree} has; got "
+                f"{self.coefficients}."
+            )
+
+    def basis(self, layers: int | Sequence[float] | np.ndarray) -> np.ndarray:
+        r"""The values :math:`B_k` at the layers' midpoints; a layer's weights are its row times the coefficients.
+
+        By the recursion of Cox and de Boor.
+
+        Args:
+            layers: number of layers N, equally long, or the N + 1 times at which they start and the last one ends.
+
+        Returns:
+            Shape ``(N, coefficients)``, float64; each row sums to 1.
+
+        Example:
+            >>> from lp_jax import nn
+            >>> nn.Spline(coefficients=3, degree=1).basis(4)
+            array([[0.75, 0.25, 0.  ],
+                   [0.25, 0.75, 0.  ],
+                   [0.  , 0.75, 0.25],
+                   [0.  , 0.25, 0.75]])
+        """
+        if np.ndim(layers) == 0:
+            number = _check.integer("layers", layers, least=1)
+            t = (np.arange(number) + 0.5) / number  # rounded once: what is on a knot is on it exactly
+        else:
+            times = np.asarray(layers, float)
+            t = (midpoints(times) - times[0]) / (times[-1] - times[0])
+        spans, degree = self.coefficients - self.degree, self.degree
+        knots = np.concatenate([np.zeros(degree), np.arange(spans + 1) / spans, np.ones(degree)])
+        t = t[:, None]
+        values = ((knots[:-1] <= t) & (t < knots[1:])).astype(float)
+        for p in range(1, degree + 1):
+            width = knots[p:] - knots[:-p]
+            rising = (t - knots[:-p]) / np.where(width > 0, width, 1)  # where there is no width, values are zero
+            values = rising[:, :-1] * values[:, :-1] + (1 - rising[:, 1:]) * values[:, 1:]
+        return values
+
+
+def midpoints(times: np.ndarray) -> np.ndarray:
+    """The middle of each layer, given the times between them."""
+    return (times[:-1] + times[1:]) / 2
+
+
+def coefficients(spline: Spline, make_module: MakeModule, num_layers: int, rngs: nnx.Rngs, comm: Any) -> nnx.Module:
+    """The coefficients as one module, drawn like layers; all of them on every rank, spread over the devices of a mesh."""
+    if not isinstance(spline, Spline):
+        raise TypeError(f"weights must be None or a spline, like nn.Spline(coefficients=8); got {spline!r}.")
+    if spline.coefficients > _check.integer("num_layers", num_layers, least=1):
+        raise ValueError(
+            f"weights={spline} has more coefficients than the network has layers, num_layers={num_layers}, which then do not "
+            "determine them. Take at most as many, or leave weights out."
+        )
+    kinds = (nnx.Param, nnx.BatchStat)
+    module = stacked_module(make_module, spline.coefficients, rngs, comm, None, holds=kinds)
+    if jax.tree.leaves(nnx.state(module, nnx.BatchStat)):
+        raise ValueError(
+            f"weights={spline} is not for layers with running statistics, which belong to a layer and not to a coefficient. Use "
+            "a norm without, like nnx.LayerNorm, or leave weights out."
+        )
+    return module
+
+
+def expand(
+    spline: Spline, coefficients: PyTree, layers: int | np.ndarray, comm: Any, solvers: Sequence[Solver]
+) -> PyTree:
+    """Parameters of the layers, leaves ``(N, ...)``, from coefficients, leaves ``(K, ...)``.
+
+    Every worker makes those of its own layers; the coefficients are everybody's.
+    """
+    rows = spline.basis(layers)
+    if comm is not None:
+        rows = comm.share(rows, solvers)
+        coefficients = comm.shared(comm.adopt(coefficients))
+    return _products(rows, coefficients, comm)
+
+
+@functools.partial(jax.jit, static_argnames="comm")
+def _products(rows: jax.Array, coefficients: PyTree, comm: Any) -> PyTree:
+    def leaf(c: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            wide = jnp.promote_types(c.dtype, jnp.float32)
+        product = jnp.tensordot(rows.astype(wide), c.astype(wide), 1, precision="highest")
+        return product.astype(c.dtype)
+
+    layers = jax.tree.map(leaf, coefficients)
+    return layers if comm is None else comm.spread(layers)

@@ -1,0 +1,340 @@
+"""Layers one by one, networks without a solver, and files of parameters."""
+
+import builtins
+import doctest
+import importlib
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lp_jax
+from lp_jax import nn
+
+pytest.importorskip("safetensors", reason="the extra lp_jax[nn] is not installed")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+F64 = jnp.float64
+LAYERS, WIDTH = 6, 5
+GRID = (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.1)
+
+
+def dense(rngs):
+    return nn.DenseResidual(WIDTH, hidden=7, param_dtype=F64, rngs=rngs)
+
+
+def make_trunk(make=dense, **options):
+    return nn.LayerParallel(make, LAYERS, **({"t1": 2.0, "rngs": nnx.Rngs(0)} | options))
+
+
+def make_model(rngs=None):
+    rngs = rngs or nnx.Rngs(1)
+    return nn.Classifier(
+        nn.DenseOpening((4,), WIDTH, param_dtype=F64, rngs=rngs),
+        make_trunk(rngs=rngs),
+        nn.DenseClosing((WIDTH,), 3, hidden=6, param_dtype=F64, rngs=rngs),
+    )
+
+
+def normal(shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), shape, F64)
+
+
+def assert_same(got, wanted):
+    """Bit for bit, and in structure and dtype."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# --------------------------------------------------------------------------------------------------------------- layer by layer
+
+
+def test_exported_layers_run_in_numpy():
+    trunk = make_trunk(t0=0.5)
+    trunk.layers.inner.bias[...] = normal((LAYERS, 7), 3)
+    y = u = np.asarray(normal((3, WIDTH)))
+    for layer in jax.tree.map(np.asarray, nn.unstack(trunk)):
+        hidden = np.tanh(u @ layer["inner"]["kernel"] + layer["inner"]["bias"])
+        u = u + 1.5 / LAYERS * (hidden @ layer["outer"]["kernel"] + layer["outer"]["bias"])
+    np.testing.assert_allclose(trunk.solve(jnp.asarray(y), solver=lp_jax.Serial()).y1, u, rtol=1e-14)
+    np.testing.assert_allclose(nn.sequential(trunk)(jnp.asarray(y)), u, rtol=1e-14)
+
+
+def test_layers_that_are_changed_one_by_one_go_back():
+    trunk, other = make_trunk(), make_trunk(rngs=nnx.Rngs(8))
+    params = nnx.to_pure_dict(nnx.state(trunk.layers))
+    layers = nn.unstack(trunk)
+    assert len(layers) == LAYERS
+    assert_same(nn.restack(layers), params)
+    assert_same(nn.unstack(params), layers)
+    nnx.update(other.layers, nn.restack(layers))
+    np.testing.assert_array_equal(other(normal((3, WIDTH))), trunk(normal((3, WIDTH))))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "layers is empty"),
+        (
+            [{"w": jnp.ones(3)}, {"w": jnp.ones(3)}, {"w": jnp.ones(4)}],
+            r"\['w'\] is float64\[3\] in layer 0 and float64\[4\]",
+        ),
+        ([{"w": jnp.ones(3)}, {"w": jnp.ones(3, jnp.float32)}], r"float64\[3\] in layer 0 and float32\[3\] in layer 1"),
+        ([{"w": jnp.ones(3)}, {"v": jnp.ones(3)}], r"\['w'\] is float64\[3\] in layer 0 and absent in layer 1"),
+    ],
+)
+def test_layers_that_are_not_alike_are_refused(layers, message):
+    with pytest.raises(ValueError, match=message):
+        nn.restack(layers)
+
+
+class Everything(nnx.Module):
+    """A layer that uses all that a layer can be given."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, param_dtype=F64, rngs=rngs)
+
+    def __call__(self, y, t, dt, *, key=None, shared=None, index=None):
+        keep = 1.0 if key is None else jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype)
+        memory = jnp.zeros_like(y) if shared is None else shared
+        return y + dt * keep * jnp.tanh(self.linear(y) + memory * t + index.astype(y.dtype) / 10)
+
+
+class BatchNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, param_dtype=F64, rngs=rngs)
+        self.norm = nn.BatchNorm(WIDTH, param_dtype=F64, rngs=rngs)
+
+    def __call__(self, y, t, dt):
+        return y + dt * nnx.tanh(self.norm(self.linear(y)))
+
+
+TRUNKS = {
+    "plain": ({}, {}),
+    "times": ({"t1": GRID}, {}),
+    "spline": ({"weights": nn.Spline(coefficients=3, degree=1)}, {}),
+    "key": ({"make": Everything, "t1": GRID}, {"key": jax.random.key(3), "shared": normal((3, WIDTH), 4)}),
+    "data": ({"make": Everything}, {"data": jax.random.split(jax.random.key(3), LAYERS)}),
+}
+
+
+@pytest.mark.parametrize("name", TRUNKS)
+def test_sequential_is_the_serial_solve(name):
+    options, given = TRUNKS[name]
+    trunk, y = make_trunk(**options), normal((3, WIDTH))
+    network = nn.sequential(trunk)
+    wanted = trunk.solve(y, solver=lp_jax.Serial(), **given).y1
+    np.testing.assert_allclose(network(y, **given), wanted, rtol=1e-14)
+    by_network, by_solve = (
+        jax.jit(jax.grad(lambda y, f=f: jnp.sum(f(y) ** 2)))(y)
+        for f in (lambda y: network(y, **given), lambda y: trunk.solve(y, solver=lp_jax.Serial(), **given).y1)
+    )
+    np.testing.assert_allclose(by_network, by_solve, rtol=1e-13)
+    state = nnx.state(trunk)
+    nnx.update(trunk, jax.tree.map(jnp.zeros_like, state))  # what was exported stays
+    np.testing.assert_allclose(network(y, **given), wanted, rtol=1e-14)
+
+
+def test_sequential_from_a_mesh_and_with_running_statistics(standard_promotion):
+    comm = lp_jax.MeshComm(jax.make_mesh((2,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
+    trunk, y = make_trunk(BatchNormed, comm=comm), normal((8, WIDTH))
+    trunk(y)
+    trunk.eval()
+    np.testing.assert_allclose(nn.sequential(trunk)(y), trunk.solve(y, solver=lp_jax.Serial()).y1, rtol=1e-13)
+    trunk.train()
+    before = trunk.layers.norm.mean[...]
+    network = nn.sequential(trunk)
+    np.testing.assert_allclose(network(y), trunk.solve(y, solver=lp_jax.Serial()).y1, rtol=1e-13)
+    trunk.layers.norm.mean[...] = before
+    network(y)
+    np.testing.assert_array_equal(trunk.layers.norm.mean[...], before)
+
+
+def test_only_trunks_are_made_sequential():
+    with pytest.raises(
+        TypeError, match=r"trunk must be a LayerParallel; got Classifier\. Pass the trunk that it holds"
+    ):
+        nn.sequential(make_model())
+
+
+# ------------------------------------------------------------------------------------------------------------------------ files
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "params.safetensors"
+
+
+def header(file):
+    data = file.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def test_a_model_comes_back_bit_for_bit(file):
+    model, other, x = make_model(), make_model(nnx.Rngs(7)), normal((3, 4))
+    nn.save(file, model)
+    assert sorted(set(header(file)) - {"__metadata__"}) == sorted(
+        f"{layer}.{kind}"
+        for layer in (
+            "opening.linear",
+            "trunk.layers.inner",
+            "trunk.layers.outer",
+            "closing.layers.0",
+            "closing.layers.1",
+        )
+        for kind in ("bias", "kernel")
+    )
+    assert header(file)["__metadata__"] == {"lp_jax.format": "1"}
+    params = nnx.to_pure_dict(nnx.state(model))
+    for like in (None, params, model, nnx.state(other), jax.eval_shape(lambda: params)):
+        assert_same(nn.load(file, like=like), params)
+    nnx.update(other, nn.load(file, like=other))
+    np.testing.assert_array_equal(other(x), model(x))
+    nn.save(file, {"w": jnp.ones(2)})  # replaces the file
+    assert_same(nn.load(file), {"w": jnp.ones(2)})
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_running_statistics_are_saved_too(file):
+    trunk = make_trunk(BatchNormed)
+    trunk.layers.norm.mean[...] = normal((LAYERS, WIDTH))
+    nn.save(file, trunk)
+    other = make_trunk(BatchNormed, rngs=nnx.Rngs(9))
+    nnx.update(other, nn.load(file, like=other))
+    assert_same(nnx.to_pure_dict(nnx.state(other)), nnx.to_pure_dict(nnx.state(trunk)))
+
+
+DTYPES = ["bool", "int8", "uint16", "int32", "uint64", "float16", "bfloat16", "float32", "float64", "complex64"]
+
+
+def test_all_dtypes_and_shapes(file):
+    bits = np.random.default_rng(0).integers(0, 255, 24 * 8, np.uint8).tobytes()
+    params = {name: jnp.asarray(np.frombuffer(bits, name, 24).reshape(2, 3, 4)) for name in DTYPES if name != "bool"}
+    params |= {
+        "bool": jnp.asarray([True, False]),
+        "scalar": jnp.asarray(2.5),
+        "empty": jnp.zeros((0, 3)),
+        "nested": {3: jnp.ones(1)},
+    }
+    params["transposed"] = np.arange(6.0).reshape(2, 3).T  # not contiguous
+    nn.save(file, params)
+    assert_same(nn.load(file), params)
+    assert_same(nn.load(file, like=params), params)
+
+
+def test_lists_and_tuples_have_numbers_for_names(file):
+    params = {"layers": [(jnp.ones(2), jnp.zeros(3)), (jnp.ones(1), jnp.zeros(1))]}
+    nn.save(file, params)
+    assert set(header(file)) == {"__metadata__", *(f"layers.{i}.{j}" for i in (0, 1) for j in (0, 1))}
+    assert_same(nn.load(file, like=params), params)
+    assert_same(nn.load(file)["layers"][1], {0: jnp.ones(1), 1: jnp.zeros(1)})
+
+
+def test_files_of_other_programs_are_read(file):
+    from safetensors.numpy import load_file, save_file
+
+    save_file({"encoder.0.weight": np.ones((2, 3), np.float32)}, file, metadata={"format": "pt"})
+    assert_same(nn.load(file), {"encoder": {0: {"weight": jnp.ones((2, 3), jnp.float32)}}})
+    nn.save(file, {"a": {"b": jnp.ones(3)}})
+    np.testing.assert_array_equal(load_file(file)["a.b"], np.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"a.b": 1.0}, ValueError, r"'a.b' in params\['a.b'\] cannot be part of an array's name"),
+        ({"a": {"7": 1.0}}, ValueError, r"'7' in params\['a'\]\['7'\] cannot be"),
+        ({"": 1.0}, ValueError, "'' in params"),
+        (jnp.ones(3), ValueError, "params is a single array; put it into a dict"),
+        ({"k": jax.random.key(0)}, TypeError, r"k has dtype key<fry>.*Save jax.random.key_data of it"),
+        ({"z": jnp.ones(2, complex)}, TypeError, "z has dtype complex128, which safetensors does not have"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(file, params, error, message):
+    with pytest.raises(error, match=message):
+        nn.save(file, params)
+    assert not list(file.parent.iterdir())
+
+
+PARAMS = {"inner": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"inner": PARAMS["inner"] | {"scale": jnp.ones(3)}}, r"`like`: it lacks inner.scale\.$"),
+        ({"inner": {"kernel": jnp.ones((2, 3))}}, r"it has, but like has not, inner.bias\.$"),
+        (
+            {"inner": {"kernel": jnp.ones((2, 4)), "bias": jnp.ones(3)}},
+            r"inner.kernel is float64\[2, 3\], and float64\[2, 4\] in",
+        ),
+        (
+            jax.tree.map(lambda x: x.astype("float32"), PARAMS),
+            r"inner.bias is float64\[3\], and float32\[3\] in `like`",
+        ),
+        (
+            {"outer": PARAMS["inner"]},
+            r"it lacks outer.bias, outer.kernel and has, but like has not, inner.bias, inner.kernel",
+        ),
+    ],
+)
+def test_parameters_of_another_network_are_refused(file, like, message):
+    nn.save(file, PARAMS)
+    with pytest.raises(ValueError, match=message):
+        nn.load(file, like=like)
+
+
+def test_bad_files_are_refused(file):
+    from safetensors.numpy import save
+
+    with pytest.raises(FileNotFoundError, match=r"no file .*params.safetensors"):
+        nn.load(file)
+    nn.save(file, PARAMS)
+    whole = file.read_bytes()
+    for data in (b"", b"not a file of parameters", whole[:50], whole[:-1], whole + b"more"):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=r"params\.safetensors is no file of safetensors, or not all of one: "):
+            nn.load(file)
+    file.write_bytes(save({"w": np.ones(2)}, metadata={"lp_jax.format": "2"}))
+    with pytest.raises(ValueError, match="has format version 2, this lp_jax reads version 1: update it"):
+        nn.load(file)
+    file.write_bytes(save({"w": np.ones(2), "w.b": np.ones(2)}))
+    with pytest.raises(ValueError, match=r"w(\.b)? is both an array and a part of the name of others"):
+        nn.load(file)
+
+
+def test_float64_is_not_cut(file):
+    nn.save(file, PARAMS)
+    with (
+        jax.enable_x64(False),
+        pytest.raises(ValueError, match=r'float64.*jax.config.update\("jax_enable_x64", True\)'),
+    ):
+        nn.load(file)
+
+
+def test_without_safetensors_the_extra_is_named(file, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "safetensors"]:
+        monkeypatch.delitem(sys.modules, name)
+    real = builtins.__import__
+
+    def absent(name, *arguments, **options):
+        if name.split(".")[0] == "safetensors":
+            raise ModuleNotFoundError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    for call in (lambda: nn.save(file, PARAMS), lambda: nn.load(file)):
+        with pytest.raises(ImportError, match=r'pip install "lp_jax\[nn\]"'):
+            call()
+
+
+def test_examples_run():
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        result = doctest.testmod(importlib.import_module("lp_jax.nn._export"))
+    assert result.attempted and not result.failed

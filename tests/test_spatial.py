@@ -1,0 +1,357 @@
+"""Spatial coarsening: transfers against matrices written down in NumPy, and solves on grids against serial ones."""
+
+import collections
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import INJECT, relative_error, serial_loss_and_gradient
+
+import lp_jax
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KINDS = list(itertools.product(("full_weighting", "injection"), ("linear", "constant")))
+
+
+def matrices(n, restriction, prolongation):
+    """R and P of one axis, entry by entry."""
+    k = (n + 1) // 2
+    p = np.zeros((n, k))
+    for i in range(n):
+        if i % 2 == 0 or prolongation == "constant":
+            p[i, i // 2] = 1
+        else:
+            p[i, i // 2] += 1 / 2
+            p[i, min(i // 2 + 1, k - 1)] += 1 / 2
+    r = np.zeros((k, n))
+    for j in range(k):
+        r[j] = p[:, j] / p[:, j].sum() if restriction == "full_weighting" else np.eye(n)[2 * j]
+    return r, p
+
+
+def along(u, axis, matrix):
+    return np.moveaxis(np.tensordot(matrix, u, (1, axis)), 0, axis)
+
+
+def state(*shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return {f"leaf{i}": jnp.asarray(rng.normal(size=shape)) for i, shape in enumerate(shapes)}
+
+
+SHAPES = {
+    1: [(2, 7, 3), (1, 6, 1), (3, 1, 2), (2, 2, 1)],
+    2: [(2, 5, 6, 3), (1, 1, 8, 1), (4, 7, 2)],
+    3: [(2, 3, 4, 5, 2), (1, 2, 2, 2, 1)],
+}
+
+
+@pytest.mark.parametrize("dims", SHAPES)
+@pytest.mark.parametrize(("restriction", "prolongation"), KINDS)
+def test_transfers_are_their_matrices_and_transposes(dims, restriction, prolongation):
+    fine = state(*SHAPES[dims])
+
+    @jax.jit
+    def everything(fine):
+        restrict, prolong = lp_jax.spatial(dims, restriction=restriction, prolongation=prolongation)
+        prolong = prolong.fit(fine)
+        coarse = restrict(fine)
+        (to_fine,) = jax.linear_transpose(restrict, fine)(coarse)
+        (to_coarse,) = jax.linear_transpose(prolong, coarse)(fine)
+        return coarse, prolong(coarse), to_fine, to_coarse
+
+    got = everything(fine)
+    for name, u in fine.items():
+        axes = range(u.ndim - 1 - dims, u.ndim - 1)
+        rs, ps = zip(*(matrices(u.shape[axis], restriction, prolongation) for axis in axes), strict=True)
+
+        def apply(matrices, u, axes=axes):
+            return functools.reduce(lambda u, item: along(u, *item), zip(axes, matrices, strict=True), u)
+
+        coarse = apply(rs, np.asarray(u))
+        transposed = apply([r.T for r in rs], coarse), apply([p.T for p in ps], np.asarray(u))
+        for a, b in zip(got, (coarse, apply(ps, coarse), *transposed), strict=True):
+            np.testing.assert_allclose(a[name], b, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("n", [6, 7])
+@pytest.mark.parametrize(("restriction", "prolongation"), KINDS)
+def test_constants_and_linear_functions(n, restriction, prolongation):
+    restrict, prolong = lp_jax.spatial(1, restriction=restriction, prolongation=prolongation)
+    ones, x = jnp.ones((1, n, 1)), jnp.arange(float(n)).reshape(1, n, 1)
+    prolong = prolong.fit(ones)
+    np.testing.assert_array_equal(restrict(ones), np.ones((1, 4 if n == 7 else 3, 1)))
+    np.testing.assert_array_equal(prolong(restrict(ones)), ones)
+    if prolongation == "linear":
+        coarse = np.asarray(restrict(x))[0, :, 0]
+        inside = slice(None) if restriction == "injection" else slice(1, -1)
+        np.testing.assert_allclose(coarse[inside], 2.0 * np.arange((n + 1) // 2)[inside], rtol=1e-15)
+        np.testing.assert_array_equal(prolong(x[:, ::2])[0, :5, 0], np.arange(5.0))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 9])
+@pytest.mark.parametrize(("restriction", "prolongation"), KINDS)
+def test_full_weighting_leaves_no_error_larger(n, restriction, prolongation):
+    """P R is symmetric with eigenvalues in [0, 1]. Of injection R P = I alone holds."""
+    restrict, prolong = lp_jax.spatial(1, restriction=restriction, prolongation=prolongation)
+    points = jnp.eye(n)[:, :, None]  # a batch of unit vectors
+    prolong = prolong.fit(points)
+    pr = np.asarray(jax.jit(lambda u: prolong(restrict(u)))(points))[:, :, 0].T
+    left = np.linalg.norm(np.eye(n) - pr, 2)
+    if restriction == "full_weighting":
+        np.testing.assert_allclose(pr, pr.T, atol=1e-15)
+        eigenvalues = np.linalg.eigvalsh(pr)
+        assert eigenvalues.min() > -1e-15 and eigenvalues.max() < 1 + 1e-14
+        assert left < 1 + 1e-14
+    elif n > 2:
+        assert left > 1.3  # an oblique projection
+    if restriction == "injection" or prolongation == "constant":
+        np.testing.assert_allclose(pr @ pr, pr, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128"])
+def test_dtypes_are_kept(dtype):
+    restrict, prolong = lp_jax.spatial(2)
+    u = jnp.ones((2, 4, 6, 1), dtype)
+    there_and_back = jax.jit(lambda u: prolong(restrict(u)))(u)
+    np.testing.assert_array_equal(there_and_back.astype("complex128"), np.ones(u.shape))
+    assert there_and_back.dtype == u.dtype
+
+
+# ------------------------------------------------------------------------------------------------------------------- solves
+
+NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
+SIZES = {1: (2, 9, 2), 2: (2, 6, 5, 2), 3: (1, 5, 4, 3, 2)}
+LAYERS = 8
+
+
+def convolve(y, layer):
+    dims = y.ndim - 2
+    out = jax.lax.conv_general_dilated(y, layer.params, (1,) * dims, "SAME", dimension_numbers=NUMBERS[dims])
+    return y + layer.dt * jnp.tanh(out)
+
+
+def problem(dims):
+    rng = np.random.default_rng(dims)
+    kernels = rng.normal(size=(LAYERS, *(3,) * dims, 2, 2)) / np.sqrt(2 * 3**dims)
+    return jnp.asarray(kernels), *(jnp.asarray(rng.normal(size=SIZES[dims])) for _ in range(2))
+
+
+def make(dims, **fields):
+    """Four intervals, one of which becomes exact in each cycle."""
+    settings = {
+        "levels": 3,
+        "coarsening": 2,
+        "iterations": 5,
+        "relaxation": "FCF",
+        "coarse_step": INJECT,
+        "spatial": lp_jax.spatial(dims),
+    }
+    return lp_jax.MGRIT(**(settings | fields))
+
+
+def loss(target, y):
+    return jnp.sum((y - target) ** 2)
+
+
+def gradient(params, y0, target, solver, comm=None):
+    def value(params, y0):
+        return loss(target, lp_jax.solve(convolve, params, y0, t1=4.0, solver=solver, comm=comm).y1)
+
+    return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(params, y0)
+
+
+def serial(params, y0, target):
+    value, (by_params, by_state, _) = serial_loss_and_gradient(
+        convolve, params, y0, functools.partial(loss, target), t1=4.0
+    )
+    return value, (by_params, by_state)
+
+
+VARIANTS = {
+    "full weighting": {},
+    "injection, batched": {"interval_map": "vmap", "restriction": "injection"},
+    "means, all stored": {"storage": "all", "prolongation": "constant"},
+    "below the first level": {"relaxation": ("F", "FCF"), "below": True},
+    "picard": {"coarse_step": lp_jax.Picard(sweeps=1)},
+    "W": {"cycle": "W", "skip_downcycle": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("dims", "variant"), [(1, name) for name in VARIANTS] + [(2, "full weighting"), (3, "full weighting")]
+)
+def test_the_gradient_is_the_serial_one(dims, variant):
+    fields = dict(VARIANTS[variant])
+    kinds = {name: fields.pop(name) for name in ("restriction", "prolongation") if name in fields}
+    pair = lp_jax.spatial(dims, **kinds)
+    solver = make(dims, spatial=(None, pair) if fields.pop("below", False) else pair, **fields)
+    arrays = problem(dims)
+    (value, got), (wanted, exact) = gradient(*arrays, solver), serial(*arrays)
+    assert abs(value - wanted) < 1e-12 * wanted
+    assert relative_error(got, exact) < 1e-10
+
+
+def smooth_problem(n=16):
+    """Kernels that blur, and a state and a target of long waves."""
+    rng = np.random.default_rng(0)
+    x, y = np.meshgrid(np.arange(n) / n, np.arange(n) / n, indexing="ij")
+    waves = np.stack([np.cos(np.pi * (a * x + b * y)) for a in range(3) for b in range(3)], -1)
+    weights = np.outer([1, 2, 1], [1, 2, 1]) / 16
+    kernels = weights[:, :, None, None] * rng.normal(size=(LAYERS, 1, 1, 2, 2))
+    return jnp.asarray(kernels), *(jnp.asarray((waves @ rng.normal(size=(9, 2)))[None]) for _ in range(2))
+
+
+def test_smooth_states_lose_little_and_rough_ones_all():
+    """Two cycles: where states vary smoothly in space the gradient is as good as without coarsening in space."""
+
+    def error(arrays, **fields):
+        _, exact = serial(*arrays)
+        return relative_error(gradient(*arrays, make(2, levels=2, iterations=2, **fields))[1], exact)
+
+    smooth = smooth_problem()
+    without, full = error(smooth, spatial=None), error(smooth)
+    injected = error(smooth, spatial=lp_jax.spatial(2, restriction="injection"))
+    assert full < 1.1 * without
+    assert full < injected
+    assert error(problem(2)) > 0.3  # random kernels on noise: the coarse grid knows nothing of it
+
+
+def test_under_vmap():
+    params, y0, target = problem(1)
+    states = jnp.stack([y0, y0 - 1])
+    solver = make(1, levels=2)
+
+    def by_state(y0):
+        return jax.grad(lambda y0: loss(target, lp_jax.solve(convolve, params, y0, t1=4.0, solver=solver).y1))(y0)
+
+    got = jax.jit(jax.vmap(by_state))(states)
+    wanted = jnp.stack([serial(params, y, target)[1][1] for y in states])
+    assert relative_error(got, wanted) < 1e-10
+
+
+@pytest.mark.parametrize(("dims", "cycles"), [(1, 2), (2, 5)])
+def test_over_the_devices_of_a_mesh(dims, cycles):
+    comm = lp_jax.MeshComm(jax.make_mesh((4,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
+    arrays, solver = problem(dims), make(dims, levels=2, iterations=cycles)
+    _, got = gradient(*arrays, solver, comm)
+    _, wanted = serial(*arrays) if cycles == 5 else gradient(*arrays, solver)
+    assert relative_error(got, wanted) < (1e-10 if cycles == 5 else 1e-12)
+
+
+def decay(y, layer):
+    return (1 - layer.dt) * y
+
+
+@pytest.mark.parametrize("n", [6, 7])
+@pytest.mark.parametrize(("restriction", "prolongation"), KINDS[:3])
+def test_f_relaxation_alone_does_not_converge(n, restriction, prolongation):
+    """The first C-point's error is multiplied by I - P R in every cycle; with FCF it is gone after the first."""
+    pair = lp_jax.spatial(1, restriction=restriction, prolongation=prolongation)
+    y0 = jnp.asarray(np.random.default_rng(3).normal(size=(1, n, 1)))
+
+    def norms(relaxation, pair):
+        fields = {"levels": 2, "coarsening": 4, "min_coarse": 1, "skip_downcycle": False, "relaxation": relaxation}
+        solver = make(1, spatial=pair, **fields)
+        solution = lp_jax.solve(decay, None, y0, data=jnp.zeros(4), solver=solver, guess="zeros")
+        return np.asarray(solution.stats.residual_norms)
+
+    r, p = matrices(n, restriction, prolongation)
+    error = (1 - 1 / 4) ** 4 * np.asarray(y0)[0, :, 0]
+    wanted = []
+    for _ in range(5):
+        wanted.append(np.linalg.norm(error))
+        error = error - p @ (r @ error)
+    np.testing.assert_allclose(norms("F", pair), wanted, rtol=1e-12)
+    assert wanted[-1] > 0.05 * wanted[0]
+    if n == 6 and restriction == "injection":
+        assert norms("FCF", pair).max() < 1e-15
+        assert norms("F", None)[1:].max() < 1e-15
+
+
+def test_with_fcf_one_interval_more_is_exact_after_each_cycle():
+    params, y0, _ = problem(2)
+    states = [y0]
+    for n in range(LAYERS):
+        states.append(convolve(states[-1], lp_jax.Layer(params[n], None, None, n / 2, 1 / 2, n, 0)))
+    exact = jnp.stack(states[2::2])
+    for cycles in (1, 2):
+        solver = make(2, iterations=cycles, skip_downcycle=False)
+        u = lp_jax.solve(convolve, params, y0, t1=4.0, solver=solver).trajectory
+        errors = np.abs(np.asarray(u - exact)).max(axis=(1, 2, 3, 4))
+        assert errors[: cycles + 1].max() < 1e-14  # one more by the final sweep
+        assert errors[cycles + 1 :].min() > 1e-6
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (9, 8)])
+def test_coarse_convolutions_run_on_a_share_of_the_points(sizes):
+    """Points that convolutions are evaluated at, by level, counted as they happen: 1/4 per evaluation on each level."""
+    evaluations, points = collections.Counter(), collections.defaultdict(set)
+
+    def step(y, layer):
+        jax.debug.callback(lambda _: evaluations.update([layer.level]), y)
+        points[layer.level].add(y.shape[1] * y.shape[2])
+        return convolve(y, layer)
+
+    def run(pair):
+        evaluations.clear()
+        points.clear()
+        solver = make(2, levels=3, iterations=2, spatial=pair)
+        lp_jax.solve(step, problem(2)[0], jnp.ones((1, *sizes, 2)), solver=solver).y1.block_until_ready()
+        jax.effects_barrier()
+        return dict(evaluations)
+
+    plain = run(None)
+    assert set(points[1]) == {sizes[0] * sizes[1]}
+    assert run(lp_jax.spatial(2)) == plain  # as many evaluations, smaller ones:
+    halves = [np.prod([-(-n // 2**level) for n in sizes]) for level in range(3)]
+    assert points == {level: {count} for level, count in enumerate(halves)}
+    if sizes == (16, 16):
+        assert halves == [256, 64, 16]
+    run((None, lp_jax.spatial(2)))
+    assert points == {0: {halves[0]}, 1: {halves[0]}, 2: {halves[1]}}
+
+
+def test_pairs_that_are_alike_are_equal_and_share_a_program():
+    assert lp_jax.spatial(2) == lp_jax.spatial(2, restriction="full_weighting", prolongation="linear")
+    assert (
+        len({lp_jax.spatial(2), lp_jax.spatial(2), lp_jax.spatial(3), lp_jax.spatial(2, restriction="injection")}) == 3
+    )
+    traces = []
+
+    def step(y, layer):
+        traces.append(y.shape)
+        return convolve(y, layer)
+
+    params, y0, _ = problem(1)
+    lp_jax.solve(step, params, y0, solver=make(1))
+    before = len(traces)
+    lp_jax.solve(step, params, y0, solver=make(1))
+    assert len(traces) - before <= 3  # once per level, to see what it returns
+    assert hash(make(1)) == hash(make(1))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: lp_jax.spatial(0), ValueError, "dims must be at least 1; got 0"),
+        (lambda: lp_jax.spatial("2"), TypeError, "dims must be an integer"),
+        (
+            lambda: lp_jax.spatial(2, restriction="full"),
+            ValueError,
+            "restriction must be 'full_weighting' or 'injection'",
+        ),
+        (lambda: lp_jax.spatial(2, prolongation="cubic"), ValueError, "prolongation must be 'linear' or 'constant'"),
+        (
+            lambda: lp_jax.solve(convolve, *problem(1)[:2], solver=make(3)),
+            ValueError,
+            r"spatial\(dims=3\) needs states with 3 axes of space.*got one of shape \(2, 9, 2\)",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,380 @@
+"""Weights as functions of depth, and networks made deeper: against SciPy's B-splines, plain loops, and orders."""
+
+import doctest
+import importlib
+
+import jax
+import jax.numpy as jnp
+import launch
+import numpy as np
+import optax
+import pytest
+import scipy.interpolate
+from flax import nnx
+
+import lp_jax
+from lp_jax import nn
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+F64 = jnp.float64
+LAYERS, WIDTH = 8, 5
+EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=4)  # four intervals: exact after four cycles
+GRID = np.linspace(0.0, 1.5, LAYERS + 1) ** 2
+
+
+def dense(rngs):
+    return nn.DenseResidual(WIDTH, param_dtype=F64, rngs=rngs)
+
+
+def make_trunk(*, make=dense, num_layers=LAYERS, **options):
+    return nn.LayerParallel(make, num_layers, **({"solver": EXACT, "rngs": nnx.Rngs(0), "t1": 2.0} | options))
+
+
+def mesh(size=4):
+    return lp_jax.MeshComm(jax.make_mesh((size,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
+
+
+def normal(shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), shape, F64)
+
+
+def params_of(trunk):
+    return nnx.to_pure_dict(nnx.state(trunk.layers))
+
+
+def assert_close(got, wanted, rtol=1e-12):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)
+
+
+# ------------------------------------------------------------------------------------------------------------------ B-splines
+
+
+def reference(coefficients, degree, t):
+    """All basis functions at ``t`` in [0, 1], by SciPy."""
+    spans = coefficients - degree
+    knots = np.r_[[0.0] * degree, np.linspace(0, 1, spans + 1), [1.0] * degree]
+    return scipy.interpolate.BSpline(knots, np.eye(coefficients), degree)(t)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "degree"), [(1, 0), (4, 0), (2, 1), (5, 1), (3, 2), (7, 2), (4, 3), (9, 3), (8, 5)]
+)
+def test_the_basis_is_that_of_scipy(coefficients, degree):
+    spline = nn.Spline(coefficients=coefficients, degree=degree)
+    for n in (coefficients, 12, 64):
+        basis = spline.basis(n)
+        np.testing.assert_allclose(basis, reference(coefficients, degree, (np.arange(n) + 0.5) / n), atol=1e-15)
+        np.testing.assert_allclose(basis.sum(1), 1, rtol=1e-15)
+        assert basis.min() >= 0 and np.count_nonzero(basis, axis=1).max() <= degree + 1
+        if degree > 0 or n % coefficients == 0:
+            np.testing.assert_allclose(basis[::-1, ::-1], basis, atol=1e-15)  # both ends alike
+    np.testing.assert_allclose(spline.basis(3.0 + 5.0 * np.arange(13)), spline.basis(12), atol=1e-14)
+    middle = (GRID[1:] + GRID[:-1]) / 2 / GRID[-1]
+    np.testing.assert_allclose(spline.basis(GRID.tolist()), reference(coefficients, degree, middle), atol=1e-14)
+
+
+def test_degree_zero_repeats():
+    np.testing.assert_array_equal(nn.Spline(coefficients=8, degree=0).basis(8), np.eye(8))
+    np.testing.assert_array_equal(nn.Spline(coefficients=7, degree=0).basis(21), np.repeat(np.eye(7), 3, axis=0))
+
+
+def order(errors):
+    return np.log2(errors[:-1] / np.asarray(errors[1:]))
+
+
+def test_midpoints_are_means_to_second_order():
+    """The reason for midpoints: left ends are one order worse."""
+    spline = nn.Spline(coefficients=6, degree=3)
+    knots = np.r_[[0.0] * 3, np.linspace(0, 1, 4), [1.0] * 3]
+    integral = scipy.interpolate.BSpline(knots, np.eye(6), 3).antiderivative()
+    errors = {"middle": [], "left": []}
+    for n in (32, 64, 128):
+        means = n * np.diff(integral(np.arange(n + 1) / n), axis=0)
+        errors["middle"].append(np.abs(spline.basis(n) - means).max())
+        errors["left"].append(np.abs(reference(6, 3, np.arange(n) / n) - means).max())
+    np.testing.assert_allclose(order(errors["middle"]), 2, atol=0.1)
+    np.testing.assert_allclose(order(errors["left"]), 1, atol=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------- networks with splines
+
+
+def test_as_many_coefficients_of_degree_zero_as_layers_are_the_ordinary_network():
+    ordinary, spline = (make_trunk(weights=weights) for weights in (None, nn.Spline(coefficients=LAYERS, degree=0)))
+    assert_close(params_of(spline), params_of(ordinary), rtol=0)
+    y = normal((3, WIDTH))
+
+    def gradient(trunk):
+        return nnx.to_pure_dict(nnx.grad(lambda trunk: jnp.sum(trunk(y) ** 2))(trunk))
+
+    np.testing.assert_array_equal(spline(y), ordinary(y))
+    assert_close(gradient(spline), gradient(ordinary), rtol=0)
+
+
+def loop(params, spline, y, layers, times):
+    """The network as a Python loop, each layer's weights summed over SciPy's basis."""
+    middle = (times[1:] + times[:-1]) / 2
+    basis = reference(spline.coefficients, spline.degree, (middle - times[0]) / (times[-1] - times[0]))
+    for n in range(layers):
+        kernel, bias = (
+            sum(basis[n, k] * params["inner"][name][k] for k in range(spline.coefficients))
+            for name in ("kernel", "bias")
+        )
+        y = y + (times[n + 1] - times[n]) * jnp.tanh(y @ kernel + bias[None])
+    return y
+
+
+@pytest.mark.parametrize(
+    ("comm", "coefficients", "degree"),
+    [(None, 3, 0), (None, 4, 1), (None, 5, 3), ("mesh", 4, 1), ("mesh", 5, 3), ("mesh, uneven", 5, 3), ("grid", 5, 2)],
+)
+def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
+    spline = nn.Spline(coefficients=coefficients, degree=degree)
+    layers = 6 if comm == "mesh, uneven" else LAYERS
+    times = GRID if comm == "grid" else np.linspace(0.0, 2.0, layers + 1)
+    trunk = make_trunk(
+        num_layers=layers,
+        weights=spline,
+        t1=GRID if comm == "grid" else 2.0,
+        comm=mesh() if comm and "mesh" in comm else None,
+    )
+    trunk.layers.inner.bias[...] = normal((spline.coefficients, WIDTH), 3)
+    y, target = normal((3, WIDTH)), normal((3, WIDTH), 2)
+
+    def loss(y1):
+        return jnp.sum((y1 - target) ** 2)
+
+    got = nnx.jit(nnx.value_and_grad(lambda trunk, y: loss(trunk(y)), argnums=(0, 1)))(trunk, y)
+    wanted = jax.jit(
+        jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, layers, times)), argnums=(0, 1))
+    )(jax.tree.map(np.asarray, params_of(trunk)), y)
+    by_trunk, by_state = got[1]
+    assert_close((got[0], (nnx.to_pure_dict(by_trunk)["layers"], by_state)), wanted, rtol=1e-11)
+    assert by_trunk["layers"]["inner"]["kernel"][...].shape == (spline.coefficients, WIDTH, WIDTH)
+
+
+def test_every_device_makes_the_weights_of_its_own_layers():
+    """No array of all layers in the program of a device, forward or backward."""
+    layers, width = 16, 7
+    trunk = nn.LayerParallel(
+        lambda rngs: nn.DenseResidual(width, param_dtype=F64, rngs=rngs),
+        layers,
+        weights=nn.Spline(coefficients=5),
+        solver=lp_jax.MGRIT(coarsening=2),
+        comm=mesh(),
+        rngs=nnx.Rngs(0),
+    )
+    graphdef, state = nnx.split(trunk)
+    gradient = jax.jit(jax.grad(lambda state, y: jnp.sum(nnx.merge(graphdef, state)(y))))
+    text = gradient.lower(state, normal((3, width))).compile().as_text()
+    assert f"f64[{layers // 4},{width},{width}]" in text
+    assert f"f64[{layers},{width},{width}]" not in text
+
+    wide = make_trunk(weights=nn.Spline(coefficients=4), comm=mesh())
+    kernel = wide.layers.inner.kernel[...]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(1, WIDTH, WIDTH)}
+    np.testing.assert_allclose(
+        wide(normal((3, WIDTH))), make_trunk(weights=wide.weights)(normal((3, WIDTH))), rtol=1e-13
+    )
+
+
+def test_coefficients_over_ranks():
+    ended = launch.mpirun(3, launch.HERE / "ranks_solve.py", "spline")
+    assert ended.code == 0, ended.output
+
+
+def test_training(standard_promotion):
+    trunk = make_trunk(weights=nn.Spline(coefficients=4, degree=2), solver=lp_jax.MGRIT(coarsening=2))
+    teacher = make_trunk(weights=nn.Spline(coefficients=4, degree=2), rngs=nnx.Rngs(5), solver=lp_jax.Serial())
+    y = normal((64, WIDTH))
+    target = teacher(y)
+    optimizer = nnx.Optimizer(trunk, optax.adam(3e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(trunk, optimizer):
+        value, gradients = nnx.value_and_grad(lambda trunk: jnp.mean((trunk(y) - target) ** 2))(trunk)
+        optimizer.update(trunk, gradients)
+        return value
+
+    losses = [float(train_step(trunk, optimizer)) for _ in range(60)]
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def test_low_precision_is_not_that_of_the_basis():
+    """bfloat16 coefficients are summed in float32: a constant stays constant."""
+    make = lambda rngs: nn.DenseResidual(WIDTH, param_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+    trunk = make_trunk(make=make, num_layers=50, weights=nn.Spline(coefficients=9))
+    trunk.layers.inner.bias[...] = jnp.full((9, WIDTH), 1.37, jnp.bfloat16)
+    for layer in nn.unstack(trunk):
+        assert layer["inner"]["bias"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(layer["inner"]["bias"], trunk.layers.inner.bias[0])
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nn.BatchNorm(WIDTH, param_dtype=F64, rngs=rngs)
+
+    def __call__(self, y, t, dt):
+        return y + dt * self.norm(y)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: nn.Spline(coefficients=3), ValueError, r"at least degree \+ 1 = 4, as many as a polynomial.*got 3"),
+        (lambda: nn.Spline(coefficients=3, degree=-1), ValueError, "degree must be at least 0; got -1"),
+        (lambda: nn.Spline(coefficients=3.0, degree=1), TypeError, "coefficients must be an integer"),
+        (lambda: make_trunk(weights=nn.Spline(coefficients=9)), ValueError, "more coefficients than.*num_layers=8"),
+        (lambda: make_trunk(weights="spline"), TypeError, r"weights must be None or a spline, like nn.Spline"),
+        (
+            lambda: make_trunk(make=Normed, weights=nn.Spline(coefficients=4)),
+            ValueError,
+            "not for layers with running statistics",
+        ),
+        (lambda: nn.Spline(coefficients=4).basis(0), ValueError, "layers must be at least 1"),
+        (
+            lambda: make_trunk(weights=nn.Spline(coefficients=4), t1=[0.0, 1.0, 2.0])(normal((3, WIDTH))),
+            ValueError,
+            "t1 must be a scalar, or the 9 times",
+        ),
+    ],
+)
+def test_bad_splines_are_refused(build, error, message):
+    with pytest.raises(error, match=message), jax.numpy_dtype_promotion("standard"):
+        build()
+
+
+# ------------------------------------------------------------------------------------------------------------------ refinement
+
+
+def test_refined_lists():
+    params = {"w": jnp.asarray([[1.0, 10.0], [3.0, 20.0], [2.0, 40.0]]), "n": jnp.asarray([1.0, 2.0, 4.0])}
+    twice = nn.refine(params)
+    np.testing.assert_array_equal(twice["n"], [1, 1, 2, 2, 4, 4])
+    np.testing.assert_array_equal(nn.refine(params, 3)["w"], np.repeat(params["w"], 3, axis=0))
+    np.testing.assert_allclose(nn.refine(params, how="linear")["n"], [0.75, 1.25, 1.75, 2.5, 3.5, 4.5], rtol=1e-15)
+    np.testing.assert_array_equal(nn.refine({"n": jnp.asarray([3.0])}, 2, how="linear")["n"], [3, 3])
+    assert nn.refine(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), how="linear")["w"].dtype == jnp.bfloat16
+
+
+def curve(t):
+    return np.sin(2 * t) + 0.3 * t**2
+
+
+def middles(n):
+    return (np.arange(n) + 0.5) / n
+
+
+@pytest.mark.parametrize(("how", "wanted"), [("constant", 1), ("linear", 2)])
+@pytest.mark.parametrize("factor", [2, 3])
+def test_order_of_refined_weights(how, wanted, factor):
+    errors = []
+    for n in (16, 32, 64):
+        got = nn.refine(jnp.asarray(curve(middles(n))), factor, how)
+        errors.append(np.abs(got - curve(middles(factor * n))).max())
+    np.testing.assert_allclose(order(errors), wanted, atol=0.1)
+    if how == "linear":  # exact for what is linear in depth, up to both ends
+        got = nn.refine(jnp.asarray(2 + 3 * middles(7)), factor, how)
+        np.testing.assert_allclose(got, 2 + 3 * middles(7 * factor), rtol=1e-14)
+
+
+class Rate(nnx.Module):
+    """Euler's step for y' = a(t) y."""
+
+    def __init__(self, rngs):
+        self.a = nnx.Param(jax.random.normal(rngs.params(), (), F64))
+
+    def __call__(self, y, t, dt):
+        return y + dt * self.a[...] * y
+
+
+@pytest.mark.parametrize("how", ["constant", "linear"])
+def test_a_refined_network_solves_the_same_ode(how):
+    """To first order, as Euler does; and with half the error."""
+    exact = np.exp((1 - np.cos(2)) / 2 + 0.1)
+    change, errors, refined_errors = [], [], []
+    for n in (64, 128, 256):
+        trunk = nn.LayerParallel(Rate, n, solver=lp_jax.Serial(), rngs=nnx.Rngs(0))
+        trunk.layers.a[...] = jnp.asarray(curve(middles(n)))
+        y1, refined = (float(network(jnp.ones(()))) for network in (trunk, nn.refine(trunk, how=how)))
+        change.append(abs(refined - y1))
+        errors.append(abs(y1 - exact))
+        refined_errors.append(abs(refined - exact))
+    np.testing.assert_allclose(order(change), 1, atol=0.1)
+    np.testing.assert_allclose(order(errors), 1, atol=0.1)
+    np.testing.assert_allclose(np.divide(refined_errors, errors), 0.5, atol=0.02)
+
+
+@pytest.mark.parametrize("comm", [None, "mesh"])
+def test_a_refined_trunk_has_the_same_settings(comm):
+    comm = comm and mesh()
+    trunk = make_trunk(t0=0.5, comm=comm, adjoint_solver=lp_jax.Picard(sweeps=3))
+    before = params_of(trunk)
+    finer = nn.refine(trunk, 2, "linear")
+    for name in ("t0", "t1", "solver", "adjoint_solver", "comm", "weights"):
+        assert getattr(finer, name) == getattr(trunk, name)
+    assert (trunk.num_layers, finer.num_layers) == (8, 16)
+    assert_close(params_of(finer), nn.refine(before, 2, "linear"), rtol=1e-15)
+    assert_close(params_of(trunk), before, rtol=0)
+    if comm is not None:
+        shards = finer.layers.inner.kernel[...].addressable_shards
+        assert {shard.data.shape for shard in shards} == {(4, WIDTH, WIDTH)}
+    y = normal((3, WIDTH))
+    alike = make_trunk(t0=0.5, num_layers=16, comm=comm, adjoint_solver=lp_jax.Picard(sweeps=3))
+    nnx.update(alike.layers, params_of(finer))
+    np.testing.assert_array_equal(finer(y), alike(y))
+
+
+def test_layers_of_different_lengths_are_each_cut_into_equal_parts():
+    trunk = make_trunk(make=Rate, t1=GRID, solver=lp_jax.Serial())
+    trunk.layers.a[...] = jnp.asarray(1 + 2 * (GRID[1:] + GRID[:-1]) / 2)
+    finer = nn.refine(trunk, 3, "linear")
+    wanted = np.interp(np.arange(25) / 3, np.arange(9), GRID)
+    np.testing.assert_allclose(finer.t1, wanted, rtol=1e-14)
+    np.testing.assert_allclose(finer.layers.a[...], 1 + 2 * (wanted[1:] + wanted[:-1]) / 2, rtol=1e-13)
+    assert float(finer(jnp.ones(()))) > float(trunk(jnp.ones(())))
+
+
+def test_a_spline_is_evaluated_at_more_layers():
+    trunk = make_trunk(weights=nn.Spline(coefficients=5))
+    finer = nn.refine(trunk)
+    assert_close(params_of(finer), params_of(trunk), rtol=0)
+    kernels = np.stack([layer["inner"]["kernel"] for layer in nn.unstack(finer)])
+    wanted = np.einsum("nk,kij->nij", reference(5, 3, middles(16)), trunk.layers.inner.kernel[...])
+    np.testing.assert_allclose(kernels, wanted, rtol=1e-13, atol=1e-14)
+    assert finer(normal((3, WIDTH))).shape == (3, WIDTH)
+
+
+def test_running_statistics_are_repeated(standard_promotion):
+    trunk = make_trunk(make=Normed)
+    trunk(normal((6, WIDTH)))
+    finer = nn.refine(trunk, how="linear")
+    np.testing.assert_array_equal(finer.layers.norm.mean[...], np.repeat(trunk.layers.norm.mean[...], 2, axis=0))
+    np.testing.assert_array_equal(finer.layers.norm.var[...], np.repeat(trunk.layers.norm.var[...], 2, axis=0))
+    assert finer(normal((6, WIDTH))).shape == (6, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nn.refine(jnp.ones(4), 0), ValueError, "factor must be at least 1"),
+        (lambda: nn.refine(jnp.ones(4), how="cubic"), ValueError, "how must be 'constant' or 'linear'; got 'cubic'"),
+        (lambda: nn.refine({"a": jnp.ones(4), "b": jnp.ones(3)}), ValueError, "one leading length"),
+        (
+            lambda: nn.refine(nn.Classifier(lambda x: x, make_trunk(), lambda y: y)),
+            TypeError,
+            "got Classifier. Refine the trunk that it holds: model.trunk = nn.refine",
+        ),
+    ],
+)
+def test_bad_refinements_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("module", ["_spline", "_refine"])
+def test_examples_run(module):
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        result = doctest.testmod(importlib.import_module(f"lp_jax.nn.{module}"))
+    assert result.attempted and not result.failed
