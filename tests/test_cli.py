@@ -341,7 +341,7 @@ def test_divergence_ends_with_advice_and_an_exit_code(cli, tmp_path):
 
 def test_debug_shows_where_an_error_comes_from(cli, tmp_path):
     code, _, err = cli("train", "digits", "--batch-size", "5000", "--debug", "--out", tmp_path / "run")
-    assert code == 1 and err.startswith("Traceback") and ", in experiment\n" in err
+    assert code == 1 and err.startswith("Traceback") and ", in task\n" in err
     assert err.endswith("ValueError: --batch-size 5000 is more than the 1437 training examples.\n")
 
 

@@ -79,7 +79,7 @@ def test_a_run_moves_from_engine_to_engine(tmp_path):
     "count, options, message",
     [
         (1, [], "--mpi finds a single rank; start with mpirun -n 4"),
-        (4, ["--layers", 3], "--layers 3 can be cut into 3 runs .* there are 4 ranks"),
+        (4, ["--layers", 3], "3 layers can be cut into 3 runs .* there are 4 ranks"),
         (2, ["--devices", 3], "makes 3 ranks and mpirun started 2"),
         (2, ["--batch-size", 5000], "5000 is more than the 1437 training examples"),
     ],
