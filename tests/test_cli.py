@@ -204,7 +204,7 @@ def finished(tmp_path_factory, quick_compilation):
 
 def test_a_run_leaves_what_it_says(finished):
     names = {path.name for path in finished.iterdir()}
-    pictures = {"curves.png", "residuals.png", "gradient_error.png", "hierarchy.png"}
+    pictures = {"curves.png", "residuals.png", "gradient_error.png", "hierarchy.png", "confusion.png"}
     assert names == {"metrics.jsonl", "summary.json", "config.json", "checkpoints", "serial"} | pictures
     assert all((finished / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     for folder in (finished, finished / "serial"):

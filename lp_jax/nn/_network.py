@@ -99,6 +99,8 @@ class Network(nnx.Module):
     ) -> tuple[Solution, Pullback]:
         """`solve`, and the pullback of the last state that also tells how the adjoint solves converged.
 
+        Running statistics are left as they are.
+
         Args:
             y: as for `solve`, like all other arguments.
             shared: as for `solve`.
@@ -112,7 +114,7 @@ class Network(nnx.Module):
         solutions, pullbacks = [], []
         for number, part in enumerate(self.parts):
             if not hasattr(part, "solve"):
-                y, pull = jax.vjp(part, y)
+                y, pull = jax.vjp(_pure(part), y)
                 pullbacks.append(lambda ct, pull=pull: (pull(ct)[0], None))
                 continue
             options = _options(part, number, shared, key, solver, adjoint_solver)
@@ -129,6 +131,16 @@ class Network(nnx.Module):
             return cotangent, _over_all(stats)
 
         return _combined(y, solutions), pullback
+
+
+def _pure(part: Any) -> Callable[[State], State]:
+    """A part as a function that changes nothing in it."""
+    if not isinstance(part, nnx.Module):
+        function: Callable[[State], State] = part
+        return function
+    graphdef, state = nnx.split(part)
+    values = nnx.to_pure_dict(state)
+    return lambda y: nnx.merge(graphdef, values)(y)
 
 
 def _options(

@@ -1,0 +1,149 @@
+"""Accuracy of training layer-parallel: every problem with its recommended solver, with injection, and exactly.
+
+Each run is one of ``lp-jax train`` without pictures. Several seeds give the mean and the spread; a run that is there
+already is not repeated, so a table can grow over several calls. At the end the trained network is
+evaluated layer-parallel too: training and inference are to use the same arithmetic.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import lp_jax
+from benchmarks.manifest import device_slug, manifest
+from lp_jax._solver import Solver
+from lp_jax.cli._catalog import resolved
+from lp_jax.cli._experiment import experiment
+from lp_jax.cli._launch import Launch
+from lp_jax.cli._run import Plan, train_one
+from lp_jax.cli._settings import Settings
+from lp_jax.cli._solver import default_solver
+from lp_jax.cli._tasks import task
+from lp_jax.train import evaluate
+
+INJECTION = tuple(
+    lp_jax.MGRIT(levels=3, coarsening=4, iterations=cycles, coarse_step=lp_jax.Rediscretize()) for cycles in (2, 1)
+)
+
+
+class Case(NamedTuple):
+    """A problem and what differs from its defaults; ``data`` is below the folder of all data."""
+
+    problem: str
+    model: str
+    data: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+        return f"{dict(self.options).get('name', self.problem)}, {self.model}"
+
+
+CASES = [
+    Case("digits", "dense"),
+    Case("peaks", "dense"),
+    Case("mnist", "conv", "mnist10k"),
+    Case("timeseries", "gru", "ucr", (("name", "BasicMotions"),)),
+    Case("timeseries", "gru", "ucr", (("name", "JapaneseVowels"), ("epochs", 20))),
+    Case("gum", "transformer", "gum"),
+]
+
+
+def run(case: Case, seed: int, folder: Path, data: Path) -> Iterator[dict[str, Any]]:
+    """Train with each solver; one line of the result for each."""
+    given = {"seed": seed, "name": None, "heads": 4, "buffers": 0, "dropout": 0.0, "units": 1} | dict(case.options)
+    sizes = ("layers", "width", "t1", "epochs", "batch_size", "learning_rate")
+    options = resolved(case.problem, dict.fromkeys(sizes) | {"model": case.model} | given)
+    path = data / (case.data or "")
+    learned = task(case.problem, path, name=options["name"] or "", batch_size=options["batch_size"], seed=seed)
+    layers = options["layers"] or learned.length
+    settings = Settings(
+        **options | {"problem": case.problem, "data": str(path), "layers": layers, "t1": options["t1"] or float(layers)}
+    )
+    best = default_solver(case.model)
+    pairs: dict[str, tuple[Solver, Solver]] = {
+        "serial": (lp_jax.Serial(), lp_jax.Serial()),
+        "recommended": (best, best),
+        "injection, 2/1": (INJECTION[0], INJECTION[1]),
+    }
+    for name, (forward, adjoint) in pairs.items():
+        place = folder / case.title.replace(", ", "_") / f"{seed}_{name.partition(',')[0]}"
+        done = place / "result.json"
+        if not done.exists():
+            made = experiment(settings, learned, solvers=(forward, adjoint))
+            plan = Plan(None, 10**9, 20)
+            console = Console(stderr=True)
+            finished = train_one(settings, plan, made, forward, adjoint, place, console, Launch({"debug": False}))
+            params, test = finished.state.params, learned.test_batches
+            parallel = evaluate(made.test_fn, params, test, solver=forward)
+            probes = [row["gradient_error"] for row in finished.log.of("probe")]
+            result = finished.summary() | {
+                "case": case.title,
+                "seed": seed,
+                "solver": name,
+                "layer_parallel_accuracy": parallel.accuracy,
+                "gradient_errors": probes,
+            }
+            done.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            jax.clear_caches()
+        yield json.loads(done.read_text(encoding="utf-8"))
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A line for each case and solver, over the seeds."""
+    lines = [
+        "| | solver | seeds | test accuracy | evaluated layer-parallel | test loss | gradient error, first to last probe |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    keys = dict.fromkeys((result["case"], result["solver"]) for result in results)
+    for case, solver in keys:
+        found = [r for r in results if (r["case"], r["solver"]) == (case, solver)]
+        accuracy = [100 * r["test_accuracy"] for r in found]
+        apart = max(abs(100 * (r["test_accuracy"] - r["layer_parallel_accuracy"])) for r in found)
+        errors = [r["gradient_errors"] for r in found]
+        drift = f"{np.mean([e[0] for e in errors]):.0e} to {np.mean([e[-1] for e in errors]):.0e}" if errors[0] else "–"
+        spread = f"{np.mean(accuracy):.2f} ± {np.std(accuracy):.2f} %"
+        loss = np.mean([r["test_loss"] for r in found])
+        lines.append(f"| {case} | {solver} | {len(found)} | {spread} | within {apart:.2f} % | {loss:.3f} | {drift} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, and write the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with mnist10k/, gum/ and ucr/")
+    parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those with one of these in their titles")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: 3)")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/accuracy"), help="where runs are (default: runs/accuracy)"
+    )
+    parser.add_argument("--out", type=Path, help="where the table goes (default: benchmarks/results/DEVICE)")
+    options = parser.parse_args(arguments)
+    out = options.out or Path(__file__).parent / "results" / device_slug()
+    out.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    for case in CASES:
+        if options.cases and not any(text in case.title for text in options.cases):
+            continue
+        for seed in range(options.seeds):
+            for result in run(case, seed, options.runs, options.data):
+                results.append(result)
+            described = manifest("python -m benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
+            document = {"suite": "accuracy", "manifest": described, "rows": results}
+            (out / "accuracy.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            (out / "accuracy.md").write_text("# Accuracy of training\n\n" + table(results), encoding="utf-8")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

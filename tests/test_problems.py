@@ -1,0 +1,147 @@
+"""Every problem of the command line, from its files to a table, on small files made here."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.io import savemat
+
+from lp_jax.cli import main
+from lp_jax.cli._catalog import PROBLEMS, resolved
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def treebank(folder):
+    words = [("The", "DET"), ("dog", "NOUN"), ("sees", "VERB"), ("a", "DET"), ("cat", "NOUN"), (".", "PUNCT")]
+    for split, count in (("train", 12), ("dev", 2), ("test", 3)):
+        sentences = []
+        for number in range(count):
+            lines = [
+                f"{i}\t{word}\t_\t{tag}\t_\t_\t_\t_\t_\t_" for i, (word, tag) in enumerate(words[: 3 + number % 4], 1)
+            ]
+            sentences.append("\n".join(lines) + "\n\n")
+        (folder / f"xx-ud-{split}.conllu").write_text("".join(sentences), encoding="utf-8")
+    return folder
+
+
+def series(folder):
+    rng = np.random.default_rng(0)
+    for split, count in (("TRAIN", 12), ("TEST", 6)):
+        head = "@problemName Tiny\n@univariate false\n@dimensions 2\n@equalLength false\n@classLabel true a b\n@data\n"
+        rows = []
+        for number in range(count):
+            channels = [",".join(f"{v:.3f}" for v in rng.normal(number % 2, 1, 6 + number % 3)) for _ in range(2)]
+            rows.append(":".join([*channels, "ab"[number % 2]]))
+        (folder / f"Tiny_{split}.ts").write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+def book(folder):
+    path = folder / "book.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    return path
+
+
+def pines(folder):
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 17, (20, 20))
+    cube = rng.integers(100, 9000, (20, 20, 200))
+    savemat(folder / "Indian_pines_corrected.mat", {"indian_pines_corrected": cube.astype(np.uint16)})
+    savemat(folder / "Indian_pines_gt.mat", {"indian_pines_gt": truth.astype(np.uint8)})
+    return folder
+
+
+def shapes(folder):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 4), ("test", 2)):
+        voxels = np.packbits(rng.random((count, 32, 32, 32)) < 0.3, axis=-1)
+        labels = np.arange(count, dtype=np.uint8) % 2
+        np.savez(folder / f"voxels_{split}.npz", voxels=voxels, labels=labels, classes=np.array(["chair", "monitor"]))
+    return folder
+
+
+def pictures(folder):
+    rng = np.random.default_rng(0)
+    names = ["n01443537", "n01629819"]
+    (folder / "wnids.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+    (folder / "words.txt").write_text("".join(f"{name}\tthing {name}\n" for name in names), encoding="utf-8")
+    (folder / "val" / "images").mkdir(parents=True)
+
+    def image(path):
+        Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(path)
+
+    lines = []
+    for name in names:
+        (folder / "train" / name / "images").mkdir(parents=True)
+        for number in range(2):
+            image(folder / "train" / name / "images" / f"{name}_{number}.JPEG")
+        image(folder / "val" / "images" / f"val_{name}.JPEG")
+        lines.append(f"val_{name}.JPEG\t{name}\t0\t0\t63\t63\n")
+    (folder / "val" / "val_annotations.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+RUNS = {
+    "peaks": (None, ["--batch-size", "2000"]),
+    "gum": (
+        treebank,
+        ["--layers", "4", "--width", "8", "--heads", "2", "--dropout", "0.1", "--buffers", "1", "--no-compare"],
+    ),
+    "timeseries": (series, ["--name", "Tiny", "--width", "4", "--units", "2"]),
+    "text": (book, ["--layers", "4", "--width", "8", "--heads", "2"]),
+    "indianpines": (pines, ["--layers", "8", "--width", "6", "--serial"]),
+    "modelnet": (shapes, ["--layers", "2", "--width", "2", "--serial"]),
+    "tinyimagenet": (pictures, ["--layers", "16", "--width", "2", "--coarsening", "2", "--model", "resnet"]),
+}
+
+
+RUN_NAMES = (("layer-parallel", "--serial"), ("serial", "--no-compare"))  # and the option that leaves each out
+
+
+@pytest.mark.parametrize("problem", RUNS)
+def test_from_files_to_a_table(problem, tmp_path, capsys):
+    make, options = RUNS[problem]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    data = [] if make is None else ["--data", str(make(folder))]
+    size = [] if "--batch-size" in options else ["--batch-size", "4"]
+    out = tmp_path / "run"
+    few = ["--no-pictures", "--probe-every", "1000"] + ([] if "--serial" in options else ["--coarse-step", "inject"])
+    with pytest.raises(SystemExit) as caught:
+        main(["train", problem, *data, "--epochs", "1", *size, *options, *few, "--out", str(out)])
+    said = capsys.readouterr()
+    assert caught.value.code == 0, said.err
+    assert "test accuracy" in said.out
+    results = json.loads((out / "summary.json").read_text())["results"]
+    assert list(results) == [run for run, not_if in RUN_NAMES if not_if not in options]
+    assert all(np.isfinite(run["test_loss"]) and run["steps"] > 0 for run in results.values())
+
+
+@pytest.mark.parametrize("problem", [name for name, problem in PROBLEMS.items() if problem.files])
+def test_files_that_are_not_named_are_asked_for(problem, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["train", problem])
+    assert caught.value.code == 2
+    assert f"Missing option '--data': the {PROBLEMS[problem].files}." in " ".join(capsys.readouterr().err.split())
+
+
+def test_settings_that_are_not_given_are_those_of_problem_and_model():
+    nothing = dict.fromkeys(("model", "layers", "width", "t1", "epochs", "batch_size", "learning_rate"))
+    dense, conv = (resolved("mnist", {**nothing, "model": model}) for model in ("resnet", "conv"))
+    assert (dense["model"], dense["layers"], dense["width"]) == ("dense", 64, 64)
+    assert (conv["layers"], conv["t1"]) == (32, 1.0)
+    assert resolved("mnist", {**nothing, "layers": 7})["layers"] == 7
+    assert resolved("tinyimagenet", {**nothing, "model": "resnet"})["model"] == "pooled"
