@@ -510,6 +510,16 @@ def test_evaluation_weighs_batches_by_their_size(classifier, samples):
     assert parts.accuracy == whole.accuracy
 
 
+def test_the_confusion_matrix_counts_every_answer(classifier, samples):
+    x, labels = samples
+    params = train.classification(classifier)[1]
+    answers = np.asarray(classifier.solve(x, solver=lp_jax.Serial())[0]).argmax(axis=1)
+    masked = np.where(np.arange(10) < 8, labels, -1)
+    got = train.confusion_matrix(classifier, params, [(x[:7], masked[:7]), (x[7:], masked[7:])], classes=3)
+    wanted = [[sum((labels[:8] == i) & (answers[:8] == j)) for j in range(3)] for i in range(3)]
+    np.testing.assert_array_equal(got, wanted)
+
+
 def test_nothing_is_asked_where_a_label_is_negative(classifier, samples):
     x, labels = samples
     loss_fn, params = train.classification(classifier)

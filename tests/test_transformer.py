@@ -11,6 +11,7 @@ from flax import nnx
 
 import lp_jax
 from lp_jax import nn
+from lp_jax.nn._network import _over_all
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion", "rank_promotion")
 
@@ -300,6 +301,19 @@ def test_buffers_stay_serial_and_a_network_is_the_sum_of_its_parts():
     cotangent, stats = pullback(solution.y1)
     assert stats.residual_norms.shape == (3,)
     assert_close(cotangent, jax.vjp(lambda y: network.solve(y, solver=lp_jax.Serial()).y1, Y)[1](solution.y1)[0])
+
+
+def test_residual_norms_of_several_blocks_hide_nothing():
+    """Two blocks with three cycles, the first skipped, one of them diverging in the last; a serial one; one of two cycles."""
+    nan = np.nan
+
+    def stats(iterations, *norms):
+        return lp_jax.Stats(jnp.int32(iterations), jnp.asarray(norms, F64))
+
+    got = _over_all([stats(3, nan, 3.0, nan), stats(3, nan, 4.0, 1.0), stats(0), stats(2, nan, 12.0)])
+    assert int(got.iterations) == 3
+    np.testing.assert_allclose(got.residual_norms, [nan, 13.0, nan])
+    np.testing.assert_allclose(_over_all([stats(3, nan, 3.0, 1.0), stats(0)]).residual_norms, [nan, 3.0, 1.0])
 
 
 def test_a_mask_and_tokens_reach_the_layers_of_a_classifier():

@@ -25,7 +25,7 @@ from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import Layer
-from lp_jax.nn._layer_parallel import static_solver
+from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
 
 class Gates(NamedTuple):
@@ -153,7 +153,7 @@ class GRU(nnx.Module):
         Returns:
             The `Solution`; ``y1`` is a tuple of the units' last states.
         """
-        return solve(**self._arguments(x), **self._solvers(solver, adjoint_solver))
+        return solve(**self._arguments(x), **solvers_of(self, solver, adjoint_solver))
 
     def solve_vjp(
         self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
@@ -165,7 +165,7 @@ class GRU(nnx.Module):
             solver: as for `solve`.
             adjoint_solver: as for `solve`.
         """
-        solution, pullback = solve_vjp(**self._arguments(x), **self._solvers(solver, adjoint_solver))
+        solution, pullback = solve_vjp(**self._arguments(x), **solvers_of(self, solver, adjoint_solver))
         return solution, lambda cotangent: (None, pullback(cotangent)[1])
 
     def _arguments(self, x: Any) -> dict[str, Any]:
@@ -189,12 +189,6 @@ class GRU(nnx.Module):
             "t1": np.asarray(steps * self.dt),
             "comm": comm,
         }
-
-    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
-        if solver is None:
-            solver = self.solver
-            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
-        return {"solver": solver, "adjoint_solver": adjoint_solver}
 
     def _check(self, x: jax.Array, lengths: jax.Array | None) -> None:
         features = self.inputs[0].kernel.shape[0]

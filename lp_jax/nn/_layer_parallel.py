@@ -132,7 +132,9 @@ class LayerParallel(nnx.Module):
             >>> bool(jnp.abs(error).max() < 1e-3)
             True
         """
-        solution = solve(**self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver), guess=guess)
+        solution = solve(
+            **self._arguments(y, shared, data, key), **solvers_of(self, solver, adjoint_solver), guess=guess
+        )
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
@@ -170,7 +172,9 @@ class LayerParallel(nnx.Module):
             >>> int(adjoint_stats.iterations)
             2
         """
-        solution, pullback = solve_vjp(**self._arguments(y, shared, data, key), **self._solvers(solver, adjoint_solver))
+        solution, pullback = solve_vjp(
+            **self._arguments(y, shared, data, key), **solvers_of(self, solver, adjoint_solver)
+        )
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)
@@ -194,12 +198,6 @@ class LayerParallel(nnx.Module):
             "has_aux": step.updates,
         }
 
-    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
-        if solver is None:
-            solver = self.solver
-            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
-        return {"solver": solver, "adjoint_solver": adjoint_solver}
-
 
 def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
     """The layers as a pure step, their parameters and their running statistics, leaves ``(num_layers, ...)``."""
@@ -220,3 +218,11 @@ def static_solver(name: str, solver: Solver) -> Any:
     """A solver as NNX metadata: its tolerances as Python floats, lest they count as state of the model."""
     _inputs.solver(name, solver)
     return nnx.static(jax.tree.map(float, solver))
+
+
+def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
+    """The solvers of a call: those given, or the trunk's own."""
+    if solver is None:
+        solver = trunk.solver
+        adjoint_solver = trunk.adjoint_solver if adjoint_solver is None else adjoint_solver
+    return {"solver": solver, "adjoint_solver": adjoint_solver}

@@ -172,14 +172,10 @@ def _combined(y: State, solutions: Sequence[Solution]) -> Solution:
 
 
 def _over_all(stats: Sequence[Stats]) -> Stats:
-    """The most iterations, and residual norms over all solves; NaN where none was taken."""
+    """The most iterations, and residual norms over all solves that made so many; NaN where one of them is."""
     length = max(len(s.residual_norms) for s in stats)
-    norms = jnp.stack(
-        [jnp.pad(s.residual_norms, (0, length - len(s.residual_norms)), constant_values=jnp.nan) for s in stats]
-    )
-    taken = ~jnp.isnan(norms)
-    total = jnp.sqrt(jnp.sum(jnp.where(taken, norms, 0) ** 2, axis=0))
-    return Stats(
-        jnp.max(jnp.stack([s.iterations for s in stats])),
-        jnp.where(jnp.any(taken, axis=0), total, jnp.nan),
-    )
+    norms = jnp.stack([jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))) for s in stats])
+    iterations = jnp.stack([s.iterations for s in stats])
+    made = jnp.arange(length)[None] < iterations[:, None]
+    total = jnp.sqrt(jnp.sum(jnp.where(made, norms, 0) ** 2, axis=0))
+    return Stats(jnp.max(iterations), jnp.where(jnp.any(made, axis=0), total, jnp.nan))
