@@ -6,11 +6,13 @@ evaluated layer-parallel too: training and inference are to use the same arithme
 """
 
 import argparse
+import dataclasses
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,34 +35,51 @@ INJECTION = tuple(
 )
 
 
-class Case(NamedTuple):
-    """A problem and what differs from its defaults; ``data`` is below the folder of all data."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, what differs from its defaults, and solvers beside the usual ones; ``data`` is in the folder of all data."""
 
     problem: str
     model: str
     data: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    solvers: Mapping[str, Solver] = dataclasses.field(default_factory=dict)
 
     @property
     def title(self) -> str:
         """What it is called."""
-        return f"{dict(self.options).get('name', self.problem)}, {self.model}"
+        return f"{self.options.get('name', self.problem)}, {self.model}"
 
+
+_FCF = lp_jax.MGRIT(levels=2, coarsening=4, iterations=2, relaxation="FCF")
 
 CASES = [
     Case("digits", "dense"),
     Case("peaks", "dense"),
-    Case("mnist", "conv", "mnist10k"),
-    Case("timeseries", "gru", "ucr", (("name", "BasicMotions"),)),
-    Case("timeseries", "gru", "ucr", (("name", "JapaneseVowels"), ("epochs", 20))),
-    Case("gum", "transformer", "gum"),
+    Case("timeseries", "gru", "ucr", {"name": "BasicMotions"}),
+    Case("timeseries", "gru", "ucr", {"name": "JapaneseVowels", "epochs": 20}),
+    Case("mnist", "conv", "mnist10k", {"width": 4}),
+    Case("gum", "transformer", "gum", {"width": 32, "epochs": 3}),
+    Case(
+        "text",
+        "transformer",
+        "gum/en_gum-ud-train.conllu.gz",
+        {"width": 32, "buffers": 2, "batch_size": 16, "epochs": 2},
+    ),
+    Case(
+        "modelnet",
+        "conv",
+        "modelnet32",
+        {"epochs": 2},
+        {"FCF 2/2": _FCF, "FCF 2/2, half the points": dataclasses.replace(_FCF, spatial=lp_jax.spatial(3))},
+    ),
 ]
 
 
 def run(case: Case, seed: int, folder: Path, data: Path) -> Iterator[dict[str, Any]]:
     """Train with each solver; one line of the result for each."""
-    given = {"seed": seed, "name": None, "heads": 4, "buffers": 0, "dropout": 0.0, "units": 1} | dict(case.options)
-    sizes = ("layers", "width", "t1", "epochs", "batch_size", "learning_rate")
+    given = {"seed": seed, "name": None, "heads": 4, "buffers": 0, "dropout": 0.0, "units": 1} | case.options
+    sizes = ("layers", "width", "stride", "t1", "epochs", "batch_size", "learning_rate")
     options = resolved(case.problem, dict.fromkeys(sizes) | {"model": case.model} | given)
     path = data / (case.data or "")
     learned = task(case.problem, path, name=options["name"] or "", batch_size=options["batch_size"], seed=seed)
@@ -73,9 +92,10 @@ def run(case: Case, seed: int, folder: Path, data: Path) -> Iterator[dict[str, A
         "serial": (lp_jax.Serial(), lp_jax.Serial()),
         "recommended": (best, best),
         "injection, 2/1": (INJECTION[0], INJECTION[1]),
+        **{name: (solver, solver) for name, solver in case.solvers.items()},
     }
     for name, (forward, adjoint) in pairs.items():
-        place = folder / case.title.replace(", ", "_") / f"{seed}_{name.partition(',')[0]}"
+        place = folder / case.title.replace(", ", "_") / f"{seed}_{re.sub('[^A-Za-z0-9]+', '-', name)}"
         done = place / "result.json"
         if not done.exists():
             made = experiment(settings, learned, solvers=(forward, adjoint))
@@ -121,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder with mnist10k/, gum/ and ucr/")
+    parser.add_argument("--data", type=Path, required=True, help="folder with mnist10k/, gum/, ucr/ and modelnet32/")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those with one of these in their titles")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: 3)")
     parser.add_argument(

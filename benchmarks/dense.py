@@ -52,7 +52,7 @@ CONTENDERS: dict[str, tuple[str, Propagate]] = {
 }
 
 
-def random_problem(layers: int, width: int) -> tuple[Weights, jax.Array, jax.Array]:
+def random_problem(layers: int, width: int, batch: int = BATCH) -> tuple[Weights, jax.Array, jax.Array]:
     """Weights, the state that enters, and the target, in float32."""
     rng = np.random.default_rng(0)
 
@@ -60,7 +60,7 @@ def random_problem(layers: int, width: int) -> tuple[Weights, jax.Array, jax.Arr
         return jnp.array(rng.normal(size=shape).astype(np.float32))
 
     weights = normal(layers, width, width) / math.sqrt(width), 0.1 * normal(layers, width)
-    return weights, normal(BATCH, width), normal(BATCH, width)
+    return weights, normal(batch, width), normal(batch, width)
 
 
 class Gradient:

@@ -1,6 +1,7 @@
 """Suite 3: two workers against one, on the processor: host devices of one process, MPI ranks, and serial propagation.
 
-Convolutional rows are training steps of suite 1, dense rows loss and gradient of suite 2. Serial propagation, on one
+Convolutional rows are training steps of suite 1, dense rows loss and gradient of suite 2, rows of gru training steps of two
+implicit gated recurrent units on top of each other, whose time steps are the layers. Serial propagation, on one
 thread and on all, PyTorch and the workers live in processes of their own, one thread per worker; they are built
 one after the other, wait without spinning, and are timed in turn, with memory kept from step to step. A time of several
 ranks is that of the slowest.
@@ -136,11 +137,13 @@ def launcher() -> str | None:
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     """The baseline first: a scan on one thread."""
-    network, _, layers = row
+    network, _, layers, _ = row
     workers, left_out = options.workers, []
     entries = [("lax.scan, 1 thread", "scan", "jax", 1)]
     if cores() > 1:
         entries.append((f"lax.scan, {cores()} threads", "other scan", "jax", cores()))
+    if network == "gru":
+        entries += [("Serial, 1 thread", "exact", "jax", 1)]
     for name, (family, kind, label) in itertools.product(
         SETTINGS, (("iterated", "devices", "devices"), ("ranks", "ranks", "ranks"))
     ):
@@ -148,7 +151,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     if reason := _why_no_mpi():
         left_out.append(("MPI ranks", reason))
         entries = [entry for entry in entries if entry[2] != "ranks"]
-    if network == "conv":
+    if network != "dense":
         if reason := resnet.why_no_torch():
             left_out.append(("PyTorch", reason))
         else:
@@ -199,13 +202,17 @@ def _why_no_mpi() -> str | None:
 
 
 def parse_row(text: str) -> Row:
-    """conv or dense, channels or width, layers."""
+    """Network, width, layers, batch."""
     network, *sizes = text.split(",")
-    if network not in ("conv", "dense") or len(sizes) != 2 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
+    if network not in _UNITS or len(sizes) != 3 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
         raise argparse.ArgumentTypeError(
-            f"a row is conv or dense, width (channels) and layers, such as conv,4,256; got {text!r}"
+            f"a row is conv, dense or gru, then channels or width, layers or time steps, and batch, such as conv,4,256,50; "
+            f"got {text!r}"
         )
     return network, *map(int, sizes)
+
+
+_UNITS = {"conv": ("channels", "layers"), "dense": ("wide", "layers"), "gru": ("wide", "steps")}
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +227,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def draw(result: report.Result) -> Figure:
     """A panel of bars per row, one line of panels per network."""
-    lines = [[row for row in result["rows"] if row["network"] == kind] for kind in ("conv", "dense")]
+    lines = [[row for row in result["rows"] if row["network"] == kind] for kind in _UNITS]
     lines = [sorted(rows, key=lambda row: (row["layers"], row["width"])) for rows in lines if rows]
     columns, most = max(map(len, lines)), [max(len(row["contenders"]) for row in rows) for rows in lines]
     fig = report.figure(result, width=4.2 + 4.6 * columns, height=1.4 + sum(1.0 + 0.5 * n for n in most))
@@ -232,8 +239,9 @@ def draw(result: report.Result) -> Figure:
                 ax.set_visible(False)
                 continue
             report.bars(ax, rows[i]["contenders"])
-            unit = "channels" if rows[i]["network"] == "conv" else "wide"
-            title = f"{rows[i]['network']}, {rows[i]['width']} {unit}, {rows[i]['layers']} layers"
+            network = rows[i]["network"]
+            width, length = _UNITS[network]
+            title = f"{network}, {rows[i]['width']} {width}, {rows[i]['layers']} {length}, batch {rows[i]['batch']}"
             report.dress(ax, title=title, x="ms per step, × lax.scan, gradient error", grid="x")
             ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), color=report.INK)
     return fig
@@ -246,19 +254,23 @@ SUITE = Suite(
     examples=[
         ("", "all rows"),
         ("--quick", "a tiny row, to see that all works"),
-        ("--rows conv,4,256 dense,64,256 --rounds 30", "two rows, with more rounds"),
+        ("--rows conv,4,256,50 gru,64,128,50 --rounds 30", "two rows, with more rounds"),
         ("--only identity thread", "the identity coarse step, and what is serial"),
     ],
-    sizes=("network", "width", "layers"),
+    sizes=("network", "width", "layers", "batch"),
     rows=[
-        ("conv", 3, 32),
-        ("conv", 8, 64),
-        ("conv", 4, 256),
-        ("dense", 64, 256),
-        ("dense", 128, 256),
-        ("dense", 64, 1024),
+        ("conv", 3, 32, 50),
+        ("conv", 8, 64, 50),
+        ("conv", 4, 256, 50),
+        ("dense", 64, 256, 32),
+        ("dense", 128, 256, 32),
+        ("dense", 64, 1024, 32),
+        ("gru", 64, 128, 50),
+        ("gru", 100, 128, 100),
+        ("gru", 64, 1024, 50),
+        ("gru", 100, 1024, 100),
     ],
-    quick_rows=[("conv", 2, 32), ("dense", 4, 32)],
+    quick_rows=[("conv", 2, 32, 4), ("dense", 4, 32, 4), ("gru", 4, 32, 4)],
     field=field,
     draw=draw,
     add_options=_add_options,

@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 import lp_jax
 from benchmarks import report
 from benchmarks.command import Field, Row, Suite, run, wanted
-from benchmarks.harness import Contender, Tell, compile_program, relative_error
+from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import jax_threads
 from benchmarks.propagation import Propagate, iterated, scan, solved
+from benchmarks.training import Trainer
 from lp_jax.nn import convolve
 
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
 FORMULATIONS = ("auto", "patches", "products", "xla")
 HIDDEN, CLASSES = 32, 10
 
@@ -108,42 +108,18 @@ def classifier_loss(
     return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1)), residual
 
 
-class Trainer:
-    """Takes training steps with JAX, one per call; ``place`` puts the weights where they belong.
-
-    Attributes:
-        gradient: of the layers, at the initial weights.
-        facts: for the result.
-    """
-
-    def __init__(
-        self,
-        propagate: Propagate,
-        formulation: str,
-        problem: Problem,
-        place: Callable[[Network], Network] = lambda network: network,
-        *,
-        ahead: bool = True,
-    ):
-        def step(state: tuple[Network, Network], images: jax.Array, labels: jax.Array) -> Any:
-            network, momentum = state
-            loss = jax.value_and_grad(classifier_loss, argnums=2, has_aux=True)
-            values, gradient = loss(propagate, formulation, network, images, labels)
-            momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
-            return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, network, momentum), momentum), values
-
-        network = place(jax.tree.map(jnp.array, problem.network))
-        self._state = (network, jax.tree.map(jnp.zeros_like, network))
-        self._batch = (jnp.array(problem.images), jnp.array(problem.labels))
-        self._step, facts = compile_program(step, self._state, *self._batch, donate=(0,), ahead=ahead)
-        _, (_, residual) = self()
-        self.gradient = jax.tree.map(np.array, self._state[1].layers)  # the first momentum is the gradient
-        self.facts = facts | {"residual_norm": float(residual)}
-
-    def __call__(self) -> Any:
-        """One step."""
-        self._state, values = self._step(self._state, *self._batch)
-        return self._state, values
+def trainer(
+    propagate: Propagate,
+    formulation: str,
+    problem: Problem,
+    place: Callable[[Network], Network] = lambda network: network,
+    *,
+    ahead: bool = True,
+) -> Trainer:
+    """Training steps with JAX; ``place`` puts the weights where they belong."""
+    loss = functools.partial(classifier_loss, propagate, formulation)
+    network, images, labels = jax.tree.map(jnp.array, tuple(problem))
+    return Trainer(loss, place(network), (images, labels), lambda network: network.layers, ahead=ahead)
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
@@ -160,24 +136,24 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         if exact is not None and not wanted(name, options):
             continue
         tell(f"compiling {name}")
-        trainer = Trainer(propagate, formulation, problem)
-        exact = trainer.gradient if exact is None else exact
+        steps = trainer(propagate, formulation, problem)
+        exact = steps.gradient if exact is None else exact
         facts = {
             "family": family,
             "convolution": formulation,
             "threads": jax_threads(),
-            "gradient_error": relative_error(trainer.gradient, exact),
+            "gradient_error": relative_error(steps.gradient, exact),
         }
-        contenders.append(Contender(name=name, call=trainer, facts=facts | trainer.facts))
+        contenders.append(Contender(name=name, call=steps, facts=facts | steps.facts))
     names = {f"PyTorch, {n} thread{'s' * (n > 1)}": n for n in options.torch_threads}
     names = {name: n for name, n in names.items() if wanted(name, options)}
     if names and (reason := why_no_torch()) is not None:
         return Field(contenders, [("PyTorch", reason)])
     for name, threads in names.items():
-        from benchmarks.torch_loop import TorchTrainer
+        from benchmarks.torch_loop import ResNetLoop
 
         tell(f"first step of {name}")
-        loop = TorchTrainer(problem, threads)
+        loop = ResNetLoop(problem, threads)
         facts = {
             "family": "torch",
             "threads": threads,

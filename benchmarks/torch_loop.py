@@ -1,37 +1,31 @@
-"""The same network in PyTorch, one layer after another. Needs the extra ``bench``."""
+"""The same networks in PyTorch, one layer or time step after another. Needs the extra ``bench``."""
 
 import importlib
 from typing import Any
 
+import jax
 import numpy as np
 
-from benchmarks import resnet
+from benchmarks import gru, resnet
+from benchmarks.training import LEARNING_RATE, MOMENTUM
 
 torch: Any = importlib.import_module("torch")  # so that types can be checked without it
 F = torch.nn.functional
 
 
-class TorchTrainer:
-    """Takes training steps with PyTorch, one per call.
+class _Loop:
+    """Takes training steps with PyTorch, one per call; a subclass says what of.
 
-    Attributes:
-        gradient: of the layers, at the initial weights, stacked as in JAX.
+    Args:
+        network: the weights, any tree of tensors.
+        threads: of PyTorch, while this is timed.
     """
 
-    def __init__(self, problem: "resnet.Problem", threads: int):
-        network = problem.network
+    def __init__(self, network: Any, threads: int):
         self._threads = threads
-        self._opening = [_leaf(p) for p in network.opening]
-        self._layers = [[_leaf(p[n]) for p in network.layers] for n in range(len(network.layers.b1))]
-        self._closing = [[_leaf(w.T), _leaf(b)] for w, b in network.closing]
-        leaves = [p for group in (self._opening, *self._layers, *self._closing) for p in group]
-        self._sgd = torch.optim.SGD(leaves, lr=resnet.LEARNING_RATE, momentum=resnet.MOMENTUM)
-        self._images = torch.tensor(problem.images)
-        self._labels = torch.tensor(problem.labels, dtype=torch.int64)
+        self._sgd = torch.optim.SGD(jax.tree.leaves(network), lr=LEARNING_RATE, momentum=MOMENTUM)
         self.take_threads()
         self()
-        gradients = [[p.grad.numpy().copy() for p in layer] for layer in self._layers]
-        self.gradient = resnet.Convolved(*(np.stack(p) for p in zip(*gradients, strict=True)))
 
     def take_threads(self) -> None:
         """Set the threads of PyTorch, which are the process's."""
@@ -40,15 +34,73 @@ class TorchTrainer:
     def __call__(self) -> None:
         """One step."""
         self._sgd.zero_grad()
+        F.cross_entropy(*self._answers()).backward()
+        self._sgd.step()
+
+    def _answers(self) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+
+class ResNetLoop(_Loop):
+    """The convolutional network.
+
+    Attributes:
+        gradient: of the layers, at the initial weights, stacked as in JAX.
+    """
+
+    def __init__(self, problem: resnet.Problem, threads: int):
+        network = problem.network
+        layers = [[p[n] for p in network.layers] for n in range(len(network.layers.b1))]
+        closing = [(w.T, b) for w, b in network.closing]
+        self._opening, self._layers, self._closing = jax.tree.map(_leaf, (network.opening, layers, closing))
+        self._images, self._labels = torch.tensor(problem.images), torch.tensor(problem.labels, dtype=torch.int64)
+        super().__init__((self._opening, self._layers, self._closing), threads)
+        gradients = [[_gradient(p) for p in layer] for layer in self._layers]
+        self.gradient = resnet.Convolved(*(np.stack(p) for p in zip(*gradients, strict=True)))
+
+    def _answers(self) -> tuple[Any, Any]:
         y = F.relu(F.conv2d(self._images, *self._opening, padding=1))
         h = 1 / len(self._layers)
         for w1, b1, w2, b2 in self._layers:
             y = y + h * F.relu(F.conv2d(F.relu(F.conv2d(y, w1, b1, padding=1)), w2, b2, padding=1))
         hidden, out = self._closing
-        logits = F.linear(F.relu(F.linear(y.flatten(1), *hidden)), *out)
-        F.cross_entropy(logits, self._labels).backward()
-        self._sgd.step()
+        return F.linear(F.relu(F.linear(y.flatten(1), *hidden)), *out), self._labels
+
+
+class GRULoop(_Loop):
+    """The recurrent network.
+
+    Attributes:
+        gradient: of the units, at the initial weights, as in JAX.
+    """
+
+    def __init__(self, problem: gru.Problem, threads: int):
+        self._units, self._closing = jax.tree.map(
+            lambda p: _leaf(p.T) if p.ndim == 2 else _leaf(p), (problem.units, problem.closing)
+        )
+        self._x, self._labels = torch.tensor(problem.x), torch.tensor(problem.labels, dtype=torch.int64)
+        super().__init__((self._units, self._closing), threads)
+        self.gradient = jax.tree.map(lambda p: _gradient(p).T, self._units)
+
+    def _answers(self) -> tuple[Any, Any]:
+        hidden = self._units[0][1][0].shape[1]
+        states = [self._x.new_zeros(len(self._x), hidden) for _ in self._units]
+        for entering in self._x.unbind(1):
+            for number, (inputs, recurrent) in enumerate(self._units):
+                states[number] = entering = _cell(entering, states[number], inputs, recurrent)
+        return F.linear(states[-1], *self._closing), self._labels
+
+
+def _cell(x: Any, h: Any, inputs: Any, recurrent: Any) -> Any:
+    (xr, xz, xn), (hr, hz, hn) = F.linear(x, *inputs).chunk(3, 1), F.linear(h, *recurrent).chunk(3, 1)
+    n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
+    rate = 1 - torch.sigmoid(xz + hz)
+    return (h + rate * n) / (1 + rate)
 
 
 def _leaf(array: np.ndarray) -> Any:
     return torch.tensor(array, requires_grad=True)
+
+
+def _gradient(leaf: Any) -> np.ndarray:
+    return leaf.grad.numpy().copy()

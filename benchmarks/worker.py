@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lp_jax
-from benchmarks import dense, resnet
+from benchmarks import dense, gru, resnet
 from benchmarks.harness import timed
 from benchmarks.propagation import scan, solved
 from benchmarks.settings import SETTINGS
@@ -24,20 +24,20 @@ from benchmarks.settings import SETTINGS
 Place = Callable[[Any], Any]
 
 
-def build(kind: str, row: tuple[str, int, int], name: str, quick: bool, convolution: str) -> Any:
+def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, convolution: str) -> Any:
     """A contender: something to call, with the gradient of the layers (those that this process holds) and facts."""
-    network, width, layers = row
+    network, width, layers, batch = row
     comm: Any = None
     if kind == "devices":
         mesh = jax.make_mesh((jax.device_count(),), ("layers",), axis_types=(AxisType.Auto,))
         comm = lp_jax.MeshComm(mesh)
     elif kind == "ranks":
         comm = lp_jax.MPIComm()
-    if name in SETTINGS and comm is not None:
-        solvers = SETTINGS[name](layers, comm.size)
-        propagate = solved(*solvers, comm)
-    else:
-        propagate = scan
+    solvers = (
+        SETTINGS[name](layers, comm.size) if comm is not None else gru.SERIAL if name.startswith("Serial") else None
+    )
+    propagate = scan if solvers is None else solved(*solvers, comm)
+    ahead = kind != "ranks"
 
     def spread(stack: Any) -> Any:
         if kind == "ranks":
@@ -47,20 +47,27 @@ def build(kind: str, row: tuple[str, int, int], name: str, quick: bool, convolut
     def same(tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(comm.mesh, PartitionSpec())) if kind == "devices" else tree
 
+    threads = 1 if "1 thread" in name else 2  # of PyTorch
     if network == "dense":
-        weights, *states = dense.random_problem(layers, width)
-        return dense.Gradient(propagate, (spread(weights), *same(states)), ahead=kind != "ranks")
-    size, batch = (8, 4) if quick else (28, 50)
-    problem = resnet.Problem.random(width, layers, size=size, batch=batch)
-    if kind == "torch":
-        from benchmarks.torch_loop import TorchTrainer
+        weights, *states = dense.random_problem(layers, width, batch)
+        return dense.Gradient(propagate, (spread(weights), *same(states)), ahead=ahead)
+    if network == "gru":
+        sequences = gru.Problem.random(width, layers, batch)
+        if kind == "torch":
+            from benchmarks.torch_loop import GRULoop
 
-        return TorchTrainer(problem, 1 if "1 thread" in name else 2)
+            return GRULoop(sequences, threads)
+        return gru.trainer(sequences, solvers, comm, same, ahead=ahead)
+    problem = resnet.Problem.random(width, layers, size=8 if quick else 28, batch=batch)
+    if kind == "torch":
+        from benchmarks.torch_loop import ResNetLoop
+
+        return ResNetLoop(problem, threads)
 
     def place(network: resnet.Network) -> resnet.Network:
         return resnet.Network(same(network.opening), spread(network.layers), same(network.closing))
 
-    return resnet.Trainer(propagate, convolution, problem, place, ahead=kind != "ranks")
+    return resnet.trainer(propagate, convolution, problem, place, ahead=ahead)
 
 
 def main() -> None:
@@ -76,8 +83,11 @@ def main() -> None:
         while (order := orders.recv()) is not None:
             what, name, *details = order
             if what == "build":
-                built[name] = build(kind, details[0], name, *details[1:])
+                row = details[0]
+                built[name] = build(kind, row, name, *details[1:])
                 gradient = [np.asarray(x) for x in jax.tree.leaves(built[name].gradient)]
+                if row[0] == "gru" and rank > 0:  # the same on every rank
+                    gradient = [x[:0] for x in gradient]
                 orders.send((gradient, getattr(built[name], "facts", {})))
             else:
                 if kind == "torch":

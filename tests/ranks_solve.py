@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import architectures
 import conftest  # noqa: F401  (float64, strict promotion)
 import digits_training
 import jax
@@ -216,6 +217,18 @@ def spline(_=None):
     for call in (nn.refine, nn.unstack, nn.sequential):
         with pytest.raises(ValueError, match=f"spread over {COMM.size} ranks"):
             call(ordinary)
+
+
+@case
+def modules(_=None):
+    """Dropout, running statistics, masks, sequences: nothing depends on the number of ranks."""
+    run = mine(architectures.LAYERS, architectures.SOLVER)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        wanted = architectures.everything(None) if COMM.rank == 0 else None
+        layered, common = architectures.everything(COMM)
+    of_all, expected = COMM.comm.bcast(wanted)
+    architectures.assert_same((layered, common), (cut(of_all, run), expected))
+    same_everywhere(common)
 
 
 def count(jaxpr, times=1, counts=None):

@@ -263,29 +263,43 @@ def test_quick_suite_end_to_end(suite, options, names, tmp_path):
 @pytest.mark.slow
 def test_ranks_end_to_end(tmp_path):
     """Processes of all kinds start, take turns and end; every worker's part of the gradient is compared."""
-    arguments = ["--quick", "--rows", "dense,4,30", "--only", "identity, 2/1", "Picard", "--min-time", "0"]
+    arguments = [
+        "--quick",
+        "--rows",
+        "dense,4,30,4",
+        "gru,4,12,3",
+        "--only",
+        "identity, 2/1",
+        "Serial",
+        "--min-time",
+        "0",
+    ]
     command = [sys.executable, "-m", "lp_jax", "bench", "ranks", *arguments, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "ranks.json").read_text())
-    (row,) = result["rows"]
-    assert (row["network"], row["width"], row["layers"]) == ("dense", 4, 30)
-    contenders = {c["name"]: c for c in row["contenders"]}
+    sizes = [tuple(row[name] for name in ranks.SUITE.sizes) for row in result["rows"]]
+    assert sizes == [("dense", 4, 30, 4), ("gru", 4, 12, 3)]
     workers = ["devices"] if any(left["name"] == "MPI ranks" for left in result["left_out"]) else ["devices", "ranks"]
-    names = [f"{setting}, 2 {kind}" for setting in ("identity, 2/1", "Picard, 2/1") for kind in workers]
-    assert list(contenders) == ["lax.scan, 1 thread", *names]
-    for setting in ("identity, 2/1", "Picard, 2/1"):
-        errors = [contenders[f"{setting}, 2 {kind}"]["gradient_error"] for kind in workers]
-        assert 1e-4 < errors[0] < 0.2
+    names = [f"identity, 2/1, 2 {kind}" for kind in workers]
+    for row, serial in zip(result["rows"], ([], ["Serial, 1 thread"]), strict=True):
+        contenders = {c["name"]: c for c in row["contenders"]}
+        assert list(contenders) == ["lax.scan, 1 thread", *serial, *names]
+        assert all(contenders[name]["gradient_error"] < 1e-6 for name in serial)
+        errors = [contenders[name]["gradient_error"] for name in names]
+        assert 1e-4 < errors[0] < 0.5
         np.testing.assert_allclose(errors, errors[0], rtol=1e-3)
-    assert contenders["identity, 2/1, 2 devices"]["counted_ratio"] == pytest.approx(2 / 3)
+        assert contenders[names[0]]["counted_ratio"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("row", ["conv,4", "pooled,4,32", "conv,4,0", "conv,a,32"])
+@pytest.mark.parametrize("row", ["conv,4,32", "pooled,4,32,8", "conv,4,0,8", "conv,a,32,8"])
 def test_a_bad_row_of_ranks_is_refused(row, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(ranks.SUITE, ["--rows", row])
-    assert "a row is conv or dense, width (channels) and layers" in capsys.readouterr().err
+    assert (
+        "a row is conv, dense or gru, then channels or width, layers or time steps, and batch"
+        in capsys.readouterr().err
+    )
 
 
 def test_evaluations_in_a_row_are_those_of_the_design():

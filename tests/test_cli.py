@@ -63,7 +63,7 @@ def test_every_field_of_the_solvers_is_an_option(cli):
     assert code == 0
     for field in dataclasses.fields(lp_jax.MGRIT):
         name = field.name.replace("_", "-")
-        assert (f"--{name} " in out and f"--adjoint-{name} " in out) == (name != "spatial")
+        assert f"--{name} " in out and f"--adjoint-{name} " in out
     for title in ("Model:", "Training:", "Solver:", "Output:"):
         assert f"\n{title}\n" in out
     for option in (
@@ -90,6 +90,11 @@ COMPONENTS = [
 @pytest.mark.parametrize("value", COMPONENTS)
 def test_components_are_spelled_and_read_back(value):
     assert _solver.SYNTAX["coarse_step"].parse(_solver.spell(value)) == value
+
+
+@pytest.mark.parametrize("value", [None, lp_jax.spatial(2), (None, lp_jax.spatial(3))])
+def test_transfers_are_spelled_and_read_back(value):
+    assert _solver.SYNTAX["spatial"].parse(_solver.spell(value)) == value
 
 
 def test_defaults_are_spelled_and_read_back():

@@ -39,6 +39,10 @@ def test_dtypes_closures_times_aux_and_ranks_without_layers(ranks, dtypes):
     passes(ranks, "small", dtypes)
 
 
+def test_modules():
+    passes(2, "modules")
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_ends_with_the_same_parameters(ranks):
     passes(ranks, "training")

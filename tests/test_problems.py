@@ -1,6 +1,7 @@
 """Every problem of the command line, from its files to a table, on small files made here."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
+from lp_jax import data
 from lp_jax.cli import main
 from lp_jax.cli._catalog import PROBLEMS, resolved
+from lp_jax.cli._samples import interlinear, written
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -103,11 +106,19 @@ RUNS = {
     "timeseries": (series, ["--name", "Tiny", "--width", "4", "--units", "2"]),
     "text": (book, ["--layers", "4", "--width", "8", "--heads", "2"]),
     "indianpines": (pines, ["--layers", "8", "--width", "6", "--serial"]),
-    "modelnet": (shapes, ["--layers", "2", "--width", "2", "--serial"]),
+    "modelnet": (
+        shapes,
+        ["--layers", "4", "--width", "1", "--coarsening", "2", "--spatial", "3", "--relaxation", "FCF", "--no-compare"],
+    ),
     "tinyimagenet": (pictures, ["--layers", "16", "--width", "2", "--coarsening", "2", "--model", "resnet"]),
 }
 
 
+# sentences of five words and more come with a tag below each word; the prompt is the beginning of what is held out
+SAMPLES = {
+    "gum": r"The +dog +sees +a +cat\n([A-Z]+ *){5}\n",
+    "text": r"temperature 0.7\):\n\n.{32}\|.{200}\n",
+}
 RUN_NAMES = (("layer-parallel", "--serial"), ("serial", "--no-compare"))  # and the option that leaves each out
 
 
@@ -116,18 +127,46 @@ def test_from_files_to_a_table(problem, tmp_path, capsys):
     make, options = RUNS[problem]
     folder = tmp_path / "data"
     folder.mkdir()
-    data = [] if make is None else ["--data", str(make(folder))]
+    files = [] if make is None else ["--data", str(make(folder))]
     size = [] if "--batch-size" in options else ["--batch-size", "4"]
     out = tmp_path / "run"
     few = ["--no-pictures", "--probe-every", "1000"] + ([] if "--serial" in options else ["--coarse-step", "inject"])
     with pytest.raises(SystemExit) as caught:
-        main(["train", problem, *data, "--epochs", "1", *size, *options, *few, "--out", str(out)])
+        main(["train", problem, *files, "--epochs", "1", *size, *options, *few, "--out", str(out)])
     said = capsys.readouterr()
     assert caught.value.code == 0, said.err
     assert "test accuracy" in said.out
     results = json.loads((out / "summary.json").read_text())["results"]
     assert list(results) == [run for run, not_if in RUN_NAMES if not_if not in options]
     assert all(np.isfinite(run["test_loss"]) and run["steps"] > 0 for run in results.values())
+    if problem in SAMPLES:
+        text = (out / "samples.txt").read_text(encoding="utf-8")
+        assert re.search(SAMPLES[problem], text, re.S) and text in said.out
+
+
+def test_a_tagged_sentence_says_what_is_wrong_and_wraps():
+    words = ["word" * 5] * 4 + ["x"]
+    first, second = interlinear(words, ["NOUN", "VERB"] * 2 + ["X"], ["NOUN"] * 4 + ["X"])
+    assert first.splitlines()[1:] == [
+        "NOUN".ljust(22) + "VERB".ljust(22) + "NOUN".ljust(22) + "VERB",
+        " " * 22 + "NOUN".ljust(44) + "NOUN",
+    ]
+    assert second == "x\nX"
+
+
+def test_a_text_goes_on_with_what_is_likely():
+    """A model that only knows the next letter of the alphabet; padding, which it likes better, is never written."""
+    names = ("<padding>", "<unknown>", *"abcdefghijklmnopqrstuvwxyz")
+    x = np.arange(2, 18, dtype=np.int32)[None]
+    dataset = data.Dataset(x, x, x, x, classes=len(names), shape=(16,), names=names)
+
+    def predict(window):
+        logits = 200.0 * (np.arange(len(names)) == np.where(window == 27, 2, window + 1)[..., None])
+        logits[..., 0] = 1000.0
+        return logits
+
+    before, _, after = written(dataset, 0, predict).partition("|")
+    assert before.endswith("\nabcdefghijklmnop") and after == ("abcdefghijklmnopqrstuvwxyz" * 10)[16:216]
 
 
 @pytest.mark.parametrize("problem", [name for name, problem in PROBLEMS.items() if problem.files])
@@ -139,7 +178,7 @@ def test_files_that_are_not_named_are_asked_for(problem, capsys):
 
 
 def test_settings_that_are_not_given_are_those_of_problem_and_model():
-    nothing = dict.fromkeys(("model", "layers", "width", "t1", "epochs", "batch_size", "learning_rate"))
+    nothing = dict.fromkeys(("model", "layers", "width", "stride", "t1", "epochs", "batch_size", "learning_rate"))
     dense, conv = (resolved("mnist", {**nothing, "model": model}) for model in ("resnet", "conv"))
     assert (dense["model"], dense["layers"], dense["width"]) == ("dense", 64, 64)
     assert (conv["layers"], conv["t1"]) == (32, 1.0)

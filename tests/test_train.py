@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from architectures import Restless
 from flax import nnx
 
 import lp_jax
@@ -527,18 +528,6 @@ def test_nothing_is_asked_where_a_label_is_negative(classifier, samples):
     masked, info = loss_fn(params, (x, np.where(np.arange(10) < 7, labels, -1)), lp_jax.Serial(), None)
     np.testing.assert_allclose(masked, few, rtol=1e-6)
     assert (int(info.correct), int(info.total)) == (int(few_info.correct), 7)
-
-
-class Restless(nnx.Module):
-    """With running statistics and dropout."""
-
-    def __init__(self, rngs):
-        self.norm = nn.BatchNorm(6, momentum=0.5, rngs=rngs)
-        self.linear = nnx.Linear(6, 6, rngs=rngs)
-        self.dropout = nnx.Dropout(0.25)
-
-    def __call__(self, y, t, dt, *, key=None):
-        return y + dt * self.dropout(nnx.tanh(self.linear(self.norm(y))), rngs=key)
 
 
 def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):

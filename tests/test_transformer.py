@@ -191,23 +191,6 @@ def test_layer_parallel_is_the_plain_network(name, t1):
         assert_close(without_masks(gradients), without_masks(wanted_gradients))
 
 
-@pytest.mark.parametrize("name", ["encoder", "decoder", "encoder-decoder"])
-def test_over_the_devices_of_a_mesh(name):
-    make, y, shared, _ = NETWORKS[name]
-    comm = lp_jax.MeshComm(jax.make_mesh((4,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
-    step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
-    solver = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT)
-
-    def run(comm):
-        def solved(params, y, shared, t1):
-            return lp_jax.solve(step, params, y, shared=shared, t1=t1, solver=solver, comm=comm).y1
-
-        value, gradients = loss_of(solved)(params, y, shared, 1.0)
-        return value, without_masks(gradients)
-
-    assert_close(run(comm), run(None), rtol=1e-12)
-
-
 def test_single_precision_is_the_same_network():
     """Where `jax.nn.dot_product_attention` attends, which has a fused kernel on accelerators."""
     for causal, mask in ((False, MASK), (True, None), (True, MASK)):

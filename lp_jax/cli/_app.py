@@ -132,6 +132,12 @@ def _training_options(name: str) -> Any:
         ),
         _option("--layers", _WHAT, **_POSITIVE, help="number of layers" + default("layers")),
         _option("--width", _WHAT, **_POSITIVE, help="size of the state, or channels" + default("width")),
+        _option(
+            "--stride",
+            _WHAT,
+            **_POSITIVE,
+            help="(conv) the opening layer leaves every Nth point along each axis" + default("stride"),
+        ),
         _option("--t1", _WHAT, **_RATE, help="time of the last layer; each has dt = t1 / layers" + default("t1")),
         _option("--heads", _WHAT, **_POSITIVE, default=4, help="(transformer) heads of attention"),
         _option(

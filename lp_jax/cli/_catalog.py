@@ -12,6 +12,7 @@ class Sizes:
     Attributes:
         layers: number of layers; None where these are the steps of a sequence.
         width: size of the state, of it at each position, or number of channels.
+        stride: of the opening convolution: the layers' states have so many times fewer points along each axis.
         t1: time at which the last layer ends; None is a step of 1 per layer.
         epochs: number of epochs.
         batch_size: examples per step.
@@ -20,6 +21,7 @@ class Sizes:
 
     layers: int | None = 64
     width: int
+    stride: int = 1
     t1: float | None = 2.0
     epochs: int
     batch_size: int = 50
@@ -125,8 +127,14 @@ PROBLEMS = {
     "modelnet": Problem(
         about="Classify shapes, ModelNet10 or the like, in voxels.",
         files="folder of CLASS/train/*.off and CLASS/test/*.off, or of voxels_train.npz and voxels_test.npz",
-        models={"conv": Sizes(layers=64, width=4, t1=2.0, epochs=3, batch_size=16)},
-        examples=(("lp-jax train modelnet --data ~/ModelNet10", "three-dimensional convolutions"),),
+        models={"conv": Sizes(layers=64, width=4, stride=2, epochs=3, batch_size=16)},
+        examples=(
+            ("lp-jax train modelnet --data ~/ModelNet10", "three-dimensional convolutions"),
+            (
+                "lp-jax train modelnet --data ~/ModelNet10 --relaxation FCF --spatial 3",
+                "coarser in space on the coarse level",
+            ),
+        ),
     ),
     "tinyimagenet": Problem(
         about="Classify the images of Tiny ImageNet.",

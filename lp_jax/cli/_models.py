@@ -62,10 +62,10 @@ def _dense(site: _Site) -> nn.Classifier:
 def _conv(site: _Site) -> nn.Classifier:
     settings, task, rngs = site.settings, site.task, site.rngs
     width, (*space, inputs) = settings.width, task.shape
-    kernel, state = (3,) * len(space), (*space, width)
+    kernel, state = (3,) * len(space), (*(-(-size // settings.stride) for size in space), width)
     closing = nn.DenseClosing if math.prod(state) <= _MOST_INPUTS else nn.PoolClosing
     return nn.Classifier(
-        nn.ConvOpening(inputs, width, kernel=kernel, rngs=rngs),
+        nn.ConvTransition(inputs, width, kernel=kernel, factor=settings.stride, rngs=rngs),
         site.trunk(lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs), settings.layers),
         closing(state, task.classes, rngs=rngs),
     )

@@ -17,6 +17,7 @@ class Settings:
         model: one of the catalog.
         layers: number of layers, or of steps of the sequence.
         width: size of the state, of it at each position, or number of channels.
+        stride: of the opening convolution.
         t1: time at which the last layer ends.
         heads: of attention.
         buffers: serial layers before and after those that are solved in parallel, each.
@@ -34,6 +35,7 @@ class Settings:
     model: str
     layers: int
     width: int
+    stride: int
     t1: float
     heads: int
     buffers: int

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from lp_jax import MGRIT, Picard, Rediscretize, Serial
+from lp_jax import MGRIT, Picard, Rediscretize, Serial, spatial
 from lp_jax._solver import Solver
+from lp_jax._spatial import Restriction
 from lp_jax.cli._grouped import Option
 
 # What `lp-jax train` uses if nothing else is said; the help texts show these. Measured on 64 layers of width 64 trained on
@@ -26,9 +27,6 @@ KINDS = ("mgrit", "picard", "serial")
 GROUPS = {"": "Solver", "adjoint_": "Solver of the adjoint system (what is not set follows the forward solver)"}
 
 _MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
-
-# A pair of functions on the state has no spelling here.
-_NOT_OPTIONS = ("spatial",)
 
 
 class Syntax(NamedTuple):
@@ -59,6 +57,11 @@ def _component(text: str) -> Rediscretize | Solver:
     raise ValueError(f"got {text!r}")
 
 
+def _transfers(text: str) -> Any:
+    """Of the number of axes that are coarsened; 0 is none."""
+    return spatial(int(text)) if int(text) > 0 else None
+
+
 SYNTAX: Mapping[str, Syntax] = {
     "levels": Syntax("N", int),
     "coarsening": Syntax("M[,M...]", _many(int)),
@@ -71,6 +74,7 @@ SYNTAX: Mapping[str, Syntax] = {
     "min_coarse": Syntax("N", int),
     "coarse_step": Syntax("inject|mean|picard:N[:trajectory]|serial", _component),
     "coarsest": Syntax("serial|picard:N", _component),
+    "spatial": Syntax("D[,D...]", _many(_transfers)),
     "storage": Syntax("c_points|all", str),
     "interval_map": Syntax("auto|vmap|loop", str),
     "sweeps": Syntax("N", int),
@@ -85,12 +89,20 @@ _HELP: Mapping[str, str] = {
         "around the state that enters or the last trajectory; or those layers one by one (serial: exact in one cycle)"
     ),
     "coarsest": "solver of the coarsest level",
+    "spatial": (
+        "number of axes of space, such as 2 for images: states have half the points along each on the next coarser level; "
+        "0 keeps them, several values are one per level. Needs --relaxation FCF"
+    ),
     "sweeps": "of --solver picard: number of sweeps over all layers; with a tolerance their largest number",
 }
 
 
 def spell(value: Any) -> str:
     """The spelling of a field's value; what `Syntax.parse` reads."""
+    if value is None:
+        return "0"
+    if isinstance(value, tuple) and isinstance(value[0], Restriction):
+        return str(value[0].dims)
     if isinstance(value, tuple):
         return ",".join(map(spell, value))
     if isinstance(value, Rediscretize):
@@ -104,8 +116,7 @@ def spell(value: Any) -> str:
 
 def fields() -> list[str]:
     """The fields that are options, those of `MGRIT` and then what only `Picard` has."""
-    names = [field.name for field in dataclasses.fields(MGRIT) if field.name not in _NOT_OPTIONS]
-    return [*names, "sweeps"]
+    return [*(field.name for field in dataclasses.fields(MGRIT)), "sweeps"]
 
 
 def default_solver(model: str) -> MGRIT:

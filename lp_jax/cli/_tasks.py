@@ -1,5 +1,6 @@
 """From the name of a problem to batches."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lp_jax import data
+from lp_jax.cli._samples import Predict, tagged, written
 
 _EVALUATION_BATCH = 500
 _LENGTHS = (16, 32, 64, 144)  # of sentences
@@ -25,6 +27,7 @@ class Task(NamedTuple):
         length: most positions of a sequence; 0 for inputs that are none.
         sizes: number of values of each of the numbers that describe a token; empty for inputs that are no tokens.
         causal: whether a position may see itself and those before it only.
+        samples: some answers, to read.
     """
 
     batches: Callable[[int], Iterable[Any]]
@@ -36,6 +39,7 @@ class Task(NamedTuple):
     length: int = 0
     sizes: tuple[int, ...] = ()
     causal: bool = False
+    samples: Callable[[Predict], str] | None = None
 
 
 def task(problem: str, path: Path, *, name: str, batch_size: int, seed: int) -> Task:
@@ -58,7 +62,11 @@ def task(problem: str, path: Path, *, name: str, batch_size: int, seed: int) -> 
         dataset = data.characters(path)
         (length,) = dataset.shape
         return _dataset(dataset, batch_size, seed)._replace(
-            shape=(), length=length, sizes=(dataset.classes,), causal=True
+            shape=(),
+            length=length,
+            sizes=(dataset.classes,),
+            causal=True,
+            samples=functools.partial(written, dataset, seed),
         )
     if problem == "timeseries":
         dataset = data.timeseries(path, name)
@@ -113,6 +121,7 @@ def _tagging(tagging: data.Tagging, batch_size: int, seed: int) -> Task:
         tuple(tagging.tags),
         length=_LENGTHS[-1],
         sizes=tuple(tagging.sizes),
+        samples=functools.partial(tagged, tagging, _LENGTHS[-1]),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 
 from lp_jax import Serial, viz
@@ -21,7 +22,7 @@ from lp_jax.cli._settings import Settings
 from lp_jax.cli._solver import build, default_solver, fields, short
 from lp_jax.cli._tasks import Task, task
 from lp_jax.cli._workers import workers
-from lp_jax.train import Interrupted, confusion_matrix
+from lp_jax.train import Interrupted, confusion_matrix, predict
 from lp_jax.train._checkpoint import first_difference
 
 # How one call runs, not what is run: never taken from the folder.
@@ -119,9 +120,12 @@ def _report(
     """Table, summary and pictures; the chief's to show, everyone's to measure."""
     folder = options["out"]
     drawn: list[Path] = []
-    errors, answers = None, None
+    errors, answers, samples = None, None, None
+    params, task = runs[0].state.params, made.task
+    if task.samples is not None:
+        with console.status("a few answers, to read"):
+            samples = task.samples(lambda x: np.array(predict(made.tested, params, x)))
     if not options["no_pictures"]:
-        params, task = runs[0].state.params, made.task
         answers = confusion_matrix(made.tested, params, task.test_batches, classes=task.classes)
     if not options["no_pictures"] and not all(isinstance(s, Serial) for s in solvers):
         with console.status("for a picture, other solvers are compiled and their gradients measured"):
@@ -137,12 +141,16 @@ def _report(
     out = Console()
     out.print(table(runs))
     names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *(path.name for path in drawn)]
+    if samples is not None:
+        out.print(f"\n{samples}\n", markup=False, highlight=False, soft_wrap=True)
+        (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
+        names.append("samples.txt")
     out.print(f"In {folder}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _settings(problem: str, options: Mapping[str, Any], learned: Task) -> Settings:
     """The steps of a sequence are its layers, each of time 1, if not said otherwise."""
-    names = ("model", "width", "heads", "buffers", "dropout", "units")
+    names = ("model", "width", "stride", "heads", "buffers", "dropout", "units")
     training = ("epochs", "batch_size", "learning_rate", "seed")
     layers = options["layers"] or learned.length
     path = options.get("data")

@@ -1,9 +1,8 @@
 """Tagging words: parts of speech and morphological features of a Universal Dependencies treebank."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +26,7 @@ class Tagging(NamedTuple):
         features: names of the columns of the inputs.
         vocabularies: what the numbers in each column stand for; number 0 is padding in all of them.
         unseen: how many words of each split have a tag that training does not have; their labels are -1.
+        test_words: the words of the sentences held out, to show.
     """
 
     train: Sequences
@@ -36,6 +36,7 @@ class Tagging(NamedTuple):
     features: tuple[str, ...]
     vocabularies: tuple[tuple[str, ...], ...]
     unseen: dict[str, int]
+    test_words: list[tuple[str, ...]]
 
     @property
     def classes(self) -> int:
@@ -111,6 +112,7 @@ def gum(
     tags = tuple(sorted({tag for sentence in sentences["train"] for tag in getattr(sentence, task)}))
     numbers = {tag: number for number, tag in enumerate(tags)}
     parts, unseen = {}, {}
+    words: dict[str, list[tuple[str, ...]]] = {split: [] for split in _SPLITS}
     for split, path in paths.items():
         x: list[np.ndarray] = []
         y: list[np.ndarray] = []
@@ -123,9 +125,17 @@ def gum(
                 raise DataError(f"{path}: sentence {at}: {found}; wanted at most {max_length}.")
             x += _pieces(features(sentence.words), max_length, longer)
             y += _pieces(labels, max_length, longer)
+            words[split] += _pieces(tuple(sentence.words), max_length, longer)
         parts[split] = Sequences(x, y)
         unseen[split] = int(sum(np.sum(labels == UNLABELLED) for labels in y))
-    return Tagging(**parts, tags=tags, features=FEATURES, vocabularies=features.vocabularies, unseen=unseen)
+    return Tagging(
+        **parts,
+        tags=tags,
+        features=FEATURES,
+        vocabularies=features.vocabularies,
+        unseen=unseen,
+        test_words=words["test"],
+    )
 
 
 def _find(folder: Path, split: str) -> Path:
@@ -141,9 +151,9 @@ def _refuse_tag(path: Path, at: int, sentence: Sentence, word: int, task: str) -
     raise DataError(f"{path}: sentence {at}: {found}; wanted one that the training sentences have, as strict=True.")
 
 
-def _pieces(array: np.ndarray, max_length: int | None, longer: str) -> Sequence[np.ndarray]:
-    if max_length is None or len(array) <= max_length:
-        return [array]
+def _pieces(sequence: Any, max_length: int | None, longer: str) -> list[Any]:
+    if max_length is None or len(sequence) <= max_length:
+        return [sequence]
     if longer == "cut":
-        return [array[:max_length]]
-    return [array[start : start + max_length] for start in range(0, len(array), max_length)]
+        return [sequence[:max_length]]
+    return [sequence[start : start + max_length] for start in range(0, len(sequence), max_length)]

@@ -19,6 +19,7 @@ from lp_jax.train._classification import Residuals as Residuals
 from lp_jax.train._classification import classification as classification
 from lp_jax.train._classification import confusion_matrix as confusion_matrix
 from lp_jax.train._classification import evaluate as evaluate
+from lp_jax.train._classification import predict as predict
 from lp_jax.train._classification import residuals as residuals
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth

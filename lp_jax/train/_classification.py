@@ -108,6 +108,18 @@ def _evaluate(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver) -> 
     return loss * info.total.astype(loss.dtype), info.correct, info.total
 
 
+def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Serial()) -> jax.Array:
+    """The logits of a classifier, by default of the exact network.
+
+    Args:
+        model: an `lp_jax.nn.Classifier`, in the mode that it is in; its own parameters are not used.
+        params: as `classification` returns them.
+        x: a batch of inputs; each shape compiles once.
+        solver: of the layers; serial propagation if not said otherwise.
+    """
+    return _logits(nnx.graphdef(model), params, x, solver)
+
+
 def confusion_matrix(
     model: Classifier, params: PyTree, batches: Iterable[Batch], *, classes: int, solver: Solver = Serial()
 ) -> np.ndarray:
@@ -126,14 +138,14 @@ def confusion_matrix(
     graphdef = nnx.graphdef(model)
     counts = np.zeros((classes, classes), int)
     for x, labels in batches:
-        answers, labels = np.asarray(_answers(graphdef, params, x, solver)), np.asarray(labels)
+        answers, labels = np.asarray(_logits(graphdef, params, x, solver)).argmax(axis=-1), np.asarray(labels)
         np.add.at(counts, (labels[labels >= 0], answers[labels >= 0]), 1)
     return counts
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _answers(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
-    return jnp.argmax(nnx.merge(graphdef, params).solve(x, solver=solver)[0], axis=-1)
+def _logits(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
+    return nnx.merge(graphdef, params).solve(x, solver=solver)[0]
 
 
 def residuals(

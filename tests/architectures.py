@@ -1,0 +1,66 @@
+"""One network of each kind, with all that could differ from worker to worker: dropout, running statistics, masks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import recurrent
+import test_transformer as transformer
+from flax import nnx
+
+import lp_jax
+from lp_jax import nn
+
+LAYERS = 6
+SOLVER = lp_jax.MGRIT(coarsening=2, iterations=2)
+
+
+class Restless(nnx.Module):
+    """With running statistics and dropout."""
+
+    def __init__(self, rngs, param_dtype=jnp.float32):
+        self.norm = nn.BatchNorm(6, momentum=0.5, param_dtype=param_dtype, rngs=rngs)
+        self.linear = nnx.Linear(6, 6, param_dtype=param_dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25)
+
+    def __call__(self, y, t, dt, *, key=None):
+        return y + dt * self.dropout(nnx.tanh(self.linear(self.norm(y))), rngs=key)
+
+
+def everything(comm):
+    """Of each network what belongs to its layers, leaves ``(layers, ...)``, and what every worker has."""
+    options = {"solver": SOLVER, "comm": comm}
+    trunks = {
+        "batch norm": (functools.partial(Restless, param_dtype=jnp.float64), transformer.normal((4, 6)), None),
+        "encoder-decoder": (
+            functools.partial(transformer.encoder_decoder, dropout=0.3),
+            (transformer.MEMORY, transformer.Y),
+            (transformer.OTHER_MASK, transformer.MASK),
+        ),
+    }
+
+    def loss(trunk, y, shared):
+        y1 = trunk.solve(y, shared=shared, key=jax.random.key(7)).y1
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(y1))
+
+    layered, common = {}, {}
+    for name, (make, y, shared) in trunks.items():
+        trunk = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0), **options)
+        value, (of_trunk, of_y) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(trunk, y, shared)
+        layered[name] = nnx.to_pure_dict(of_trunk), nnx.to_pure_dict(nnx.state(trunk.layers, nnx.BatchStat))
+        common[name] = value, of_y
+
+    def recurrent_loss(gru, x):
+        return sum(jnp.sum(h * t) for h, t in zip(gru((x, recurrent.LENGTHS)), recurrent.TARGET, strict=True))
+
+    gru = recurrent.make(True, **options)
+    value, (of_gru, of_x) = nnx.jit(nnx.value_and_grad(recurrent_loss, argnums=(0, 1)))(gru, recurrent.X)
+    common["gru"] = value, nnx.to_pure_dict(of_gru), of_x
+    return jax.tree.map(np.asarray, (layered, common))
+
+
+def assert_same(got, wanted):
+    """Equal but for the order of sums."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, wanted)
