@@ -11,6 +11,7 @@ converges to; a coarse level, which only decides how fast, at the C-points that 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from lp_jax._linear import Linearised
 from lp_jax._relax import entering
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, Slices, State
+
+_AT_ONCE = 4  # layers
 
 
 class Checkpoints(NamedTuple):
@@ -106,15 +109,13 @@ def solve_adjoint(
 
     start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
     lam, stats, met = iterate(solver, levels, start)
-    differentiable, _ = _partition(fine.shared)
+    differentiable, _ = _tree.partition(fine.shared)
     lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(differentiable)))
     return (
         Cotangents(
             y0=levels[0].exit(lam),
             slices=_tree.merge(slices, fine.steps),
-            shared=_shared_gradient(
-                fine, levels[0], cotangents, kept=checkpoints.kept is not None, recurrent=chain.recurrent
-            ),
+            shared=_shared_gradient(fine, levels[0], cotangents, None if checkpoints.kept is None else linearised),
         ),
         stats,
         met,
@@ -193,7 +194,7 @@ def _guarded(
 ) -> tuple[State, list[jax.Array]]:
     """Cotangents of the state and of the slice; on padding the identity and zeros."""
     u, kept = at
-    u_bar, leaves = linearised.transpose(u, operand.x._replace(valid=None), shared, kept)(lam)
+    u_bar, leaves, _ = linearised.transpose(u, operand.x._replace(valid=None), shared, kept)(lam)
     for valid in (operand.valid, operand.x.valid):
         if valid is not None:
             u_bar, leaves = _tree.where(valid, u_bar, lam), _tree.where(valid, leaves, _tree.zeros_like(leaves))
@@ -252,7 +253,7 @@ def _emit_gradient(chain: Chain, fine: Level) -> Advance:
 
     def advance(lam: State, x: tuple[Operand, State], shared: PyTree) -> tuple[State, Slices]:
         operand, u = x
-        leaves, combine = _partition(operand.x, chain.differentiable)
+        leaves, combine = _tree.partition(operand.x, chain.differentiable)
 
         def forward(u: State, leaves: list[jax.Array]) -> State:
             return fine.step(u, operand._replace(x=combine(leaves)), shared)
@@ -264,45 +265,48 @@ def _emit_gradient(chain: Chain, fine: Level) -> Advance:
     return advance
 
 
-def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, *, kept: bool, recurrent: bool) -> PyTree:
+def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, linearised: Linearised | None) -> PyTree:
     """Gradient of what all layers share, as one contraction over all layers.
 
-    Over each interval's, one after the other, where intervals are looped over and layers have parameters of their own.
+    Where intervals are looped over, over a few layers at a time, which stay in a processor's cache. ``linearised`` is a
+    layer whose linearisation is at hand in the adjoint's operands.
     """
-    leaves, combine = _partition(fine.shared)
+    leaves, combine = _tree.partition(fine.shared)
     if not leaves:
         return combine([], fill=None)
 
-    def intervals(xs: PyTree, lams: State) -> list[jax.Array]:
-        operands, states = jax.vmap(adjoint.expand, (0, None))(xs, fine.shared) if adjoint.expand else xs
-        if kept:
-            states, _ = states
-        operands, states, lams = _tree.merge((operands, states, lams), None)
+    def layers(operands: Operand, states: Any, lams: State) -> list[jax.Array]:
+        if linearised is not None:
+            states, kept = states
+            if linearised.weights:
+                lams = _masked(operands, lams)
+                return linearised.contract(states, operands.x._replace(valid=None), fine.shared, kept, lams)
 
         def forward(leaves: list[jax.Array]) -> State:
             return jax.vmap(lambda u, x: fine.step(u, x, combine(leaves)))(states, operands)
 
         return jax.vjp(forward, leaves)[1](lams)[0]
 
-    if recurrent or not adjoint.looped:
-        total = intervals(adjoint.xs, cotangents)
+    def expand(xs: PyTree) -> tuple[Operand, Any]:
+        return adjoint.expand(xs, fine.shared) if adjoint.expand else xs
+
+    def interval(xs: PyTree, lams: State) -> list[jax.Array]:
+        return summed(layers, _tree.split((*expand(xs), lams), math.gcd(adjoint.factor, _AT_ONCE)))
+
+    def summed(gradient: Callable[..., list[jax.Array]], groups: PyTree) -> list[jax.Array]:
+        zeros = _tree.zeros_like(leaves)
+        return lax.scan(lambda total, group: (_tree.add(total, gradient(*group)), None), zeros, groups)[0]
+
+    if adjoint.looped:
+        total = summed(interval, (adjoint.xs, cotangents))
     else:
-        total, _ = lax.scan(
-            lambda total, args: (_tree.add(total, intervals(*args)), None),
-            _tree.zeros_like(leaves),
-            _tree.split((adjoint.xs, cotangents), 1),
-        )
+        total = layers(*_tree.merge((*jax.vmap(expand)(adjoint.xs), cotangents), None))
     return combine(fine.comm.sum(total), fill=None)
 
 
-def _partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:
-    """The leaves to differentiate (all inexact ones by default), and how to put the tree together around others."""
-    leaves, structure = jax.tree.flatten(tree)
-    mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves] if mask is None else mask
-
-    def combine(new: Sequence[Any], *, fill: Any = ...) -> PyTree:
-        values = iter(new)
-        kept = [next(values) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
-        return jax.tree.unflatten(structure, kept)
-
-    return [x for x, m in zip(leaves, mask, strict=True) if m], combine
+def _masked(operands: Operand, lams: State) -> State:
+    """The cotangents of all steps, zero where there is nothing but padding."""
+    for valid in (operands.valid, operands.x.valid):
+        if valid is not None:
+            lams = jax.vmap(lambda valid, lam: _tree.where(valid, lam, _tree.zeros_like(lam)))(valid, lams)
+    return lams

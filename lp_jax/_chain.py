@@ -21,7 +21,6 @@ class Chain:
         total: number of layers of all workers.
         differentiable: which leaves of ``slices`` have a gradient.
         looped: what ``interval_map="auto"`` means here: loop (True) or batch.
-        recurrent: whether layers have no parameters of their own.
         comm: where the layers live.
     """
 
@@ -33,7 +32,6 @@ class Chain:
     total: int
     differentiable: tuple[bool, ...] = ()
     looped: bool = False
-    recurrent: bool = False
     comm: Workers = Local()
 
     def finest(self, factor: int, *, looped: bool = False, transfer: Transfer | None = None) -> Level:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from lp_jax import _tree
 from lp_jax._types import PyTree, Slices, State
 
 
@@ -21,10 +22,12 @@ class Linearised:
     Attributes:
         step: ``step(u, x, shared) -> (u_next, aux)``.
         differentiable: which leaves of ``x`` have a gradient.
+        weights: whether ``shared`` is differentiated along with them, for `contract`.
     """
 
     step: Callable[[State, Slices, PyTree], tuple[State, PyTree]]
     differentiable: tuple[bool, ...]
+    weights: bool = False
 
     def evaluate(self, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree, list[jax.Array]]:
         """The next state, aux, and what is to be kept."""
@@ -34,8 +37,8 @@ class Linearised:
 
     def transpose(
         self, u: State, x: Slices, shared: PyTree, kept: Sequence[jax.Array]
-    ) -> Callable[[State], tuple[State, list[jax.Array]]]:
-        """The pullback at ``u``: from a cotangent of the next state to those of ``u`` and of the leaves of ``x``.
+    ) -> Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]]:
+        """The pullback at ``u``: from a cotangent of the next state to those of ``u``, of the leaves of ``x`` and of weights.
 
         The step is traced again for its structure; as none of its values that follow from the state are used, the
         compiler drops their computation.
@@ -44,8 +47,30 @@ class Linearised:
         leaves, structure = jax.tree.flatten(pullback)
         for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
             leaves[i] = value
-        pull: Callable[[State], tuple[State, list[jax.Array]]] = jax.tree.unflatten(structure, leaves)
+        pull: Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]] = jax.tree.unflatten(structure, leaves)
         return pull
+
+    def contract(
+        self, us: State, xs: Slices, shared: PyTree, kept: Sequence[jax.Array], lams: State
+    ) -> list[jax.Array]:
+        r"""Cotangents of the weights, summed over steps that are stacked along the leading axes, without evaluating any.
+
+        The sum of :math:`J_n^T \lambda_n` is the transpose of :math:`\dot w \mapsto (J_n \dot w)_n`: transposed as a whole, a
+        product with weights becomes one contraction over all steps, and no step's own gradient is ever formed.
+        """
+        weights, _ = _tree.partition(shared)
+
+        def directional(dot: list[jax.Array]) -> State:
+            def one(u: State, x: Slices, kept: Sequence[jax.Array], lam: State) -> State:
+                pull = self.transpose(u, x, shared, kept)
+                push = jax.linear_transpose(lambda lam: pull(lam)[2], lam)
+                (u_dot,) = push(dot)
+                return u_dot
+
+            return jax.vmap(one)(us, xs, kept, lams)
+
+        (total,) = jax.linear_transpose(directional, weights)(lams)
+        return total
 
     def combine(self, x: Slices, new: Sequence[Any], fill: Any = ...) -> Slices:
         """``x`` with its differentiable leaves exchanged, and the others kept, or all set to ``fill``."""
@@ -55,7 +80,12 @@ class Linearised:
 
     def _vjp(self, u: State, x: Slices, shared: PyTree) -> tuple[State, Any, PyTree]:
         leaves = [v for v, m in zip(jax.tree.leaves(x), self.differentiable, strict=True) if m]
-        return jax.vjp(lambda u, leaves: self.step(u, self.combine(x, leaves), shared), u, leaves, has_aux=True)
+        weights, combine = _tree.partition(shared)
+
+        def step(u: State, leaves: list[jax.Array], weights: list[jax.Array]) -> tuple[State, PyTree]:
+            return self.step(u, self.combine(x, leaves), combine(weights) if self.weights else shared)
+
+        return jax.vjp(step, u, leaves, weights if self.weights else [], has_aux=True)
 
     def _from_state(self, u: State, x: Slices, shared: PyTree) -> list[int]:
         """Which leaves of the pullback follow from the state, the state itself aside."""

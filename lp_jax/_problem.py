@@ -105,7 +105,7 @@ class Problem:
     @property
     def linearised(self) -> Linearised:
         """A layer of the finest level, to be transposed."""
-        return Linearised(self.step_with_aux(0), self.differentiable)
+        return Linearised(self.step_with_aux(0), self.differentiable, weights=self.recurrent)
 
     @property
     def steps(self) -> int:
@@ -128,7 +128,6 @@ class Problem:
             total=self.placement.total,
             differentiable=(*self.differentiable, False) if padded else self.differentiable,
             looped=self.looped,
-            recurrent=self.recurrent,
             comm=self.placement.workers,
         )
 

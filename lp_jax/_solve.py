@@ -265,7 +265,7 @@ def _is_scan(spec: _Spec, other: _Other) -> bool:
     solvers = [solver.resolve(spec.problem.steps) for solver in (other.solver, other.adjoint_solver)]
     if spec.problem.placement.workers.size > 1 or not all(isinstance(solver, Serial) for solver in solvers):
         return False
-    return not (spec.problem.recurrent and solvers[0].keeps_states)
+    return spec.problem.looped or not (spec.problem.recurrent and solvers[0].keeps_states)
 
 
 def _serial(spec: _Spec, differentiable: list[jax.Array], other: _Other) -> Output:

@@ -1,6 +1,7 @@
 """Arithmetic on pytrees, and the stacking of layers into intervals."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,3 +118,16 @@ def split(tree: PyTree, size: int, *, fill: str = "edge") -> PyTree:
 def merge(tree: PyTree, n: int | None) -> PyTree:
     """Undo `split`: ``(groups, size, ...) -> (n, ...)``, or all of them where n is None."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:n], tree)
+
+
+def partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+    """The leaves to differentiate (all inexact ones by default), and how to put the tree together around others."""
+    leaves, structure = jax.tree.flatten(tree)
+    mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves] if mask is None else mask
+
+    def combine(new: Sequence[Any], *, fill: Any = ...) -> PyTree:
+        values = iter(new)
+        kept = [next(values) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
+        return jax.tree.unflatten(structure, kept)
+
+    return [x for x, m in zip(leaves, mask, strict=True) if m], combine

@@ -67,14 +67,18 @@ def test_time_steps_over_the_devices_of_a_mesh(workers):
         assert_close(jax.tree.leaves(gradients[1]), jax.tree.leaves(gradients[0]), rtol=1e-12)
 
 
-def test_the_weight_gradient_is_one_contraction():
-    """None of the backward loop's products is as large as the weights: they are formed after it."""
-    gru = make(True)
-    text = jax.jit(nnx.grad(loss)).lower(gru, X, None, lp_jax.Serial()).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    formed = [line for line in products if line.rstrip().endswith(f"tensor<{3 * HIDDEN}x{HIDDEN}xf64>")]
-    assert len(formed) == 2 * UNITS - 1
-    assert all(f"(tensor<{STEPS}x{BATCH}x" in line for line in formed), formed
+@pytest.mark.parametrize(("interval_map", "at_once"), [("vmap", STEPS), ("loop", 4)])
+def test_the_weight_gradient_is_one_contraction(interval_map, at_once):
+    """Over all times and examples, without a step evaluated again: nothing but cotangents is multiplied by weights there."""
+    solver = lp_jax.MGRIT(coarsening=4, iterations=3, storage="all", interval_map=interval_map)
+    text = jax.jit(nnx.grad(loss)).lower(make(True), X, None, solver).as_text()
+    products = [line.rstrip() for line in text.splitlines() if "dot_general" in line]
+    formed = [line for line in products if line.endswith(f"-> tensor<{HIDDEN}x{HIDDEN}xf64>")]
+    assert len(formed) == 3 * (2 * UNITS - 1)
+    many = f"tensor<{at_once}x{BATCH}x{HIDDEN}xf64>"
+    assert all(f"{many}) ->" in line for line in formed), formed
+    passed_down = [line for line in products if line.endswith(f"-> {many}")]
+    assert len(passed_down) == 3 * (UNITS - 1)  # from the cotangents of a unit to those of the one below
 
 
 def test_a_step_may_have_a_state_of_several_parts():

@@ -47,7 +47,10 @@ def interlinear(words: Sequence[str], given: Sequence[str], right: Sequence[str]
 
 
 def _lines(columns: Sequence[tuple[str, str, str]], widths: Sequence[int]) -> str:
-    lines = ["".join(part.ljust(n) for part, n in zip(row, widths, strict=True)).rstrip() for row in zip(*columns, strict=True)]
+    lines = [
+        "".join(part.ljust(n) for part, n in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
     return "\n".join(line for line in lines if line)
 
 

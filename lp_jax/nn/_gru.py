@@ -10,7 +10,8 @@ a unit is a step of the ODE :math:`h' = (1 - z) \odot (n - h)`: explicit Euler w
 Euler for the stiff part is stable for any step, which the coarse levels need.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,21 +30,40 @@ from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
 
 class Gates(NamedTuple):
-    """A linear map to the three gates r, z, n, stacked in this order: kernel ``(inputs, 3 hidden)``, bias ``(3 hidden,)``."""
+    """The linear map to the three gates r, z, n, as one for each or as one for all.
 
-    kernel: jax.Array
-    bias: jax.Array
+    Attributes:
+        kernels: three ``(inputs, hidden)``, or a single ``(inputs, 3 hidden)`` with the gates side by side.
+        biases: the same, ``(hidden,)`` or ``(3 hidden,)``.
+    """
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        bias = self.bias.reshape(*[1] * (x.ndim - 1), -1)
-        return x @ self.kernel + bias
+    kernels: tuple[jax.Array, ...]
+    biases: tuple[jax.Array, ...]
+
+    def apart(self) -> "Gates":
+        """One map for each gate, on a CPU: there, slices of a small product cost more than two products more."""
+        if jax.default_backend() != "cpu":
+            return self
+        return Gates(*(tuple(jnp.split(parts[0], 3, axis=-1)) for parts in self))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Products, to be taken apart by `each`."""
+        lead = [1] * (x.ndim - 1)
+        return tuple(
+            x @ kernel + bias.reshape(*lead, -1) for kernel, bias in zip(self.kernels, self.biases, strict=True)
+        )
+
+
+def each(gates: tuple[jax.Array, ...]) -> Sequence[jax.Array]:
+    """The parts of r, z and n, ``(..., hidden)``."""
+    return gates if len(gates) == 3 else jnp.split(gates[0], 3, axis=-1)
 
 
 class GRUStep(NamedTuple):
     """One time step of stacked units, as ``step(y, layer)``.
 
-    ``y`` has one state ``(batch, hidden)`` per unit, ``layer.data`` the inputs' part of the first unit's gates
-    ``(batch, 3 hidden)`` and which examples go on, ``layer.shared`` the weights.
+    ``y`` has one state ``(batch, hidden)`` per unit, ``layer.data`` the inputs' part of the first unit's gates and which
+    examples go on, ``layer.shared`` the weights.
     """
 
     implicit: bool
@@ -60,11 +80,21 @@ class GRUStep(NamedTuple):
         return tuple(out)
 
 
-def unit(h: jax.Array, inputs: jax.Array, recurrent: jax.Array, dt: jax.Array, *, implicit: bool) -> jax.Array:
-    """One unit, from the inputs' and the state's part of its gates, ``(batch, 3 hidden)`` each."""
-    (xr, xz, xn), (hr, hz, hn) = (jnp.split(gates, 3, axis=-1) for gates in (inputs, recurrent))
-    n = jnp.tanh(xn + nnx.sigmoid(xr + hr) * hn)
-    rate = dt * nnx.sigmoid(-(xz + hz))  # dt (1 - z)
+def unit(
+    h: jax.Array, inputs: tuple[jax.Array, ...], recurrent: tuple[jax.Array, ...], dt: jax.Array, *, implicit: bool
+) -> jax.Array:
+    """One unit, from the inputs' and the state's part of its gates."""
+    (xr, xz, xn), (hr, hz, hn) = each(inputs), each(recurrent)
+    return _cell(h, xr + hr, xz + hz, xn, hn, dt, implicit)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=6)
+def _cell(
+    h: jax.Array, r: jax.Array, z: jax.Array, xn: jax.Array, hn: jax.Array, dt: jax.Array, implicit: bool
+) -> jax.Array:
+    """The elementwise part; to compute it again costs less than to keep what its gradient needs."""
+    n = jnp.tanh(xn + nnx.sigmoid(r) * hn)
+    rate = dt * nnx.sigmoid(-z)  # dt (1 - z)
     return (h + rate * n) / (1 + rate) if implicit else h + rate * (n - h)
 
 
@@ -174,6 +204,7 @@ class GRU(nnx.Module):
         comm, (batch, steps, _) = self.comm, x.shape
         going_on = None if lengths is None else jnp.arange(steps)[:, None] < lengths[None]
         first, *between = (_gates(part) for part in self.inputs)
+        between, recurrent = ([gates.apart() for gates in some] for some in (between, map(_gates, self.recurrent)))
         x = jnp.swapaxes(x, 0, 1)
         if comm is not None:
             solvers = (self.solver, self.adjoint_solver or self.solver)
@@ -184,8 +215,8 @@ class GRU(nnx.Module):
             "step": GRUStep(self.implicit),
             "params": None,
             "y0": (zeros,) * len(self.recurrent),
-            "shared": ([_gates(part) for part in self.recurrent], between),
-            "data": (first(x), going_on),  # one product for all times
+            "shared": (recurrent, between),
+            "data": (tuple(each(first(x))), going_on),  # one product for all times
             "t1": np.asarray(steps * self.dt),
             "comm": comm,
         }
@@ -203,4 +234,4 @@ class GRU(nnx.Module):
 
 
 def _gates(part: Any) -> Gates:
-    return Gates(part.kernel[...], part.bias[...])
+    return Gates((part.kernel[...],), (part.bias[...],))
