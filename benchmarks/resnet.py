@@ -26,7 +26,7 @@ from benchmarks.propagation import Propagate, iterated, scan, solved
 from benchmarks.training import Trainer
 from lp_jax.nn import convolve
 
-FORMULATIONS = ("auto", "patches", "products", "xla")
+FORMULATIONS = ("auto", "products", "xla")
 HIDDEN, CLASSES = 32, 10
 
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from lp_jax import nn
+from lp_jax.nn import _convolution
 
 
 def plain(x, kernel):
@@ -25,7 +26,14 @@ def plain(x, kernel):
     return y
 
 
-@pytest.mark.parametrize("formulation", ["xla", "patches", "products"])
+@pytest.fixture(params=["xla", "products", "products, image by image"])
+def formulation(request, monkeypatch):
+    name, _, few = request.param.partition(",")
+    if few:
+        monkeypatch.setattr(_convolution, "_CACHE", 1)
+    return name
+
+
 @pytest.mark.parametrize(("space", "taps"), [((7,), (3,)), ((4, 5), (3, 3)), ((5, 4), (5, 1)), ((3, 4, 2), (3, 3, 3))])
 def test_values_and_gradients(space, taps, formulation):
     rng = np.random.default_rng(0)
@@ -47,16 +55,22 @@ def test_layers_in_both_formulations_are_equal():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 5, 3)))
     layers = [
         nn.ConvResidual(3, formulation=formulation, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-        for formulation in ("xla", "patches", "products")
+        for formulation in ("xla", "products")
     ]
-    wanted, *others = (layer(x, 0.0, 0.5) for layer in layers)
-    for got in others:
-        np.testing.assert_allclose(got, wanted, rtol=1e-12)
+    wanted, got = (layer(x, 0.0, 0.5) for layer in layers)
+    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
+def test_images_that_fit_into_the_cache_are_taken_together():
+    kernel = jnp.ones((3, 3, 8, 8), jnp.float32)
+    sizes = [_convolution._at_once(jnp.ones((50, n, n, 8), jnp.float32), kernel) for n in (8, 28, 200)]
+    assert sizes == [50, 5, 1]
+    assert _convolution._at_once(jnp.ones((0, 8, 8, 8)), kernel) == 0
 
 
 def test_bad_input_is_refused():
     x = jnp.ones((2, 8, 8, 3))
-    with pytest.raises(ValueError, match="formulation must be 'auto' or 'xla' or 'patches' or 'products'; got 'fft'"):
+    with pytest.raises(ValueError, match="formulation must be 'auto' or 'xla' or 'products'; got 'fft'"):
         nn.convolve(x, jnp.ones((3, 3, 3, 4)), formulation="fft")
     with pytest.raises(ValueError, match=r"odd number of taps along each axis of space; got \(2, 2\)"):
         nn.convolve(x, jnp.ones((2, 2, 3, 4)))

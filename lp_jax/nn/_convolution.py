@@ -1,12 +1,20 @@
 """Convolutions, in the formulation that is fast where they run.
 
 XLA's own convolution is fast on accelerators. On a CPU its gradient within a loop is many times slower than it need be
-(measured: 6 to 17 times with 8 and 16 channels), and with few channels the convolution itself is slow too.
+(measured: 6 to 17 times with 8 and 16 channels), and with few channels the convolution itself is slow too. There, matrix
+products are fast whose inner and outer dimensions are neither very different nor very small. So patches are formed
+along the last axis of space alone: with taps i, j along the two axes of an image,
+
+    y[h, w] = sum_i z[h + i, w, i],    z[h, w, i] = sum_j x[h, w + j] k[i, j],
+
+the sum over j and the channels is a product of (3 inputs) by (3 outputs) numbers, and that over i adds its parts, shifted. A
+few images at a time, which stay in the processor's cache. All taps in the patches, or none, moves three times as much.
 """
 
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,9 +24,8 @@ from jax import lax
 
 from lp_jax import _check
 
-_FORMULATIONS = ("auto", "xla", "patches", "products")
-_CHUNK = 10  # examples whose patches are formed at once; about what a core's cache holds of small images
-_FEW = 8  # channels
+_FORMULATIONS = ("auto", "xla", "products")
+_CACHE = 2**20  # bytes of patches and products at once
 
 
 def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> jax.Array:
@@ -27,10 +34,9 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     Args:
         x: images, ``(batch, *space, inputs)``, one, two or three axes of space.
         kernel: ``(*taps, inputs, outputs)``, an odd number of taps along each axis of space.
-        formulation: "xla"; "patches", XLA's convolution, and a gradient of the kernel from a matrix product with the patches
-            of the images; "products", one matrix product over the channels for all taps, whose results are shifted and
-            added; or "auto": xla, but on a CPU products with fewer than 8 channels, and patches with more. All but xla are
-            differentiable in reverse mode only.
+        formulation: "xla"; "products", matrix products of patches along the last axis of space, whose results are shifted
+            along the others and added; or "auto": xla, but on a CPU products. Products are differentiable in reverse mode
+            only.
 
     Returns:
         Images ``(batch, *space, outputs)``.
@@ -49,11 +55,8 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     if any(size % 2 == 0 for size in taps):
         raise ValueError(f"a kernel must have an odd number of taps along each axis of space; got {taps}.")
     if formulation == "auto":
-        few = min(kernel.shape[-2:]) < _FEW
-        formulation = "xla" if jax.default_backend() != "cpu" else "products" if few else "patches"
-    if formulation == "products":
-        return jnp.moveaxis(_products(jnp.moveaxis(x, -1, 0), kernel), 0, -1)
-    return (_xla if formulation == "xla" else _patches)(x, kernel)
+        formulation = "products" if jax.default_backend() == "cpu" else "xla"
+    return (_xla if formulation == "xla" else _products)(x, kernel)
 
 
 class Conv(nnx.Conv):
@@ -95,87 +98,87 @@ def _xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _patches(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _xla(x, kernel)
-
-
-def _patches_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = saved
-    taps, (inputs, outputs) = kernel.shape[:-2], kernel.shape[-2:]
-    batch, *space = x.shape[:-1]
-    size = math.gcd(batch, _CHUNK)
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        x, y_bar = chunk
-        padded = _pad(x, taps, lead=1, trail=1)
-        patches = jnp.concatenate([_window(padded, offset, space, lead=1) for offset in _offsets(taps)], axis=-1)
-        return total + patches.reshape(-1, math.prod(taps) * inputs).T @ y_bar.reshape(-1, outputs), None
-
-    start = jnp.zeros((math.prod(taps) * inputs, outputs), x.dtype)
-    total, _ = lax.scan(add, start, tuple(u.reshape(batch // size, size, *u.shape[1:]) for u in (x, y_bar)))
-    return _xla(y_bar, _mirrored(kernel)), total.reshape(kernel.shape)
-
-
-_patches.defvjp(lambda x, kernel: (_xla(x, kernel), (x, kernel)), _patches_bwd)
-
-
-def _mirrored(kernel: jax.Array) -> jax.Array:
-    """The kernel of the transposed convolution."""
-    return jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(-2, -1)
-
-
-@jax.custom_vjp
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Channels first, ``(inputs, batch, *space)``: one product for all taps, then shifts and sums."""
-    taps, (inputs, outputs) = kernel.shape[:-2], kernel.shape[-2:]
-    batch, *space = x.shape[1:]
-    stacked = kernel.reshape(-1, inputs, outputs).swapaxes(1, 2).reshape(-1, inputs)
-    padded = _pad((stacked @ x.reshape(inputs, -1)).reshape(-1, outputs, batch, *space), taps, lead=3)
-    return functools.reduce(
-        jnp.add, (_window(padded[number], offset, space, lead=2) for number, offset in enumerate(_offsets(taps)))
-    )
-
-
-def _products_fwd(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _products(x, kernel), (x, kernel)
+    size = _at_once(x, kernel)
+    if size == len(x):
+        return _some(x, kernel)
+    return _merge(lax.map(lambda images: _some(images, kernel), _split(x, size)))
 
 
 def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = saved
-    return _products(y_bar, _mirrored(kernel)), _kernel_cotangent(x, y_bar, kernel.shape)
+    mirrored = jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(-2, -1)  # the kernel of the transposed convolution
+    size = _at_once(x, kernel)
+
+    def cotangents(x: jax.Array, y_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _some(y_bar, mirrored), _kernel_cotangent(x, y_bar, kernel.shape[:-2])
+
+    def add(total: jax.Array, images: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x_bar, kernel_bar = cotangents(*images)
+        return total + kernel_bar, x_bar
+
+    if size == len(x):
+        return cotangents(x, y_bar)
+    kernel_bar, x_bar = lax.scan(add, jnp.zeros_like(kernel), (_split(x, size), _split(y_bar, size)))
+    return _merge(x_bar), kernel_bar
 
 
-_products.defvjp(_products_fwd, _products_bwd)
+_products.defvjp(lambda x, kernel: (_products(x, kernel), (x, kernel)), _products_bwd)
 
 
-def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A product with the patches of ``x``, a few examples at a time."""
-    taps, (inputs, outputs) = shape[:-2], shape[-2:]
-    batch, *space = x.shape[1:]
-    size = math.gcd(batch, _CHUNK)
-
-    def chunks(images: jax.Array) -> jax.Array:
-        return images.reshape(images.shape[0], batch // size, size, *space).swapaxes(0, 1)
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        x, y_bar = chunk
-        padded = _pad(x, taps, lead=2)
-        patches = jnp.stack([_window(padded, offset, space, lead=2) for offset in _offsets(taps)])
-        return total + y_bar.reshape(outputs, -1) @ patches.reshape(math.prod(taps) * inputs, -1).T, None
-
-    start = jnp.zeros((outputs, math.prod(taps) * inputs), x.dtype)
-    total, _ = lax.scan(add, start, (chunks(x), chunks(y_bar)))
-    return total.T.reshape(shape)
+def _some(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The convolution of a few images."""
+    *outer, last, inputs, outputs = kernel.shape
+    folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
+    folded = jnp.moveaxis(folded, -2, 1).reshape(last * inputs, -1)
+    z = (_patches(x, last) @ folded).reshape(*x.shape[:-1], math.prod(outer), outputs)
+    padded = _pad(z, outer, trail=3)
+    shifted = (_window(padded, offset, x.shape)[..., i, :] for i, offset in enumerate(_offsets(outer)))
+    return functools.reduce(jnp.add, shifted)
 
 
-def _offsets(taps: tuple[int, ...]) -> itertools.product:
+def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, taps: tuple[int, ...]) -> jax.Array:
+    """One product of all patches with the cotangents of all parts, which are those of y, shifted back."""
+    *outer, last = taps
+    inputs, outputs = x.shape[-1], y_bar.shape[-1]
+    padded = _pad(y_bar, outer, trail=2)
+    mirrored = [tuple(n - 1 - o for o, n in zip(offset, outer, strict=True)) for offset in _offsets(outer)]
+    z_bar = jnp.concatenate([_window(padded, offset, x.shape) for offset in mirrored], axis=-1)
+    patches = _patches(x, last).reshape(-1, last * inputs)
+    folded = (patches.T @ z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
+    return jnp.moveaxis(folded, (0, 1), (-3, -2))
+
+
+def _patches(x: jax.Array, taps: int) -> jax.Array:
+    """What the taps along the last axis of space see, side by side: ``(batch, *space, taps * inputs)``."""
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(taps // 2, taps // 2), (0, 0)])
+    return jnp.concatenate([lax.slice_in_dim(padded, i, i + x.shape[-2], axis=-2) for i in range(taps)], axis=-1)
+
+
+def _at_once(x: jax.Array, kernel: jax.Array) -> int:
+    """So many images that patches and products of them are in the cache; a divisor of the batch."""
+    *outer, last, inputs, outputs = kernel.shape
+    numbers = math.prod(x.shape[1:-1]) * (last * inputs + math.prod(outer) * outputs)
+    most = max(1, _CACHE // max(1, numbers * x.dtype.itemsize))
+    return max((size for size in range(1, min(most, len(x)) + 1) if len(x) % size == 0), default=len(x))
+
+
+def _split(images: jax.Array, size: int) -> jax.Array:
+    return images.reshape(-1, size, *images.shape[1:])
+
+
+def _merge(groups: jax.Array) -> jax.Array:
+    return groups.reshape(-1, *groups.shape[2:])
+
+
+def _offsets(taps: Sequence[int]) -> itertools.product:
     return itertools.product(*map(range, taps))
 
 
-def _pad(images: jax.Array, taps: tuple[int, ...], *, lead: int, trail: int = 0) -> jax.Array:
-    return jnp.pad(images, [(0, 0)] * lead + [(size // 2, size // 2) for size in taps] + [(0, 0)] * trail)
+def _pad(images: jax.Array, taps: Sequence[int], *, trail: int) -> jax.Array:
+    return jnp.pad(images, [(0, 0), *((size // 2, size // 2) for size in taps), *[(0, 0)] * trail])
 
 
-def _window(padded: jax.Array, offset: tuple[int, ...], space: list[int], *, lead: int) -> jax.Array:
+def _window(padded: jax.Array, offset: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
     """A view of the image's size, ``offset`` from the corner of the padded one."""
-    return padded[(slice(None),) * lead + tuple(slice(o, o + n) for o, n in zip(offset, space, strict=True))]
+    return padded[(slice(None), *(slice(o, o + n) for o, n in zip(offset, shape[1:], strict=False)))]
