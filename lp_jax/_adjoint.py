@@ -280,7 +280,10 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, line
             states, kept = states
             if linearised.weights:
                 lams = _masked(operands, lams)
-                return linearised.contract(states, operands.x._replace(valid=None), fine.shared, kept, lams)
+                try:
+                    return linearised.contract(states, operands.x._replace(valid=None), fine.shared, kept, lams)
+                except NotImplementedError:  # a custom gradient in the step cannot be transposed
+                    pass
 
         def forward(leaves: list[jax.Array]) -> State:
             return jax.vmap(lambda u, x: fine.step(u, x, combine(leaves)))(states, operands)

@@ -34,6 +34,7 @@ def quick_compilation():
 ROOT = Path(lp_jax.__file__).parents[1]
 SMALL = ["--layers", "8", "--width", "6", "--batch-size", "200", "--epochs", "2", "--log-every", "3"]
 STEPS = 2 * (1437 // 200)
+INJECT = ["--coarse-step", "inject"]  # compiles in half the time
 
 
 def run(*args, capsys=None):
@@ -268,7 +269,7 @@ REFUSED = {
 
 def test_training_on_some_devices_goes_on_with_others(cli, tmp_path):
     """Four devices, then two by two for layers and examples, then one: the same run as on one all the way."""
-    options = ("train", "digits", *SMALL, "--no-compare", "--no-pictures", "--checkpoint-every", "4")
+    options = ("train", "digits", *SMALL, "--no-compare", "--no-pictures", "--checkpoint-every", "4", *INJECT)
     epochs = SMALL.index("--epochs") + 1
     for number, devices in ((1, ["--devices", "4"]), (2, ["--mesh", "layers=2,data=2"]), (3, ["--devices", "1"])):
         resume = ["--resume"] if number > 1 else []

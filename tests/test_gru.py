@@ -81,6 +81,35 @@ def test_the_weight_gradient_is_one_contraction(interval_map, at_once):
     assert len(passed_down) == 3 * (UNITS - 1)  # from the cotangents of a unit to those of the one below
 
 
+@pytest.mark.parametrize("how", ["clipped", "convolved"])
+def test_a_recurrent_step_with_a_gradient_of_its_own(how):
+    """One that nothing can transpose again, and one that has a loop in it."""
+
+    @jax.custom_vjp
+    def clipped(h):
+        return jnp.tanh(h)
+
+    clipped.defvjp(lambda h: (jnp.tanh(h), h), lambda h, bar: (jnp.clip(bar, -10.0, 10.0) * (1 - jnp.tanh(h) ** 2),))
+
+    def step(y, layer):
+        w, x = layer.shared, layer.data
+        if how == "clipped":
+            return y + layer.dt * clipped(y @ w + x @ w[:FEATURES])
+        images = nn.convolve((y + x[..., :1]).reshape(BATCH, HIDDEN, 1, 1), w.reshape(HIDDEN, HIDDEN, 1, 1)[:3])
+        return y + layer.dt * jnp.tanh(images).reshape(BATCH, HIDDEN)
+
+    def solved(w, solver):
+        xs = jnp.swapaxes(X, 0, 1)
+        return jnp.sum(
+            lp_jax.solve(step, None, jnp.ones((BATCH, HIDDEN)), shared=w, data=xs, solver=solver).y1 * TARGET[0]
+        )
+
+    w = jnp.asarray(np.random.default_rng(6).normal(size=(HIDDEN, HIDDEN)))
+    wanted = jax.grad(solved)(w, SOLVERS["serial"])
+    for solver in (SOLVERS["2 levels, all stored"], SOLVERS["2 levels, batched, all stored"]):
+        assert_close(jax.jit(jax.grad(solved))(w, solver), wanted)
+
+
 def test_a_step_may_have_a_state_of_several_parts():
     """An LSTM, written by a user: cell and output are the two leaves of the state."""
     rng = np.random.default_rng(5)

@@ -25,7 +25,7 @@ from jax import lax
 from lp_jax import _check
 
 _FORMULATIONS = ("auto", "xla", "products")
-_CACHE = 2**20  # bytes of patches and products at once
+_CACHE = 2**21  # bytes of patches and products at once
 
 
 def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> jax.Array:
