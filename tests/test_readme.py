@@ -16,6 +16,12 @@ def test_the_example_runs():
     assert promised / 1.5 < float(out) < promised * 1.5
 
 
+def test_the_examples_of_architectures_run():
+    text = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200, check=True)
+
+
 def test_links_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (Path(__file__).parents[1] / target).exists(), target
