@@ -178,7 +178,7 @@ def test_what_becomes_of_longer_sentences(tmp_path):
     assert [len(x) for x in whole.train.x] == [3, 4]
     assert [len(x) for x in split.train.x] == [len(y) for y in split.train.y] == [3, 3, 1]
     assert [len(x) for x in cut.train.x] == [len(y) for y in cut.train.y] == [3, 3]
-    assert [[len(words) for words in got.test_words] for got in (whole, split, cut)] == [[3], [3], [3]]
+    assert [[len(words) for words in got.test_words] for got in (whole, split, cut)] == [[3, 4], [3, 3, 1], [3, 3]]
     for part in ("x", "y"):
         whole_part, split_part = (np.concatenate(getattr(tagging.train, part)) for tagging in (whole, split))
         np.testing.assert_array_equal(whole_part, split_part)

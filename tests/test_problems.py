@@ -148,13 +148,13 @@ def test_from_files_to_a_table(problem, tmp_path, capsys):
 
 
 def test_a_tagged_sentence_says_what_is_wrong_and_wraps():
-    words = ["word" * 5] * 4 + ["x"]
+    words = ["word" * 5] * 4 + ["x" * 20]
     first, second = interlinear(words, ["NOUN", "VERB"] * 2 + ["X"], ["NOUN"] * 4 + ["X"])
     assert first.splitlines()[1:] == [
         "NOUN".ljust(22) + "VERB".ljust(22) + "NOUN".ljust(22) + "VERB",
         " " * 22 + "NOUN".ljust(44) + "NOUN",
     ]
-    assert second == "x\nX"
+    assert second == "x" * 20 + "\nX"
 
 
 def test_a_text_goes_on_with_what_is_likely():
