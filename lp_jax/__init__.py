@@ -1,7 +1,7 @@
 """Layer-parallel training of deep networks in JAX.
 
-The layers of a network are solved for all at once, iteratively, by multigrid-reduction-in-time (MGRIT) or Picard
-sweeps, forward and adjoint, to the same answer as one after the other.
+The layers of a network are solved for all at once, iteratively, by multigrid-reduction-in-time (MGRIT), Picard
+sweeps or Newton's method, forward and adjoint, to the same answer as one after the other.
 """
 
 from importlib.metadata import version
@@ -14,6 +14,10 @@ from lp_jax._mesh import MeshComm as MeshComm
 from lp_jax._mgrit import MGRIT as MGRIT
 from lp_jax._mpi import MPIComm as MPIComm
 from lp_jax._mpi import layer_slices as layer_slices
+from lp_jax._newton import Clip as Clip
+from lp_jax._newton import Damping as Damping
+from lp_jax._newton import Newton as Newton
+from lp_jax._newton import Shrink as Shrink
 from lp_jax._picard import Picard as Picard
 from lp_jax._problem import hierarchy as hierarchy
 from lp_jax._rediscretize import Rediscretize as Rediscretize

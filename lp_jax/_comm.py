@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lp_jax import _tree
 from lp_jax._types import PyTree, State
+
+Compose = Callable[[PyTree, PyTree], PyTree]
+"""An associative operation: what comes first, and what follows."""
 
 Run = Callable[[State], tuple[State, Any]]
 """A worker's part of a sequential solve: from the state that enters to its points, and whatever else it returns."""
@@ -121,13 +125,26 @@ class Workers(abc.ABC):
             y0 = _tree.add(y0, self.before(jax.tree.map(lambda s: s[0 if reverse else -1], sums), reverse=reverse))
         return jax.tree.map(lambda y, s: y[None] + s, y0, sums)
 
-    def before(self, value: PyTree, *, reverse: bool) -> PyTree:
-        """Exclusive prefix sum over the workers, in ``1 + ceil(log2(active - 1))`` messages."""
+    def accumulate(self, values: PyTree, compose: Compose, *, reverse: bool) -> PyTree:
+        """All values up to and including each one, composed in the order of the chain.
+
+        ``compose(first, second)`` is associative; composing with zeros in front must be what the beginning of the chain
+        means.
+        """
+        out = lax.associative_scan(jax.vmap(compose), values, reverse=reverse)
+        if self.active > 1 and _tree.leading(out):
+            edge = jax.tree.map(lambda x: x[0 if reverse else -1], out)
+            before = self.before(edge, reverse=reverse, compose=compose)
+            out = jax.vmap(compose, in_axes=(None, 0))(before, out)
+        return out
+
+    def before(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:
+        """The values of all workers before this one, composed (added up), in ``1 + ceil(log2(active - 1))`` messages."""
         by = -1 if reverse else 1
         total = self.neighbour(value, by)
         distance = 1
         while distance < self.active - 1:
-            total = _tree.add(total, self.neighbour(total, by * distance))
+            total = compose(self.neighbour(total, by * distance), total)
             distance *= 2
         return total
 

@@ -155,5 +155,7 @@ def solver(name: str, value: Any) -> None:
     """A solver instance."""
     if not isinstance(value, Solver):
         hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
-        raise TypeError(f"{name} must be a solver, like MGRIT(...), Picard(...) or Serial(); got {value!r}.{hint}")
+        raise TypeError(
+            f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
+        )
     value.check()

@@ -12,6 +12,7 @@ from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._cycle import VISITS, cascade, fas_cycle
 from lp_jax._level import Advance, Level, Transfer, sweep
+from lp_jax._newton import Newton
 from lp_jax._picard import Picard
 from lp_jax._pytree import register
 from lp_jax._rediscretize import Rediscretize
@@ -40,8 +41,8 @@ class MGRIT(Solver):
             F-relax level by level. It needs no guess and uses none.
         min_coarse: fewest steps of the coarsest level.
         coarse_step: what stands in for the layers of an interval on the coarse levels: `Rediscretize`, or any solver
-            with fixed effort: `Picard`, `Serial`.
-        coarsest: solver of the coarsest level: `Serial`, or `Picard`.
+            with fixed effort: `Picard`, `Newton`, `Serial`.
+        coarsest: solver of the coarsest level: `Serial`, `Picard` or `Newton`.
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
             or None where the state keeps its size; `spatial` makes such pairs. Needs C-relaxation there ("FCF"): what a
             restriction drops is corrected by nothing else.
@@ -78,7 +79,7 @@ class MGRIT(Solver):
     skip_downcycle: bool = True
     min_coarse: int = 2
     coarse_step: Rediscretize | Solver = Picard(sweeps=1)
-    coarsest: Serial | Picard = Serial()
+    coarsest: Serial | Picard | Newton = Serial()
     spatial: Transfer | tuple[Transfer | None, ...] | None = None
     storage: str = "c_points"
     interval_map: str = "auto"
@@ -130,8 +131,8 @@ class MGRIT(Solver):
                 "coarse_step must be Rediscretize(...) or a solver with fixed effort, like Picard(sweeps=1) or Serial(); got "
                 f"{self.coarse_step!r}. Injection is Rediscretize(params='inject')."
             )
-        if not isinstance(self.coarsest, Serial | Picard):
-            raise TypeError(f"coarsest must be Serial() or Picard(...); got {self.coarsest!r}.")
+        if not isinstance(self.coarsest, Serial | Picard | Newton):
+            raise TypeError(f"coarsest must be Serial(), Picard(...) or Newton(...); got {self.coarsest!r}.")
         if getattr(self.coarse_step, "around", None) == "trajectory" and any(self._transfers()):
             raise ValueError(
                 'coarse_step=Picard(around="trajectory") takes the states of the finest level, which do not fit on a level that '

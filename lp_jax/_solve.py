@@ -68,8 +68,9 @@ def solve(
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends; layer n spans ``[t0 + n h, t0 + (n+1) h]``, ``h = (t1 - t0) / N``. Or an
             array of N + 1 increasing times (then ``t0`` is not used). Differentiated where it is a JAX value.
-        solver: `MGRIT`, `Picard` or `Serial`.
-        adjoint_solver: the same for the adjoint system; None means the settings of ``solver``.
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`.
+        adjoint_solver: the same for the adjoint system; None means the settings of ``solver`` (and a single iteration of
+            `Newton`, as that system is linear).
         guess: where the first down-cycle is not skipped: "constant" (``y0`` at every point), "zeros", or a trajectory:
             states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for example
             ``Solution.trajectory`` of an earlier call. The adjoint solve takes the constant for a trajectory.
@@ -184,8 +185,8 @@ def _prepare(
     comm: Any,
     has_aux: bool,
 ) -> tuple[_Spec, tuple[list[jax.Array], _Other]]:
-    adjoint_solver = solver if adjoint_solver is None else adjoint_solver
     _inputs.solver("solver", solver)
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     _inputs.solver("adjoint_solver", adjoint_solver)
     problem, operands = prepare(
         step,

@@ -39,6 +39,10 @@ class Solver(abc.ABC):
         """The solver that this one comes down to for so many layers."""
         return self
 
+    def for_adjoint(self) -> "Solver":
+        """What solves the adjoint system, which is linear, where no other solver is named."""
+        return self
+
     @abc.abstractmethod
     def stride(self, steps: int) -> int:
         """Number of layers between two states that the solver keeps, for a network of ``steps`` layers."""

@@ -84,6 +84,8 @@ COMPONENTS = [
     lp_jax.Rediscretize(params="mean"),
     lp_jax.Picard(sweeps=0),
     lp_jax.Picard(sweeps=3, around="trajectory"),
+    lp_jax.Newton(iterations=2, batch_axes=1),
+    lp_jax.Newton(iterations=3, jacobian="diagonal", batch_axes=1),
     lp_jax.Serial(),
 ]
 
@@ -99,8 +101,8 @@ def test_transfers_are_spelled_and_read_back(value):
 
 
 def test_defaults_are_spelled_and_read_back():
-    for name in _solver.fields():
-        value = getattr(_solver.DEFAULT_SOLVER, name, 2)
+    for name in _solver.FIELDS:
+        value = getattr(_solver.DEFAULT_SOLVER, name, getattr(lp_jax.Newton(), name, 2))
         if value is not None and not isinstance(value, bool):
             assert _solver.SYNTAX[name].parse(_solver.spell(value)) == value
 
@@ -153,6 +155,11 @@ def test_the_adjoint_follows_what_is_set():
         lp_jax.Picard(sweeps=2),
     )
     assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1] == _solver.DEFAULT_SOLVER
+    newton = lp_jax.Newton(iterations=7, batch_axes=1)
+    assert _solver.build({"solver": "newton", "iterations": "7"}) == (newton, newton.for_adjoint())
+    options = {"solver": "newton", "damping": "clip:0.5", "jacobian": "diagonal", "adjoint_damping": "shrink:0.2"}
+    newton = lp_jax.Newton(jacobian="diagonal", damping=lp_jax.Clip(limit=0.5), batch_axes=1)
+    assert _solver.build(options) == (newton, dataclasses.replace(newton, damping=lp_jax.Shrink(by=0.2)))
 
 
 @pytest.mark.parametrize("text", ["4", "1e-3", "F,FCF", "vmap"])
@@ -172,7 +179,7 @@ WRONG = {
     "--coarsening 4,1": "--coarsening must be at least 2; got 1",
     "--relaxation CF": '--relaxation must be "F"',
     "--cycle X": "--cycle must be",
-    "--coarse-step picard": "--coarse-step takes inject|mean|picard:N[:trajectory]|serial; got 'picard'",
+    "--coarse-step picard": "--coarse-step takes inject|mean|picard:N[:trajectory]|newton:N[:diagonal]|serial; got 'picard'",
     "--adjoint-storage none": "--adjoint-storage must be",
     "--solver picard --levels 3": "--levels is of --solver mgrit, not picard",
     "--sweeps 3": "--sweeps is of --solver picard, not mgrit",

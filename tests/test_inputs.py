@@ -103,7 +103,7 @@ def test_solvers():
         solve(solver=lp_jax.MGRIT(coarse_step=lp_jax.Picard(rtol=1e-3)))
     with refused(TypeError, "coarse_step", "Rediscretize", "'inject'"):
         solve(solver=lp_jax.MGRIT(coarse_step="inject"))
-    with refused(TypeError, "coarsest", "Serial() or Picard", "MGRIT"):
+    with refused(TypeError, "coarsest", "Serial(), Picard", "MGRIT"):
         solve(solver=lp_jax.MGRIT(coarsest=lp_jax.MGRIT()))
     trajectory = lp_jax.Picard(around="trajectory")
     halve = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))

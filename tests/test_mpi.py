@@ -26,7 +26,7 @@ def passes(ranks, *arguments, **options):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_numbers_do_not_depend_on_the_number_of_ranks(ranks):
-    passes(ranks, "solvers", "3 levels,identity,Picard" if ranks == 2 else "3 levels")
+    passes(ranks, "solvers", "3 levels,identity,Picard,Newton" if ranks == 2 else "3 levels")
 
 
 @pytest.mark.parametrize("names", ["FCF,W", "Picard steps,trajectory", "tolerance,user's rule,serial"])

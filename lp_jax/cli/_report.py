@@ -126,7 +126,7 @@ def save(folder: Path, figures: Mapping[str, Figure]) -> list[Path]:
 
 
 def _iteration(solver: Solver) -> str:
-    return "sweep" if isinstance(solver, Picard) else "cycle"
+    return {"Picard": "sweep", "Newton": "iteration"}.get(type(solver).__name__, "cycle")
 
 
 @contextlib.contextmanager
@@ -143,6 +143,6 @@ def _quick_compilation() -> Iterator[None]:
 def _choices(solver: Solver) -> dict[str, Any]:
     """Coarse steps to compare, the solver's own included; one nameless choice for a solver that has none."""
     if not isinstance(solver, MGRIT):
-        return {"Picard": None}
+        return {type(solver).__name__: None}
     own = {} if solver.coarse_step in COARSE_STEPS.values() else {"this run's coarse step": solver.coarse_step}
     return {**COARSE_STEPS, **own}

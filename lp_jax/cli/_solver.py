@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from lp_jax import MGRIT, Picard, Rediscretize, Serial, spatial
+from lp_jax import MGRIT, Clip, Damping, Newton, Picard, Rediscretize, Serial, Shrink, spatial
 from lp_jax._solver import Solver
 from lp_jax._spatial import Restriction
 from lp_jax.cli._grouped import Option
@@ -23,7 +23,16 @@ DEFAULT_SOLVER = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(
 # 9e-3, 6e-4; Picard(2) 1e-1, 1e-1; Picard(1) 2, 6e+1; injection 6e-1, 6e-1, with three levels 4, 2.
 DEFAULT_SOLVERS = {"gru": dataclasses.replace(DEFAULT_SOLVER, coarse_step=Picard(sweeps=3))}
 
-KINDS = ("mgrit", "picard", "serial")
+_OF_MGRIT = tuple(field.name for field in dataclasses.fields(MGRIT))
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "mgrit": _OF_MGRIT,
+    "picard": ("sweeps", "rtol", "atol"),
+    "newton": ("jacobian", "damping", "iterations", "rtol", "atol"),
+    "serial": (),
+}
+"""What ``--solver`` may be, and which options each takes."""
+
+FIELDS = (*_OF_MGRIT, "sweeps", "jacobian", "damping")
 GROUPS = {"": "Solver", "adjoint_": "Solver of the adjoint system (what is not set follows the forward solver)"}
 
 _MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
@@ -47,13 +56,28 @@ def _many(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _component(text: str) -> Rediscretize | Solver:
-    """A coarse step, or the coarsest level's solver: "inject", "mean", "serial", "picard:2", "picard:2:trajectory"."""
+    """A coarse step, or the coarsest level's solver: "inject", "mean", "serial", "picard:2:trajectory", "newton:2"."""
     if text in ("inject", "mean"):
         return Rediscretize(params=text)
     if text == "serial":
         return Serial()
     if match := re.fullmatch(r"picard:(\d+)(?::(start|trajectory))?", text):
         return Picard(sweeps=int(match[1]), around=match[2] or "start")
+    if match := re.fullmatch(r"newton:(\d+)(?::(full|diagonal))?", text):
+        return Newton(iterations=int(match[1]), jacobian=match[2] or "full", batch_axes=_BATCH_AXES)
+    raise ValueError(f"got {text!r}")
+
+
+_BATCH_AXES = 1  # the first axis of every state is that of the examples
+
+
+def _damping(text: str) -> Damping:
+    """Of ``shrink:0.1`` or ``clip:1``."""
+    kind, _, number = text.partition(":")
+    if kind == "shrink":
+        return Shrink(by=float(number))
+    if kind == "clip":
+        return Clip(limit=float(number))
     raise ValueError(f"got {text!r}")
 
 
@@ -72,12 +96,14 @@ SYNTAX: Mapping[str, Syntax] = {
     "c_weight": Syntax("W", float),
     "cycle": Syntax("V|F|W", str),
     "min_coarse": Syntax("N", int),
-    "coarse_step": Syntax("inject|mean|picard:N[:trajectory]|serial", _component),
-    "coarsest": Syntax("serial|picard:N", _component),
+    "coarse_step": Syntax("inject|mean|picard:N[:trajectory]|newton:N[:diagonal]|serial", _component),
+    "coarsest": Syntax("serial|picard:N|newton:N[:diagonal]", _component),
     "spatial": Syntax("D[,D...]", _many(_transfers)),
     "storage": Syntax("c_points|all", str),
     "interval_map": Syntax("auto|vmap|loop", str),
     "sweeps": Syntax("N", int),
+    "jacobian": Syntax("full|diagonal|identity", str),
+    "damping": Syntax("shrink:X|clip:X", _damping),
 }
 
 _HELP: Mapping[str, str] = {
@@ -86,7 +112,8 @@ _HELP: Mapping[str, str] = {
     "coarse_step": (
         "what stands in for the layers of an interval on the coarse levels: the layer itself with the interval's dt, "
         "at the first layer's parameters (inject) or at their mean (mean); N Picard sweeps over the interval's layers, "
-        "around the state that enters or the last trajectory; or those layers one by one (serial: exact in one cycle)"
+        "around the state that enters or the last trajectory; N Newton iterations on them; or those layers one by one "
+        "(serial: exact in one cycle)"
     ),
     "coarsest": "solver of the coarsest level",
     "spatial": (
@@ -94,6 +121,11 @@ _HELP: Mapping[str, str] = {
         "0 keeps them, several values are one per level. Needs --relaxation FCF"
     ),
     "sweeps": "of --solver picard: number of sweeps over all layers; with a tolerance their largest number",
+    "jacobian": "of --solver newton, for small states: Jacobians of the layers, their diagonals, or none",
+    "damping": (
+        "of --solver newton, where iterations overflow: Jacobians times 1 - X, or made smaller where a row has a sum of "
+        "magnitudes above X"
+    ),
 }
 
 
@@ -111,12 +143,13 @@ def spell(value: Any) -> str:
         return "serial"
     if isinstance(value, Picard):
         return f"picard:{value.sweeps}" + (":trajectory" if value.around == "trajectory" else "")
+    if isinstance(value, Shrink):
+        return f"shrink:{value.by}"
+    if isinstance(value, Clip):
+        return f"clip:{value.limit}"
+    if isinstance(value, Newton):
+        return f"newton:{value.iterations}" + ("" if value.jacobian == "full" else f":{value.jacobian}")
     return str(value)
-
-
-def fields() -> list[str]:
-    """The fields that are options, those of `MGRIT` and then what only `Picard` has."""
-    return [*(field.name for field in dataclasses.fields(MGRIT)), "sweeps"]
 
 
 def default_solver(model: str) -> MGRIT:
@@ -131,7 +164,7 @@ def solver_options(model: str) -> Callable[[Callable], Callable]:
 
 def _solver_options(command: Callable, default: MGRIT) -> Callable:
     for prefix in reversed(GROUPS):
-        for name in reversed(fields()):
+        for name in reversed(FIELDS):
             command = _option(prefix, name, default)(command)
         command = _kind_option(prefix)(command)
     serial = "the exact baseline: --solver serial"
@@ -140,11 +173,13 @@ def _solver_options(command: Callable, default: MGRIT) -> Callable:
 
 def _kind_option(prefix: str) -> Callable[[Callable], Callable]:
     text = "the same kind as the forward solver's" if prefix else "how the layers are solved for  [default: mgrit]"
-    return click.option(_flag(prefix + "solver"), type=click.Choice(KINDS), cls=Option, group=GROUPS[prefix], help=text)
+    return click.option(
+        _flag(prefix + "solver"), type=click.Choice(list(KINDS)), cls=Option, group=GROUPS[prefix], help=text
+    )
 
 
 def _option(prefix: str, name: str, solver: MGRIT) -> Callable[[Callable], Callable]:
-    flag, default = _flag(prefix + name), getattr(solver, name, Picard().sweeps)
+    flag, default = _flag(prefix + name), _default(solver, name)
     if prefix:
         text = f"as {_flag(name)}"
     else:
@@ -156,6 +191,10 @@ def _option(prefix: str, name: str, solver: MGRIT) -> Callable[[Callable], Calla
         shown = "" if prefix else f"  [default: {'yes' if default else 'no'}]"
         return click.option(both, default=None, cls=Option, group=GROUPS[prefix], help=text + shown)
     return click.option(flag, metavar=SYNTAX[name].metavar, cls=Option, group=GROUPS[prefix], help=text)
+
+
+def _default(solver: MGRIT, name: str) -> Any:
+    return next(getattr(s, name) for s in (solver, Picard(), Newton()) if hasattr(s, name))
 
 
 def _flag(name: str) -> str:
@@ -189,16 +228,15 @@ def build(options: Mapping[str, Any], default: MGRIT = DEFAULT_SOLVER) -> tuple[
     given = {prefix: _given(options, prefix) for prefix in GROUPS}
     _refuse_foreign("", kind, given[""])
     _refuse_foreign("adjoint_", adjoint_kind, given["adjoint_"])
-    followed = {name: value for name, value in given[""].items() if name in _names(adjoint_kind)}
-    return (
-        _make("", kind, default, given[""]),
-        _make("adjoint_", adjoint_kind, default, followed | given["adjoint_"]),
-    )
+    followed = {name: value for name, value in given[""].items() if name in KINDS[adjoint_kind]}
+    forward = _make("", kind, default, given[""])
+    adjoint = _make("adjoint_", adjoint_kind, default, followed | given["adjoint_"])
+    return forward, adjoint if given["adjoint_"] else adjoint.for_adjoint()
 
 
 def _given(options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     values = {}
-    for name in fields():
+    for name in FIELDS:
         text = options.get(prefix + name)
         if text is None:
             continue
@@ -209,16 +247,10 @@ def _given(options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return values
 
 
-def _names(kind: str) -> list[str]:
-    return {"mgrit": [name for name in fields() if name != "sweeps"], "picard": ["sweeps", "rtol", "atol"]}.get(
-        kind, []
-    )
-
-
 def _refuse_foreign(prefix: str, kind: str, given: Mapping[str, Any]) -> None:
     for name in given:
-        if name not in _names(kind):
-            owner = "picard" if name == "sweeps" else "mgrit"
+        if name not in KINDS[kind]:
+            owner = next(owner for owner, names in KINDS.items() if name in names)
             raise click.UsageError(
                 f"{_flag(prefix + name)} is of --{prefix}solver {owner}, not {kind}.".replace("_", "-")
             )
@@ -228,10 +260,14 @@ def _make(prefix: str, kind: str, default: MGRIT, values: Mapping[str, Any]) -> 
     try:
         if kind == "serial":
             return Serial()
-        return Picard(**values) if kind == "picard" else dataclasses.replace(default, **values)
+        if kind == "picard":
+            return Picard(**values)
+        if kind == "newton":
+            return Newton(batch_axes=_BATCH_AXES, **values)
+        return dataclasses.replace(default, **values)
     except (TypeError, ValueError) as error:
         name, _, rest = str(error).partition(" ")
-        text = f"{_flag(prefix + name)} {rest}" if name in fields() else str(error)
+        text = f"{_flag(prefix + name)} {rest}" if name in FIELDS else str(error)
         raise click.UsageError(text) from None
 
 
@@ -249,6 +285,8 @@ def with_effort(solver: Solver, iterations: int, coarse_step: Any = None) -> Sol
     """The solver with so many iterations and no tolerance; with another coarse step, too, where it has one."""
     if isinstance(solver, Picard):
         return dataclasses.replace(solver, sweeps=iterations, rtol=None, atol=None)
+    if isinstance(solver, Newton):
+        return dataclasses.replace(solver, iterations=iterations, rtol=None, atol=None)
     if isinstance(solver, MGRIT):
         coarse_step = solver.coarse_step if coarse_step is None else coarse_step
         return dataclasses.replace(solver, iterations=iterations, rtol=None, atol=None, coarse_step=coarse_step)

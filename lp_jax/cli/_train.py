@@ -19,7 +19,7 @@ from lp_jax.cli._launch import Launch, launch
 from lp_jax.cli._report import gradient_errors, pictures, save, summary, table
 from lp_jax.cli._run import Plan, Run, train_one
 from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import build, default_solver, fields, short
+from lp_jax.cli._solver import FIELDS, build, default_solver, short
 from lp_jax.cli._tasks import Task, task
 from lp_jax.cli._workers import workers
 from lp_jax.train import Interrupted, confusion_matrix, predict
@@ -168,9 +168,9 @@ def _as_before(options: Mapping[str, Any], explicit: set[str], stored: Mapping[s
     """The options, those that were not given as the folder has them."""
     void: set[str] = set()  # another kind of solver makes the old one's settings so
     if explicit & {"serial", "solver"}:
-        void |= {"serial", "solver", *fields()}
+        void |= {"serial", "solver", *FIELDS}
     if explicit & {"serial", "solver", "adjoint_solver"}:
-        void |= {f"adjoint_{name}" for name in ("solver", *fields())}
+        void |= {f"adjoint_{name}" for name in ("solver", *FIELDS)}
     if explicit & {"devices", "mesh", "mpi", "distributed"}:
         void |= {"devices", "mesh"}
     kept = {name: value for name, value in stored.items() if name in options and name not in explicit | void}

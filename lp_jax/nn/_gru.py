@@ -110,7 +110,7 @@ class GRU(nnx.Module):
         implicit: :math:`h \leftarrow (h + \Delta t (1 - z) \odot n) / (1 + \Delta t (1 - z))`; else the explicit
             :math:`h \leftarrow h + \Delta t (1 - z) \odot (n - h)`, for a step of 1 the usual unit.
         dt: time that one step spans.
-        solver: `MGRIT`, `Picard` or `Serial`.
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
         comm: where the time steps live. Every worker has all weights; with `MPIComm` every rank is given the whole
             sequence, and uses its own run of it.

@@ -32,7 +32,7 @@ class LayerParallel(nnx.Module):
         num_layers: number of layers N.
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
-        solver: `MGRIT`, `Picard` or `Serial`.
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
         weights: None for parameters of each layer's own; or a `Spline`, whose coefficients then are the parameters. Every
             worker makes of them the weights of its own layers. Not for layers with running statistics.

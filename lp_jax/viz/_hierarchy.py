@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lp_jax._mgrit import MGRIT
+from lp_jax._newton import Newton
 from lp_jax._picard import Picard
 from lp_jax._rediscretize import Rediscretize
 from lp_jax._serial import Serial
@@ -40,7 +41,7 @@ def hierarchy(
         >>> viz.hierarchy(solver, 64).get_suptitle()
         '64 layers on 3 levels: only 4 coarse steps remain one after another'
     """
-    adjoint_solver = solver if adjoint_solver is None else adjoint_solver
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     resolved = solver.resolve(num_layers)
     if not isinstance(resolved, MGRIT):
         return _single_level(resolved, num_layers, t0, t1)
@@ -188,6 +189,11 @@ def _single_level(solver: Solver, layers: int, t0: float, t1: float) -> Figure:
     if isinstance(solver, Picard):
         title = f"{layers} layers at once, {_count(solver.sweeps, 'Picard sweep')}: no coarse level"
         note = "each sweep evaluates every layer at once and adds the increments up"
+    elif isinstance(solver, Newton):
+        title = f"{layers} layers at once, {_words(solver)}: no coarse level"
+        note = (
+            "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
+        )
     else:
         title = f"{layers} layers one after another: serial propagation"
         note = "exact, and the baseline"
@@ -229,6 +235,9 @@ def _words(value: Any) -> str:
     """A setting in words."""
     if isinstance(value, Picard):
         return f"{_count(value.sweeps, 'Picard sweep')} over the layers"
+    if isinstance(value, Newton):
+        kind = "" if value.jacobian == "full" else f" with {value.jacobian} Jacobians"
+        return f"{_count(value.iterations, 'Newton iteration')}{kind}"
     if isinstance(value, Rediscretize):
         rule = value.params if isinstance(value.params, str) else "a function"
         return f"the layer with the interval's dt, parameters by {rule}"

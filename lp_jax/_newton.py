@@ -1,0 +1,248 @@
+"""Newton's method on all layers at once: linearise each where its state is, and solve the linear chain by a scan."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax import _check, _tree
+from lp_jax._chain import Chain
+from lp_jax._level import Advance, Level, sweep
+from lp_jax._pytree import register
+from lp_jax._solver import Solver, constant
+from lp_jax._types import PyTree, State
+
+JACOBIANS = ("full", "diagonal", "identity")
+
+
+class Damping(abc.ABC):
+    """Changes the Jacobians that `Newton` works with, so that products of many of them stay small.
+
+    Subclasses are frozen dataclasses and pytrees. Whatever they do, k iterations leave the first k states exact.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, jacobian: jax.Array, matrix: bool) -> jax.Array:
+        """The damped Jacobian: of ``(..., d, d)`` where it is a matrix, of ``(..., d)`` where that is its diagonal."""
+
+
+@register("by")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shrink(Damping):
+    """All Jacobians times ``1 - by``: what is far behind counts for less.
+
+    Args:
+        by: between 0 (no damping) and 1 (all layers for themselves).
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.Newton(damping=lp_jax.Shrink(by=0.2)).damping
+        Shrink(by=0.2)
+
+    Reference:
+        Gonzalez, Warrington, Smith, Linderman, "Towards scalable and stable parallelization of nonlinear RNNs", NeurIPS
+        2024: the member of its family without a trust region.
+    """
+
+    by: float | jax.Array = 0.1
+
+    def __call__(self, jacobian: jax.Array, matrix: bool) -> jax.Array:
+        return jacobian * (1 - jnp.asarray(self.by)).astype(jacobian.dtype)
+
+
+@register("limit")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clip(Damping):
+    """Only Jacobians that are too large are changed: made smaller until no row has a larger sum of magnitudes.
+
+    Args:
+        limit: of the sum of magnitudes in a row; with 1, no product of Jacobians exceeds 1 in the maximum norm.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.Newton(jacobian="diagonal", damping=lp_jax.Clip(limit=1.0)).damping
+        Clip(limit=1.0)
+    """
+
+    limit: float | jax.Array = 1.0
+
+    def __call__(self, jacobian: jax.Array, matrix: bool) -> jax.Array:
+        sums = jnp.abs(jacobian)
+        if matrix:
+            sums = jnp.max(jnp.sum(sums, axis=-1), axis=-1)[..., None, None]
+        limit = jnp.asarray(self.limit).astype(sums.dtype)
+        return jacobian * (limit / jnp.maximum(sums, limit)).astype(jacobian.dtype)
+
+
+@register("rtol", "atol", "damping")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Newton(Solver):
+    r"""Newton's method on the states of all layers at once.
+
+    With :math:`A_n` the Jacobian of layer n at the state that enters it, an iteration solves
+    :math:`\delta_{n+1} = A_n \delta_n + \Phi_n(y_n) - y_{n+1}`, :math:`\delta_0 = 0`, by an associative scan, of depth
+    :math:`\log_2 N`, and adds :math:`\delta` to the states. Far fewer iterations than `Picard` needs, each of which costs more:
+    a full Jacobian of d numbers takes d evaluations, :math:`d^2` numbers per layer and example, and products of such
+    matrices. Worth it for small states and many layers: recurrent networks with up to some 64 units.
+
+    The adjoint system is linear: with full Jacobians one iteration solves it, and one is what it gets where no
+    ``adjoint_solver`` is named.
+
+    Args:
+        jacobian: "full"; "diagonal", its diagonal alone (same evaluations, memory and products of d numbers); or "identity",
+            no evaluations, which is `Picard`.
+        iterations: number of iterations; with a tolerance their largest number. As many as there are layers are exact.
+        rtol: stop when the residual norm is at most this times the first one.
+        atol: stop when the residual norm is at most this.
+        damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
+        batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
+            (examples); their Jacobians are taken one by one. None is 0, and refused where a leaf has several axes.
+
+    Raises:
+        ValueError: for values out of range, and for states that ``batch_axes`` does not fit.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(layer.params * y)
+        >>> solution = lp_jax.solve(step, jnp.ones(8), jnp.ones(()), solver=lp_jax.Newton(iterations=3))
+        >>> round(float(solution.y1), 4)
+        1.8645
+
+    References:
+        Lim, Zhu, Selfridge, Kasim, "Parallelizing non-linear sequential models over the sequence length", ICLR 2024
+        (full Jacobians); Gonzalez, Warrington, Smith, Linderman, "Towards scalable and stable parallelization of
+        nonlinear RNNs", NeurIPS 2024 (diagonal ones, damping).
+    """
+
+    jacobian: str = "full"
+    iterations: int = 5
+    rtol: float | jax.Array | None = None
+    atol: float | jax.Array | None = None
+    damping: Damping | None = None
+    batch_axes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check.one_of("jacobian", self.jacobian, JACOBIANS)
+        _check.integer("iterations", self.iterations, least=1)
+        if self.batch_axes is not None:
+            _check.integer("batch_axes", self.batch_axes, least=0)
+
+    def for_adjoint(self) -> Solver:
+        if self.jacobian != "full" or self.damping is not None:
+            return self
+        return dataclasses.replace(self, iterations=1, rtol=None, atol=None)
+
+    def stride(self, steps: int) -> int:
+        return 1
+
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        return (chain.finest(1, looped=chain.looped),)
+
+    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
+        return constant(levels[0], guess), 0
+
+    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
+        level = levels[0]
+        stepped, jacobians = sweep(level, level.entries(u), advance=self._linearised(level))
+        residuals = _tree.sub(stepped, u)
+        if jacobians is None:
+            change = level.comm.cumsum(residuals, _tree.zeros_like(level.y0), reverse=level.reverse)
+        else:
+            vectors = _Vectors(level.y0, self.batch_axes)
+            maps = _tree.merge(jacobians, level.steps), jax.vmap(vectors.join)(residuals)
+            compose = _compose_matrices if self.jacobian == "full" else _compose_diagonals
+            _, change = level.comm.accumulate(maps, compose, reverse=level.reverse)
+            change = jax.vmap(vectors.part)(change)
+        return _tree.add(u, change), _tree.square(residuals)
+
+    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
+        return u, None if advance is None else sweep(levels[0], levels[0].entries(u), advance=advance)[1]
+
+    def _linearised(self, level: Level) -> Advance:
+        """The step of ``level``, emitting its Jacobian: ``(*batch, d, d)``, its diagonal ``(*batch, d)``, or None."""
+        if self.jacobian == "identity":
+            return level.advance
+        vectors = _Vectors(level.y0, self.batch_axes)
+
+        def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
+            def step(v: jax.Array) -> tuple[jax.Array, State]:
+                u_next = level.step(vectors.part(v), x, shared)
+                return vectors.join(u_next), u_next
+
+            v = vectors.join(u)
+            _, pull, u_next = jax.vjp(step, v, has_aux=True)
+
+            def row(i: jax.Array) -> jax.Array:
+                unit = jnp.zeros_like(v).at[..., i].set(1)
+                return pull(unit)[0]
+
+            numbers = jnp.arange(v.shape[-1])
+            if self.jacobian == "full":
+                jacobian = jnp.moveaxis(jax.vmap(row)(numbers), 0, -2)
+            else:  # a few rows at a time: all of them would be the full Jacobian
+                entries = lax.map(lambda i: row(i)[..., i], numbers, batch_size=min(v.shape[-1], _ROWS))
+                jacobian = jnp.moveaxis(entries, 0, -1)
+            if self.damping is not None:
+                jacobian = self.damping(jacobian, self.jacobian == "full")
+            # as a coarse step it is differentiated: a change of the Jacobians is of second order
+            return u_next, lax.stop_gradient(jacobian)
+
+        return advance
+
+
+_ROWS = 32
+
+
+class _Vectors:
+    """States as vectors ``(*batch, d)``, all leaves side by side."""
+
+    def __init__(self, state: State, batch_axes: int | None) -> None:
+        leaves, self.structure = jax.tree.flatten(state)
+        self.shapes = [jnp.shape(x) for x in leaves]
+        self.dtypes = [x.dtype for x in leaves]
+        if batch_axes is None and any(len(shape) > 1 for shape in self.shapes):
+            raise ValueError(
+                f"Newton got a state with leaves of shapes {self.shapes}. Say along how many of their leading axes a layer "
+                "treats entries independently, like examples: Newton(batch_axes=1), or batch_axes=0 if there are none. "
+                "A full Jacobian has the square of the other numbers as entries."
+            )
+        self.axes = batch_axes or 0
+        batches = {shape[: self.axes] for shape in self.shapes}
+        if len(batches) > 1 or any(len(shape) < self.axes for shape in self.shapes):
+            raise ValueError(
+                f"Newton(batch_axes={self.axes}) needs leaves that agree in their first {self.axes} axes; got {self.shapes}."
+            )
+
+    def join(self, state: State) -> jax.Array:
+        """A state as a vector."""
+        leaves = [x.reshape(*x.shape[: self.axes], -1) for x in jax.tree.leaves(state)]
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.concatenate(leaves, axis=-1)
+
+    def part(self, v: jax.Array) -> State:
+        """Undo `join`."""
+        leaves, begin = [], 0
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            size = math.prod(shape[self.axes :])
+            leaves.append(v[..., begin : begin + size].reshape(shape).astype(dtype))
+            begin += size
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+Map = tuple[jax.Array, jax.Array]
+"""An affine map, its matrix (or the diagonal of that) and what it adds."""
+
+
+def _compose_matrices(first: Map, second: Map) -> Map:
+    (a, b), (c, d) = first, second
+    return c @ a, (c @ b[..., None])[..., 0] + d
+
+
+def _compose_diagonals(first: Map, second: Map) -> Map:
+    (a, b), (c, d) = first, second
+    return c * a, c * b + d

@@ -1,0 +1,230 @@
+"""The Newton family, against its own recursions written out in NumPy and against what theory says of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import recurrent
+from problems import INJECT, dense_params, dense_state, dense_step, relative_error, serial_loss_and_gradient
+
+import lp_jax
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+N, WIDTH, T1 = 13, 4, 6.0
+FULL = lp_jax.Newton(batch_axes=1, iterations=3)
+
+
+def problem(n=N, scale=1.5):
+    params, y0 = dense_params(n, WIDTH, scale=scale), dense_state(3, WIDTH)
+    return params, y0
+
+
+def states(step, params, y0, solver, t1=T1):
+    return jax.jit(lambda p, y: lp_jax.solve(step, p, y, t1=t1, solver=solver).trajectory)(params, y0)
+
+
+def by_hand(params, y0, iterations, change):
+    """Newton iterations on ``y + h tanh(y W + b)``, layer after layer; ``change`` makes its matrix from the Jacobian."""
+    w, b = (np.asarray(p) for p in params)
+    y0, h = np.asarray(y0), T1 / N
+    u = np.repeat(y0[None], N, axis=0)
+    for _ in range(iterations):
+        entries = np.concatenate([y0[None], u[:-1]])
+        delta = np.zeros_like(y0)
+        new = []
+        for n in range(N):
+            s = np.tanh(entries[n] @ w[n] + b[n])
+            jacobian = np.eye(WIDTH) + h * (1 - s**2)[:, :, None] * w[n].T  # of each example
+            residual = entries[n] + h * s - u[n]
+            delta = np.einsum("bij,bj->bi", change(jacobian), delta) + residual
+            new.append(u[n] + delta)
+        u = np.stack(new)
+    return u
+
+
+def _diagonal(jacobian):
+    return jacobian * np.eye(WIDTH)
+
+
+def _clipped(jacobian):
+    largest = np.abs(jacobian).sum(axis=2).max(axis=1)
+    return jacobian * np.minimum(1, 0.9 / largest)[:, None, None]
+
+
+@pytest.mark.parametrize(
+    "fields, change",
+    [
+        ({}, lambda j: j),
+        ({"jacobian": "diagonal"}, _diagonal),
+        ({"jacobian": "identity"}, lambda j: np.broadcast_to(np.eye(WIDTH), j.shape)),
+        ({"damping": lp_jax.Shrink(by=0.3)}, lambda j: 0.7 * j),
+        ({"damping": lp_jax.Clip(limit=0.9)}, _clipped),
+        (
+            {"jacobian": "diagonal", "damping": lp_jax.Clip(limit=0.9)},
+            lambda j: np.clip(_diagonal(j), -0.9, 0.9),
+        ),
+    ],
+    ids=["full", "diagonal", "identity", "shrunk", "clipped", "clipped diagonal"],
+)
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_iterates(fields, change, iterations):
+    params, y0 = problem()
+    got = states(dense_step, params, y0, lp_jax.Newton(batch_axes=1, iterations=iterations, **fields))
+    np.testing.assert_allclose(got, by_hand(params, y0, iterations, change), rtol=1e-12, atol=1e-12)
+
+
+def test_the_identity_member_is_picard():
+    params, y0 = problem()
+    newton = states(dense_step, params, y0, lp_jax.Newton(jacobian="identity", iterations=3))
+    np.testing.assert_allclose(newton, states(dense_step, params, y0, lp_jax.Picard(sweeps=3)), atol=1e-14)
+
+
+def test_convergence_is_quadratic():
+    params, y0 = problem(n=64)
+    solver = lp_jax.Newton(batch_axes=1, iterations=7)
+    norms = np.asarray(jax.jit(lambda p, y: lp_jax.solve(dense_step, p, y, t1=T1, solver=solver).stats)(params, y0)[1])
+    falling = norms[1:5]  # before rounding
+    orders = np.log(falling[2:] / falling[1:-1]) / np.log(falling[1:-1] / falling[:-2])
+    assert norms[-1] < 1e-13
+    assert orders.min() > 1.7
+
+
+@pytest.mark.parametrize("jacobian", ["full", "diagonal", "identity"])
+def test_as_many_iterations_leave_as_many_states_exact(jacobian):
+    params, y0 = problem(scale=4.0)
+    exact = states(dense_step, params, y0, lp_jax.Serial(checkpoint_every=1))
+    for k in (1, 4, N):
+        damping = lp_jax.Clip(limit=1.0) if jacobian != "identity" else None
+        got = states(
+            dense_step, params, y0, lp_jax.Newton(jacobian=jacobian, iterations=k, damping=damping, batch_axes=1)
+        )
+        error = np.abs(got - exact).max(axis=(1, 2))
+        assert error[:k].max() < 1e-12
+        assert k == N or error[k + 1] > 1e-9
+
+
+def test_linear_layers_take_one_iteration():
+    w = dense_params(N, WIDTH)[0]
+    y0 = dense_state(3, WIDTH)
+    step = lambda y, layer: y + layer.dt * (y @ layer.params)  # noqa: E731
+    loss = lambda y: jnp.sum(jnp.sin(y))  # noqa: E731
+    value, (g_params, g_y0, _) = serial_loss_and_gradient(step, w, y0, loss, t1=T1)
+    solver = lp_jax.Newton(batch_axes=1, iterations=1)
+    got, gradient = jax.jit(
+        jax.value_and_grad(lambda a: loss(lp_jax.solve(step, *a, t1=T1, solver=solver).y1)),
+    )((w, y0))
+    assert abs(got - value) < 1e-12 * abs(value)
+    assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+
+
+def test_one_iteration_solves_the_adjoint():
+    params, y0 = problem()
+    loss = lambda y: jnp.sum(y**2)  # noqa: E731
+    _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, loss, t1=T1)
+
+    def gradient(params, y0):
+        solver = lp_jax.Newton(batch_axes=1, iterations=9)
+        solution, pullback = lp_jax.solve_vjp(dense_step, params, y0, t1=T1, solver=solver)
+        return pullback(2 * solution.y1)
+
+    gradients, stats = jax.jit(gradient)(params, y0)
+    assert stats.iterations == 1
+    assert stats.residual_norms.shape == (1,)
+    assert relative_error((gradients.params, gradients.y0), (g_params, g_y0)) < 1e-12
+
+
+@pytest.mark.parametrize("jacobian", ["full", "diagonal", "identity"])
+def test_states_of_several_leaves(jacobian):
+    """Coupled leaves of different shapes, examples in front; vmap over examples is the same as ``batch_axes``."""
+    rng = np.random.default_rng(3)
+    w = jnp.asarray(rng.normal(size=(N, 2, 3)))
+    y0 = {"a": jnp.asarray(rng.normal(size=(5, 3))), "b": jnp.asarray(rng.normal(size=5))}
+
+    def step(y, layer):
+        mixed = y["a"] * layer.params[:1] + y["b"][..., None] * layer.params[1:]
+        return {"a": y["a"] + layer.dt * jnp.tanh(mixed), "b": y["b"] - layer.dt * jnp.sum(jnp.sin(y["a"]), axis=-1)}
+
+    def single(y, layer):
+        return jax.tree.map(lambda x: x[0], step(jax.tree.map(lambda x: x[None], y), layer))
+
+    batched = states(step, w, y0, lp_jax.Newton(jacobian=jacobian, iterations=3, batch_axes=1))
+    mapped = jax.jit(
+        jax.vmap(
+            lambda y: (
+                lp_jax.solve(single, w, y, t1=T1, solver=lp_jax.Newton(jacobian=jacobian, iterations=3)).trajectory
+            ),
+            out_axes=1,
+        )
+    )(y0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), batched, mapped)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Newton(iterations=4, batch_axes=1)),
+        lp_jax.MGRIT(coarsening=2, iterations=9, coarse_step=lp_jax.Newton(iterations=1, batch_axes=1), atol=1e-14),
+        lp_jax.MGRIT(
+            coarsening=2,
+            iterations=9,
+            coarse_step=INJECT,
+            coarsest=lp_jax.Newton(iterations=7, batch_axes=1),
+            atol=1e-14,
+        ),
+    ],
+    ids=["exact coarse step", "coarse step", "coarsest"],
+)
+def test_within_multigrid(solver):
+    params, y0 = problem(n=16)
+    loss = lambda y: jnp.sum(y**2)  # noqa: E731
+    value, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, loss, t1=2.0)
+    got, gradient = jax.jit(
+        jax.value_and_grad(lambda a: loss(lp_jax.solve(dense_step, *a, t1=2.0, solver=solver).y1)),
+    )((params, y0))
+    assert abs(got - value) < 1e-12 * abs(value)
+    assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_recurrent_networks_converge_in_ten_iterations(implicit):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 200, recurrent.FEATURES)))
+    solvers = lp_jax.Newton(iterations=10, batch_axes=1), lp_jax.Serial()
+    got, exact = (jax.jit(recurrent.make(implicit, solver=solver))(x) for solver in solvers)
+    assert relative_error(got, exact) < 1e-6
+
+
+def test_overflow_is_told_and_damping_prevents_it():
+    """A chaotic network: products of its Jacobians overflow, though its states stay near 1."""
+    n = 300
+    params = 3.0 * dense_params(n, WIDTH)[0]
+    y0 = dense_state(3, WIDTH).astype(jnp.float32)
+    step = lambda y, layer: jnp.tanh(y @ layer.params.astype(y.dtype) * 4)  # noqa: E731
+
+    def solve(damping, iterations=20):
+        solver = lp_jax.Newton(iterations=iterations, damping=damping, batch_axes=1, atol=1e-4)
+        return jax.jit(lambda p, y: lp_jax.solve(step, p, y, solver=solver))(params, y0)
+
+    overflown = solve(None)
+    assert overflown.result != 0
+    with pytest.raises(lp_jax.SolveError, match=r"not finite|did not come down"):
+        overflown.raise_if_failed()
+    damped = solve(lp_jax.Clip(limit=1.0), iterations=n)
+    assert damped.result == 0
+    exact = lp_jax.solve(step, params, y0, solver=lp_jax.Serial()).y1
+    np.testing.assert_allclose(damped.y1, exact, atol=1e-3)
+
+
+def test_refusals():
+    params, y0 = problem()
+    with pytest.raises(ValueError, match=r"batch_axes=1.*batch_axes=0"):
+        states(dense_step, params, y0, lp_jax.Newton())
+    with pytest.raises(ValueError, match="agree in their first 3 axes"):
+        states(dense_step, params, y0, lp_jax.Newton(batch_axes=3))
+    with pytest.raises(ValueError, match="Did you mean 'diagonal'"):
+        lp_jax.Newton(jacobian="diagonals")
+    with pytest.raises(ValueError, match="batch_axes must be at least 0"):
+        lp_jax.Newton(batch_axes=-1)
+    with pytest.raises(ValueError, match="iterations must be at least 1"):
+        lp_jax.Newton(iterations=0)
+    states(dense_step, params, y0, lp_jax.Newton(jacobian="identity"))  # needs no batch axes
