@@ -20,14 +20,12 @@ from rich.console import Console
 
 import lp_jax
 from benchmarks.manifest import device_slug, manifest
+from benchmarks.problems import prepared
 from lp_jax._solver import Solver
-from lp_jax.cli._catalog import resolved
 from lp_jax.cli._experiment import experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._run import Plan, train_one
-from lp_jax.cli._settings import Settings
 from lp_jax.cli._solver import default_solver
-from lp_jax.cli._tasks import task
 from lp_jax.train import evaluate
 
 INJECTION = tuple(
@@ -78,15 +76,8 @@ CASES = [
 
 def run(case: Case, seed: int, folder: Path, data: Path) -> Iterator[dict[str, Any]]:
     """Train with each solver; one line of the result for each."""
-    given = {"seed": seed, "name": None, "heads": 4, "buffers": 0, "dropout": 0.0, "units": 1} | case.options
-    sizes = ("layers", "width", "stride", "t1", "epochs", "batch_size", "learning_rate")
-    options = resolved(case.problem, dict.fromkeys(sizes) | {"model": case.model} | given)
     path = data / (case.data or "")
-    learned = task(case.problem, path, name=options["name"] or "", batch_size=options["batch_size"], seed=seed)
-    layers = options["layers"] or learned.length
-    settings = Settings(
-        **options | {"problem": case.problem, "data": str(path), "layers": layers, "t1": options["t1"] or float(layers)}
-    )
+    settings, learned = prepared(case.problem, case.model, path, seed=seed, **case.options)
     best = default_solver(case.model)
     pairs: dict[str, tuple[Solver, Solver]] = {
         "serial": (lp_jax.Serial(), lp_jax.Serial()),

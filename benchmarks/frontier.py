@@ -1,0 +1,327 @@
+"""The best gradient for the work: error of the gradient against depth and work, for every kind of solver.
+
+On networks at their initial parameters and trained for a while (exactly, here and now), each solver's gradient on one
+batch is compared with the exact one. What a solver costs is counted in products of layers (`benchmarks.critical_path`):
+depth is how many wait for each other, which decides where a layer fills only a part of a device; work is how many there
+are, which decides where it fills all of it.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+import lp_jax
+from benchmarks.critical_path import Cost, training_step
+from benchmarks.manifest import device_slug, manifest
+from benchmarks.problems import prepared
+from lp_jax._chain import Chain
+from lp_jax._level import Operand
+from lp_jax._pytree import register
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree, State
+from lp_jax.cli._experiment import experiment
+from lp_jax.cli._solver import short
+from lp_jax.train import gradient_error, init_state, make_train_step
+from lp_jax.viz import _style as style
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    """A network, and the numbers of exact training steps after which gradients are compared."""
+
+    name: str
+    problem: str
+    model: str
+    steps: tuple[int, ...]
+    data: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    newton: bool = False
+
+
+_DECODER = {"layers": 16, "t1": 16.0, "width": 64, "batch_size": 16}
+NETWORKS = [
+    *(
+        Network(name=f"digits, dense, T = {t1}", problem="digits", model="dense", steps=(0, 840), options={"t1": t1})
+        for t1 in (1.0, 4.0, 16.0)
+    ),
+    Network(
+        name="MNIST, convolutions, T = 1",
+        problem="mnist",
+        model="conv",
+        steps=(0, 400),
+        data="mnist10k",
+        options={"width": 4},
+    ),
+    Network(
+        name="GUM, encoder, T = 1",
+        problem="gum",
+        model="transformer",
+        steps=(0, 200),
+        data="gum",
+        options={"layers": 32, "width": 32, "t1": 1.0},
+    ),
+    Network(
+        name="text, decoder, h = 1",
+        problem="text",
+        model="transformer",
+        steps=(0, 200, 1200),
+        data="gum/en_gum-ud-train.conllu.gz",
+        options=_DECODER,
+    ),
+    Network(
+        name="BasicMotions, implicit GRU",
+        problem="timeseries",
+        model="gru",
+        steps=(0, 240),
+        data="ucr",
+        options={"name": "BasicMotions"},
+        newton=True,
+    ),
+]
+
+
+@register("rtol", "atol")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(lp_jax.Picard):
+    """`Picard` steps over every second layer of an interval, their increments counted twice."""
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
+        step, xs = chain.grouped(level, span)
+        every = min(2, span)
+        taken = jax.tree.map(lambda x: x[:, ::every], xs)
+
+        def longer(u: State, x: Operand, shared: PyTree) -> State:
+            return jax.tree.map(lambda y, z: y + every * (z - y), u, step(u, x, shared))
+
+        def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
+            return self._interval(longer, u, x, None, shared, looped)
+
+        return {"step": solve_interval, "xs": taken}
+
+
+COARSE_STEPS: Mapping[str, lp_jax.Rediscretize | Solver] = {
+    "injection": lp_jax.Rediscretize(params="inject"),
+    "mean": lp_jax.Rediscretize(params="mean"),
+    "identity": lp_jax.Picard(sweeps=0),
+    "half of the layers": Sample(sweeps=1),
+    "Picard 1": lp_jax.Picard(sweeps=1),
+    "Picard 2": lp_jax.Picard(sweeps=2),
+    "Picard 3": lp_jax.Picard(sweeps=3),
+    "Picard 1, trajectory": lp_jax.Picard(sweeps=1, around="trajectory"),
+    "Picard 2, trajectory": lp_jax.Picard(sweeps=2, around="trajectory"),
+}
+GRIDS = ((2, 4), (2, 8), (2, 16), (3, 4))
+CYCLES = ((1, 1), (2, 1), (2, 2), (3, 3))
+
+
+class Setting(NamedTuple):
+    """A kind of solver, and the solvers of the forward and the adjoint system."""
+
+    kind: str
+    forward: Solver
+    adjoint: Solver
+
+    def describe(self) -> str:
+        """In a few words."""
+        cycles = f"{self.forward.iterations}/{self.adjoint.iterations}"
+        if isinstance(self.forward, lp_jax.MGRIT):
+            return f"{self.forward.levels} levels, factor {self.forward.coarsening}, {self.kind}, {cycles}"
+        return f"{self.kind}, {cycles}"
+
+
+def settings(network: Network, layers: int) -> list[Setting]:
+    """All that are compared on a network of so many layers."""
+    found = []
+    for kind, coarse_step in COARSE_STEPS.items():
+        grids = [(2, layers // p) for p in (8, 4, 2) if layers % p == 0] if kind == "identity" else GRIDS
+        for levels, factor in grids:
+            fields = {"levels": levels, "coarsening": factor, "coarse_step": coarse_step, "storage": "all"}
+            if "trajectory" in kind and levels > 2:
+                continue
+            if kind == "identity":
+                fields["skip_downcycle"] = False
+            solver = lp_jax.MGRIT(**fields)
+            if len(solver.plan(layers)) == levels:
+                pairs = [tuple(dataclasses.replace(solver, iterations=k) for k in pair) for pair in CYCLES]
+                found += [Setting(kind, *pair) for pair in pairs]
+    for sweeps in (1, 2, 3, 4, 6):
+        found.append(Setting("global Picard", lp_jax.Picard(sweeps=sweeps + 1), lp_jax.Picard(sweeps=sweeps)))
+    if network.newton:
+        for k in (1, 2, 3, 4, 6):
+            for jacobian in ("full", "diagonal"):
+                solver = lp_jax.Newton(jacobian=jacobian, iterations=k, batch_axes=1)
+                found.append(Setting(f"Newton, {jacobian}", solver, solver.for_adjoint()))
+    return found
+
+
+def measure(network: Network, data: Path, tell: Callable[[str], object], only: int | None) -> Iterator[dict[str, Any]]:
+    """One line for each setting and number of training steps."""
+    options, task = prepared(network.problem, network.model, data / (network.data or ""), seed=0, **network.options)
+    made = experiment(options, task)
+    optimizer = optax.adam(options.learning_rate)
+    step_fn = make_train_step(made.loss_fn, optimizer)
+    state = init_state(made.params, optimizer)
+    batch = next(iter(made.batches(1000)))  # of no epoch that is trained on
+    epoch, done = 0, 0
+    compared = settings(network, options.layers)[:only]
+    serial = training_step(options.layers, lp_jax.Serial())
+    for steps in network.steps:
+        while done < steps:
+            for taken in made.batches(epoch):
+                state, _ = step_fn(state, taken, lp_jax.Serial(), lp_jax.Serial())
+                done += 1
+                if done == steps:
+                    break
+            epoch += 1
+        for setting in compared:
+            tell(f"{network.name}, {steps} steps: {setting.describe()}")
+            error = gradient_error(made.loss_fn, state.params, batch, setting.forward, setting.adjoint)
+            cost = _cost(options.layers, setting)
+            yield {
+                "network": network.name,
+                "steps": steps,
+                "layers": options.layers,
+                "kind": setting.kind,
+                "setting": setting.describe(),
+                "forward": short(setting.forward),
+                "adjoint": short(setting.adjoint),
+                "depth": cost.depth / serial.depth,
+                "work": cost.work / serial.work,
+                "error": float(error.groups["trunk"]),
+                "cosine": float(error.cosine),
+            }
+
+
+def _cost(layers: int, setting: Setting) -> Cost:
+    def counted(solver: Solver) -> Solver:  # a layer that is one product has a single example
+        return dataclasses.replace(solver, batch_axes=0) if isinstance(solver, lp_jax.Newton) else solver
+
+    return training_step(layers, counted(setting.forward), counted(setting.adjoint))
+
+
+def front(rows: Sequence[Mapping[str, Any]], price: str) -> list[Mapping[str, Any]]:
+    """Rows that no other one beats in both error and price, cheapest first."""
+    best, kept = math.inf, []
+    for row in sorted(rows, key=lambda row: (row[price], row["error"])):
+        if row["error"] < best:
+            best = row["error"]
+            kept.append(row)
+    return kept
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """For every network: injection with two forward cycles and one adjoint cycle, what beats it at its depth, and fronts."""
+    lines = []
+    for name, steps in dict.fromkeys((row["network"], row["steps"]) for row in rows):
+        here = [row for row in rows if (row["network"], row["steps"]) == (name, steps)]
+        lines += [f"## {name}, {steps} steps of training", ""]
+        usual = [row for row in here if row["kind"] == "injection" and row["setting"].endswith("2/1")]
+        for row in usual:
+            shallow = [other for other in here if other["depth"] <= row["depth"]]
+            best = min(shallow, key=lambda other: other["error"])
+            lines.append(
+                f"- {row['setting']}: error {row['error']:.1e} at depth {row['depth']:.2f}; the best at no greater depth, "
+                f"{best['setting']}: {best['error']:.1e} ({row['error'] / max(best['error'], 1e-12):.0f} times closer, cosine "
+                f"{best['cosine']:.4f}, work {best['work']:.1f})"
+            )
+        for price in ("depth", "work"):
+            lines += ["", f"| {price} / serial | gradient error | cosine | setting |", "|---|---|---|---|"]
+            lines += [
+                f"| {row[price]:.3f} | {row['error']:.1e} | {row['cosine']:.4f} | {row['setting']} |"
+                for row in front(here, price)
+            ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], price: str) -> Figure:
+    """A panel per network: error against what it costs, the front as a line."""
+    panels = list(dict.fromkeys((row["network"], row["steps"]) for row in rows))
+    columns = min(3, len(panels))
+    height = math.ceil(len(panels) / columns)
+    words = {"depth": "products that wait for each other", "work": "products"}[price]
+    fig = style.figure(
+        f"Error of the gradient against the number of {words}", width=6 * columns, height=4.6 * height + 1
+    )
+    axes = fig.subplots(height, columns, squeeze=False, sharey=True)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    for number, (name, steps) in enumerate(panels):
+        ax = axes[number // columns][number % columns]
+        here = [row for row in rows if (row["network"], row["steps"]) == (name, steps)]
+        for index, kind in enumerate(kinds):
+            points = [row for row in here if row["kind"] == kind]
+            ax.plot(
+                [row[price] for row in points],
+                [max(row["error"], 1e-7) for row in points],
+                linestyle="",
+                marker=style.MARKERS[index // len(style.COLOURS) % len(style.MARKERS)],
+                color=style.COLOURS[index % len(style.COLOURS)],
+                label=kind if number == 0 else None,
+                alpha=0.8,
+            )
+        best = front(here, price)
+        ax.step([row[price] for row in best], [max(row["error"], 1e-7) for row in best], where="post", color=style.INK)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_ylim(1e-7, 30)
+        style.dress(
+            ax, x=f"{price} / serial" if number >= len(panels) - columns else "", y="", title=f"{name}\n{steps} steps"
+        )
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    fig.legend(loc="outside lower center", ncols=6, fontsize=style.TICK, frameon=False)
+    return fig
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write numbers, table and pictures."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.frontier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="folder with mnist10k/, gum/ and ucr/; without it, digits alone")
+    parser.add_argument("--networks", nargs="+", metavar="TEXT", help="those with one of these in their names")
+    parser.add_argument("--quick", action="store_true", help="few settings and steps, to try it out; kept apart")
+    parser.add_argument("--out", type=Path, help="where results go (default: benchmarks/results/DEVICE)")
+    options = parser.parse_args(arguments)
+    out = options.out or Path(__file__).parent / ("scratch" if options.quick else "results") / device_slug()
+    out.mkdir(parents=True, exist_ok=True)
+    networks = [n for n in NETWORKS if not options.networks or any(text in n.name for text in options.networks)]
+    if options.data is None:
+        networks = [n for n in networks if n.data is None]
+    if options.quick:
+        networks = [dataclasses.replace(n, steps=tuple(min(s, 3) for s in n.steps[:2])) for n in networks]
+    rows: list[dict[str, Any]] = []
+    described = manifest("python -m benchmarks.frontier", sys.argv[1:] if arguments is None else arguments)
+    jax.config.update(
+        "jax_disable_most_optimizations", True
+    )  # each program runs a few times: compiling is what takes time
+    with Progress() as progress:
+        bar = progress.add_task("", total=None)
+        for network in networks:
+            data = options.data or Path()
+            for row in measure(
+                network, data, lambda text: progress.update(bar, description=text), 4 if options.quick else None
+            ):
+                rows.append(row)
+            jax.clear_caches()
+            document = {"suite": "frontier", "manifest": described, "rows": rows}
+            (out / "frontier.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            (out / "frontier.md").write_text(
+                "# Gradient error against depth and work\n\n" + table(rows), encoding="utf-8"
+            )
+            for price in ("depth", "work"):
+                draw(rows, price).savefig(out / f"frontier_{price}.png")
+
+
+if __name__ == "__main__":
+    main()

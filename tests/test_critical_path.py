@@ -1,0 +1,90 @@
+"""Counting products in programs: on loops whose counts are plain, and on solvers whose counts are formulas."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from problems import INJECT
+from test_theory import cycle_cost
+
+import lp_jax
+from benchmarks.critical_path import cost, layer, training_step
+
+W, X = jnp.eye(4), jnp.ones(4)
+UNIT = 2 * 4 * 4
+
+
+def of(f):
+    return cost(f, W, X, unit=UNIT)
+
+
+def test_products_in_a_row_and_side_by_side():
+    assert of(lambda w, x: w @ (w @ (w @ x))) == (3, 3)
+    assert of(lambda w, x: w @ x + w.T @ x) == (2, 1)
+    assert of(lambda w, x: jnp.sum(jax.vmap(lambda v: w @ v)(jnp.stack([x] * 5)))) == (5, 1)
+    assert of(lambda w, x: x) == (0, 0)
+
+
+def test_loops():
+    assert of(lambda w, x: jax.lax.fori_loop(0, 9, lambda i, y: w @ y, x)) == (9, 9)
+    assert of(lambda w, x: jax.lax.map(lambda v: w @ v, jnp.stack([x] * 7))) == (7, 1)
+    assert of(lambda w, x: jax.lax.scan(lambda y, v: (w @ (y + w @ v), None), x, jnp.stack([x] * 7))[0]) == (14, 8)
+    nested = lambda w, x: jax.lax.fori_loop(0, 3, lambda i, y: jax.lax.fori_loop(0, 5, lambda j, y: w @ y, y), x)  # noqa: E731
+    assert of(nested) == (15, 15)
+
+
+def test_two_chains_in_one_loop():
+    """One of them is half as long; only what is asked for counts."""
+
+    def body(carry, _):
+        a, b = carry
+        return (w_ @ (w_ @ a), w_ @ b), None
+
+    w_ = W
+    both = lambda w, x: jax.lax.scan(body, (x, x), None, length=6)[0]  # noqa: E731
+    assert of(both) == (18, 12)
+    assert of(lambda w, x: both(w, x)[1]) == (6, 6)
+
+
+def test_dead_products_are_free():
+    def body(y, _):
+        return w_ @ y, w_ @ (w_ @ y)
+
+    w_ = W
+    assert of(lambda w, x: jax.lax.scan(body, x, None, length=6)[0]) == (6, 6)
+    assert of(lambda w, x: jax.lax.cond(x[0] > 0, lambda v: w @ (w @ v), lambda v: w @ v, x)) == (2, 2)
+    assert of(jax.jit(lambda w, x: (w @ x, w @ (w @ x)))) == (3, 2)
+
+
+def test_loops_of_unknown_length_are_refused():
+    with pytest.raises(ValueError, match="leave tolerances out"):
+        of(lambda w, x: jax.lax.while_loop(lambda y: y[0] < 10, lambda y: w @ y + 1, x))
+
+
+def test_serial_training():
+    """A product forward, and two backward, one of which nothing waits for."""
+    assert training_step(40, lp_jax.Serial()) == (120, 80)
+
+
+@pytest.mark.parametrize("sweeps", [1, 3])
+def test_global_picard(sweeps):
+    """Forward and adjoint sweeps, one batch each; between them layers are evaluated again; after them, the gradient."""
+    found = training_step(40, lp_jax.Picard(sweeps=sweeps))
+    assert found.depth == 2 * (sweeps + 1)
+
+
+@pytest.mark.parametrize("relaxation", ["F", "FCF"])
+@pytest.mark.parametrize("cycles", [1, 3])
+def test_forward_work_is_what_the_evaluations_are(relaxation, cycles):
+    n, m = 64, 4
+    solver = lp_jax.MGRIT(levels=3, coarsening=m, iterations=cycles, relaxation=relaxation, coarse_step=INJECT)
+    nu = [solver.c_relaxations(level) for level in range(3)]
+    found = cost(lambda w, x: lp_jax.solve(layer, w, x, solver=solver).y1, jnp.stack([W] * n), X, unit=UNIT)
+    assert found.work == sum(cycle_cost([64, 16, 4], nu, cycles, True).values())
+
+
+def test_depth_of_two_levels():
+    """The coarsest level, and m - 1 fine layers, in a first cycle without down-cycle; the final sweep is m."""
+    n, m = 64, 4
+    solver = lp_jax.MGRIT(coarsening=m, iterations=1, coarse_step=INJECT)
+    found = cost(lambda w, x: lp_jax.solve(layer, w, x, solver=solver).y1, jnp.stack([W] * n), X, unit=UNIT)
+    assert found == (n / m + n, n / m + m)
