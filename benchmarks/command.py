@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -235,6 +235,22 @@ def two_numbers(text: str) -> Row:
     if first < 1 or second < 1:
         raise argparse.ArgumentTypeError(f"a row is two whole numbers above 0, such as 4,64; got {text!r}")
     return first, second
+
+
+def network_row(networks: Iterable[str]) -> Callable[[str], Row]:
+    """Reads a row of a network and three sizes from the command line."""
+    names = tuple(networks)
+
+    def parse(text: str) -> Row:
+        network, *sizes = text.split(",")
+        if network not in names or len(sizes) != 3 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
+            raise argparse.ArgumentTypeError(
+                f"a row is {' or '.join(names)}, then width or channels, layers or time steps, and batch, such as "
+                f"{names[0]},4,256,50; got {text!r}"
+            )
+        return network, *map(int, sizes)
+
+    return parse
 
 
 def positive(text: str) -> int:

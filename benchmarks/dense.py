@@ -4,6 +4,7 @@ N layers ``y + h tanh(y W + b)`` with h = 1/N, batch 32, random weights as at in
 """
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -180,6 +181,7 @@ SUITE = Suite(
     field=field,
     draw=draw,
 )
+main = functools.partial(run, SUITE)
 
 if __name__ == "__main__":
-    sys.exit(run(SUITE))
+    sys.exit(main())

@@ -9,6 +9,7 @@ ranks is that of the slowest.
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import secrets
@@ -25,7 +26,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import report, resnet
-from benchmarks.command import Field, Row, Suite, positive, run, wanted
+from benchmarks.command import Field, Row, Suite, network_row, positive, run, wanted
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import cores
 from benchmarks.settings import SETTINGS, counted_ratio
@@ -201,17 +202,6 @@ def _why_no_mpi() -> str | None:
     return None if launcher() else "no mpirun on PATH"
 
 
-def parse_row(text: str) -> Row:
-    """Network, width, layers, batch."""
-    network, *sizes = text.split(",")
-    if network not in _UNITS or len(sizes) != 3 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
-        raise argparse.ArgumentTypeError(
-            f"a row is conv, dense or gru, then channels or width, layers or time steps, and batch, such as conv,4,256,50; "
-            f"got {text!r}"
-        )
-    return network, *map(int, sizes)
-
-
 _UNITS = {"conv": ("channels", "layers"), "dense": ("wide", "layers"), "gru": ("wide", "steps")}
 
 
@@ -274,8 +264,9 @@ SUITE = Suite(
     field=field,
     draw=draw,
     add_options=_add_options,
-    row=parse_row,
+    row=network_row(_UNITS),
 )
+main = functools.partial(run, SUITE)
 
 if __name__ == "__main__":
-    sys.exit(run(SUITE))
+    sys.exit(main())

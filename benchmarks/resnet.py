@@ -225,6 +225,7 @@ SUITE = Suite(
     draw=draw,
     add_options=_add_options,
 )
+main = functools.partial(run, SUITE)
 
 if __name__ == "__main__":
-    sys.exit(run(SUITE))
+    sys.exit(main())

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import dense_params, dense_state, dense_step
 
-from benchmarks import dense, ranks, report, resnet, settings
+import lp_jax
+from benchmarks import dense, frontier, memory, ranks, report, resnet, settings, single
 from benchmarks.command import Progress, run
 from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
 from benchmarks.manifest import manifest
@@ -297,7 +299,7 @@ def test_a_bad_row_of_ranks_is_refused(row, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(ranks.SUITE, ["--rows", row])
     assert (
-        "a row is conv, dense or gru, then channels or width, layers or time steps, and batch"
+        "a row is conv or dense or gru, then width or channels, layers or time steps, and batch"
         in capsys.readouterr().err
     )
 
@@ -315,3 +317,72 @@ def test_evaluations_in_a_row_are_those_of_the_design():
     cycle = n / p + middle / p + 2 * middle / p + coarsest / p + coarsest + 3 / 4 * middle / p
     assert settings.evaluations_in_a_row(injection, n, p) == cascade + cycle + n / p
     assert settings.counted_ratio("identity, 2/2", n, p) == 1
+
+
+@pytest.mark.slow
+def test_single_end_to_end(tmp_path):
+    arguments = ["--quick", "--rows", "gru,4,12,3", "--only", "Newton, full", "--min-time", "0", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.single", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "single.json").read_text())["rows"]
+    assert [c["name"] for c in row["contenders"]] == ["lax.scan", "Newton, full, 6"]
+    assert row["contenders"][1]["gradient_error"] < 1e-4
+
+
+@pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+@pytest.mark.parametrize("network", ["dense", "encoder"])
+def test_networks_of_single_can_be_trained(network):
+    train, _ = single.NETWORKS[network](4, 16, 2)
+    exact = train(None).gradient
+    assert relative_error(train((lp_jax.Serial(), lp_jax.Serial())).gradient, exact) < 1e-5
+
+
+def test_memory_is_that_of_the_compiled_gradient():
+    """A scan of float32 keeps two or three states per layer, checkpoints fewer."""
+    width, batch = 8, 16
+    ways = memory.contenders(64)
+    scanned, checkpointed = (
+        memory.bytes_of(ways[name], 64, width, batch) for name in ("lax.scan", "Serial, checkpoints")
+    )
+    states = 64 * width * batch * 4
+    assert 2 * states <= scanned["temporary_bytes"] < 4 * states
+    assert checkpointed["temporary_bytes"] < scanned["temporary_bytes"] / 2
+    assert scanned["output_bytes"] >= 64 * (width**2 + width) * 4
+    rows = [{"layers": n, "total": 1000 + 10 * n} for n in (8, 16, 32)]
+    assert memory.longest(rows, 2000) == pytest.approx(100)
+
+
+def test_the_front_is_what_nothing_beats():
+    rows = [
+        {"depth": 1.0, "error": 0.5},
+        {"depth": 2.0, "error": 0.6},
+        {"depth": 2.0, "error": 0.1},
+        {"depth": 3.0, "error": 0.1},
+        {"depth": 4.0, "error": 0.01},
+    ]
+    assert frontier.front(rows, "depth") == [rows[0], rows[2], rows[4]]
+
+
+def test_settings_of_the_frontier():
+    network = frontier.NETWORKS[0]
+    found = frontier.settings(network, 64)
+    assert len({s.describe() for s in found}) == len(found)
+    kinds = {s.kind for s in found}
+    assert kinds == {*frontier.COARSE_STEPS, "global Picard"}
+    assert {s.forward.plan(64)[-1][0] for s in found if s.kind == "identity"} == {2, 4, 8}
+    assert not any(s.kind.startswith("Newton") for s in frontier.settings(network, 16))
+
+
+def test_half_of_the_layers_as_a_coarse_step():
+    """It converges to the exact state, and one step is what it says: every second increment, twice."""
+    params, y0 = dense_params(8, 4), dense_state(2, 4)
+    half = frontier.Sample(sweeps=1)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=half)
+    exact = lp_jax.solve(dense_step, params, y0, solver=lp_jax.Serial()).y1
+    np.testing.assert_allclose(lp_jax.solve(dense_step, params, y0, solver=solver).y1, exact, rtol=1e-12)
+    coarse = lp_jax.hierarchy(dense_step, params, y0, solver=solver)[1]
+    got = coarse.step(y0, jax.tree.map(lambda x: x[0, 0], coarse.xs), coarse.shared)
+    h = 1 / 8
+    wanted = y0 + sum(2 * h * jnp.tanh(y0 @ params[0][n] + params[1][n][None]) for n in (0, 2))
+    np.testing.assert_allclose(got, wanted, rtol=1e-12)

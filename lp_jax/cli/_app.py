@@ -15,6 +15,10 @@ _SUITES = {
     "resnet": "Training step of a convolutional ResNet.",
     "dense": "Gradient of a dense ResNet, looped and batched; compile time and memory.",
     "ranks": "Layers on two workers: host devices and MPI ranks.",
+    "single": "Training steps on one device, with every kind of solver.",
+    "memory": "Memory of the gradient against the number of layers.",
+    "frontier": "Error of the gradient against depth and work.",
+    "accuracy": "What training reaches, over seeds.",
 }
 _WHAT, _HOW, _WHERE, _OUT = "Model", "Training", "Devices", "Output"
 
@@ -66,7 +70,7 @@ def _suite(name: str, about: str) -> click.Command:
             )
         sys.path.insert(0, str(root))
         module = importlib.import_module(f"benchmarks.{name}")
-        ctx.exit(importlib.import_module("benchmarks.command").run(module.SUITE, arguments))
+        ctx.exit(module.main(arguments))
 
     argument = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
     settings = {"ignore_unknown_options": True}  # they are the suite's, --help too
