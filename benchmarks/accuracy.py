@@ -56,19 +56,19 @@ CASES = [
     Case("peaks", "dense"),
     Case("timeseries", "gru", "ucr", {"name": "BasicMotions"}),
     Case("timeseries", "gru", "ucr", {"name": "JapaneseVowels", "epochs": 20}),
-    Case("mnist", "conv", "mnist10k", {"width": 4}),
-    Case("gum", "transformer", "gum", {"width": 32, "epochs": 3}),
+    Case("mnist", "conv", "mnist10k", {"width": 4, "epochs": 4}),
+    Case("gum", "transformer", "gum", {"width": 32, "epochs": 2}),
     Case(
         "text",
         "transformer",
         "gum/en_gum-ud-train.conllu.gz",
-        {"width": 32, "buffers": 2, "batch_size": 16, "epochs": 2},
+        {"width": 32, "buffers": 2, "batch_size": 16, "epochs": 1},
     ),
     Case(
         "modelnet",
         "conv",
         "modelnet32",
-        {"epochs": 2},
+        {"epochs": 2, "stride": 4},
         {"FCF 2/2": _FCF, "FCF 2/2, half the points": dataclasses.replace(_FCF, spatial=lp_jax.spatial(3))},
     ),
 ]

@@ -58,7 +58,7 @@ def solvers(names):
         wanted = jax.tree.map(np.asarray, mesh.everything(solver, None)) if COMM.rank == 0 else None
         wanted = COMM.comm.bcast(wanted)
         run = mine(battery.N, solver)
-        for coarsest in ("relay", "gather") if name == "3 levels" else ("auto",):
+        for coarsest in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
             comm = lp_jax.MPIComm(coarsest=coarsest)
             got = mesh.everything(solver, comm, operands=(cut(params, run), y0, shared, cut(data, run)))
             stride = solver.resolve(battery.N).stride(battery.N)

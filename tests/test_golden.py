@@ -213,8 +213,7 @@ def gradient(forward, adjoint, dense, t1):
 COUNTS = (1, 2, 3, 4, 8)
 
 
-@pytest.mark.parametrize("storage", ["c_points", "all"])
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize(("part", "storage"), list(zip(range(6), ("c_points", "all") * 3, strict=True)))
 def test_xbraid_gradient(golden, dense, storage, part):
     """The gradient's error after (k_f, k_b) cycles is no larger than XBraid's, in every entry."""
     stored = cases(golden, "dense_xbraid_gradient.json")
