@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lp_jax import MGRIT, Picard, Rediscretize
+from lp_jax.planning import solve
 
 Pair = tuple[Any, Any]
 
@@ -35,29 +36,9 @@ SETTINGS: dict[str, Callable[[int, int], Pair]] = {
 """From numbers of layers and workers: the forward and the adjoint solver."""
 
 
-def evaluations_in_a_row(solver: Any, layers: int, workers: int) -> float:
-    """Layers that are evaluated one after another on the busiest worker in one solve, the final sweep included.
-
-    Level by level as the solvers work: a relaxation goes over a worker's part, the coarsest solve over all steps. The
-    relaxation that ends a cycle on the finest level begins the next one, and is counted once.
-    """
-    if isinstance(solver, Picard):
-        return solver.sweeps * layers / workers
-    plan = [steps for steps, _ in solver.plan(layers)]
-    effort = solver.coarse_step.sweeps * layers if isinstance(solver.coarse_step, Picard) else None
-
-    def cost(level: int) -> float:
-        """Of all steps of a level."""
-        return plan[level] if level == 0 or effort is None else effort
-
-    count = cost(0) / workers  # the final sweep
-    for cycle in range(solver.iterations):
-        count += cost(len(plan) - 1)
-        for level in range(len(plan) - 1):
-            count += (1 - plan[level + 1] / plan[level]) * cost(level) / workers * (level > 0)
-            if cycle > 0 or not solver.skip_downcycle:
-                count += (solver.c_relaxations(level) + 1) * cost(level) / workers + cost(level + 1) / workers
-    return count
+def evaluations_in_a_row(solver: Any, layers: int, workers: int) -> int:
+    """Layers that are evaluated one after another on the busiest worker in one solve, the final sweep included."""
+    return solve(solver, layers, workers=workers, looped=True).depth()
 
 
 def counted_ratio(name: str, layers: int, workers: int) -> float:

@@ -102,6 +102,8 @@ class Newton(Solver):
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
             (examples); their Jacobians are taken one by one. None is 0, and refused where a leaf has several axes.
+        storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "c_points"
+            (the states alone; each layer is linearised again in every iteration).
 
     Raises:
         ValueError: for values out of range, and for states that ``batch_axes`` does not fit.
@@ -125,12 +127,18 @@ class Newton(Solver):
     atol: float | jax.Array | None = None
     damping: Damping | None = None
     batch_axes: int | None = None
+    storage: str = "all"
 
     def __post_init__(self) -> None:
         _check.one_of("jacobian", self.jacobian, JACOBIANS)
         _check.integer("iterations", self.iterations, least=1)
         if self.batch_axes is not None:
             _check.integer("batch_axes", self.batch_axes, least=0)
+        _check.one_of("storage", self.storage, ("c_points", "all"))
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.storage == "all"
 
     def for_adjoint(self) -> Solver:
         if self.jacobian != "full" or self.damping is not None:

@@ -37,9 +37,11 @@ class Picard(Solver):
         around: where a coarse step takes its increments: "start", the state that enters the interval, or "trajectory",
             the states of the last relaxation, shifted by the change of the state that enters. The latter is more
             accurate far from an ODE and stores all states.
+        storage: what the adjoint finds, of a solver: "all" (what a scan's gradient keeps; no layer is evaluated again), or
+            "c_points" (the states alone; each layer is linearised again in every sweep).
 
     Raises:
-        ValueError: for a negative number of sweeps or an unknown ``around``.
+        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -55,14 +57,20 @@ class Picard(Solver):
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
     around: str = "start"
+    storage: str = "all"
 
     def __post_init__(self) -> None:
         _check.integer("sweeps", self.sweeps, least=0)
         _check.one_of("around", self.around, ("start", "trajectory"))
+        _check.one_of("storage", self.storage, ("c_points", "all"))
 
     @property
     def iterations(self) -> int:
         return self.sweeps
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.storage == "all"
 
     def check(self) -> None:
         if self.sweeps == 0:

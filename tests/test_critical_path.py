@@ -66,10 +66,15 @@ def test_serial_training():
 
 
 @pytest.mark.parametrize("sweeps", [1, 3])
-def test_global_picard(sweeps):
-    """Forward and adjoint sweeps, one batch each; between them layers are evaluated again; after them, the gradient."""
-    found = training_step(40, lp_jax.Picard(sweeps=sweeps))
-    assert found.depth == 2 * (sweeps + 1)
+@pytest.mark.parametrize("storage", ["c_points", "all"])
+def test_global_picard(sweeps, storage):
+    """Forward and adjoint sweeps, one batch each; between them layers are evaluated again; after them, the gradient.
+
+    Without what is kept, they are evaluated again for every adjoint sweep.
+    """
+    found = training_step(40, lp_jax.Picard(sweeps=sweeps, storage=storage))
+    again = 1 if storage == "all" else sweeps + 1
+    assert found == ((sweeps + again + sweeps + 1) * 40, 2 * (sweeps + 1))
 
 
 @pytest.mark.parametrize("relaxation", ["F", "FCF"])

@@ -317,11 +317,14 @@ def test_evaluation_counts(interval_map, skip, relaxation):
     assert linearised == expected | {0: expected[0] + recomputed}
 
 
-def test_evaluation_counts_of_picard():
+@pytest.mark.parametrize("storage", ["c_points", "all"])
+def test_evaluation_counts_of_picard(storage):
+    """What is kept is that of one evaluation more, after the last sweep."""
     n, sweeps = 40, 3
     counter = Counter()
-    _, pull = lp_jax.solve_vjp(counter.step, jnp.ones(n), jnp.ones(()), solver=lp_jax.Picard(sweeps=sweeps))
-    assert counter.take() == ({0: sweeps * n}, {})
+    solver = lp_jax.Picard(sweeps=sweeps, storage=storage)
+    _, pull = lp_jax.solve_vjp(counter.step, jnp.ones(n), jnp.ones(()), solver=solver)
+    assert counter.take() == ({0: (sweeps + (storage == "all")) * n}, {})
     pull(jnp.ones(()))
     _, adjoint = counter.take()
     assert adjoint == {0: (sweeps + 1) * n}  # and one evaluation of every layer for the gradient

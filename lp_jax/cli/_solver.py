@@ -26,8 +26,8 @@ DEFAULT_SOLVERS = {"gru": dataclasses.replace(DEFAULT_SOLVER, coarse_step=Picard
 _OF_MGRIT = tuple(field.name for field in dataclasses.fields(MGRIT))
 KINDS: Mapping[str, tuple[str, ...]] = {
     "mgrit": _OF_MGRIT,
-    "picard": ("sweeps", "rtol", "atol"),
-    "newton": ("jacobian", "damping", "iterations", "rtol", "atol"),
+    "picard": ("sweeps", "rtol", "atol", "storage"),
+    "newton": ("jacobian", "damping", "iterations", "rtol", "atol", "storage"),
     "serial": (),
 }
 """What ``--solver`` may be, and which options each takes."""

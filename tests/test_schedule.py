@@ -1,0 +1,111 @@
+"""What a solver is said to do, against the programs themselves: products counted, and messages."""
+
+import dataclasses
+import itertools
+
+import pytest
+from problems import INJECT
+
+import lp_jax
+from benchmarks.critical_path import training_step as counted
+from lp_jax.planning import solve, training_step
+
+N = 64
+PICARD = {s: lp_jax.Picard(sweeps=s) for s in (0, 1, 2)}
+SOLVERS = {
+    "serial": lp_jax.Serial(),
+    "Picard": lp_jax.Picard(sweeps=3),
+    "Picard, states alone": lp_jax.Picard(sweeps=3, storage="c_points"),
+    **{
+        f"{levels} levels, {name}, {cycle}, {relaxation}, skip {skip}": lp_jax.MGRIT(
+            levels=levels,
+            coarsening=4,
+            iterations=2,
+            coarse_step=coarse_step,
+            cycle=cycle,
+            relaxation=relaxation,
+            skip_downcycle=skip,
+        )
+        for (levels, name, coarse_step), cycle, (relaxation, skip) in itertools.product(
+            [
+                (2, "injection", INJECT),
+                (3, "injection", INJECT),
+                (2, "Picard 1", PICARD[1]),
+                (3, "Picard 2", PICARD[2]),
+                (2, "identity", PICARD[0]),
+                (2, "serial", lp_jax.Serial()),
+            ],
+            ("V", "F", "W"),
+            (("F", True), ("FCF", False)),
+        )
+        if levels == 3 or cycle == "V"
+    },
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_work_is_that_of_the_program(name):
+    solver = SOLVERS[name]
+    variants = [solver]
+    if isinstance(solver, lp_jax.MGRIT):
+        choices = [("all", "vmap"), ("c_points", "loop"), ("all", "loop"), ("c_points", "vmap")]
+        variants = [
+            dataclasses.replace(solver, storage=storage, interval_map=interval_map)
+            for storage, interval_map in choices[: 4 if solver.cycle == "V" else 2]
+        ]
+    for variant in variants:
+        said, found = training_step(variant, variant, N, looped=True), counted(N, variant, variant)
+        assert said.work() == found.work, variant
+
+
+def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
+    """Batches in a row; the gradient, which nothing waits for, and the linearisation of coarse steps aside.
+
+    Of the evaluations for a coarse right-hand side, and of the first coarse step, the program's longest chain contains
+    nothing: they need not wait for the sweep before, and are done after it all the same.
+    """
+    for relaxation, skip in (("F", True), ("FCF", False)):
+        solver = lp_jax.MGRIT(
+            coarsening=8,
+            iterations=3,
+            relaxation=relaxation,
+            skip_downcycle=skip,
+            coarse_step=INJECT,
+            storage="all",
+            interval_map="vmap",
+        )
+        said, found = training_step(solver, solver, N), counted(N, solver, solver)
+        corrections = 2 * (3 - skip)
+        assert 0 <= said.depth("forward", "adjoint") - found.depth <= 2 * corrections
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_work_is_divided_and_messages_are_those_of_the_design(workers):
+    """Sweeps go over a worker's part; the coarsest level is everybody's. As the messages of a V-cycle are counted on a mesh."""
+    solver = lp_jax.MGRIT(levels=3, iterations=5, skip_downcycle=False, coarse_step=INJECT)
+    alone, shared = solve(solver, N), solve(solver, N, workers=workers)
+    coarsest = 5 * 4
+    assert shared.work() - coarsest == (alone.work() - coarsest) / workers
+    assert shared.states == 5 * (1 + 2 + 1) + 1 + 5 * (workers - 1)
+    assert (alone.states, alone.reductions, shared.reductions) == (0, 0, 2)
+
+
+def test_one_interval_per_worker():
+    """N / P evaluations per cycle, forward and adjoint: the speedup of the design, 3 P / (k_f + 2 k_b)."""
+    workers = 4
+    forward, adjoint = (
+        lp_jax.MGRIT(coarsening=N // workers, iterations=k, coarse_step=PICARD[0], skip_downcycle=False, storage="all")
+        for k in (2, 1)
+    )
+    said = training_step(forward, adjoint, N, workers=workers, looped=True)
+    assert said.depth("forward") == 3 * N / workers  # with the final sweep, which keeps what the adjoint needs
+    assert said.depth("adjoint") == 2 * N / workers
+    skipped = dataclasses.replace(forward, skip_downcycle=True), dataclasses.replace(adjoint, skip_downcycle=True)
+    said = training_step(*skipped, N, workers=workers, looped=True)
+    assert (said.depth("forward"), said.depth("adjoint")) == (2 * N / workers, N / workers)
+
+
+def test_newton_is_not_counted():
+    for solver in (lp_jax.Newton(), lp_jax.MGRIT(coarse_step=lp_jax.Newton()), lp_jax.MGRIT(coarsest=lp_jax.Newton())):
+        with pytest.raises(NotImplementedError, match="Newton"):
+            training_step(solver, solver, N)
