@@ -54,6 +54,7 @@ NETWORKS = [
         Network(name=f"digits, dense, T = {t1}", problem="digits", model="dense", steps=(0, 840), options={"t1": t1})
         for t1 in (1.0, 4.0, 16.0)
     ),
+    Network(name="peaks, dense, T = 5", problem="peaks", model="dense", steps=(5000,)),
     Network(
         name="MNIST, convolutions, T = 1",
         problem="mnist",
