@@ -88,7 +88,7 @@ def _inputs(equation: Any, out: Flags) -> Flags:
 
 def _scan_outputs(equation: Any, out: Flags) -> Flags:
     """Outputs of a scan's body that are needed: a carry is if a later turn needs it."""
-    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+    consts, carries = _parts(equation)
     (body,) = _inner(equation)
     while True:
         used = _live(body, out)[0][consts : consts + carries]
@@ -96,6 +96,17 @@ def _scan_outputs(equation: Any, out: Flags) -> Flags:
         if more == out:
             return out
         out = more
+
+
+def _parts(equation: Any) -> tuple[int, int]:
+    """Numbers of constants and carries of a scan; what it goes over, and what it stacks, has an axis less within."""
+    (body,) = _inner(equation)
+
+    def alike(outer: Any, inner: Any) -> int:
+        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
+    carries = alike(equation.outvars, body.outvars)
+    return alike(equation.invars, body.invars) - carries, carries
 
 
 def _inner(equation: Any) -> list[core.Jaxpr]:
@@ -161,7 +172,7 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags) -> tuple[f
 
 
 def _scan_depths(equation: Any, body: core.Jaxpr, entering: tuple[float, ...], out: Flags) -> tuple[float, ...]:
-    consts, carries, length = (equation.params[name] for name in ("num_consts", "num_carry", "length"))
+    (consts, carries), length = _parts(equation), equation.params["length"]
     out = _scan_outputs(equation, out)
     fixed, state, xs = entering[:consts], entering[consts : consts + carries], entering[consts + carries :]
     history: list[tuple[float, ...]] = []
