@@ -3,7 +3,7 @@
 On networks at their initial parameters and trained for a while (exactly, here and now), each solver's gradient on one
 batch is compared with the exact one. What a solver costs is counted in products of layers (`benchmarks.critical_path`):
 depth is how many wait for each other, which decides where a layer fills only a part of a device; work is how many there
-are, which decides where it fills all of it.
+are, which decides where it fills all of it. What the result holds already is not measured again.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +157,12 @@ def settings(network: Network, layers: int) -> list[Setting]:
             if len(solver.plan(layers)) == levels:
                 pairs = [tuple(dataclasses.replace(solver, iterations=k) for k in pair) for pair in CYCLES]
                 found += [Setting(kind, *pair) for pair in pairs]
-    for sweeps in (1, 2, 3, 4, 6):
+            if kind == "Picard 1" and levels == 2 and len(solver.plan(layers)) == 2:
+                for sweeps in (3, 6):
+                    fields["coarsest"] = lp_jax.Picard(sweeps=sweeps)
+                    pairs = [tuple(lp_jax.MGRIT(**fields | {"iterations": k}) for k in pair) for pair in CYCLES]
+                    found += [Setting(f"{kind}, coarsest Picard {sweeps}", *pair) for pair in pairs]
+    for sweeps in (1, 2, 3, 4, 6, 8, 12):
         found.append(Setting("global Picard", lp_jax.Picard(sweeps=sweeps + 1), lp_jax.Picard(sweeps=sweeps)))
     if network.newton:
         for k in (1, 2, 3, 4, 6):
@@ -167,26 +172,34 @@ def settings(network: Network, layers: int) -> list[Setting]:
     return found
 
 
-def measure(network: Network, data: Path, tell: Callable[[str], object], only: int | None) -> Iterator[dict[str, Any]]:
-    """One line for each setting and number of training steps."""
+def measure(
+    network: Network,
+    data: Path,
+    tell: Callable[[str], object],
+    done: Collection[tuple[str, int, str]],
+    most: int | None,
+) -> Iterator[dict[str, Any]]:
+    """One line for each setting and number of training steps that is not done yet, of the first ``most``."""
     options, task = prepared(network.problem, network.model, data / (network.data or ""), seed=0, **network.options)
     made = experiment(options, task)
     optimizer = optax.adam(options.learning_rate)
     step_fn = make_train_step(made.loss_fn, optimizer)
     state = init_state(made.params, optimizer)
     batch = next(iter(made.batches(1000)))  # of no epoch that is trained on
-    epoch, done = 0, 0
-    compared = settings(network, options.layers)[:only]
+    epoch, trained = 0, 0
+    compared = settings(network, options.layers)[:most]
     serial = training_step(options.layers, lp_jax.Serial())
     for steps in network.steps:
-        while done < steps:
+        while trained < steps:
             for taken in made.batches(epoch):
                 state, _ = step_fn(state, taken, lp_jax.Serial(), lp_jax.Serial())
-                done += 1
-                if done == steps:
+                trained += 1
+                if trained == steps:
                     break
             epoch += 1
         for setting in compared:
+            if (network.name, steps, setting.describe()) in done:
+                continue
             tell(f"{network.name}, {steps} steps: {setting.describe()}")
             error = gradient_error(made.loss_fn, state.params, batch, setting.forward, setting.adjoint)
             cost = _cost(options.layers, setting)
@@ -304,18 +317,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         networks = [dataclasses.replace(n, steps=tuple(min(s, 3) for s in n.steps[:2])) for n in networks]
     rows: list[dict[str, Any]] = []
+    if not options.quick and (out / "frontier.json").exists():
+        rows = json.loads((out / "frontier.json").read_text(encoding="utf-8"))["rows"]
+    done = {(row["network"], row["steps"], row["setting"]) for row in rows}
     described = manifest("python -m benchmarks.frontier", sys.argv[1:] if arguments is None else arguments)
-    jax.config.update(
-        "jax_disable_most_optimizations", True
-    )  # each program runs a few times: compiling is what takes time
+    jax.config.update("jax_disable_most_optimizations", True)  # a program runs a few times: compiling takes the time
     with Progress() as progress:
         bar = progress.add_task("", total=None)
         for network in networks:
-            data = options.data or Path()
-            for row in measure(
-                network, data, lambda text: progress.update(bar, description=text), 4 if options.quick else None
-            ):
-                rows.append(row)
+            data, most = options.data or Path(), 4 if options.quick else None
+            rows += measure(network, data, lambda text: progress.update(bar, description=text), done, most)
             jax.clear_caches()
             document = {"suite": "frontier", "manifest": described, "rows": rows}
             (out / "frontier.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
