@@ -164,6 +164,10 @@ def settings(network: Network, layers: int) -> list[Setting]:
                     found += [Setting(f"{kind}, coarsest Picard {sweeps}", *pair) for pair in pairs]
     for sweeps in (1, 2, 3, 4, 6, 8, 12):
         found.append(Setting("global Picard", lp_jax.Picard(sweeps=sweeps + 1), lp_jax.Picard(sweeps=sweeps)))
+    for windows in (2, 4, 8):
+        for sweeps in (1, 2, 3, 5):
+            pair = tuple(lp_jax.Picard(sweeps=k + 1, windows=windows) for k in (sweeps + 1, sweeps))
+            found.append(Setting(f"Picard, {windows} windows", *pair))
     if network.newton:
         for k in (1, 2, 3, 4, 6):
             for jacobian in ("full", "diagonal"):

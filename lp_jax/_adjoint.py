@@ -104,7 +104,12 @@ def solve_adjoint(
     levels = _transposed(forward, states, entering_coarse, y1_cotangent, recompute=recompute)
     emit_gradient = _emit_gradient(chain, fine)
     if checkpoints.kept is not None:
-        levels = (_transpose_kept(fine, linearised, states, checkpoints.kept, y1_cotangent), *levels[1:])
+        levels = tuple(
+            _transpose_kept(level, linearised, states, checkpoints.kept, y1_cotangent)
+            if level.span == 1
+            else transposed
+            for level, transposed in zip(forward, levels, strict=True)
+        )
         emit_gradient = _emit_kept_gradient(linearised)
 
     start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))

@@ -10,6 +10,7 @@ from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
+from lp_jax._comm import Local
 from lp_jax._level import Advance, Level, identity, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant
@@ -32,6 +33,10 @@ class Picard(Solver):
     Args:
         sweeps: number of sweeps; with a tolerance their largest number. 0, as a coarse step only, is the identity:
             the coarse problem becomes a prefix sum with no sequential part.
+        windows: number of windows that the layers are cut into: all sweeps but the last go over one window after the other,
+            each from the state that leaves the one before; the last one goes over all layers. With W windows a sweep sees a
+            W-th of the time, so that fewer are enough, a W-th of the layers is evaluated at once, and W (sweeps - 1) + 1
+            evaluations wait for each other. Windows are solved one by one on several workers, too.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
         around: where a coarse step takes its increments: "start", the state that enters the interval, or "trajectory",
@@ -41,7 +46,8 @@ class Picard(Solver):
             "c_points" (the states alone; each layer is linearised again in every sweep).
 
     Raises:
-        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``.
+        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows with a single
+            sweep or a tolerance.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -54,6 +60,7 @@ class Picard(Solver):
     """
 
     sweeps: int = 2
+    windows: int = 1
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
     around: str = "start"
@@ -61,6 +68,12 @@ class Picard(Solver):
 
     def __post_init__(self) -> None:
         _check.integer("sweeps", self.sweeps, least=0)
+        _check.integer("windows", self.windows, least=1)
+        if self.windows > 1 and (self.sweeps < 2 or self.rtol is not None or self.atol is not None):
+            raise ValueError(
+                f"Picard(windows={self.windows}) needs two sweeps or more, one of them over all layers, and no tolerance; got "
+                f"sweeps={self.sweeps}, rtol={self.rtol}, atol={self.atol}."
+            )
         _check.one_of("around", self.around, ("start", "trajectory"))
         _check.one_of("storage", self.storage, ("c_points", "all"))
 
@@ -82,11 +95,36 @@ class Picard(Solver):
     def stride(self, steps: int) -> int:
         return 1
 
+    def unit(self, steps: int) -> int:
+        return -(-steps // self.windows) if self.windows > 1 else 1
+
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        return (chain.finest(1, looped=chain.looped),)
+        factors = (1, self.unit(chain.total)) if self.windows > 1 else (1,)
+        return tuple(chain.finest(factor, looped=chain.looped) for factor in factors)
 
     def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
-        return constant(levels[0], guess), 0
+        if self.windows == 1:
+            return constant(levels[0], guess), 0
+        return self._march(levels[1]), self.sweeps - 1
+
+    def _march(self, level: Level) -> State:
+        """The states after every step, window after window; an interval of ``level`` is a window."""
+
+        def window(u: State, xs: PyTree) -> tuple[State, tuple[State, State]]:
+            alone = dataclasses.replace(
+                level, xs=_tree.split(xs, 1), y0=u, steps=level.factor, total=level.factor, factor=1, comm=Local()
+            )
+            points = constant(alone, None)
+            for _ in range(self.sweeps - 1):
+                points, _ = self.improve((alone,), points)
+            u = alone.exit(points)
+            return u, (u, points)
+
+        def run(y0: State) -> tuple[State, State]:
+            return lax.scan(window, y0, level.xs, reverse=level.reverse)[1]
+
+        _, points = level.comm.relay(run, level.y0, reverse=level.reverse)
+        return _tree.merge(points, level.steps)
 
     def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
         level = levels[0]
@@ -99,6 +137,8 @@ class Picard(Solver):
         return u, None if advance is None else sweep(levels[0], levels[0].entries(u), advance=advance)[1]
 
     def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
+        if self.windows > 1:
+            return super().coarsen(chain, level, span, looped=looped)
         self.require_fixed_effort()
         step, xs = chain.grouped(level, span)
         if self.sweeps == 0:

@@ -31,6 +31,7 @@ SOLVERS = {
     "user's rule": lp_jax.MGRIT(iterations=2, coarse_step=HALVES, interval_map="vmap"),
     "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
     "Picard": lp_jax.Picard(sweeps=3),
+    "windows": lp_jax.Picard(sweeps=3, windows=3),
     "Newton": lp_jax.Newton(iterations=3, batch_axes=0),
     "serial": lp_jax.Serial(),
     "serial checkpointed": lp_jax.Serial(checkpoint_every=5),

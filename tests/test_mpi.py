@@ -29,7 +29,7 @@ def test_numbers_do_not_depend_on_the_number_of_ranks(ranks):
     passes(ranks, "solvers", "3 levels,identity,Picard,Newton" if ranks == 2 else "3 levels")
 
 
-@pytest.mark.parametrize("names", ["FCF,W", "Picard steps,trajectory", "tolerance,user's rule,serial"])
+@pytest.mark.parametrize("names", ["FCF,W", "Picard steps,trajectory", "tolerance,user's rule,serial,windows"])
 def test_no_solver_depends_on_the_number_of_ranks(names):
     passes(2, "solvers", names)
 

@@ -1,6 +1,7 @@
 """What theory says of a correct solver. None of these numbers comes from the library."""
 
 import collections
+import itertools
 import math
 
 import jax
@@ -338,3 +339,52 @@ def test_storing_all_states_recomputes_none():
     pull(jnp.ones(()))
     linearised, adjoint = counter.take()
     assert linearised == adjoint == cycle_cost([64, 16], [0, 0], 2, True)
+
+
+@pytest.mark.parametrize("n", [32, 29])
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_picard_in_windows(n, adjoint):
+    """Sweeps over one window after the other, then one over all layers, by a loop over numbers."""
+    windows, sweeps, t1 = 4, 3, 5.0
+    span, h = math.ceil(n / windows), t1 / n
+    a = np.random.default_rng(0).normal(size=n)
+    chain = a[::-1] if adjoint else a
+    if adjoint:  # windows are counted from the first layer: in a reversed chain the short one comes first
+        edges = [0, *range(n - span * (windows - 1), n + 1, span)]
+    else:
+        edges = [*range(0, n, span), n]
+    y, states = 1.0, []
+    for begin, end in itertools.pairwise(edges):
+        entries = np.full(end - begin, y)
+        for _ in range(sweeps - 1):
+            points = y + np.cumsum(h * chain[begin:end] * entries)
+            entries = np.concatenate([[y], points[:-1]])
+        states += list(points)
+        y = points[-1]
+    entries = np.concatenate([[1.0], states[:-1]])
+    wanted = 1.0 + np.sum(h * chain * entries)
+
+    solver = lp_jax.Picard(sweeps=sweeps, windows=windows)
+    arguments = jnp.asarray(a), jnp.ones(())
+    if adjoint:
+        exact = lp_jax.Serial()
+        _, pull = lp_jax.solve_vjp(linear_step, *arguments, t1=t1, solver=exact, adjoint_solver=solver)
+        got = pull(jnp.ones(()))[0].y0
+    else:
+        solution = lp_jax.solve(linear_step, *arguments, t1=t1, solver=solver)
+        got = solution.y1
+        assert np.isnan(solution.stats.residual_norms[:-1]).all() and solution.stats.residual_norms[-1] > 0
+    np.testing.assert_allclose(got, wanted, rtol=1e-13)
+
+
+def test_enough_sweeps_in_windows_are_exact():
+    """A window of k layers is exact after k sweeps."""
+    params, y0 = dense_params(12, 4, scale=3.0), dense_state(2, 4)
+    value, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=8.0)
+    for storage in ("all", "c_points"):
+        solver = lp_jax.Picard(sweeps=4, windows=4, storage=storage)
+        got, gradient = jax.jit(
+            jax.value_and_grad(lambda a, s=solver: squared(lp_jax.solve(dense_step, *a, t1=8.0, solver=s).y1))
+        )((params, y0))
+        assert abs(got - value) < 1e-12 * value
+        assert relative_error(gradient, (g_params, g_y0)) < 1e-12

@@ -131,6 +131,7 @@ SOLVERS = {
     "factors per level": (lp_jax.MGRIT(levels=3, coarsening=(8, 2), iterations=3), 100),
     "serial": (lp_jax.Serial(), 64),
     "Picard": (lp_jax.Picard(sweeps=3), 200),
+    "windows": (lp_jax.Picard(sweeps=3, windows=4), 200),
     "Newton": (lp_jax.Newton(jacobian="diagonal", batch_axes=1), 200),
     "too short to coarsen": (lp_jax.MGRIT(), 2),
 }

@@ -26,13 +26,13 @@ DEFAULT_SOLVERS = {"gru": dataclasses.replace(DEFAULT_SOLVER, coarse_step=Picard
 _OF_MGRIT = tuple(field.name for field in dataclasses.fields(MGRIT))
 KINDS: Mapping[str, tuple[str, ...]] = {
     "mgrit": _OF_MGRIT,
-    "picard": ("sweeps", "rtol", "atol", "storage"),
+    "picard": ("sweeps", "windows", "rtol", "atol", "storage"),
     "newton": ("jacobian", "damping", "iterations", "rtol", "atol", "storage"),
     "serial": (),
 }
 """What ``--solver`` may be, and which options each takes."""
 
-FIELDS = (*_OF_MGRIT, "sweeps", "jacobian", "damping")
+FIELDS = (*_OF_MGRIT, "sweeps", "windows", "jacobian", "damping")
 GROUPS = {"": "Solver", "adjoint_": "Solver of the adjoint system (what is not set follows the forward solver)"}
 
 _MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
@@ -102,6 +102,7 @@ SYNTAX: Mapping[str, Syntax] = {
     "storage": Syntax("c_points|all", str),
     "interval_map": Syntax("auto|vmap|loop", str),
     "sweeps": Syntax("N", int),
+    "windows": Syntax("N", int),
     "jacobian": Syntax("full|diagonal|identity", str),
     "damping": Syntax("shrink:X|clip:X", _damping),
 }
@@ -121,6 +122,7 @@ _HELP: Mapping[str, str] = {
         "0 keeps them, several values are one per level. Needs --relaxation FCF"
     ),
     "sweeps": "of --solver picard: number of sweeps over all layers; with a tolerance their largest number",
+    "windows": "of --solver picard: parts of the network that all sweeps but the last go over one after the other",
     "jacobian": "of --solver newton, for small states: Jacobians of the layers, their diagonals, or none",
     "damping": (
         "of --solver newton, where iterations overflow: Jacobians times 1 - X, or made smaller where a row has a sum of "

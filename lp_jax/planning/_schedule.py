@@ -135,21 +135,22 @@ class _Solve:
         if self.workers > 1:
             self.schedule.states += self.workers - 1
 
-    def _all_at_once(self, iterations: int) -> None:
-        mine, hops = -(-self.layers // self.workers), _prefix(self.workers)
-        self._evaluate(iterations, mine, looped=self.looped)
+    def _picard(self) -> None:
+        assert isinstance(self.solver, Picard)
+        sweeps, mine, hops = self.solver.sweeps, -(-self.layers // self.workers), _prefix(self.workers)
+        if self.solver.windows > 1:
+            span = self.solver.unit(self.layers)
+            self._evaluate(-(-self.layers // span) * (sweeps - 1), span, looped=self.looped)
+            self._sent(self.workers - 1)
+            sweeps = 1
+        self._evaluate(sweeps, mine, looped=self.looped)
+        self._sent(sweeps * (1 + hops) + (self.adjoint or self.kept))
         if self.adjoint and not self.kept:
             self.schedule.add("linearise", 1, mine, looped=self.looped)
         if self.adjoint:
             self.schedule.add("gradient", 1, mine, looped=self.looped)
         elif self.kept:
             self.schedule.add("forward", 1, mine, looped=self.looped)
-        if self.workers > 1:
-            self.schedule.states += iterations * (1 + hops) + (self.adjoint or self.kept)
-
-    def _picard(self) -> None:
-        assert isinstance(self.solver, Picard)
-        self._all_at_once(self.solver.sweeps)
 
     def _newton(self) -> None:
         raise NotImplementedError("Newton's method is not counted in evaluations of layers.")

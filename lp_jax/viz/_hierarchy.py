@@ -189,6 +189,9 @@ def _single_level(solver: Solver, layers: int, t0: float, t1: float) -> Figure:
     if isinstance(solver, Picard):
         title = f"{layers} layers at once, {_count(solver.sweeps, 'Picard sweep')}: no coarse level"
         note = "each sweep evaluates every layer at once and adds the increments up"
+        if solver.windows > 1:
+            title = f"{layers} layers in {solver.windows} windows, {_count(solver.sweeps, 'Picard sweep')}"
+            note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
     elif isinstance(solver, Newton):
         title = f"{layers} layers at once, {_words(solver)}: no coarse level"
         note = (
