@@ -362,6 +362,8 @@ def test_the_front_is_what_nothing_beats():
         {"depth": 4.0, "error": 0.01},
     ]
     assert frontier.front(rows, "depth") == [rows[0], rows[2], rows[4]]
+    assert frontier.best(rows, depth=2.5) == rows[2]
+    assert frontier.best(rows, depth=0.5) is None
 
 
 def test_settings_of_the_frontier():
