@@ -250,10 +250,7 @@ def best(rows: Iterable[Mapping[str, Any]], **limits: float) -> Mapping[str, Any
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """For every network: the least error for so much depth and work, and what beats injection at its own depth."""
-    lines = [
-        f"Depth and work as multiples of those of serial propagation and its gradient; kinds of solver: {_KINDS}",
-        "",
-    ]
+    lines = [_LEGEND, ""]
     for name, steps in dict.fromkeys((row["network"], row["steps"]) for row in rows):
         here = [row for row in rows if (row["network"], row["steps"]) == (name, steps)]
         lines += [f"## {name}, {steps} steps of training", ""]
