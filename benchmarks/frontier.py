@@ -310,8 +310,12 @@ def draw(rows: Sequence[Mapping[str, Any]], price: str) -> Figure:
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_ylim(1e-7, 30)
+        bottom, left = number >= len(panels) - columns, number % columns == 0
         style.dress(
-            ax, x=f"{price} / serial" if number >= len(panels) - columns else "", y="", title=f"{name}\n{steps} steps"
+            ax,
+            x=f"{price} / serial" if bottom else "",
+            y="error of the gradient" if left else "",
+            title=f"{name}\n{steps} steps of training",
         )
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
