@@ -142,38 +142,59 @@ class Setting(NamedTuple):
 
 def settings(network: Network, layers: int) -> list[Setting]:
     """All that are compared on a network of so many layers."""
-    found = []
+    found = [*_multigrid(layers), *_picard()]
+    return found + [*_newton()] if network.newton else found
+
+
+def _multigrid(layers: int) -> Iterator[Setting]:
     for kind, coarse_step in COARSE_STEPS.items():
-        grids = GRIDS[:1] if kind in ("mean", "half of the layers") else GRIDS
-        if kind == "identity":
-            grids = tuple((2, layers // p) for p in (8, 4, 2) if layers % p == 0)
-        for levels, factor in grids:
-            fields = {"levels": levels, "coarsening": factor, "coarse_step": coarse_step, "storage": "all"}
-            if "trajectory" in kind and levels > 2:
+        for levels, factor in _grids(kind, layers):
+            solver = lp_jax.MGRIT(
+                levels=levels,
+                coarsening=factor,
+                coarse_step=coarse_step,
+                skip_downcycle=kind != "identity",
+                storage="all",
+            )
+            if len(solver.plan(layers)) < levels:
                 continue
-            if kind == "identity":
-                fields["skip_downcycle"] = False
-            solver = lp_jax.MGRIT(**fields)
-            if len(solver.plan(layers)) == levels:
-                pairs = [tuple(dataclasses.replace(solver, iterations=k) for k in pair) for pair in CYCLES]
-                found += [Setting(kind, *pair) for pair in pairs]
-            if kind == "Picard 1" and levels == 2 and len(solver.plan(layers)) == 2:
+            yield from _cycles(kind, solver)
+            if kind == "Picard 1" and levels == 2:
                 for sweeps in (3, 6):
-                    fields["coarsest"] = lp_jax.Picard(sweeps=sweeps)
-                    pairs = [tuple(lp_jax.MGRIT(**fields | {"iterations": k}) for k in pair) for pair in CYCLES]
-                    found += [Setting(f"{kind}, coarsest Picard {sweeps}", *pair) for pair in pairs]
+                    coarsest = lp_jax.Picard(sweeps=sweeps)
+                    yield from _cycles(
+                        f"{kind}, coarsest Picard {sweeps}", dataclasses.replace(solver, coarsest=coarsest)
+                    )
+
+
+def _grids(kind: str, layers: int) -> Sequence[tuple[int, int]]:
+    """Levels and coarsening factors; one interval for each of two, four and eight workers where intervals are skipped."""
+    if kind == "identity":
+        return [(2, layers // workers) for workers in (8, 4, 2) if layers % workers == 0]
+    if kind in ("mean", "half of the layers"):
+        return GRIDS[:1]
+    return [grid for grid in GRIDS if grid[0] == 2] if "trajectory" in kind else GRIDS
+
+
+def _cycles(kind: str, solver: lp_jax.MGRIT) -> Iterator[Setting]:
+    for forward, adjoint in CYCLES:
+        yield Setting(kind, *(dataclasses.replace(solver, iterations=k) for k in (forward, adjoint)))
+
+
+def _picard() -> Iterator[Setting]:
     for sweeps in (1, 2, 3, 4, 6, 8, 12):
-        found.append(Setting("global Picard", lp_jax.Picard(sweeps=sweeps + 1), lp_jax.Picard(sweeps=sweeps)))
+        yield Setting("global Picard", lp_jax.Picard(sweeps=sweeps + 1), lp_jax.Picard(sweeps=sweeps))
     for windows in (2, 4, 8):
-        for sweeps in (1, 2, 3, 5):
-            pair = tuple(lp_jax.Picard(sweeps=k + 1, windows=windows) for k in (sweeps + 1, sweeps))
-            found.append(Setting(f"Picard, {windows} windows", *pair))
-    if network.newton:
-        for k in (1, 2, 3, 4, 6):
-            for jacobian in ("full", "diagonal"):
-                solver = lp_jax.Newton(jacobian=jacobian, iterations=k, batch_axes=1)
-                found.append(Setting(f"Newton, {jacobian}", solver, solver.for_adjoint()))
-    return found
+        for sweeps in (2, 3, 4, 6):
+            pair = (lp_jax.Picard(sweeps=k, windows=windows) for k in (sweeps + 1, sweeps))
+            yield Setting(f"Picard, {windows} windows", *pair)
+
+
+def _newton() -> Iterator[Setting]:
+    for iterations in (1, 2, 3, 4, 6):
+        for jacobian in ("full", "diagonal"):
+            solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
+            yield Setting(f"Newton, {jacobian}", solver, solver.for_adjoint())
 
 
 def measure(
