@@ -143,7 +143,7 @@ class Setting(NamedTuple):
 def settings(network: Network, layers: int) -> list[Setting]:
     """All that are compared on a network of so many layers."""
     found = [*_multigrid(layers), *_picard()]
-    return found + [*_newton()] if network.newton else found
+    return [*found, *_newton()] if network.newton else found
 
 
 def _multigrid(layers: int) -> Iterator[Setting]:
