@@ -22,6 +22,14 @@ def test_the_examples_of_architectures_run():
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200, check=True)
 
 
+def test_the_counts_of_solvers_are_those_of_their_page():
+    text = (Path(__file__).parents[1] / "docs" / "solvers.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    for _, depth, work in map(str.split, out.splitlines()):
+        assert f"{depth} and {int(work):,}" in text
+
+
 def test_links_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (Path(__file__).parents[1] / target).exists(), target
