@@ -99,10 +99,7 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
 def _run_row(
     suite: Suite, row: Row, options: argparse.Namespace, result: report.Result, folder: Path, progress: "Progress"
 ) -> list[Path]:
-    title = ", ".join(
-        f"{size} {name}" if name.endswith("s") else f"{name} {size}"
-        for name, size in zip(suite.sizes, row, strict=True)
-    )
+    title = ", ".join(map(_words, suite.sizes, row))
 
     def tell(text: str) -> None:
         progress(f"{title}: {text}")
@@ -127,6 +124,12 @@ def _run_row(
             result["left_out"].append({"name": name, "reason": reason})
     report.show(result["rows"][-1])
     return report.save(result, folder, suite.draw)
+
+
+def _words(name: str, size: Any) -> str:
+    if isinstance(size, str):
+        return size
+    return f"{size} {name}" if name.endswith("s") else f"{name} {size}"
 
 
 def wanted(name: str, options: argparse.Namespace) -> bool:
