@@ -371,13 +371,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bar = progress.add_task("", total=None)
         for network in networks:
             data, most = options.data or Path(), 4 if options.quick else None
-            rows += measure(network, data, lambda text: progress.update(bar, description=text), done, most)
+            for row in measure(network, data, lambda text: progress.update(bar, description=text), done, most):
+                rows.append(row)
+                document = {"suite": "frontier", "manifest": described, "rows": rows}
+                (out / "frontier.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             jax.clear_caches()
-            document = {"suite": "frontier", "manifest": described, "rows": rows}
-            (out / "frontier.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            (out / "frontier.md").write_text(
-                "# Gradient error against depth and work\n\n" + table(rows), encoding="utf-8"
-            )
+            text = "# Gradient error against depth and work\n\n" + table(rows)
+            (out / "frontier.md").write_text(text, encoding="utf-8")
             for price in ("depth", "work"):
                 draw(rows, price).savefig(out / f"frontier_{price}.png")
 
