@@ -133,6 +133,8 @@ class MGRIT(Solver):
             )
         if not isinstance(self.coarsest, Serial | Picard | Newton):
             raise TypeError(f"coarsest must be Serial(), Picard(...) or Newton(...); got {self.coarsest!r}.")
+        if getattr(self.coarsest, "windows", 1) > 1:
+            raise ValueError(f"coarsest must sweep over its whole level; got {self.coarsest!r}. Leave windows out.")
         if getattr(self.coarse_step, "around", None) == "trajectory" and any(self._transfers()):
             raise ValueError(
                 'coarse_step=Picard(around="trajectory") takes the states of the finest level, which do not fit on a level that '

@@ -46,8 +46,8 @@ class Picard(Solver):
             "c_points" (the states alone; each layer is linearised again in every sweep).
 
     Raises:
-        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows with a single
-            sweep or a tolerance.
+        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows without a
+            sweep or with a tolerance.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -69,9 +69,9 @@ class Picard(Solver):
     def __post_init__(self) -> None:
         _check.integer("sweeps", self.sweeps, least=0)
         _check.integer("windows", self.windows, least=1)
-        if self.windows > 1 and (self.sweeps < 2 or self.rtol is not None or self.atol is not None):
+        if self.windows > 1 and (self.sweeps < 1 or self.rtol is not None or self.atol is not None):
             raise ValueError(
-                f"Picard(windows={self.windows}) needs two sweeps or more, one of them over all layers, and no tolerance; got "
+                f"Picard(windows={self.windows}) takes a fixed number of sweeps, at least 1, and no tolerance; got "
                 f"sweeps={self.sweeps}, rtol={self.rtol}, atol={self.atol}."
             )
         _check.one_of("around", self.around, ("start", "trajectory"))

@@ -84,8 +84,8 @@ def test_settings_of_the_wrong_type():
         lp_jax.MGRIT(iterations=True)
     with refused(ValueError, "sweeps", "at least 0"):
         lp_jax.Picard(sweeps=-1)
-    for fields in ({"sweeps": 1}, {"sweeps": 3, "rtol": 1e-3}):
-        with refused(ValueError, "windows=4", "two sweeps", "no tolerance"):
+    for fields in ({"sweeps": 0}, {"sweeps": 3, "rtol": 1e-3}):
+        with refused(ValueError, "windows=4", "at least 1", "no tolerance"):
             lp_jax.Picard(windows=4, **fields)
     with refused(ValueError, "around", "'start' or 'trajectory'"):
         lp_jax.Picard(around="end")
@@ -108,6 +108,8 @@ def test_solvers():
         solve(solver=lp_jax.MGRIT(coarse_step="inject"))
     with refused(TypeError, "coarsest", "Serial(), Picard", "MGRIT"):
         solve(solver=lp_jax.MGRIT(coarsest=lp_jax.MGRIT()))
+    with refused(ValueError, "coarsest", "windows=2", "Leave windows out"):
+        solve(solver=lp_jax.MGRIT(coarsest=lp_jax.Picard(windows=2)))
     trajectory = lp_jax.Picard(around="trajectory")
     halve = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
     with refused(ValueError, 'around="trajectory"', "spatial"):

@@ -343,9 +343,10 @@ def test_storing_all_states_recomputes_none():
 
 @pytest.mark.parametrize("n", [32, 29])
 @pytest.mark.parametrize("adjoint", [False, True])
-def test_picard_in_windows(n, adjoint):
+@pytest.mark.parametrize("sweeps", [1, 3])
+def test_picard_in_windows(n, adjoint, sweeps):
     """Sweeps over one window after the other, then one over all layers, by a loop over numbers."""
-    windows, sweeps, t1 = 4, 3, 5.0
+    windows, t1 = 4, 5.0
     span, h = math.ceil(n / windows), t1 / n
     a = np.random.default_rng(0).normal(size=n)
     chain = a[::-1] if adjoint else a
@@ -355,7 +356,7 @@ def test_picard_in_windows(n, adjoint):
         edges = [*range(0, n, span), n]
     y, states = 1.0, []
     for begin, end in itertools.pairwise(edges):
-        entries = np.full(end - begin, y)
+        points = entries = np.full(end - begin, y)
         for _ in range(sweeps - 1):
             points = y + np.cumsum(h * chain[begin:end] * entries)
             entries = np.concatenate([[y], points[:-1]])

@@ -76,7 +76,7 @@ def training_step(
         looped: what ``interval_map="auto"`` means.
 
     Raises:
-        NotImplementedError: for Newton's method within multigrid.
+        NotImplementedError: for Newton's method, also within multigrid.
     """
     kept = solver.resolve(layers).keeps_states
     forward = solve(solver, layers, workers=workers, looped=looped, kept=kept)
@@ -184,7 +184,7 @@ class _Solve:
             if self.adjoint and not self.kept and self._loops:  # states at F-points, in every sweep
                 self.schedule.add("forward", count - 1, at_once, looped=True)
             return
-        coarse, span = self.solver.coarse_step, self.layers // plan[level][0] or 1
+        coarse, span = self.solver.coarse_step, math.prod(factor for _, factor in plan[:level])
         if isinstance(coarse, Rediscretize):
             self._evaluate(count, at_once, looped=self._loops, fine=False)
         elif isinstance(coarse, Picard):
