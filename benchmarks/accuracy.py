@@ -25,7 +25,7 @@ from lp_jax._solver import Solver
 from lp_jax.cli._experiment import experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._run import Plan, train_one
-from lp_jax.cli._solver import default_solver
+from lp_jax.cli._solver import default_solvers
 from lp_jax.train import evaluate
 
 INJECTION = tuple(
@@ -74,18 +74,20 @@ CASES = [
 ]
 
 
-def run(case: Case, seed: int, folder: Path, data: Path) -> Iterator[dict[str, Any]]:
-    """Train with each solver; one line of the result for each."""
+def run(case: Case, seed: int, folder: Path, data: Path, only: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """Train with each solver, or with those with one of ``only`` in their names; one line of the result for each."""
     path = data / (case.data or "")
     settings, learned = prepared(case.problem, case.model, path, seed=seed, **case.options)
-    best = default_solver(case.model)
+    best = default_solvers(case.model)
     pairs: dict[str, tuple[Solver, Solver]] = {
         "serial": (lp_jax.Serial(), lp_jax.Serial()),
-        "recommended": (best, best),
+        "recommended": best,
         "injection, 2/1": (INJECTION[0], INJECTION[1]),
         **{name: (solver, solver) for name, solver in case.solvers.items()},
     }
     for name, (forward, adjoint) in pairs.items():
+        if only and not any(text in name for text in only):
+            continue
         place = folder / case.title.replace(", ", "_") / f"{seed}_{re.sub('[^A-Za-z0-9]+', '-', name)}"
         done = place / "result.json"
         if not done.exists():
@@ -134,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with mnist10k/, gum/, ucr/ and modelnet32/")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those with one of these in their titles")
+    parser.add_argument("--solvers", nargs="+", metavar="TEXT", help="those with one of these in their names")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: 3)")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/accuracy"), help="where runs are (default: runs/accuracy)"
@@ -147,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.cases and not any(text in case.title for text in options.cases):
             continue
         for seed in range(options.seeds):
-            for result in run(case, seed, options.runs, options.data):
+            for result in run(case, seed, options.runs, options.data, options.solvers):
                 results.append(result)
             described = manifest("python -m benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
             document = {"suite": "accuracy", "manifest": described, "rows": results}

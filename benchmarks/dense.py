@@ -28,6 +28,8 @@ BATCH = 32
 
 Weights = tuple[Any, Any]
 """(N, width, width) and (N, width)."""
+Problem = tuple[Weights, jax.Array, jax.Array]
+"""Weights, the state that enters, and the target, in float32."""
 
 
 def residual_layer(y: jax.Array, weights: Weights, h: Any) -> jax.Array:
@@ -53,8 +55,8 @@ CONTENDERS: dict[str, tuple[str, Propagate]] = {
 }
 
 
-def random_problem(layers: int, width: int, batch: int = BATCH) -> tuple[Weights, jax.Array, jax.Array]:
-    """Weights, the state that enters, and the target, in float32."""
+def random_problem(layers: int, width: int, batch: int = BATCH) -> Problem:
+    """As at initialisation."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -76,7 +78,7 @@ class Gradient:
         facts: for the result.
     """
 
-    def __init__(self, propagate: Propagate, problem: tuple[Weights, jax.Array, jax.Array], *, ahead: bool = True):
+    def __init__(self, propagate: Propagate, problem: Problem, *, ahead: bool = True):
         def loss(weights: Weights, y: jax.Array, target: jax.Array) -> Any:
             y, residual = propagate(residual_layer, weights, y)
             return 0.5 * jnp.sum((y - target) ** 2), residual

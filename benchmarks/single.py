@@ -52,6 +52,10 @@ def _solvers(network: str, layers: int) -> dict[str, tuple[str, Pair]]:
             _mgrit(2, 1, levels=3, coarsening=8, coarse_step=lp_jax.Picard(sweeps=1)),
         ),
         "global Picard, 3/2": ("iterated", (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2))),
+        "Picard, 8 windows, 3/2": (
+            "iterated",
+            (lp_jax.Picard(sweeps=3, windows=8), lp_jax.Picard(sweeps=2, windows=8)),
+        ),
     }
     if network == "gru":
         for jacobian, iterations in (("full", 6), ("diagonal", 10)):
@@ -61,7 +65,7 @@ def _solvers(network: str, layers: int) -> dict[str, tuple[str, Pair]]:
 
 
 def _dense(width: int, layers: int, batch: int) -> tuple[Train, Any]:
-    weights, y, target = dense.random_problem(layers, width, batch)
+    problem = weights, y, target = dense.random_problem(layers, width, batch)
 
     def train(solvers: Pair | None) -> Trainer:
         propagate = scan if solvers is None else solved(*solvers)
@@ -72,7 +76,7 @@ def _dense(width: int, layers: int, batch: int) -> tuple[Train, Any]:
 
         return Trainer(loss, jax.tree.map(jnp.copy, weights), (y, target), lambda weights: weights)
 
-    return train, None
+    return train, problem
 
 
 def _conv(width: int, layers: int, batch: int) -> tuple[Train, Any]:
@@ -91,7 +95,7 @@ def _gru(width: int, steps: int, batch: int) -> tuple[Train, Any]:
 
 def _encoder(width: int, layers: int, batch: int) -> tuple[Train, Any]:
     problem = encoder.Problem.random(width, layers, batch)
-    return functools.partial(encoder.trainer, problem), None
+    return functools.partial(encoder.trainer, problem), problem
 
 
 NETWORKS: dict[str, Callable[[int, int, int], tuple[Train, Any]]] = {
@@ -100,7 +104,7 @@ NETWORKS: dict[str, Callable[[int, int, int], tuple[Train, Any]]] = {
     "gru": _gru,
     "encoder": _encoder,
 }
-"""From width, layers and batch to trainers, and the problem where PyTorch is timed on it too."""
+"""From width, layers and batch to trainers, and the problem that PyTorch is timed on."""
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
@@ -121,14 +125,14 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         facts = {"family": family, "threads": jax_threads(), "gradient_error": error}
         contenders.append(Contender(name=name, call=steps, facts=facts | steps.facts))
     name = "PyTorch, 1 thread"
-    if problem is None or not wanted(name, options):
+    if not wanted(name, options):
         return Field(contenders, [])
     if (reason := resnet.why_no_torch()) is not None:
         return Field(contenders, [("PyTorch", reason)])
-    from benchmarks.torch_loop import GRULoop, ResNetLoop
+    from benchmarks.torch_loop import LOOPS
 
     tell(f"first step of {name}")
-    loop = (GRULoop if network == "gru" else ResNetLoop)(problem, 1)
+    loop = LOOPS[network](problem, 1)
     facts = {
         "family": "torch",
         "threads": 1,

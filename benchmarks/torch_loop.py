@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import gru, resnet
+from benchmarks import dense, encoder, gru, resnet
 from benchmarks.training import LEARNING_RATE, MOMENTUM
 
 torch: Any = importlib.import_module("torch")  # so that types can be checked without it
@@ -34,10 +34,10 @@ class _Loop:
     def __call__(self) -> None:
         """One step."""
         self._sgd.zero_grad()
-        F.cross_entropy(*self._answers()).backward()
+        self._loss().backward()
         self._sgd.step()
 
-    def _answers(self) -> tuple[Any, Any]:
+    def _loss(self) -> Any:
         raise NotImplementedError
 
 
@@ -58,13 +58,13 @@ class ResNetLoop(_Loop):
         gradients = [[_gradient(p) for p in layer] for layer in self._layers]
         self.gradient = resnet.Convolved(*(np.stack(p) for p in zip(*gradients, strict=True)))
 
-    def _answers(self) -> tuple[Any, Any]:
+    def _loss(self) -> Any:
         y = F.relu(F.conv2d(self._images, *self._opening, padding=1))
         h = 1 / len(self._layers)
         for w1, b1, w2, b2 in self._layers:
             y = y + h * F.relu(F.conv2d(F.relu(F.conv2d(y, w1, b1, padding=1)), w2, b2, padding=1))
         hidden, out = self._closing
-        return F.linear(F.relu(F.linear(y.flatten(1), *hidden)), *out), self._labels
+        return F.cross_entropy(F.linear(F.relu(F.linear(y.flatten(1), *hidden)), *out), self._labels)
 
 
 class GRULoop(_Loop):
@@ -82,13 +82,76 @@ class GRULoop(_Loop):
         super().__init__((self._units, self._closing), threads)
         self.gradient = jax.tree.map(lambda p: _gradient(p).T, self._units)
 
-    def _answers(self) -> tuple[Any, Any]:
+    def _loss(self) -> Any:
         hidden = self._units[0][1][0].shape[1]
         states = [self._x.new_zeros(len(self._x), hidden) for _ in self._units]
         for entering in self._x.unbind(1):
             for number, (inputs, recurrent) in enumerate(self._units):
                 states[number] = entering = _cell(entering, states[number], inputs, recurrent)
-        return F.linear(states[-1], *self._closing), self._labels
+        return F.cross_entropy(F.linear(states[-1], *self._closing), self._labels)
+
+
+class DenseLoop(_Loop):
+    """The dense network.
+
+    Attributes:
+        gradient: of the layers, at the initial weights, stacked as in JAX.
+    """
+
+    def __init__(self, problem: dense.Problem, threads: int):
+        weights, y, target = jax.tree.map(np.array, problem)
+        self._layers = [(_leaf(w), _leaf(b)) for w, b in zip(*weights, strict=True)]
+        self._y, self._target = torch.tensor(y), torch.tensor(target)
+        super().__init__(self._layers, threads)
+        self.gradient = tuple(np.stack([_gradient(p) for p in ps]) for ps in zip(*self._layers, strict=True))
+
+    def _loss(self) -> Any:
+        y, h = self._y, 1 / len(self._layers)
+        for w, b in self._layers:
+            y = y + h * torch.tanh(torch.addmm(b, y, w))
+        return 0.5 * (y - self._target).square().sum()
+
+
+class EncoderLoop(_Loop):
+    """The transformer.
+
+    Attributes:
+        gradient: of the layers, at the initial weights, stacked as in JAX.
+    """
+
+    def __init__(self, problem: encoder.Problem, threads: int):
+        layers = len(jax.tree.leaves(problem.params)[0])
+        self._layers = [jax.tree.map(lambda x, n=n: _leaf(x[n]), problem.params) for n in range(layers)]
+        self._heads = min(encoder.HEADS, problem.y.shape[-1])
+        self._y, self._target = torch.tensor(problem.y), torch.tensor(problem.target)
+        super().__init__(self._layers, threads)
+        self.gradient = jax.tree.map(lambda *ps: np.stack([_gradient(p) for p in ps]), *self._layers)
+
+    def _loss(self) -> Any:
+        y, h = self._y, 1 / len(self._layers)
+        for layer in self._layers:
+            attended = _attention(y, layer["attention"], self._heads)
+            y = y + h * (attended + _feed_forward(y + attended, layer["feed_forward"]))
+        return 0.5 * (y - self._target).square().sum()
+
+
+def _attention(y: Any, p: Any, heads: int) -> Any:
+    q, k, v = _dense(_norm(y, p["norm"]), p["query_key_value"]).chunk(3, -1)
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v)
+    return _dense(out.transpose(1, 2).flatten(2), p["out"])
+
+
+def _feed_forward(y: Any, p: Any) -> Any:
+    return _dense(F.gelu(_dense(_norm(y, p["norm"]), p["inner"]), approximate="tanh"), p["outer"])
+
+
+def _norm(y: Any, p: Any) -> Any:
+    return F.layer_norm(y, y.shape[-1:], p["scale"], p["bias"], eps=1e-6)
+
+
+def _dense(y: Any, p: Any) -> Any:
+    return F.linear(y, p["kernel"].T, p["bias"])
 
 
 def _cell(x: Any, h: Any, inputs: Any, recurrent: Any) -> Any:
@@ -96,6 +159,10 @@ def _cell(x: Any, h: Any, inputs: Any, recurrent: Any) -> Any:
     n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
     rate = 1 - torch.sigmoid(xz + hz)
     return (h + rate * n) / (1 + rate)
+
+
+LOOPS: dict[str, type[_Loop]] = {"dense": DenseLoop, "conv": ResNetLoop, "gru": GRULoop, "encoder": EncoderLoop}
+"""By the networks of the suite ``single``."""
 
 
 def _leaf(array: np.ndarray) -> Any:

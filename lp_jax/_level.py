@@ -209,14 +209,19 @@ def sweep(
         The states reached, ``(intervals, ...)``, and what ``advance`` emitted, leaves ``(intervals, factor, ...)``,
         at the position of the step that emitted it.
     """
-    run = functools.partial(_interval, level, advance or level.advance, level.factor if count is None else count)
-    operands = (entries, level.xs, level.rhs)
-    if level.intervals == 1:  # as it is: a loop of one trip copies what it goes over
-        out = run(*jax.tree.map(lambda x: x[0], operands))
-        return jax.tree.map(lambda x: x[None], out)
-    if level.looped:
-        return lax.map(lambda args: run(*args), operands)
-    return jax.vmap(run)(*operands)
+    advance = advance or level.advance
+    run = functools.partial(_interval, level, advance, level.factor if count is None else count)
+    emitted = _tree.repeat(_room(level, advance, *jax.tree.map(lambda x: x[0], (entries, level.xs))), level.intervals)
+    if not (level.looped or level.intervals == 1):
+        return jax.vmap(run)(entries, level.xs, level.rhs, emitted)
+
+    def interval(k: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
+        exits, emitted = carry
+        u, emitted = run(_tree.take(entries, k), level.xs, level.rhs, emitted, k)
+        return _tree.put(exits, u, k), emitted
+
+    carry = (_tree.zeros_like(entries), emitted)
+    return interval(0, carry) if level.intervals == 1 else lax.fori_loop(0, level.intervals, interval, carry)
 
 
 def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
@@ -238,7 +243,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     def body(u: State, operands: PyTree) -> tuple[State, PyTree]:
         xs, rhs = operands
         if not single:
-            u, emitted = run(u, xs, rhs)
+            u, emitted = run(u, xs, rhs, _room(level, advance, u, xs))
         else:
             u, emitted = advance(u, xs, level.shared)
             u = _tree.add(u, rhs)
@@ -256,32 +261,42 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
 
 
 def _interval(
-    level: Level, advance: Advance, count: int, u: State, xs: PyTree, rhs: State | None
+    level: Level,
+    advance: Advance,
+    count: int,
+    u: State,
+    xs: PyTree,
+    rhs: State | None,
+    emitted: PyTree,
+    *at: jax.Array | int,
 ) -> tuple[State, PyTree]:
-    """``count`` steps from ``u`` through one interval; ``xs`` and ``rhs`` have leaves ``(factor, ...)``.
+    """``count`` steps from ``u`` through the interval ``at`` of ``xs``, ``rhs`` and ``emitted``.
 
-    The operands are indexed, not scanned over: under vmap a scanned operand would have its two leading axes
-    swapped, which copies all parameters.
+    These have leaves ``(intervals, factor, ...)``, or ``(factor, ...)`` where ``at`` is left out. They are indexed by interval
+    and step at once, not scanned over: an interval's operands would be copied first, and under vmap a scanned operand
+    would have its two leading axes swapped, which copies all parameters.
     """
-    if level.expand is not None:
-        xs = level.expand(xs, level.shared)
-
-    def one(i: jax.Array | int, u: State) -> tuple[State, PyTree]:
-        u_next, emitted = advance(u, _tree.take(xs, i), level.shared)
-        return _tree.add(u_next, None if rhs is None else _tree.take(rhs, i)), emitted
-
-    def position(i: jax.Array | int) -> jax.Array | int:
-        return level.factor - 1 - i if level.reverse else i
-
-    emitted = jax.tree.map(
-        lambda e: jnp.zeros((level.factor, *e.shape), e.dtype), jax.eval_shape(lambda: one(position(0), u)[1])
-    )
+    xs, within = _expanded(level, xs, *at)
 
     def body(i: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
         u, emitted = carry
-        u, new = one(position(i), u)
-        return u, _tree.put(emitted, new, position(i))
+        n = level.factor - 1 - i if level.reverse else i
+        u, new = advance(u, _tree.take(xs, *within, n), level.shared)
+        u = _tree.add(u, None if rhs is None else _tree.take(rhs, *at, n))
+        return u, _tree.put(emitted, new, *at, n)
 
-    if count == 1:
-        return body(0, (u, emitted))
-    return lax.fori_loop(0, count, body, (u, emitted))
+    return body(0, (u, emitted)) if count == 1 else lax.fori_loop(0, count, body, (u, emitted))
+
+
+def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
+    """Where the steps of the interval ``at`` find their operands: the tree, and the leading part of the index into it."""
+    return (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
+
+
+def _room(level: Level, advance: Advance, u: State, xs: PyTree) -> PyTree:
+    """Zeros in the place of what the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
+
+    def first() -> PyTree:
+        return advance(u, _tree.take(_expanded(level, xs)[0], 0), level.shared)[1]
+
+    return jax.tree.map(lambda e: jnp.zeros((level.factor, *e.shape), e.dtype), jax.eval_shape(first))

@@ -43,14 +43,27 @@ def zeros_like(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
-def take(tree: PyTree, i: jax.Array | int) -> PyTree:
-    """Entry ``i`` of the leading axis of every leaf."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
+    """What is at ``index`` in the leading axes of every leaf, in one slice."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        sizes = (1,) * len(index) + x.shape[len(index) :]
+        return lax.squeeze(lax.dynamic_slice(x, _start(x, index), sizes), range(len(index)))
+
+    return jax.tree.map(leaf, tree)
 
 
-def put(tree: PyTree, value: PyTree, i: jax.Array | int) -> PyTree:
-    """``tree`` with entry ``i`` of every leaf's leading axis replaced."""
-    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v, i, 0), tree, value)
+def put(tree: PyTree, value: PyTree, *index: jax.Array | int) -> PyTree:
+    """``tree`` with what is at ``index`` in the leading axes of every leaf replaced."""
+
+    def leaf(x: jax.Array, new: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(x, lax.expand_dims(new, range(len(index))), _start(x, index))
+
+    return jax.tree.map(leaf, tree, value)
+
+
+def _start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array]:
+    return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (x.ndim - len(index)))]
 
 
 def repeat(tree: PyTree, n: int) -> PyTree:

@@ -332,10 +332,14 @@ def test_single_end_to_end(tmp_path):
 
 @pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 @pytest.mark.parametrize("network", ["dense", "encoder"])
-def test_networks_of_single_can_be_trained(network):
-    train, _ = single.NETWORKS[network](4, 16, 2)
+def test_networks_of_single_are_the_same_in_the_library_and_in_pytorch(network):
+    train, problem = single.NETWORKS[network](4, 16, 2)
     exact = train(None).gradient
     assert relative_error(train((lp_jax.Serial(), lp_jax.Serial())).gradient, exact) < 1e-5
+    pytest.importorskip("torch", reason="PyTorch is in the extra bench: pip install -e '.[bench]'")
+    from benchmarks.torch_loop import LOOPS
+
+    assert relative_error(LOOPS[network](problem, 1).gradient, exact) < 1e-5
 
 
 def test_memory_is_that_of_the_compiled_gradient():

@@ -102,9 +102,10 @@ def test_transfers_are_spelled_and_read_back(value):
 
 def test_defaults_are_spelled_and_read_back():
     for name in _solver.FIELDS:
-        value = getattr(_solver.DEFAULT_SOLVER, name, getattr(lp_jax.Newton(), name, 2))
-        if value is not None and not isinstance(value, bool):
-            assert _solver.SYNTAX[name].parse(_solver.spell(value)) == value
+        for solver in (_solver.CYCLES, *_solver.SWEEPS, lp_jax.Newton()):
+            value = getattr(solver, name, None)
+            if value is not None and not isinstance(value, bool):
+                assert _solver.SYNTAX[name].parse(_solver.spell(value)) == value
 
 
 def test_options_build_the_solver_that_they_name():
@@ -146,7 +147,7 @@ def test_options_build_the_solver_that_they_name():
 
 
 def test_the_adjoint_follows_what_is_set():
-    assert _solver.build({}) == (_solver.DEFAULT_SOLVER, _solver.DEFAULT_SOLVER)
+    assert _solver.build({}) == _solver.build({"solver": "picard"}) == _solver.SWEEPS
     forward, adjoint = _solver.build({"iterations": "4"})
     assert forward.iterations == adjoint.iterations == 4
     assert _solver.build({"serial": True}) == (lp_jax.Serial(), lp_jax.Serial())
@@ -154,12 +155,25 @@ def test_the_adjoint_follows_what_is_set():
         lp_jax.Picard(sweeps=3),
         lp_jax.Picard(sweeps=2),
     )
-    assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1] == _solver.DEFAULT_SOLVER
+    assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1] == _solver.CYCLES
     newton = lp_jax.Newton(iterations=7, batch_axes=1)
     assert _solver.build({"solver": "newton", "iterations": "7"}) == (newton, newton.for_adjoint())
     options = {"solver": "newton", "damping": "clip:0.5", "jacobian": "diagonal", "adjoint_damping": "shrink:0.2"}
     newton = lp_jax.Newton(jacobian="diagonal", damping=lp_jax.Clip(limit=0.5), batch_axes=1)
     assert _solver.build(options) == (newton, dataclasses.replace(newton, damping=lp_jax.Shrink(by=0.2)))
+
+
+def test_an_option_chooses_the_kind_of_solver_that_it_belongs_to():
+    mgrit = dataclasses.replace(_solver.CYCLES, levels=3)
+    assert _solver.build({"levels": "3"}) == (mgrit, mgrit)
+    assert _solver.build({"sweeps": "3"}) == (lp_jax.Picard(sweeps=3),) * 2
+    assert _solver.build({"windows": "8"}) == (lp_jax.Picard(windows=8),) * 2
+    assert _solver.build({"rtol": "1e-4"}) == (dataclasses.replace(_solver.SWEEPS[0], rtol=1e-4),) * 2
+    assert _solver.build({"rtol": "1e-4", "levels": "3"})[0] == dataclasses.replace(mgrit, rtol=1e-4)
+    assert _solver.build({"jacobian": "diagonal"})[0] == lp_jax.Newton(jacobian="diagonal", batch_axes=1)
+    recurrent = _solver.default_solvers("gru")
+    assert _solver.build({}, recurrent) == recurrent
+    assert _solver.build({"iterations": "2"}, recurrent) == (dataclasses.replace(_solver.CYCLES, iterations=2),) * 2
 
 
 @pytest.mark.parametrize("text", ["4", "1e-3", "F,FCF", "vmap"])
@@ -182,7 +196,8 @@ WRONG = {
     "--coarse-step picard": "--coarse-step takes inject|mean|picard:N[:trajectory]|newton:N[:diagonal]|serial; got 'picard'",
     "--adjoint-storage none": "--adjoint-storage must be",
     "--solver picard --levels 3": "--levels is of --solver mgrit, not picard",
-    "--sweeps 3": "--sweeps is of --solver picard, not mgrit",
+    "--sweeps 3 --levels 2": "--levels is of --solver mgrit, not picard",
+    "--adjoint-iterations 1": "--adjoint-iterations is of --adjoint-solver mgrit, not picard",
     "--adjoint-solver serial --adjoint-iterations 2": "--adjoint-iterations is of --adjoint-solver mgrit, not serial",
     "--serial --solver mgrit": "contradict",
     "--frobnicate": "--frobnicate",

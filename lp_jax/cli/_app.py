@@ -9,7 +9,7 @@ import click
 
 from lp_jax.cli._catalog import MODELS, PROBLEMS, RESNETS
 from lp_jax.cli._grouped import Command, Group, Option
-from lp_jax.cli._solver import build, default_solver, solver_options
+from lp_jax.cli._solver import build, default_solvers, solver_options
 
 _SUITES = {
     "resnet": "Training step of a convolutional ResNet.",
@@ -234,7 +234,9 @@ for _name in PROBLEMS:
 def _train(ctx: click.Context, problem: str, options: dict[str, Any]) -> None:
     explicit = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
     if not (options["mpi"] or options["distributed"]):  # several processes refuse together, when they have met
-        build(options, default_solver(options["model"] or PROBLEMS[problem].model))  # before anything heavy is imported
+        build(
+            options, default_solvers(options["model"] or PROBLEMS[problem].model)
+        )  # before anything heavy is imported
     from lp_jax.cli._train import train_command
 
     train_command(problem, options, explicit)

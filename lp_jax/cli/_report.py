@@ -19,7 +19,7 @@ from lp_jax.cli._info import version
 from lp_jax.cli._run import Run
 from lp_jax.cli._settings import Settings
 from lp_jax.cli._solver import with_effort
-from lp_jax.train import gradient_error
+from lp_jax.train import gradient_error, residuals
 
 COARSE_STEPS: Mapping[str, Rediscretize | Solver] = {
     "injection": Rediscretize(params="inject"),
@@ -27,7 +27,8 @@ COARSE_STEPS: Mapping[str, Rediscretize | Solver] = {
     "1 Picard sweep": Picard(sweeps=1),
     "2 Picard sweeps": Picard(sweeps=2),
 }
-ITERATIONS = (1, 2, 3)
+ITERATIONS, MOST_ITERATIONS = 3, 8
+"""How many are drawn at least, and at most."""
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -65,14 +66,21 @@ def summary(settings: Settings, runs: Sequence[Run], solver: Solver, adjoint_sol
 
 
 class GradientErrors(NamedTuple):
-    """Errors of a trained network's gradient: of each choice by number of iterations, and of the run's own."""
+    """Errors of a trained network's gradient.
+
+    Attributes:
+        choices: by name and number of iterations, 1, 2, ..., forward and adjoint alike.
+        own: the run's.
+        iterations: the run's, forward and adjoint.
+    """
 
     choices: dict[str, list[float]]
     own: float
+    iterations: tuple[int, int]
 
 
 def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_solver: Solver) -> GradientErrors:
-    """Measure the gradient on the first batch with one, two and three iterations, and with other coarse steps."""
+    """Measure the gradient on the first batch with few iterations and more, and with other coarse steps."""
     batch = next(iter(made.batches(0)))
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
@@ -80,13 +88,17 @@ def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_so
         return float(measured.relative)
 
     with _quick_compilation():
+        solves = residuals(made.model, params, batch, solver, adjoint_solver)
+        taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
+        most = ITERATIONS if isinstance(solver, MGRIT) else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
         choices = {
             name: [
-                error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver))) for count in ITERATIONS
+                error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver)))
+                for count in range(1, most + 1)
             ]
             for name, coarse_step in _choices(solver).items()
         }
-        return GradientErrors(choices, error(solver, adjoint_solver))
+        return GradientErrors(choices, error(solver, adjoint_solver), taken)
 
 
 def pictures(
@@ -107,10 +119,10 @@ def pictures(
     if first.log.of("probe"):
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=_iteration(solver))
     if errors is not None:
-        mark = f"this run: {solver.iterations} forward,\n{adjoint_solver.iterations} adjoint"
+        forward, adjoint = errors.iterations
         figures["gradient_error.png"] = viz.gradient_errors(
             errors.choices,
-            run=(mark, solver.iterations, errors.own),
+            run=(f"this run: {forward} forward,\n{adjoint} adjoint", forward, errors.own),
             iteration=_iteration(solver),
             choice="coarse step" if isinstance(solver, MGRIT) else "solver",
         )

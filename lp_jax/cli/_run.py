@@ -12,7 +12,7 @@ from lp_jax._solver import Solver
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import with_effort
+from lp_jax.cli._solver import has_tolerance, with_effort
 from lp_jax.train import (
     Bar,
     Batch,
@@ -72,6 +72,11 @@ def name_of(solver: Solver) -> str:
     return "serial" if isinstance(solver, Serial) else "layer-parallel"
 
 
+def _longer(solver: Solver) -> Solver:
+    """With iterations enough to see whether, and how fast, they converge; as it is where that is what ends them."""
+    return solver if has_tolerance(solver) else with_effort(solver, max(solver.iterations + 2, 4))
+
+
 def train_one(
     settings: Settings,
     plan: Plan,
@@ -103,9 +108,7 @@ def train_one(
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
         error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, whole=place.whole)
-        # enough cycles to see whether, and how fast, they converge
-        longer = [with_effort(s, max(s.iterations + 2, 4)) for s in (solver, adjoint_solver)]
-        solves = residuals(made.model, state.params, batch, *longer)
+        solves = residuals(made.model, state.params, batch, *map(_longer, (solver, adjoint_solver)))
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,

@@ -13,15 +13,16 @@ from lp_jax._solver import Solver
 from lp_jax._spatial import Restriction
 from lp_jax.cli._grouped import Option
 
-# What `lp-jax train` uses if nothing else is said; the help texts show these. Measured on 64 layers of width 64 trained on
-# the digits (gradient error, time of a training step on a CPU against serial): this 3e-3 at 3.4x; Picard(1) with 2/1 cycles
-# 2e-2 at 3.4x, with 2/2 cycles 4e-3 at 6.0x; injection with 2/1 cycles 1e-1 at 1.9x, with 2/2 cycles 6e-2 at 2.8x. On one CPU
-# all are slower than serial, since all layers' work shares its two cores; the depth of the computation is what falls.
-DEFAULT_SOLVER = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(sweeps=2))
+# What `lp-jax train` uses if nothing else is said; the help texts show these.
+#
+# Sweeps until the residual has fallen so far: on dense ResNets of 64 layers with T = 2, 4, 5, 16, at their start and
+# trained, the gradient's error was 3e-5 to 3e-3, after 5 to 14 sweeps. Two cycles with injection were wrong by 60 % and more.
+SWEEPS = Picard(sweeps=32, rtol=1e-3), Picard(sweeps=32, rtol=1e-2)
 
-# Recurrent units move farther in a step. Width 64 trained on BasicMotions, error of the gradient, 1/1 and 2/2 cycles: this
-# 9e-3, 6e-4; Picard(2) 1e-1, 1e-1; Picard(1) 2, 6e+1; injection 6e-1, 6e-1, with three levels 4, 2.
-DEFAULT_SOLVERS = {"gru": dataclasses.replace(DEFAULT_SOLVER, coarse_step=Picard(sweeps=3))}
+# Recurrent units move farther in a step than sweeps over all of them bear. Width 64 trained on BasicMotions for 240 steps:
+# this 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1; `Newton(iterations=6)` 7e-3 at 0.6 times the depth and six times
+# the work, for a device that has room.
+CYCLES = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(sweeps=3))
 
 _OF_MGRIT = tuple(field.name for field in dataclasses.fields(MGRIT))
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -121,7 +122,11 @@ _HELP: Mapping[str, str] = {
         "number of axes of space, such as 2 for images: states have half the points along each on the next coarser level; "
         "0 keeps them, several values are one per level. Needs --relaxation FCF"
     ),
-    "sweeps": "of --solver picard: number of sweeps over all layers; with a tolerance their largest number",
+    "sweeps": (
+        "of --solver picard: number of sweeps over all layers; with a tolerance their largest number. If left out, as "
+        "many as --rtol 1e-3 and --adjoint-rtol 1e-2 take"
+    ),
+    "rtol": "stop when the residual norm is at most this times the first one",
     "windows": "of --solver picard: parts of the network that all sweeps but the last go over one after the other",
     "jacobian": "of --solver newton, for small states: Jacobians of the layers, their diagonals, or none",
     "damping": (
@@ -154,49 +159,51 @@ def spell(value: Any) -> str:
     return str(value)
 
 
-def default_solver(model: str) -> MGRIT:
-    """What a model is trained with if nothing else is said."""
-    return DEFAULT_SOLVERS.get(model, DEFAULT_SOLVER)
+def default_solvers(model: str) -> tuple[Solver, Solver]:
+    """What a model is trained with if nothing else is said: forward, and for the adjoint system."""
+    return (CYCLES, CYCLES) if model == "gru" else SWEEPS
 
 
 def solver_options(model: str) -> Callable[[Callable], Callable]:
     """All options that say how the layers of a model are solved for."""
-    return lambda command: _solver_options(command, default_solver(model))
+    return lambda command: _solver_options(command, default_solvers(model)[0])
 
 
-def _solver_options(command: Callable, default: MGRIT) -> Callable:
+def _solver_options(command: Callable, default: Solver) -> Callable:
     for prefix in reversed(GROUPS):
         for name in reversed(FIELDS):
-            command = _option(prefix, name, default)(command)
-        command = _kind_option(prefix)(command)
+            command = _option(prefix, name)(command)
+        command = _kind_option(prefix, default)(command)
     serial = "the exact baseline: --solver serial"
     return click.option("--serial", is_flag=True, default=None, cls=Option, group=GROUPS[""], help=serial)(command)
 
 
-def _kind_option(prefix: str) -> Callable[[Callable], Callable]:
-    text = "the same kind as the forward solver's" if prefix else "how the layers are solved for  [default: mgrit]"
+def _kind_option(prefix: str, default: Solver) -> Callable[[Callable], Callable]:
+    text = "the same kind as the forward solver's" if prefix else "how the layers are solved for"
+    if not prefix:
+        text += f"; an option of one kind chooses it  [default: {_kind(default)}]"
     return click.option(
         _flag(prefix + "solver"), type=click.Choice(list(KINDS)), cls=Option, group=GROUPS[prefix], help=text
     )
 
 
-def _option(prefix: str, name: str, solver: MGRIT) -> Callable[[Callable], Callable]:
-    flag, default = _flag(prefix + name), _default(solver, name)
-    if prefix:
-        text = f"as {_flag(name)}"
-    else:
-        text = _documentation(name)
-        if default is not None and not isinstance(default, bool):
-            text += f"  [default: {spell(default)}]"
+def _option(prefix: str, name: str) -> Callable[[Callable], Callable]:
+    flag, defaults = _flag(prefix + name), _defaults(name)
+    default = next(iter(defaults.values()))
+    text = f"as {_flag(name)}" if prefix else _documentation(name)
     if isinstance(default, bool):
         both = f"{flag}/{_flag(f'{prefix}no_{name}')}"
         shown = "" if prefix else f"  [default: {'yes' if default else 'no'}]"
         return click.option(both, default=None, cls=Option, group=GROUPS[prefix], help=text + shown)
+    if not prefix and any(value is not None for value in defaults.values()):
+        others = [f", {kind} {spell(value)}" for kind, value in defaults.items() if value != default]
+        text += f"  [default: {'none' if default is None else spell(default)}{''.join(others)}]"
     return click.option(flag, metavar=SYNTAX[name].metavar, cls=Option, group=GROUPS[prefix], help=text)
 
 
-def _default(solver: MGRIT, name: str) -> Any:
-    return next(getattr(s, name) for s in (solver, Picard(), Newton()) if hasattr(s, name))
+def _defaults(name: str) -> dict[str, Any]:
+    """What a field is in each kind of solver if nothing is said, by the kind."""
+    return {kind: getattr(_start(kind, {}, False), name) for kind, names in KINDS.items() if name in names}
 
 
 def _flag(name: str) -> str:
@@ -212,28 +219,36 @@ def _documentation(name: str) -> str:
     return text.replace("`", "").rstrip(".")
 
 
-def build(options: Mapping[str, Any], default: MGRIT = DEFAULT_SOLVER) -> tuple[Solver, Solver]:
+def build(options: Mapping[str, Any], defaults: tuple[Solver, Solver] = SWEEPS) -> tuple[Solver, Solver]:
     """The forward and the adjoint solver.
 
     Args:
         options: what the options of `solver_options` were given, by name; None where they were not.
-        default: what they are to be set in.
+        defaults: what they are where nothing is given.
 
     Raises:
         click.UsageError: for a value that is none, and for an option of another solver.
     """
-    kind = "serial" if options.get("serial") else options.get("solver")
     if options.get("serial") and options.get("solver") not in (None, "serial"):
         raise click.UsageError(f"--serial and --solver {options['solver']} contradict each other; leave out one.")
-    kind = kind or "mgrit"
-    adjoint_kind = options.get("adjoint_solver") or kind
     given = {prefix: _given(options, prefix) for prefix in GROUPS}
+    kind = "serial" if options.get("serial") else options.get("solver") or _implied(given[""], _kind(defaults[0]))
+    adjoint_kind = options.get("adjoint_solver") or kind
     _refuse_foreign("", kind, given[""])
     _refuse_foreign("adjoint_", adjoint_kind, given["adjoint_"])
     followed = {name: value for name, value in given[""].items() if name in KINDS[adjoint_kind]}
-    forward = _make("", kind, default, given[""])
-    adjoint = _make("adjoint_", adjoint_kind, default, followed | given["adjoint_"])
+    forward = _make("", kind, given[""])
+    adjoint = _make("adjoint_", adjoint_kind, followed | given["adjoint_"], adjoint=not followed)
     return forward, adjoint if given["adjoint_"] else adjoint.for_adjoint()
+
+
+def _kind(solver: Solver) -> str:
+    return type(solver).__name__.lower()
+
+
+def _implied(given: Mapping[str, Any], default: str) -> str:
+    """The kind of solver that all given options are of: the default one, if these are of that, too."""
+    return next((kind for kind in (default, *KINDS) if given.keys() <= set(KINDS[kind])), default)
 
 
 def _given(options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -258,19 +273,22 @@ def _refuse_foreign(prefix: str, kind: str, given: Mapping[str, Any]) -> None:
             )
 
 
-def _make(prefix: str, kind: str, default: MGRIT, values: Mapping[str, Any]) -> Solver:
+def _make(prefix: str, kind: str, values: Mapping[str, Any], *, adjoint: bool = False) -> Solver:
     try:
-        if kind == "serial":
-            return Serial()
-        if kind == "picard":
-            return Picard(**values)
-        if kind == "newton":
-            return Newton(batch_axes=_BATCH_AXES, **values)
-        return dataclasses.replace(default, **values)
+        return dataclasses.replace(_start(kind, values, adjoint), **values)
     except (TypeError, ValueError) as error:
         name, _, rest = str(error).partition(" ")
         text = f"{_flag(prefix + name)} {rest}" if name in FIELDS else str(error)
         raise click.UsageError(text) from None
+
+
+def _start(kind: str, values: Mapping[str, Any], adjoint: bool) -> Serial | Picard | Newton | MGRIT:
+    """What the values are set in. A number of sweeps is one that is made, unless a tolerance is given, too."""
+    if kind == "picard":
+        return Picard() if values.keys() & {"sweeps", "windows"} else SWEEPS[adjoint]
+    if kind == "newton":
+        return Newton(batch_axes=_BATCH_AXES)
+    return CYCLES if kind == "mgrit" else Serial()
 
 
 def short(solver: Any) -> str:
@@ -281,6 +299,11 @@ def short(solver: Any) -> str:
         if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
     ]
     return f"{type(solver).__name__}({', '.join(shown)})"
+
+
+def has_tolerance(solver: Solver) -> bool:
+    """Whether iterations end when a tolerance is met."""
+    return any(getattr(solver, name, None) is not None for name in ("rtol", "atol"))
 
 
 def with_effort(solver: Solver, iterations: int, coarse_step: Any = None) -> Solver:

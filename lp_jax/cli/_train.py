@@ -19,7 +19,7 @@ from lp_jax.cli._launch import Launch, launch
 from lp_jax.cli._report import gradient_errors, pictures, save, summary, table
 from lp_jax.cli._run import Plan, Run, train_one
 from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import FIELDS, build, default_solver, short
+from lp_jax.cli._solver import FIELDS, build, default_solvers, short
 from lp_jax.cli._tasks import Task, task
 from lp_jax.cli._workers import workers
 from lp_jax.train import Interrupted, confusion_matrix, predict
@@ -53,7 +53,7 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
             )
         options = _as_before(options, explicit, before["options"])
     chosen = resolved(problem, options)
-    solver, adjoint_solver = build(options, default_solver(chosen["model"]))
+    solver, adjoint_solver = build(options, default_solvers(chosen["model"]))
     learned = task(
         problem,
         Path(chosen.get("data") or ""),

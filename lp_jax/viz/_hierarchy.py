@@ -187,7 +187,10 @@ def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]
 
 def _single_level(solver: Solver, layers: int, t0: float, t1: float) -> Figure:
     if isinstance(solver, Picard):
-        title = f"{layers} layers at once, {_count(solver.sweeps, 'Picard sweep')}: no coarse level"
+        count = _count(solver.sweeps, "Picard sweep")
+        if solver.rtol is not None or solver.atol is not None:
+            count = f"{count} at most"
+        title = f"{layers} layers at once, {count}: no coarse level"
         note = "each sweep evaluates every layer at once and adds the increments up"
         if solver.windows > 1:
             title = f"{layers} layers in {solver.windows} windows, {_count(solver.sweeps, 'Picard sweep')}"

@@ -88,7 +88,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
                 label=f"step {row['step']}",
             )
         logarithmic(ax)
-        longest = max(len(norms) for norms in norms_at)
+        longest = max(np.flatnonzero(~np.isnan(norms))[-1] + 1 if np.any(~np.isnan(norms)) else 1 for norms in norms_at)
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         dress(ax, x=iteration, y="residual norm", title=f"{solve.capitalize()} solve")
