@@ -56,7 +56,7 @@ CASES = [
     Case("peaks", "dense"),
     Case("timeseries", "gru", "ucr", {"name": "BasicMotions"}),
     Case("timeseries", "gru", "ucr", {"name": "JapaneseVowels", "epochs": 20}),
-    Case("mnist", "conv", "mnist10k", {"width": 4, "epochs": 4}),
+    Case("mnist", "conv", "mnist10k", {"width": 8, "stride": 2, "epochs": 6}),
     Case("gum", "transformer", "gum", {"width": 32, "epochs": 2}),
     Case(
         "text",

@@ -8,6 +8,7 @@ are, which decides where it fills all of it. What the result holds already is no
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from matplotlib.figure import Figure
 from rich.progress import Progress
@@ -29,9 +31,9 @@ from lp_jax._level import Operand
 from lp_jax._pytree import register
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
-from lp_jax.cli._experiment import experiment
-from lp_jax.cli._solver import short
-from lp_jax.train import gradient_error, init_state, make_train_step
+from lp_jax.cli._experiment import Experiment, experiment
+from lp_jax.cli._solver import has_tolerance, short, with_effort
+from lp_jax.train import gradient_error, init_state, make_train_step, residuals
 from lp_jax.viz import _style as style
 
 
@@ -134,6 +136,8 @@ class Setting(NamedTuple):
 
     def describe(self) -> str:
         """In a few words."""
+        if has_tolerance(self.forward):
+            return f"{self.kind}, {self.forward.rtol:g}/{self.adjoint.rtol:g}"
         cycles = f"{self.forward.iterations}/{self.adjoint.iterations}"
         if isinstance(self.forward, lp_jax.MGRIT):
             return f"{self.forward.levels} levels, factor {self.forward.coarsening}, {self.kind}, {cycles}"
@@ -188,6 +192,9 @@ def _picard() -> Iterator[Setting]:
         for sweeps in (2, 3, 4, 6):
             pair = (lp_jax.Picard(sweeps=k, windows=windows) for k in (sweeps + 1, sweeps))
             yield Setting(f"Picard, {windows} windows", *pair)
+    for rtol in (1e-1, 1e-2, 1e-3, 1e-4):
+        pair = (lp_jax.Picard(sweeps=64, rtol=tolerance) for tolerance in (rtol, 10 * rtol))
+        yield Setting("Picard to a tolerance", *pair)
 
 
 def _newton() -> Iterator[Setting]:
@@ -207,27 +214,19 @@ def measure(
     """One line for each setting and number of training steps that is not done yet, of the first ``most``."""
     options, task = prepared(network.problem, network.model, data / (network.data or ""), seed=0, **network.options)
     made = experiment(options, task)
-    optimizer = optax.adam(options.learning_rate)
-    step_fn = make_train_step(made.loss_fn, optimizer)
-    state = init_state(made.params, optimizer)
     batch = next(iter(made.batches(1000)))  # of no epoch that is trained on
-    epoch, trained = 0, 0
-    compared = settings(network, options.layers)[:most]
+    tell(f"{network.name}: training")
+    trained = dict(_trained(network, options.learning_rate, made))
     serial = training_step(options.layers, lp_jax.Serial())
-    for steps in network.steps:
-        while trained < steps:
-            for taken in made.batches(epoch):
-                state, _ = step_fn(state, taken, lp_jax.Serial(), lp_jax.Serial())
-                trained += 1
-                if trained == steps:
-                    break
-            epoch += 1
-        for setting in compared:
+    for number, setting in enumerate(settings(network, options.layers)[:most]):
+        if number % _PROGRAMS == 0:
+            jax.clear_caches()
+        for steps, params in trained.items():
             if (network.name, steps, setting.describe()) in done:
                 continue
             tell(f"{network.name}, {steps} steps: {setting.describe()}")
-            error = gradient_error(made.loss_fn, state.params, batch, setting.forward, setting.adjoint)
-            cost = _cost(options.layers, setting)
+            error = gradient_error(made.loss_fn, params, batch, setting.forward, setting.adjoint)
+            cost = _cost(options.layers, _taken(setting, made, params, batch))
             yield {
                 "network": network.name,
                 "steps": steps,
@@ -241,6 +240,30 @@ def measure(
                 "error": float(error.groups["trunk"]),
                 "cosine": float(error.cosine),
             }
+
+
+_PROGRAMS = 20  # that are kept at once: hundreds exhaust the memory maps of a process
+
+
+def _trained(network: Network, learning_rate: float, made: Experiment) -> Iterator[tuple[int, PyTree]]:
+    """The parameters after each number of training steps."""
+    optimizer = optax.adam(learning_rate)
+    step_fn = make_train_step(made.loss_fn, optimizer)
+    state = init_state(made.params, optimizer)
+    batches = itertools.chain.from_iterable(map(made.batches, itertools.count()))
+    for steps in network.steps:
+        for batch in itertools.islice(batches, steps - int(state.step)):
+            state, _ = step_fn(state, batch, lp_jax.Serial(), lp_jax.Serial())
+        yield steps, jax.tree.map(jnp.copy, state.params)
+
+
+def _taken(setting: Setting, made: Experiment, params: PyTree, batch: Any) -> Setting:
+    """With the iterations that its tolerances took."""
+    if not has_tolerance(setting.forward):
+        return setting
+    solves = residuals(made.model, params, batch, setting.forward, setting.adjoint)
+    taken = (with_effort(s, int(stats.iterations)) for s, stats in zip(setting[1:], solves[:2], strict=True))
+    return Setting(setting.kind, *taken)
 
 
 def _cost(layers: int, setting: Setting) -> Cost:
@@ -344,6 +367,10 @@ def draw(rows: Sequence[Mapping[str, Any]], price: str) -> Figure:
     return fig
 
 
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    return [network.name for network in NETWORKS].index(row["network"]), row["steps"]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write numbers, table and pictures."""
     parser = argparse.ArgumentParser(
@@ -372,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for network in networks:
             data, most = options.data or Path(), 4 if options.quick else None
             for row in measure(network, data, lambda text: progress.update(bar, description=text), done, most):
-                rows.append(row)
+                rows = sorted([*rows, row], key=_place)
                 document = {"suite": "frontier", "manifest": described, "rows": rows}
                 (out / "frontier.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             jax.clear_caches()

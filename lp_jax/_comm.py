@@ -120,10 +120,9 @@ class Workers(abc.ABC):
 
     def cumsum(self, increments: State, y0: State, *, reverse: bool) -> State:
         """``y0`` plus the sum of all increments up to and including each one."""
-        sums = _tree.cumsum(increments, reverse=reverse)
-        if self.active > 1 and _tree.leading(sums):
-            y0 = _tree.add(y0, self.before(jax.tree.map(lambda s: s[0 if reverse else -1], sums), reverse=reverse))
-        return jax.tree.map(lambda y, s: y[None] + s, y0, sums)
+        if self.active > 1 and _tree.leading(increments):
+            y0 = _tree.add(y0, self.before(jax.tree.map(lambda x: jnp.sum(x, 0), increments), reverse=reverse))
+        return _tree.cumsum(increments, y0, reverse=reverse)
 
     def accumulate(self, values: PyTree, compose: Compose, *, reverse: bool) -> PyTree:
         """All values up to and including each one, composed in the order of the chain.

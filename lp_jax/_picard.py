@@ -162,8 +162,8 @@ class Picard(Solver):
         else:  # moved by the change of the state that enters
             entries = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
         for _ in range(self.sweeps - 1):
-            sums = _tree.cumsum(_increments(step, entries, xs, shared, looped))
-            entries = jax.tree.map(lambda y, s: y[None] + jnp.concatenate([jnp.zeros_like(s[:1]), s[:-1]]), u, sums)
+            points = _tree.cumsum(_increments(step, entries, xs, shared, looped), u)
+            entries = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
         if not looped:
             increments = _increments(step, entries, xs, shared, looped)
             return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments)

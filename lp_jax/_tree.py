@@ -71,9 +71,19 @@ def repeat(tree: PyTree, n: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), tree)
 
 
-def cumsum(tree: PyTree, *, reverse: bool = False) -> PyTree:
-    """Inclusive prefix sums (suffix sums if ``reverse``) along the leading axis."""
-    return jax.tree.map(lambda x: lax.cumsum(x, reverse=reverse), tree)
+def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:
+    """``start`` plus inclusive prefix sums (suffix sums if ``reverse``) along the leading axis.
+
+    One after another on a CPU, where this takes a tenth of XLA's own time; with logarithmic depth elsewhere.
+    """
+    if jax.default_backend() != "cpu":
+        return jax.tree.map(lambda y, x: y[None] + lax.cumsum(x, reverse=reverse), start, tree)
+
+    def accumulate(total: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        total = add(total, x)
+        return total, total
+
+    return lax.scan(accumulate, start, tree, reverse=reverse)[1]
 
 
 def nbytes(tree: PyTree) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import lp_jax
-from lp_jax import train
+from lp_jax import train, viz
 from lp_jax.cli import _report, _solver, main
 
 # optax's Adam raises floats to an integer step count
@@ -222,10 +222,10 @@ def finished(tmp_path_factory, quick_compilation):
     folder = tmp_path_factory.mktemp("runs") / "digits"
     fewer = {"injection": lp_jax.Rediscretize(params="inject")}
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.setattr(_report, "ITERATIONS", (1,))
+        patch.setattr(_report, "ITERATIONS", 1)
         patch.setattr(_report, "COARSE_STEPS", fewer)
         with pytest.raises(SystemExit) as caught:
-            main(["train", "digits", "--out", str(folder), *SMALL])
+            main(["train", "digits", "--out", str(folder), *SMALL, "--solver", "mgrit"])
     assert caught.value.code == 0
     return folder
 
@@ -239,6 +239,24 @@ def test_a_run_leaves_what_it_says(finished):
         rows = list(train.read_rows(folder / "metrics.jsonl"))
         assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, STEPS + 1))
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [str(STEPS)]
+
+
+def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monkeypatch):
+    drawn, draw = {}, viz.gradient_errors
+
+    def gradient_errors(errors, **options):
+        drawn.update(options, errors=errors)
+        return draw(errors, **options)
+
+    monkeypatch.setattr(viz, "gradient_errors", gradient_errors)
+    monkeypatch.setattr(_report, "ITERATIONS", 1)
+    options = ("--no-compare", "--rtol", "1e-1", *SMALL)
+    assert cli("train", "digits", "--out", tmp_path / "run", *options)[0] == 0
+    (probe, *_) = [row for row in train.read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "probe"]
+    taken = sum(probe[f"forward_residual_{n}"] is not None for n in range(1, 33))
+    assert 1 < taken < 8
+    assert len(drawn["errors"]["Picard"]) == drawn["run"][1] == taken
+    assert drawn["errors"]["Picard"][-1] == pytest.approx(drawn["run"][2], rel=1e-3)
 
 
 def test_the_summary_is_that_of_the_rows(finished):
