@@ -25,8 +25,9 @@ from lp_jax._solver import Solver
 from lp_jax.cli._experiment import experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._run import Plan, train_one
-from lp_jax.cli._solver import default_solvers
-from lp_jax.train import evaluate
+from lp_jax.cli._solver import default_solvers, has_tolerance, with_effort
+from lp_jax.planning import training_step
+from lp_jax.train import evaluate, read_rows, unflat
 
 INJECTION = tuple(
     lp_jax.MGRIT(levels=3, coarsening=4, iterations=cycles, coarse_step=lp_jax.Rediscretize()) for cycles in (2, 1)
@@ -107,14 +108,32 @@ def run(case: Case, seed: int, folder: Path, data: Path, only: Sequence[str] | N
             }
             done.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             jax.clear_caches()
-        yield json.loads(done.read_text(encoding="utf-8"))
+        result = json.loads(done.read_text(encoding="utf-8"))
+        yield result | {"evaluations": evaluations(place / "metrics.jsonl", forward, adjoint, settings.layers)}
+
+
+def evaluations(log: Path, forward: Solver, adjoint: Solver, layers: int) -> float:
+    """Evaluations of layers in a training step, as a multiple of serial propagation's; with a tolerance, in the mean."""
+    probes = [row for row in read_rows(log) if row["kind"] == "probe"]
+
+    def taken(solver: Solver, solve: str) -> Solver:
+        if not has_tolerance(solver):
+            return solver
+        counts = [np.isfinite(np.array(unflat(f"{solve}_residual", row), float)).sum() for row in probes]
+        return with_effort(solver, round(np.mean(counts)))
+
+    exact = training_step(lp_jax.Serial(), lp_jax.Serial(), layers)
+    return (
+        training_step(taken(forward, "forward"), taken(adjoint, "adjoint"), layers, looped=True).work() / exact.work()
+    )
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A line for each case and solver, over the seeds."""
+    """A line for each case and solver, over the seeds. Evaluations of layers are multiples of serial propagation's."""
     lines = [
-        "| | solver | seeds | test accuracy | evaluated layer-parallel | test loss | gradient error, first to last probe |",
-        "|---|---|---|---|---|---|---|",
+        "| | solver | seeds | test accuracy | evaluated layer-parallel | test loss | gradient error, first to last probe "
+        "| evaluations | ms per step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     keys = dict.fromkeys((result["case"], result["solver"]) for result in results)
     for case, solver in keys:
@@ -125,7 +144,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         drift = f"{np.mean([e[0] for e in errors]):.0e} to {np.mean([e[-1] for e in errors]):.0e}" if errors[0] else "–"
         spread = f"{np.mean(accuracy):.2f} ± {np.std(accuracy):.2f} %"
         loss = np.mean([r["test_loss"] for r in found])
-        lines.append(f"| {case} | {solver} | {len(found)} | {spread} | within {apart:.2f} % | {loss:.3f} | {drift} |")
+        work = np.mean([r["evaluations"] for r in found])
+        seconds = np.median([r["time_per_step"] for r in found])
+        lines.append(
+            f"| {case} | {solver} | {len(found)} | {spread} | within {apart:.2f} % | {loss:.3f} | {drift} "
+            f"| {work:.1f} | {1e3 * seconds:.0f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,9 @@
 """Suite 4: training steps on one device, with every kind of solver beside what one would use instead.
 
-Dense and convolutional ResNets, transformer encoders, and implicit GRUs, whose time steps are the layers. Where one layer
-fills only a part of the device, all layers at once take less time than one after another; where it fills all of it, as it
-does a processor of few cores, they take as many times longer as they do more work. The error of the gradient stands
-beside every time.
+Dense and convolutional ResNets in two and three dimensions, transformer encoders, and implicit GRUs, whose time steps are
+the layers. Where one layer fills only a part of the device, all layers at once take less time than one after another;
+where it fills all of it, as it does a processor of few cores, they take as many times longer as they do more work. The
+error of the gradient stands beside every time.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 
 import lp_jax
-from benchmarks import dense, encoder, gru, report, resnet
+from benchmarks import dense, gru, report, resnet, stacks
 from benchmarks.command import Field, Row, Suite, network_row, run, wanted
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import jax_threads
@@ -51,12 +51,19 @@ def _solvers(network: str, layers: int) -> dict[str, tuple[str, Pair]]:
             "iterated",
             _mgrit(2, 1, levels=3, coarsening=8, coarse_step=lp_jax.Picard(sweeps=1)),
         ),
-        "global Picard, 3/2": ("iterated", (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2))),
+        "Picard to 1e-3/1e-2": ("iterated", (lp_jax.Picard(sweeps=32, rtol=1e-3), lp_jax.Picard(sweeps=32, rtol=1e-2))),
         "Picard, 8 windows, 3/2": (
             "iterated",
             (lp_jax.Picard(sweeps=3, windows=8), lp_jax.Picard(sweeps=2, windows=8)),
         ),
     }
+    if network == "voxels":
+        thorough = {"coarsening": 4, "relaxation": "FCF", "coarse_step": lp_jax.Rediscretize()}
+        found["injection, FCF, 2/2"] = ("iterated", _mgrit(2, 2, **thorough))
+        found["injection, FCF, 2/2, half the points"] = (
+            "iterated",
+            _mgrit(2, 2, spatial=lp_jax.spatial(3), **thorough),
+        )
     if network == "gru":
         for jacobian, iterations in (("full", 6), ("diagonal", 10)):
             solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
@@ -94,8 +101,13 @@ def _gru(width: int, steps: int, batch: int) -> tuple[Train, Any]:
 
 
 def _encoder(width: int, layers: int, batch: int) -> tuple[Train, Any]:
-    problem = encoder.Problem.random(width, layers, batch)
-    return functools.partial(encoder.trainer, problem), problem
+    problem = stacks.encoder(width, layers, batch)
+    return functools.partial(stacks.trainer, problem), problem
+
+
+def _voxels(width: int, layers: int, batch: int) -> tuple[Train, Any]:
+    problem = stacks.voxels(width, layers, batch)
+    return functools.partial(stacks.trainer, problem), problem
 
 
 NETWORKS: dict[str, Callable[[int, int, int], tuple[Train, Any]]] = {
@@ -103,6 +115,7 @@ NETWORKS: dict[str, Callable[[int, int, int], tuple[Train, Any]]] = {
     "conv": _conv,
     "gru": _gru,
     "encoder": _encoder,
+    "voxels": _voxels,
 }
 """From width, layers and batch to trainers, and the problem that PyTorch is timed on."""
 
@@ -127,7 +140,8 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     name = "PyTorch, 1 thread"
     if not wanted(name, options):
         return Field(contenders, [])
-    if (reason := resnet.why_no_torch()) is not None:
+    reason = "it has no loop of this network" if network == "voxels" else resnet.why_no_torch()
+    if reason is not None:
         return Field(contenders, [("PyTorch", reason)])
     from benchmarks.torch_loop import LOOPS
 
@@ -181,6 +195,7 @@ SUITE = Suite(
         ("conv", 8, 64, 50),
         ("encoder", 128, 64, 4),
         ("encoder", 128, 128, 4),
+        ("voxels", 4, 64, 4),
         ("gru", 16, 1024, 16),
         ("gru", 64, 1024, 16),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import dense, encoder, gru, resnet
+from benchmarks import dense, gru, resnet, stacks
 from benchmarks.training import LEARNING_RATE, MOMENTUM
 
 torch: Any = importlib.import_module("torch")  # so that types can be checked without it
@@ -119,10 +119,10 @@ class EncoderLoop(_Loop):
         gradient: of the layers, at the initial weights, stacked as in JAX.
     """
 
-    def __init__(self, problem: encoder.Problem, threads: int):
+    def __init__(self, problem: stacks.Problem, threads: int):
         layers = len(jax.tree.leaves(problem.params)[0])
         self._layers = [jax.tree.map(lambda x, n=n: _leaf(x[n]), problem.params) for n in range(layers)]
-        self._heads = min(encoder.HEADS, problem.y.shape[-1])
+        self._heads = min(stacks.HEADS, problem.y.shape[-1])
         self._y, self._target = torch.tensor(problem.y), torch.tensor(problem.target)
         super().__init__(self._layers, threads)
         self.gradient = jax.tree.map(lambda *ps: np.stack([_gradient(p) for p in ps]), *self._layers)

@@ -1,4 +1,7 @@
-"""A training step of a transformer encoder: N pre-norm layers of four heads, 32 tokens, loss 0.5 |y - target|^2, h = 1/N."""
+"""Training steps of stacks of the library's own modules, loss 0.5 |y - target|^2, h = 1/N.
+
+The encoder has pre-norm layers of four heads over 32 tokens; voxels have layers of two convolutions over 16 x 16 x 16 points.
+"""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +15,7 @@ import lp_jax
 from benchmarks.training import Trainer
 from lp_jax import nn
 
-HEADS, TOKENS = 4, 32
+HEADS, TOKENS, POINTS = 4, 32, 16
 
 
 class Problem(NamedTuple):
@@ -21,7 +24,7 @@ class Problem(NamedTuple):
     Attributes:
         step: of one layer, by the library's module.
         params: leaves ``(layers, ...)``.
-        y: embedded tokens, ``(batch, tokens, width)``.
+        y: the state that enters, ``(batch, ..., width)``.
         target: of the same shape.
     """
 
@@ -30,15 +33,28 @@ class Problem(NamedTuple):
     y: np.ndarray
     target: np.ndarray
 
-    @classmethod
-    def random(cls, width: int, layers: int, batch: int) -> "Problem":
-        """Parameters as the library draws them."""
-        rng = np.random.default_rng(0)
-        step, params = nn.stack(
-            lambda rngs: nn.EncoderLayer(width, min(HEADS, width), depth=layers, rngs=rngs), layers, rngs=nnx.Rngs(0)
-        )
-        y, target = (rng.normal(size=(batch, TOKENS, width)).astype(np.float32) for _ in range(2))
-        return cls(step, jax.tree.map(np.asarray, params), y, target)
+
+def encoder(width: int, layers: int, batch: int) -> Problem:
+    """Parameters as the library draws them."""
+    return _random(
+        lambda rngs: nn.EncoderLayer(width, min(HEADS, width), depth=layers, rngs=rngs), layers, (batch, TOKENS, width)
+    )
+
+
+def voxels(width: int, layers: int, batch: int) -> Problem:
+    """Parameters as the library draws them, and smooth states: what a coarser grid in space is for."""
+    problem = _random(
+        lambda rngs: nn.ConvResidual(width, kernel=(3, 3, 3), rngs=rngs), layers, (batch, *(POINTS,) * 3, width)
+    )
+    waves = np.sin(np.arange(POINTS) * (2 * np.pi / POINTS)).astype(np.float32)
+    return problem._replace(y=problem.y[:, :1, :1, :1] * (waves[:, None, None] * waves[:, None] * waves)[..., None])
+
+
+def _random(make: Any, layers: int, shape: tuple[int, ...]) -> Problem:
+    rng = np.random.default_rng(0)
+    step, params = nn.stack(make, layers, rngs=nnx.Rngs(0))
+    y, target = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
+    return Problem(step, jax.tree.map(np.asarray, params), y, target)
 
 
 def trainer(problem: Problem, solvers: tuple[Any, Any] | None) -> Trainer:
