@@ -1,7 +1,9 @@
 """Flax modules: the same numbers as a loop over layers, and good manners under NNX's and JAX's transformations."""
 
 import doctest
+import functools
 import importlib
+import math
 import sys
 
 import jax
@@ -628,3 +630,48 @@ def test_examples_run(module):
     with jax.numpy_dtype_promotion("standard"):
         result = doctest.testmod(importlib.import_module(f"lp_jax.nn{module}"))
     assert result.attempted and not result.failed
+
+
+LOW = {
+    "encoder": (lambda rngs, dtype: nn.EncoderLayer(32, 4, dtype=dtype, rngs=rngs), (2, 8, 32)),
+    "dense": (lambda rngs, dtype: nn.DenseResidual(32, hidden=16, norm="layer", dtype=dtype, rngs=rngs), (4, 32)),
+    "conv": (  # smooth: rounding switches ReLUs, three in a thousand, which alone is 5 % of a gradient
+        lambda rngs, dtype: nn.ConvResidual(6, activation=nnx.tanh, formulation="products", dtype=dtype, rngs=rngs),
+        (2, 8, 8, 6),
+    ),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")  # attention's gradient mixes dtypes
+@pytest.mark.parametrize("name", LOW)
+def test_products_in_bfloat16_and_a_state_in_float32(name):
+    """The state keeps its dtype, the error is that of products rounded to eight bits, forward and in the gradient."""
+    make, shape = LOW[name]
+    y = jax.random.normal(jax.random.key(0), shape, jnp.float32)
+    trunks = [
+        nn.LayerParallel(functools.partial(make, dtype=dtype), LAYERS, solver=EXACT, rngs=nnx.Rngs(0))
+        for dtype in (None, jnp.bfloat16)
+    ]
+    exact, rounded = (trunk(y) for trunk in trunks)
+    assert rounded.dtype == jnp.float32
+    error = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact - y)
+    assert 1e-4 < error < 2e-2
+    text = jax.jit(lambda y: trunks[1].solve(y, solver=lp_jax.Serial()).y1).lower(y).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products and all("bf16" in line for line in products)
+
+    def gradient(trunk, solver):
+        loss = lambda trunk: jnp.sum(trunk.solve(y, solver=solver).y1 ** 2)  # noqa: E731
+        return jax.tree.leaves(nnx.jit(nnx.grad(loss))(trunk))
+
+    wanted, serial, parallel = (
+        gradient(*pair) for pair in ((trunks[0], lp_jax.Serial()), (trunks[1], lp_jax.Serial()), (trunks[1], EXACT))
+    )
+    assert all(g.dtype == jnp.float32 for g in parallel)
+    assert relative_error(serial, wanted) < 2e-2
+    assert relative_error(parallel, serial) < 5e-3  # a product may round the other way
+
+
+def relative_error(got, wanted):
+    square = lambda tree: sum(float(jnp.sum(x**2)) for x in tree)  # noqa: E731
+    return math.sqrt(square([a - b for a, b in zip(got, wanted, strict=True)]) / square(wanted))

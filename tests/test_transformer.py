@@ -235,21 +235,6 @@ def test_dropout(name):
     assert_close(trunk(y, shared=shared), plain(y, shared=shared), rtol=1e-14)
 
 
-def test_products_in_bfloat16_and_a_state_in_float32():
-    def make(dtype):
-        return lambda rngs: nn.EncoderLayer(32, 4, dtype=dtype, rngs=rngs)
-
-    y = jax.random.normal(jax.random.key(0), (2, 8, 32), jnp.float32)
-    trunks = [nn.LayerParallel(make(dtype), 8, solver=EXACT, rngs=nnx.Rngs(0)) for dtype in (None, jnp.bfloat16)]
-    exact, rounded = (trunk(y) for trunk in trunks)
-    assert rounded.dtype == jnp.float32
-    error = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact - y)
-    assert 1e-4 < error < 2e-2
-    text = jax.jit(lambda y: trunks[1].solve(y, solver=lp_jax.Serial()).y1).lower(y).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    assert products and all("bf16" in line for line in products)
-
-
 def test_depth_makes_projections_start_smaller():
     deep, shallow = (encoder(nnx.Rngs(0), depth=depth) for depth in (50, None))
     for part, name in (("attention", "out"), ("feed_forward", "outer")):

@@ -67,7 +67,8 @@ class Conv(nnx.Conv):
         outputs: number of channels after.
         kernel: number of taps along each axis of space.
         formulation: as for `convolve`.
-        param_dtype: dtype of the parameters; that of the images.
+        dtype: what is computed in; None is the dtype of images and parameters.
+        param_dtype: dtype of the parameters.
         rngs: source of the initial parameters.
     """
 
@@ -78,17 +79,21 @@ class Conv(nnx.Conv):
         kernel: tuple[int, ...],
         *,
         formulation: str = "auto",
+        dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        super().__init__(inputs, outputs, kernel, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(inputs, outputs, kernel, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.formulation = formulation
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         """The images, convolved, plus the bias of each channel."""
-        y = convolve(x, self.kernel[...], formulation=self.formulation)
         assert self.bias is not None
-        return y + self.bias[...].reshape(*[1] * (y.ndim - 1), -1)
+        kernel, bias = self.kernel[...], self.bias[...]
+        if self.dtype is not None:
+            x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
+        y = convolve(x, kernel, formulation=self.formulation)
+        return y + bias.reshape(*[1] * (y.ndim - 1), -1)
 
 
 def _xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -118,9 +123,11 @@ def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple
         return total + kernel_bar, x_bar
 
     if size == len(x):
-        return cotangents(x, y_bar)
-    kernel_bar, x_bar = lax.scan(add, jnp.zeros_like(kernel), (_split(x, size), _split(y_bar, size)))
-    return _merge(x_bar), kernel_bar
+        x_bar, kernel_bar = cotangents(x, y_bar)
+        return x_bar, kernel_bar.astype(kernel.dtype)
+    zeros = jnp.zeros(kernel.shape, _summed(kernel))
+    kernel_bar, x_bar = lax.scan(add, zeros, (_split(x, size), _split(y_bar, size)))
+    return _merge(x_bar), kernel_bar.astype(kernel.dtype)
 
 
 _products.defvjp(lambda x, kernel: (_products(x, kernel), (x, kernel)), _products_bwd)
@@ -131,10 +138,10 @@ def _some(x: jax.Array, kernel: jax.Array) -> jax.Array:
     *outer, last, inputs, outputs = kernel.shape
     folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
     folded = jnp.moveaxis(folded, -2, 1).reshape(last * inputs, -1)
-    z = (_patches(x, last) @ folded).reshape(*x.shape[:-1], math.prod(outer), outputs)
+    z = _product(_patches(x, last), folded).reshape(*x.shape[:-1], math.prod(outer), outputs)
     padded = _pad(z, outer, trail=3)
     shifted = (_window(padded, offset, x.shape)[..., i, :] for i, offset in enumerate(_offsets(outer)))
-    return functools.reduce(jnp.add, shifted)
+    return functools.reduce(jnp.add, shifted).astype(x.dtype)
 
 
 def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, taps: tuple[int, ...]) -> jax.Array:
@@ -145,8 +152,17 @@ def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, taps: tuple[int, ...]) -> 
     mirrored = [tuple(n - 1 - o for o, n in zip(offset, outer, strict=True)) for offset in _offsets(outer)]
     z_bar = jnp.concatenate([_window(padded, offset, x.shape) for offset in mirrored], axis=-1)
     patches = _patches(x, last).reshape(-1, last * inputs)
-    folded = (patches.T @ z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
+    folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
     return jnp.moveaxis(folded, (0, 1), (-3, -2))
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=_summed(a))
+
+
+def _summed(x: jax.Array) -> Any:
+    """The dtype of sums: at least single precision."""
+    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 def _patches(x: jax.Array, taps: int) -> jax.Array:

@@ -34,6 +34,7 @@ class DenseResidual(nnx.Module):
         hidden: size of the hidden layer; None is none.
         activation: elementwise function :math:`\sigma`.
         norm: None, "layer" (over the state's last axis) or "batch" (over all others, see `BatchNorm`).
+        dtype: what products are computed in, `jax.numpy.bfloat16`, say; the state keeps its dtype.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
 
@@ -60,17 +61,19 @@ class DenseResidual(nnx.Module):
         hidden: int | None = None,
         activation: Activation = nnx.tanh,
         norm: str | None = None,
+        dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = make_norm(norm, ("layer", "batch"), width, 1, param_dtype, rngs)
-        self.inner = nnx.Linear(width, width if hidden is None else hidden, param_dtype=param_dtype, rngs=rngs)
-        self.outer = unchanged if hidden is None else nnx.Linear(hidden, width, param_dtype=param_dtype, rngs=rngs)
+        self.inner = nnx.Linear(width, width if hidden is None else hidden, **options)
+        self.outer = unchanged if hidden is None else nnx.Linear(hidden, width, **options)
         self.activation = activation
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
-        return y + dt * self.outer(self.activation(self.inner(self.norm(y))))
+        return y + dt * self.outer(self.activation(self.inner(self.norm(y)))).astype(y.dtype)
 
 
 class ConvResidual(nnx.Module):
@@ -88,6 +91,7 @@ class ConvResidual(nnx.Module):
             (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels for "group"; must divide ``channels``.
         formulation: of the convolutions, as for `convolve`.
+        dtype: what products are computed in, `jax.numpy.bfloat16`, say; the state keeps its dtype.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
 
@@ -116,10 +120,16 @@ class ConvResidual(nnx.Module):
         norm: str | None = None,
         groups: int = 1,
         formulation: str = "auto",
+        dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options: dict[str, Any] = {"formulation": formulation, "param_dtype": param_dtype, "rngs": rngs}
+        options: dict[str, Any] = {
+            "formulation": formulation,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
         self.conv1 = Conv(channels, channels, tuple(kernel), **options)
         self.norm1 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
         self.conv2 = Conv(channels, channels, tuple(kernel), **options)
@@ -129,4 +139,4 @@ class ConvResidual(nnx.Module):
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
         hidden = self.activation(self.norm1(self.conv1(y)))
-        return y + dt * self.activation(self.norm2(self.conv2(hidden)))
+        return y + dt * self.activation(self.norm2(self.conv2(hidden))).astype(y.dtype)
