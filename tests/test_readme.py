@@ -24,10 +24,13 @@ def test_the_examples_of_architectures_run():
 
 def test_the_counts_of_solvers_are_those_of_their_page():
     text = (Path(__file__).parents[1] / "docs" / "solvers.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
-    for _, depth, work in map(str.split, out.splitlines()):
+    *counted, serial, picard, mgrit = map(str.split, out.splitlines())
+    assert len(counted) == 4
+    for _, depth, work in counted:
         assert f"{depth} and {int(work):,}" in text
+    assert all(float(seconds) > 0 for _, seconds in (serial, picard, mgrit))
 
 
 def test_links_exist():

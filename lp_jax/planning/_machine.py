@@ -1,0 +1,132 @@
+"""What a network's layers take on a machine, as numbers: measured by `calibrate`, or read from a file."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+KINDS = ("forward", "linearise", "adjoint", "gradient")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Times of a network's layers on one worker by how many are evaluated at once, and of messages between workers.
+
+    How the time of a batch grows with the layers in it decides everything: as long as it does not, layers at once are free.
+
+    Attributes:
+        layers: numbers of layers at once, ascending.
+        forward: seconds of an evaluation of so many layers at once.
+        linearise: seconds of one that keeps what the transpose needs.
+        adjoint: seconds of the transpose for the state.
+        gradient: seconds of the transpose for the parameters.
+        serial: seconds of a layer in serial propagation, forward and what the gradient adds; None for those of a single
+            layer above.
+        looped: whether layers at once are evaluated one after another, as on a CPU; ``layers`` is (1,) then.
+        fixed: seconds of a training step beside its layers.
+        latency: seconds until an empty message has arrived.
+        bandwidth: bytes per second of a message.
+        state_bytes: of the state.
+        layer_bytes: of a layer's parameters.
+        kept_bytes: what the transpose of a layer needs beside its parameters.
+        name: of the machine and the network.
+
+    Raises:
+        ValueError: for numbers that do not belong together, naming the field.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> machine = planning.Machine(
+        ...     layers=(1, 64), forward=(1e-5, 1e-5), linearise=(1e-5, 1e-5), adjoint=(2e-5, 2e-5), gradient=(1e-5, 1e-5)
+        ... )
+        >>> machine.seconds("forward", 32)
+        1e-05
+        >>> machine.seconds("forward", 128)  # twice what was measured: two of these
+        2e-05
+    """
+
+    layers: tuple[int, ...]
+    forward: tuple[float, ...]
+    linearise: tuple[float, ...]
+    adjoint: tuple[float, ...]
+    gradient: tuple[float, ...]
+    serial: tuple[float, float] | None = None
+    looped: bool = False
+    fixed: float = 0.0
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    state_bytes: int = 0
+    layer_bytes: int = 0
+    kept_bytes: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _numbers("layers", self.layers)
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers must be ascending; got {self.layers}.")
+        for kind in KINDS:
+            _numbers(kind, getattr(self, kind))
+            if len(getattr(self, kind)) != len(self.layers):
+                raise ValueError(
+                    f"{kind} must have a time for each of the {len(self.layers)} layers; got {getattr(self, kind)}."
+                )
+        _numbers("bandwidth", (self.bandwidth,))
+        if self.serial is not None:
+            _numbers("serial", self.serial)
+        for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
+
+    def seconds(self, kind: str, layers: int) -> float:
+        """Of a batch of so many layers: linear between what was measured, in as many of the largest batches beyond."""
+        times, sizes = getattr(self, kind), self.layers
+        if layers <= sizes[0]:
+            return times[0]
+        if layers >= sizes[-1]:
+            return times[-1] * layers / sizes[-1]
+        above = next(i for i, size in enumerate(sizes) if size >= layers)
+        part = (layers - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+        return times[above - 1] + part * (times[above] - times[above - 1])
+
+    @property
+    def per_layer(self) -> tuple[float, float]:
+        """Seconds of a layer in serial propagation, forward and what the gradient adds."""
+        if self.serial is not None:
+            return self.serial
+        return self.forward[0], self.adjoint[0] + self.gradient[0]
+
+    def message(self, size: int) -> float:
+        """Seconds until so many bytes have arrived."""
+        return self.latency + size / self.bandwidth
+
+    def save(self, path: Path | str) -> None:
+        """Write a JSON file."""
+        text = json.dumps({k: v for k, v in dataclasses.asdict(self).items() if v != math.inf}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Machine":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: for a file that is none, in one line with its name.
+            OSError: for one that cannot be read.
+        """
+        try:
+            found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it holds no object")
+            fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+            return cls(**fields)
+        except (ValueError, TypeError) as error:
+            text = str(error).removeprefix("Machine.__init__() ")
+            raise ValueError(f"{path} is no machine file: {text}") from None
+
+
+def _numbers(name: str, values: Any) -> None:
+    good = isinstance(values, Sequence) and len(values) > 0
+    if not good or not all(isinstance(x, int | float) and x > 0 for x in values):
+        raise ValueError(f"{name} must be positive numbers; got {values!r}.")
