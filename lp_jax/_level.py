@@ -211,7 +211,10 @@ def sweep(
     """
     advance = advance or level.advance
     run = functools.partial(_interval, level, advance, level.factor if count is None else count)
-    emitted = _tree.repeat(_room(level, advance, *jax.tree.map(lambda x: x[0], (entries, level.xs))), level.intervals)
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (entries, level.xs))
+    emitted = _tree.repeat(_room(level, advance, *first), level.intervals)
+    if not level.intervals:  # a worker without layers
+        return entries, emitted
     if not (level.looped or level.intervals == 1):
         return jax.vmap(run)(entries, level.xs, level.rhs, emitted)
 
@@ -296,7 +299,7 @@ def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, t
 def _room(level: Level, advance: Advance, u: State, xs: PyTree) -> PyTree:
     """Zeros in the place of what the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
 
-    def first() -> PyTree:
+    def first(u: State, xs: PyTree) -> PyTree:
         return advance(u, _tree.take(_expanded(level, xs)[0], 0), level.shared)[1]
 
-    return jax.tree.map(lambda e: jnp.zeros((level.factor, *e.shape), e.dtype), jax.eval_shape(first))
+    return jax.tree.map(lambda e: jnp.zeros((level.factor, *e.shape), e.dtype), jax.eval_shape(first, u, xs))
