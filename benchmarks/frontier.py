@@ -283,7 +283,7 @@ def front(rows: Sequence[Mapping[str, Any]], price: str) -> list[Mapping[str, An
     return kept
 
 
-DEPTHS, WORKS = (0.1, 0.15, 0.25, 0.5, 1.0), (2.5, 4.0, 6.0, 10.0)
+DEPTHS, WORKS = (0.1, 0.15, 0.25, 0.5, 1.0), (2.5, 4.0, 6.0, 10.0, 30.0)
 
 
 def best(rows: Iterable[Mapping[str, Any]], **limits: float) -> Mapping[str, Any] | None:
