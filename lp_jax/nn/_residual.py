@@ -69,11 +69,11 @@ class DenseResidual(nnx.Module):
         self.norm = make_norm(norm, ("layer", "batch"), width, 1, param_dtype, rngs)
         self.inner = nnx.Linear(width, width if hidden is None else hidden, **options)
         self.outer = unchanged if hidden is None else nnx.Linear(hidden, width, **options)
-        self.activation = activation
+        self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
-        return y + dt * self.outer(self.activation(self.inner(self.norm(y)))).astype(y.dtype)
+        return y + dt * _back(self.outer(self.activation(self.inner(self.norm(y)))), y, self.dtype)
 
 
 class ConvResidual(nnx.Module):
@@ -134,9 +134,14 @@ class ConvResidual(nnx.Module):
         self.norm1 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
         self.conv2 = Conv(channels, channels, tuple(kernel), **options)
         self.norm2 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
-        self.activation = activation
+        self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
         hidden = self.activation(self.norm1(self.conv1(y)))
-        return y + dt * self.activation(self.norm2(self.conv2(hidden))).astype(y.dtype)
+        return y + dt * _back(self.activation(self.norm2(self.conv2(hidden))), y, self.dtype)
+
+
+def _back(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` in the dtype of the state where another one was asked for; any other difference is a mistake."""
+    return x if dtype is None else x.astype(y.dtype)
