@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed in range(options.seeds):
             for result in run(case, seed, options.runs, options.data, options.solvers):
                 results.append(result)
-            described = manifest("python -m benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
+            described = manifest("benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
             document = {"suite": "accuracy", "manifest": described, "rows": results}
             (out / "accuracy.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             (out / "accuracy.md").write_text("# Accuracy of training\n\n" + table(results), encoding="utf-8")

@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.quick and (out / "frontier.json").exists():
         rows = json.loads((out / "frontier.json").read_text(encoding="utf-8"))["rows"]
     done = {(row["network"], row["steps"], row["setting"]) for row in rows}
-    described = manifest("python -m benchmarks.frontier", sys.argv[1:] if arguments is None else arguments)
+    described = manifest("benchmarks.frontier", sys.argv[1:] if arguments is None else arguments)
     jax.config.update("jax_disable_most_optimizations", True)  # a program runs a few times: compiling takes the time
     with Progress() as progress:
         bar = progress.add_task("", total=None)
