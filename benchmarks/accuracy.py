@@ -25,7 +25,7 @@ from lp_jax._solver import Solver
 from lp_jax.cli._experiment import experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._run import Plan, train_one
-from lp_jax.cli._solver import default_solvers, has_tolerance, with_effort
+from lp_jax.cli._solver import default_solvers, with_effort
 from lp_jax.planning import training_step
 from lp_jax.train import evaluate, read_rows, unflat
 
@@ -117,7 +117,7 @@ def evaluations(log: Path, forward: Solver, adjoint: Solver, layers: int) -> flo
     probes = [row for row in read_rows(log) if row["kind"] == "probe"]
 
     def taken(solver: Solver, solve: str) -> Solver:
-        if not has_tolerance(solver):
+        if not solver.has_tolerance:
             return solver
         counts = [np.isfinite(np.array(unflat(f"{solve}_residual", row), float)).sum() for row in probes]
         return with_effort(solver, round(np.mean(counts)))

@@ -32,7 +32,7 @@ from lp_jax._pytree import register
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 from lp_jax.cli._experiment import Experiment, experiment
-from lp_jax.cli._solver import has_tolerance, short, with_effort
+from lp_jax.cli._solver import short, with_effort
 from lp_jax.train import gradient_error, init_state, make_train_step, residuals
 from lp_jax.viz import _style as style
 
@@ -136,7 +136,7 @@ class Setting(NamedTuple):
 
     def describe(self) -> str:
         """In a few words."""
-        if has_tolerance(self.forward):
+        if self.forward.has_tolerance:
             return f"{self.kind}, {self.forward.rtol:g}/{self.adjoint.rtol:g}"
         cycles = f"{self.forward.iterations}/{self.adjoint.iterations}"
         if isinstance(self.forward, lp_jax.MGRIT):
@@ -259,7 +259,7 @@ def _trained(network: Network, learning_rate: float, made: Experiment) -> Iterat
 
 def _taken(setting: Setting, made: Experiment, params: PyTree, batch: Any) -> Setting:
     """With the iterations that its tolerances took."""
-    if not has_tolerance(setting.forward):
+    if not setting.forward.has_tolerance:
         return setting
     solves = residuals(made.model, params, batch, setting.forward, setting.adjoint)
     taken = (with_effort(s, int(stats.iterations)) for s, stats in zip(setting[1:], solves[:2], strict=True))

@@ -97,9 +97,14 @@ class Solver(abc.ABC):
 
         return {"step": solve_interval, "xs": slices}
 
+    @property
+    def has_tolerance(self) -> bool:
+        """Whether iterations end when a tolerance is met."""
+        return self.rtol is not None or self.atol is not None
+
     def require_fixed_effort(self) -> None:
         """Refuse tolerances where the solver must be a function of the state."""
-        if self.rtol is not None or self.atol is not None:
+        if self.has_tolerance:
             raise ValueError(
                 f"coarse_step={type(self).__name__}(...) got a tolerance, rtol={self.rtol}, atol={self.atol}; a coarse "
                 "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."

@@ -11,6 +11,7 @@ import pytest
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error, serial_loss_and_gradient
 
 import lp_jax
+from lp_jax import _tree
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -389,3 +390,13 @@ def test_enough_sweeps_in_windows_are_exact():
         )((params, y0))
         assert abs(got - value) < 1e-12 * value
         assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_prefix_sums_of_either_backend(backend, reverse, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x, start = np.random.default_rng(0).normal(size=(9, 3)), np.arange(3.0)
+    order = slice(None, None, -1 if reverse else 1)
+    wanted = start + np.cumsum(x[order], axis=0)[order]
+    np.testing.assert_allclose(_tree.cumsum(jnp.asarray(x), jnp.asarray(start), reverse=reverse), wanted, rtol=1e-13)

@@ -12,7 +12,7 @@ from lp_jax._solver import Solver
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import has_tolerance, with_effort
+from lp_jax.cli._solver import with_effort
 from lp_jax.train import (
     Bar,
     Batch,
@@ -74,7 +74,7 @@ def name_of(solver: Solver) -> str:
 
 def _longer(solver: Solver) -> Solver:
     """With iterations enough to see whether, and how fast, they converge; as it is where that is what ends them."""
-    return solver if has_tolerance(solver) else with_effort(solver, max(solver.iterations + 2, 4))
+    return solver if solver.has_tolerance else with_effort(solver, max(solver.iterations + 2, 4))
 
 
 def train_one(

@@ -301,11 +301,6 @@ def short(solver: Any) -> str:
     return f"{type(solver).__name__}({', '.join(shown)})"
 
 
-def has_tolerance(solver: Solver) -> bool:
-    """Whether iterations end when a tolerance is met."""
-    return any(getattr(solver, name, None) is not None for name in ("rtol", "atol"))
-
-
 def with_effort(solver: Solver, iterations: int, coarse_step: Any = None) -> Solver:
     """The solver with so many iterations and no tolerance; with another coarse step, too, where it has one."""
     if isinstance(solver, Picard):

@@ -1,4 +1,4 @@
-r"""Time and memory of a training step, from what it does and what a machine takes for it.
+r"""Time of a training step, from what it does and what a machine takes for it.
 
 .. math::
     T = T_{fixed} + \sum_{batches} n\, t_{kind}(layers) + n_{states} (\lambda + |u| / \beta)
@@ -41,7 +41,7 @@ def time(solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, 
     """Of a training step: value and gradient.
 
     Args:
-        solver: of the forward solve.
+        solver: of the forward solve; with a tolerance, as if it took all of its iterations.
         adjoint_solver: of the adjoint solve.
         layers: number of layers.
         machine: what they take.

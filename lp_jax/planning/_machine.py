@@ -30,7 +30,6 @@ class Machine:
         bandwidth: bytes per second of a message.
         state_bytes: of the state.
         layer_bytes: of a layer's parameters.
-        kept_bytes: what the transpose of a layer needs beside its parameters.
         name: of the machine and the network.
 
     Raises:
@@ -59,7 +58,6 @@ class Machine:
     bandwidth: float = math.inf
     state_bytes: int = 0
     layer_bytes: int = 0
-    kept_bytes: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -75,7 +73,7 @@ class Machine:
         _numbers("bandwidth", (self.bandwidth,))
         if self.serial is not None:
             _numbers("serial", self.serial)
-        for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes"):
+        for name in ("fixed", "latency", "state_bytes", "layer_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")

@@ -188,7 +188,7 @@ def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]
 def _single_level(solver: Solver, layers: int, t0: float, t1: float) -> Figure:
     if isinstance(solver, Picard):
         count = _count(solver.sweeps, "Picard sweep")
-        if solver.rtol is not None or solver.atol is not None:
+        if solver.has_tolerance:
             count = f"{count} at most"
         title = f"{layers} layers at once, {count}: no coarse level"
         note = "each sweep evaluates every layer at once and adds the increments up"
