@@ -1,7 +1,7 @@
 """Accuracy of training layer-parallel: every problem with its recommended solver, with injection, and exactly.
 
-Each run is one of ``lp-jax train`` without pictures. Several seeds give the mean and the spread; a run that is there
-already is not repeated, so a table can grow over several calls. At the end the trained network is
+Each run is one of ``lp-jax train`` without pictures. Several seeds give the mean and the spread; a run that the table
+has already is not repeated, so it grows over several calls, and takes hours from nothing. At the end the trained network is
 evaluated layer-parallel too: training and inference are to use the same arithmetic.
 """
 
@@ -75,8 +75,14 @@ CASES = [
 ]
 
 
-def run(case: Case, seed: int, folder: Path, data: Path, only: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    """Train with each solver, or with those with one of ``only`` in their names; one line of the result for each."""
+Key = tuple[str, int, str]
+"""A case, a seed and a solver."""
+
+
+def run(
+    case: Case, seed: int, folder: Path, data: Path, only: Sequence[str] | None, known: Mapping[Key, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Train with each solver, or with those with one of ``only`` in their names; a row for each that is not ``known``."""
     path = data / (case.data or "")
     settings, learned = prepared(case.problem, case.model, path, seed=seed, **case.options)
     best = default_solvers(case.model)
@@ -87,7 +93,7 @@ def run(case: Case, seed: int, folder: Path, data: Path, only: Sequence[str] | N
         **{name: (solver, solver) for name, solver in case.solvers.items()},
     }
     for name, (forward, adjoint) in pairs.items():
-        if only and not any(text in name for text in only):
+        if (only and not any(text in name for text in only)) or (case.title, seed, name) in known:
             continue
         place = folder / case.title.replace(", ", "_") / f"{seed}_{re.sub('[^A-Za-z0-9]+', '-', name)}"
         done = place / "result.json"
@@ -165,22 +171,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/accuracy"), help="where runs are (default: runs/accuracy)"
     )
-    parser.add_argument("--out", type=Path, help="where the table goes (default: benchmarks/results/DEVICE)")
+    parser.add_argument("--out", type=Path, help="where the table is and goes (default: benchmarks/results/DEVICE)")
     options = parser.parse_args(arguments)
     out = options.out or Path(__file__).parent / "results" / device_slug()
     out.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
+    kept = out / "accuracy.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
+    results: dict[Key, dict[str, Any]] = {(row["case"], row["seed"], row["solver"]): row for row in rows}
+    described = manifest("benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
+    titles = [case.title for case in CASES]
     for case in CASES:
         if options.cases and not any(text in case.title for text in options.cases):
             continue
         for seed in range(options.seeds):
-            for result in run(case, seed, options.runs, options.data, options.solvers):
-                results.append(result)
-            described = manifest("benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
-            document = {"suite": "accuracy", "manifest": described, "rows": results}
-            (out / "accuracy.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            (out / "accuracy.md").write_text("# Accuracy of training\n\n" + table(results), encoding="utf-8")
-    print(table(results))
+            for row in run(case, seed, options.runs, options.data, options.solvers, results):
+                results[case.title, seed, row["solver"]] = row
+                rows = sorted(results.values(), key=lambda row: titles.index(row["case"]))
+                document = {"suite": "accuracy", "manifest": described, "rows": rows}
+                kept.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                (out / "accuracy.md").write_text("# Accuracy of training\n\n" + table(rows), encoding="utf-8")
+    print(table(list(results.values())))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from lp_jax._pytree import register
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 from lp_jax.cli._experiment import Experiment, experiment
-from lp_jax.cli._solver import short, with_effort
+from lp_jax.cli._solver import with_effort
+from lp_jax.planning import code
 from lp_jax.train import gradient_error, init_state, make_train_step, residuals
 from lp_jax.viz import _style as style
 
@@ -233,8 +234,8 @@ def measure(
                 "layers": options.layers,
                 "kind": setting.kind,
                 "setting": setting.describe(),
-                "forward": short(setting.forward),
-                "adjoint": short(setting.adjoint),
+                "forward": code(setting.forward),
+                "adjoint": code(setting.adjoint),
                 "depth": cost.depth / serial.depth,
                 "work": cost.work / serial.work,
                 "error": float(error.groups["trunk"]),

@@ -36,5 +36,7 @@ from lp_jax._transfer import coarse_rhs as coarse_rhs
 from lp_jax._transfer import correct as correct
 from lp_jax._transfer import restrict as restrict
 from lp_jax._types import Layer as Layer
+from lp_jax.planning import calibrate as calibrate
+from lp_jax.planning import plan as plan
 
 __version__ = version("lp_jax")

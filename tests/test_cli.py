@@ -180,7 +180,7 @@ def test_an_option_chooses_the_kind_of_solver_that_it_belongs_to():
 def test_short_form_of_a_solver_is_code(text):
     name = {"4": "levels", "1e-3": "rtol", "F,FCF": "relaxation", "vmap": "interval_map"}[text]
     solver, _ = _solver.build({name: text})
-    assert eval(_solver.short(solver), vars(lp_jax)) == solver
+    assert eval(lp_jax.planning.code(solver), vars(lp_jax)) == solver
 
 
 WRONG = {

@@ -20,7 +20,7 @@ _SUITES = {
     "frontier": "Error of the gradient against depth and work.",
     "accuracy": "What training reaches, over seeds.",
 }
-_WHAT, _HOW, _WHERE, _OUT = "Model", "Training", "Devices", "Output"
+_WHAT, _HOW, _WHERE, _OUT, _PLAN = "Model", "Training", "Devices", "Output", "Plan"
 
 
 @click.group(
@@ -29,6 +29,7 @@ _WHAT, _HOW, _WHERE, _OUT = "Model", "Training", "Devices", "Output"
     examples=[
         ("lp-jax train digits", "train on scikit-learn's digits, nothing to download"),
         ("lp-jax train digits --help", "all that can be chosen"),
+        ("lp-jax plan digits", "which solver, and what it would give"),
         ("lp-jax info", "versions, devices, MPI"),
     ],
 )
@@ -104,8 +105,8 @@ _POSITIVE = {"type": click.IntRange(min=1), "metavar": "N"}
 _RATE = {"type": click.FloatRange(min=0.0, min_open=True), "metavar": "X"}
 
 
-def _training_options(name: str) -> Any:
-    """The options of a problem."""
+def _network_options(name: str) -> list[Any]:
+    """What is trained, and on what."""
     problem = PROBLEMS[name]
 
     def default(field: str) -> str:
@@ -126,7 +127,7 @@ def _training_options(name: str) -> Any:
     )
     if name == "timeseries":
         files.append(_option("--name", "Data", metavar="TEXT", help="of the data set in the folder"))
-    options = [
+    return [
         *files,
         _option(
             "--model",
@@ -172,6 +173,14 @@ def _training_options(name: str) -> Any:
             default=0,
             help="of split, initial parameters and order of batches",
         ),
+    ]
+
+
+def _training_options(name: str) -> Any:
+    """The options of a problem."""
+    problem = PROBLEMS[name]
+    return _all(
+        *_network_options(name),
         solver_options(problem.model),
         _option("--devices", _WHERE, **_POSITIVE, help="spread the layers over N devices  [default: 1]"),
         _option("--mesh", _WHERE, metavar="TEXT", help="spread layers and examples: layers=2,data=2"),
@@ -202,7 +211,11 @@ def _training_options(name: str) -> Any:
         _option("--no-compare", _OUT, is_flag=True, help="leave out the serial baseline"),
         _option("--no-pictures", _OUT, is_flag=True, help="draw nothing"),
         _option("--debug", _OUT, is_flag=True, help="show where an error comes from"),
-    ]
+    )
+
+
+def _all(*options: Any) -> Any:
+    """Options as one decorator."""
 
     def add(command: Any) -> Any:
         for option in reversed(options):
@@ -220,15 +233,83 @@ def _problem(name: str) -> None:
     @_training_options(name)
     @click.pass_context
     def command(ctx: click.Context, /, **options: Any) -> None:
-        if problem.files is not None and options["data"] is None and not options["resume"]:
-            raise click.UsageError(f"Missing option '--data': the {problem.files}.", ctx)
-        if name == "timeseries" and options["name"] is None and not options["resume"]:
-            raise click.UsageError("Missing option '--name': of the data set in the folder, like BasicMotions.", ctx)
+        if not options["resume"]:
+            _require_data(ctx, name, options)
         _train(ctx, name, options)
+
+
+def _require_data(ctx: click.Context, problem: str, options: dict[str, Any]) -> None:
+    files = PROBLEMS[problem].files
+    if files is not None and options["data"] is None:
+        raise click.UsageError(f"Missing option '--data': the {files}.", ctx)
+    if problem == "timeseries" and options["name"] is None:
+        raise click.UsageError("Missing option '--name': of the data set in the folder, like BasicMotions.", ctx)
 
 
 for _name in PROBLEMS:
     _problem(_name)
+
+
+@app.group(
+    cls=Group,
+    examples=[
+        ("lp-jax plan digits", "which solver for this network on this machine"),
+        (
+            "lp-jax plan digits --workers 8 --error 1e-3",
+            "its layers spread over eight such machines, a closer gradient",
+        ),
+        ("lp-jax plan digits --save machine.json", "keep what was measured"),
+        ("lp-jax plan machine machine.json --layers 1024", "times alone, of what was measured elsewhere"),
+    ],
+)
+def plan() -> None:
+    """Tell before training what layer-parallelism gives, and with which solver."""
+
+
+_PLANNING = (
+    _option("--workers", _PLAN, **_POSITIVE, default=1, help="devices that the layers are spread over"),
+    _option("--error", _PLAN, **_RATE, default=1e-2, help="largest relative error of the gradient"),
+    _option("--out", _PLAN, type=click.Path(path_type=Path), help="folder for plan.png"),
+)
+
+
+def _planned(name: str) -> None:
+    """A command that plans for a problem of the catalog."""
+    about = PROBLEMS[name].about
+
+    @plan.command(name, cls=Command, help=f"{about} Planned, not trained.")
+    @_all(
+        *_network_options(name),
+        *_PLANNING,
+        _option(
+            "--machine",
+            _PLAN,
+            type=click.Path(path_type=Path),
+            help="file with what layers take, in place of measuring it",
+        ),
+        _option("--save", _PLAN, type=click.Path(path_type=Path), help="file for what was measured"),
+        _option("--seconds", _PLAN, **_RATE, default=10.0, help="time for compiling gradients to look at"),
+    )
+    @click.pass_context
+    def command(ctx: click.Context, /, **options: Any) -> None:
+        _require_data(ctx, name, options)
+        from lp_jax.cli._plan import plan_problem
+
+        plan_problem(name, options)
+
+
+for _name in PROBLEMS:
+    _planned(_name)
+
+
+@plan.command("machine", cls=Command)
+@click.argument("file", type=click.Path(path_type=Path))
+@_all(_option("--layers", _PLAN, **_POSITIVE, required=True, help="number of layers"), *_PLANNING)
+def plan_machine(file: Path, layers: int, workers: int, error: float, out: Path | None) -> None:
+    """Times on the machine of a FILE (lp-jax plan ... --save FILE); of no network, so without errors of gradients."""
+    from lp_jax.cli._plan import plan_file
+
+    plan_file(file, layers, workers, error, out)
 
 
 def _train(ctx: click.Context, problem: str, options: dict[str, Any]) -> None:

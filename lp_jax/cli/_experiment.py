@@ -1,6 +1,7 @@
 """What is trained: data, model, loss."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +10,10 @@ from flax import nnx
 from lp_jax import MGRIT, nn
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
+from lp_jax.cli._catalog import resolved
 from lp_jax.cli._models import model as make_model
 from lp_jax.cli._settings import Settings
-from lp_jax.cli._tasks import Task
+from lp_jax.cli._tasks import Task, task
 from lp_jax.cli._workers import OneDevice
 from lp_jax.train import LossFn, classification
 
@@ -80,4 +82,38 @@ def experiment(
         params=place.everywhere(params),
         batches=batches,
         place=place,
+    )
+
+
+def settings_and_task(problem: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
+    """What the options ask for, with the data that they name.
+
+    Args:
+        problem: one of the catalog.
+        options: of the command line, by name.
+    """
+    chosen = resolved(problem, options)
+    learned = task(
+        problem,
+        Path(chosen.get("data") or ""),
+        name=chosen.get("name") or "",
+        batch_size=chosen["batch_size"],
+        seed=chosen["seed"],
+    )
+    return settings_of(problem, chosen, learned), learned
+
+
+def settings_of(problem: str, options: Mapping[str, Any], learned: Task) -> Settings:
+    """What ``resolved`` options ask for. The steps of a sequence are its layers, each of time 1, if not said otherwise."""
+    names = ("model", "width", "stride", "heads", "buffers", "dropout", "units")
+    training = ("epochs", "batch_size", "learning_rate", "seed")
+    layers = options["layers"] or learned.length
+    path = options.get("data")
+    return Settings(
+        problem=problem,
+        data=None if path is None else str(path),
+        name=options.get("name"),
+        layers=layers,
+        t1=options["t1"] or float(layers),
+        **{name: options[name] for name in (*names, *training)},
     )

@@ -12,12 +12,13 @@ from lp_jax import MGRIT, Clip, Damping, Newton, Picard, Rediscretize, Serial, S
 from lp_jax._solver import Solver
 from lp_jax._spatial import Restriction
 from lp_jax.cli._grouped import Option
+from lp_jax.planning import RECOMMENDED
 
 # What `lp-jax train` uses if nothing else is said; the help texts show these.
 #
 # Sweeps until the residual has fallen so far: on dense ResNets of 64 layers with T = 2, 4, 5, 16, at their start and
 # trained, the gradient's error was 3e-5 to 3e-3, after 5 to 14 sweeps. Two cycles with injection were wrong by 60 % and more.
-SWEEPS = Picard(sweeps=32, rtol=1e-3), Picard(sweeps=32, rtol=1e-2)
+SWEEPS = RECOMMENDED
 
 # Recurrent units move farther in a step than sweeps over all of them bear. Width 64 trained on BasicMotions for 240 steps:
 # this 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1; `Newton(iterations=6)` 7e-3 at 0.6 times the depth and six times
@@ -30,13 +31,12 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "picard": ("sweeps", "windows", "rtol", "atol", "storage"),
     "newton": ("jacobian", "damping", "iterations", "rtol", "atol", "storage"),
     "serial": (),
+    "auto": (),
 }
 """What ``--solver`` may be, and which options each takes."""
 
 FIELDS = (*_OF_MGRIT, "sweeps", "windows", "jacobian", "damping")
 GROUPS = {"": "Solver", "adjoint_": "Solver of the adjoint system (what is not set follows the forward solver)"}
-
-_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
 
 
 class Syntax(NamedTuple):
@@ -179,12 +179,13 @@ def _solver_options(command: Callable, default: Solver) -> Callable:
 
 
 def _kind_option(prefix: str, default: Solver) -> Callable[[Callable], Callable]:
-    text = "the same kind as the forward solver's" if prefix else "how the layers are solved for"
-    if not prefix:
-        text += f"; an option of one kind chooses it  [default: {_kind(default)}]"
-    return click.option(
-        _flag(prefix + "solver"), type=click.Choice(list(KINDS)), cls=Option, group=GROUPS[prefix], help=text
-    )
+    kinds = list(KINDS)
+    text = "how the layers are solved for; auto: what lp-jax plan recommends; an option of one kind chooses it"
+    text += f"  [default: {_kind(default)}]"
+    if prefix:
+        kinds.remove("auto")
+        text = "the same kind as the forward solver's"
+    return click.option(_flag(prefix + "solver"), type=click.Choice(kinds), cls=Option, group=GROUPS[prefix], help=text)
 
 
 def _option(prefix: str, name: str) -> Callable[[Callable], Callable]:
@@ -226,6 +227,9 @@ def build(options: Mapping[str, Any], defaults: tuple[Solver, Solver] = SWEEPS) 
         options: what the options of `solver_options` were given, by name; None where they were not.
         defaults: what they are where nothing is given.
 
+    Returns:
+        Both; with ``--solver auto`` the defaults, as long as nobody plans.
+
     Raises:
         click.UsageError: for a value that is none, and for an option of another solver.
     """
@@ -233,6 +237,11 @@ def build(options: Mapping[str, Any], defaults: tuple[Solver, Solver] = SWEEPS) 
         raise click.UsageError(f"--serial and --solver {options['solver']} contradict each other; leave out one.")
     given = {prefix: _given(options, prefix) for prefix in GROUPS}
     kind = "serial" if options.get("serial") else options.get("solver") or _implied(given[""], _kind(defaults[0]))
+    if kind == "auto":
+        _refuse_foreign("", kind, given[""])
+        if options.get("adjoint_solver") or given["adjoint_"]:
+            raise click.UsageError("--solver auto chooses the adjoint solver, too; leave out --adjoint-... options.")
+        return defaults
     adjoint_kind = options.get("adjoint_solver") or kind
     _refuse_foreign("", kind, given[""])
     _refuse_foreign("adjoint_", adjoint_kind, given["adjoint_"])
@@ -282,23 +291,13 @@ def _make(prefix: str, kind: str, values: Mapping[str, Any], *, adjoint: bool = 
         raise click.UsageError(text) from None
 
 
-def _start(kind: str, values: Mapping[str, Any], adjoint: bool) -> Serial | Picard | Newton | MGRIT:
+def _start(kind: str, values: Mapping[str, Any], adjoint: bool) -> Any:
     """What the values are set in. A number of sweeps is one that is made, unless a tolerance is given, too."""
     if kind == "picard":
         return Picard() if values.keys() & {"sweeps", "windows"} else SWEEPS[adjoint]
     if kind == "newton":
         return Newton(batch_axes=_BATCH_AXES)
     return CYCLES if kind == "mgrit" else Serial()
-
-
-def short(solver: Any) -> str:
-    """The solver as code, without the fields that are as they are by themselves, main ones apart."""
-    shown = [
-        f"{field.name}={short(value) if isinstance(value, Solver) else repr(value)}"
-        for field in dataclasses.fields(solver)
-        if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
-    ]
-    return f"{type(solver).__name__}({', '.join(shown)})"
 
 
 def with_effort(solver: Solver, iterations: int, coarse_step: Any = None) -> Solver:

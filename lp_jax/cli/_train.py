@@ -1,6 +1,7 @@
 """``lp-jax train``: from options to results."""
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,18 +11,21 @@ import click
 import numpy as np
 from rich.console import Console
 
-from lp_jax import Serial, viz
+from lp_jax import Serial, planning, viz
 from lp_jax._solver import Solver
 from lp_jax.cli._catalog import resolved
-from lp_jax.cli._experiment import Experiment, experiment
+from lp_jax.cli._experiment import Experiment, experiment, settings_and_task, settings_of
 from lp_jax.cli._folder import prepare, write_config, write_json
 from lp_jax.cli._launch import Launch, launch
+from lp_jax.cli._plan import planned
 from lp_jax.cli._report import gradient_errors, pictures, save, summary, table
 from lp_jax.cli._run import Plan, Run, train_one
 from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import FIELDS, build, default_solvers, short
-from lp_jax.cli._tasks import Task, task
+from lp_jax.cli._sizes import mesh_sizes, set_cpu_devices
+from lp_jax.cli._solver import FIELDS, build, default_solvers
+from lp_jax.cli._tasks import Task
 from lp_jax.cli._workers import workers
+from lp_jax.planning import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
 from lp_jax.train._checkpoint import first_difference
 
@@ -54,18 +58,13 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
         options = _as_before(options, explicit, before["options"])
     chosen = resolved(problem, options)
     solver, adjoint_solver = build(options, default_solvers(chosen["model"]))
-    learned = task(
-        problem,
-        Path(chosen.get("data") or ""),
-        name=chosen.get("name") or "",
-        batch_size=chosen["batch_size"],
-        seed=chosen["seed"],
-    )
-    settings = _settings(problem, chosen, learned)
+    settings, learned = settings_and_task(problem, options)
     if before is not None:
-        was = _settings(problem, resolved(problem, {**options, **before["options"]}), learned).fingerprint()
+        was = settings_of(problem, resolved(problem, {**options, **before["options"]}), learned).fingerprint()
         if difference := first_difference(was, settings.fingerprint()):
             raise click.ClickException(f"the run in {folder} is of another model: {difference}; choose another --out.")
+    if options["solver"] == "auto":
+        solver, adjoint_solver = _recommended(settings, learned, mesh_sizes(options), console, processes)
     _same_everywhere(settings, (solver, adjoint_solver), processes)
     place = workers(chosen, settings.layers, processes, (solver, adjoint_solver))
     made = experiment(settings, learned, place, (solver, adjoint_solver))
@@ -79,8 +78,8 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
     for line in (
         settings.describe(made.place.size(made.params)),
         place.describe(),
-        f"forward: {short(solver)}",
-        f"adjoint: {short(adjoint_solver)}",
+        f"forward: {code(solver)}",
+        f"adjoint: {code(adjoint_solver)}",
     ):
         if line is not None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -99,6 +98,21 @@ def _train(problem: str, options: dict[str, Any], explicit: set[str], processes:
             click.echo(f"lp-jax: {interruption}; go on with: {again}", err=True)
         raise SystemExit(128 + interruption.signal) from None
     _report(settings, made, runs, (solver, adjoint_solver), options, console, processes)
+
+
+def _recommended(
+    settings: Settings, learned: Task, sizes: Mapping[str, int], console: Console, processes: Launch
+) -> tuple[Solver, Solver]:
+    """What ``lp-jax plan`` recommends."""
+    if processes.size > 1:
+        raise click.UsageError(
+            "--solver auto measures, and each process would find something else; ask lp-jax plan, and pass what it says."
+        )
+    if sizes:
+        set_cpu_devices(math.prod(sizes.values()))
+    found = planned(settings, learned, console, workers=min(sizes.get("layers", 1), settings.layers))
+    console.print(f"auto: {planning.reason(found)}", markup=False, highlight=False, soft_wrap=True)
+    return found.solver, found.adjoint_solver
 
 
 def _same_everywhere(settings: Settings, solvers: tuple[Solver, Solver], processes: Launch) -> None:
@@ -146,22 +160,6 @@ def _report(
         (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
         names.append("samples.txt")
     out.print(f"In {folder}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _settings(problem: str, options: Mapping[str, Any], learned: Task) -> Settings:
-    """The steps of a sequence are its layers, each of time 1, if not said otherwise."""
-    names = ("model", "width", "stride", "heads", "buffers", "dropout", "units")
-    training = ("epochs", "batch_size", "learning_rate", "seed")
-    layers = options["layers"] or learned.length
-    path = options.get("data")
-    return Settings(
-        problem=problem,
-        data=None if path is None else str(path),
-        name=options.get("name"),
-        layers=layers,
-        t1=options["t1"] or float(layers),
-        **{name: options[name] for name in (*names, *training)},
-    )
 
 
 def _as_before(options: Mapping[str, Any], explicit: set[str], stored: Mapping[str, Any]) -> dict[str, Any]:

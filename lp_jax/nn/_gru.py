@@ -183,7 +183,8 @@ class GRU(nnx.Module):
         Returns:
             The `Solution`; ``y1`` is a tuple of the units' last states.
         """
-        return solve(**self._arguments(x), **solvers_of(self, solver, adjoint_solver))
+        problem = self.problem(x)
+        return solve(**problem, **solvers_of(self, solver, adjoint_solver, problem))
 
     def solve_vjp(
         self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
@@ -195,10 +196,19 @@ class GRU(nnx.Module):
             solver: as for `solve`.
             adjoint_solver: as for `solve`.
         """
-        solution, pullback = solve_vjp(**self._arguments(x), **solvers_of(self, solver, adjoint_solver))
+        problem = self.problem(x)
+        solution, pullback = solve_vjp(**problem, **solvers_of(self, solver, adjoint_solver, problem))
         return solution, lambda cotangent: (None, pullback(cotangent)[1])
 
-    def _arguments(self, x: Any) -> dict[str, Any]:
+    def problem(self, x: Any) -> dict[str, Any]:
+        """What `solve` hands to `lp_jax.solve`, solvers aside: for `lp_jax.plan`, `lp_jax.calibrate` and solves of your own.
+
+        Args:
+            x: as for `solve`.
+
+        Returns:
+            Arguments by name; the gates of each unit's inputs are ``data``, the recurrent weights ``shared``.
+        """
         x, lengths = x if isinstance(x, tuple) else (x, None)
         self._check(x, lengths)
         comm, (batch, steps, _) = self.comm, x.shape

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lp_jax import _inputs
+from lp_jax import _inputs, planning
 from lp_jax._iterate import Stats
 from lp_jax._mgrit import MGRIT
+from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
@@ -32,7 +33,9 @@ class LayerParallel(nnx.Module):
         num_layers: number of layers N.
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
-        solver: `MGRIT`, `Picard`, `Newton` or `Serial`.
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`; or "auto": sweeps to a tolerance, or `Serial` with a warning where
+            these cannot be faster, by the shapes of a call and the devices at hand (`planning.auto`). To measure, and know
+            the gradient's error: ``lp_jax.plan(**trunk.problem(y))``.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
         weights: None for parameters of each layer's own; or a `Spline`, whose coefficients then are the parameters. Every
             worker makes of them the weights of its own layers. Not for layers with running statistics.
@@ -64,7 +67,7 @@ class LayerParallel(nnx.Module):
         *,
         t0: float = 0.0,
         t1: float | Sequence[float] | np.ndarray = 1.0,
-        solver: Solver = MGRIT(),
+        solver: Solver | str = MGRIT(),
         adjoint_solver: Solver | None = None,
         weights: Spline | None = None,
         comm: Any = None,
@@ -72,11 +75,11 @@ class LayerParallel(nnx.Module):
     ):
         self.t0 = float(t0)
         self.t1 = _hashable(np.asarray(t1, float).tolist())
-        self.solver = static_solver("solver", solver)
+        self.solver = solver if isinstance(solver, str) and solver == AUTO else static_solver("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
         _inputs.comm(comm)
         self.comm = nnx.static(comm)
-        solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
+        solvers = _of_layers(self)
         self.weights = nnx.static(weights)
         if weights is None:
             self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers, holds=(nnx.Param, nnx.BatchStat))
@@ -132,9 +135,8 @@ class LayerParallel(nnx.Module):
             >>> bool(jnp.abs(error).max() < 1e-3)
             True
         """
-        solution = solve(
-            **self._arguments(y, shared, data, key), **solvers_of(self, solver, adjoint_solver), guess=guess
-        )
+        problem = self.problem(y, shared=shared, data=data, key=key)
+        solution = solve(**problem, **solvers_of(self, solver, adjoint_solver, problem), guess=guess)
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
@@ -172,9 +174,8 @@ class LayerParallel(nnx.Module):
             >>> int(adjoint_stats.iterations)
             2
         """
-        solution, pullback = solve_vjp(
-            **self._arguments(y, shared, data, key), **solvers_of(self, solver, adjoint_solver)
-        )
+        problem = self.problem(y, shared=shared, data=data, key=key)
+        solution, pullback = solve_vjp(**problem, **solvers_of(self, solver, adjoint_solver, problem))
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)
@@ -182,7 +183,32 @@ class LayerParallel(nnx.Module):
 
         return solution, pull
 
-    def _arguments(self, y: State, shared: PyTree, data: PyTree, key: jax.Array | None) -> dict[str, Any]:
+    def problem(
+        self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None
+    ) -> dict[str, Any]:
+        """What `solve` hands to `lp_jax.solve`, solvers aside: for `lp_jax.plan`, `lp_jax.calibrate` and solves of your own.
+
+        Args:
+            y: as for `solve`, like all other arguments.
+            shared: as for `solve`.
+            data: as for `solve`.
+            key: as for `solve`.
+
+        Returns:
+            Arguments by name: ``step``, ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1``, ``comm``, ``has_aux``.
+
+        Raises:
+            ValueError: for both data and key.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> from flax import nnx
+            >>> from lp_jax import nn
+            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
+            >>> problem = trunk.problem(jnp.ones((4, 8), "float32"))
+            >>> bool((lp_jax.solve(**problem).y1 == trunk(problem["y0"])).all())
+            True
+        """
         if data is not None and key is not None:
             raise ValueError("data and key were both given, and layers take one of them as `key`. Leave one out.")
         step, params, stats = stacks(self)
@@ -205,8 +231,7 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
     if trunk.weights is not None:
         times = np.asarray(trunk.t1)
         layers = times if times.shape == (trunk.num_layers + 1,) else trunk.num_layers
-        solvers = (trunk.solver, trunk.adjoint_solver or trunk.solver)
-        params = expand(trunk.weights, params, layers, trunk.comm, solvers)
+        params = expand(trunk.weights, params, layers, trunk.comm, _of_layers(trunk))
     return step, params, stats
 
 
@@ -214,15 +239,29 @@ def _hashable(times: float | list[float]) -> float | tuple[float, ...]:
     return tuple(times) if isinstance(times, list) else times
 
 
-def static_solver(name: str, solver: Solver) -> Any:
+def static_solver(name: str, solver: Any) -> Any:
     """A solver as NNX metadata: its tolerances as Python floats, lest they count as state of the model."""
     _inputs.solver(name, solver)
     return nnx.static(jax.tree.map(float, solver))
 
 
-def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
-    """The solvers of a call: those given, or the trunk's own."""
+def solvers_of(
+    trunk: Any, solver: Solver | None, adjoint_solver: Solver | None, problem: dict[str, Any]
+) -> dict[str, Any]:
+    """The solvers of a call: those given, or the trunk's own, which may be left to the problem's shapes."""
     if solver is None:
         solver = trunk.solver
         adjoint_solver = trunk.adjoint_solver if adjoint_solver is None else adjoint_solver
+    if solver == AUTO:
+        solver, adjoint = planning.auto(**problem)
+        adjoint_solver = adjoint if adjoint_solver is None else adjoint_solver
     return {"solver": solver, "adjoint_solver": adjoint_solver}
+
+
+AUTO = "auto"
+
+
+def _of_layers(trunk: LayerParallel) -> tuple[Solver, Solver]:
+    """Forward and adjoint, as far as they decide which layers live where."""
+    solver: Any = Serial() if trunk.solver == AUTO else trunk.solver  # sweeps leave that open, too
+    return solver, trunk.adjoint_solver or solver

@@ -1,8 +1,8 @@
 """Times of a network's own layers on the machine at hand, in seconds."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 
 from lp_jax import _tree
 from lp_jax._picard import Picard
+from lp_jax._problem import prepare
 from lp_jax._serial import Serial
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._types import PyTree, State
@@ -28,7 +29,9 @@ def calibrate(
     shared: PyTree = None,
     data: PyTree = None,
     t0: float = 0.0,
-    t1: float = 1.0,
+    t1: Any = 1.0,
+    has_aux: bool = False,
+    fewer: Mapping[str, Any] | None = None,
     name: str = "",
 ) -> Machine:
     """Measure what the layers of a network take here, by how many are evaluated at once.
@@ -44,7 +47,10 @@ def calibrate(
         shared: as for `lp_jax.solve`.
         data: as for `lp_jax.solve`, leaves ``(N, ...)``.
         t0: time at which the first layer starts.
-        t1: time at which the last one ends.
+        t1: as for `lp_jax.solve`.
+        has_aux: as for `lp_jax.solve`.
+        fewer: those of ``y0``, ``shared`` and ``data`` that examples make smaller, with a quarter of these, say: how a
+            layer's time falls with them decides what data parallelism gives. None counts it as proportional.
         name: of the result.
 
     Returns:
@@ -58,23 +64,29 @@ def calibrate(
         >>> machine.state_bytes, machine.layer_bytes, machine.seconds("forward", 32) > 0
         (128, 256, True)
     """
-    arrays = jax.tree.map(jnp.asarray, (params, data, y0, shared))
-    params, data, y0, shared = arrays
-    count = _tree.leading((params, data))
+    whole = jax.tree.map(jnp.asarray, {"params": params, "data": data, "y0": y0, "shared": shared})
+    count = _tree.leading((whole["params"], whole["data"]))
+    times = np.asarray(t1, float)
+    times = times if times.ndim else np.linspace(t0, times, count + 1)
 
-    def problem(layers: int) -> dict[str, Any]:
-        first = jax.tree.map(lambda x: x[:layers], {"params": params, "data": data})
-        return first | {"y0": y0, "shared": shared}
+    def run(layers: int) -> _Run:
+        first = jax.tree.map(lambda x: x[:layers], {name: whole[name] for name in ("params", "data")})
+        return _Run(step, whole | first, {"t0": t0, "t1": times[: layers + 1], "has_aux": has_aux})
 
-    options = {"t0": t0}
-    forward, backward = _serial(step, problem(count), options | {"t1": t1})
     looped = jax.default_backend() == "cpu"
     sizes = [count] if looped else sorted({max(2, count // 64), max(2, count // 8), count})
-    sweeps = {size: _sweeps(step, problem(size), options | {"t1": t0 + (t1 - t0) * size / count}) for size in sizes}
+    forward, backward = _serial(run(count))
+    sweeps = {size: _sweeps(run(size)) for size in sizes}
     rows = {1: [forward, backward / 2, backward / 2], **sweeps}
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / count for seconds in sweeps[count]]}
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
+    examples, overhead = _examples(whole["y0"]), 0.0
+    if fewer is not None:
+        part = run(count)._replace(problem=whole | jax.tree.map(jnp.asarray, dict(fewer)))
+        share = _examples(part.problem["y0"]) / examples
+        ratio = sum(_serial(part)) / (forward + backward)
+        overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
     return Machine(
         layers=tuple(rows),
         forward=forwards,
@@ -83,8 +95,11 @@ def calibrate(
         gradient=gradients,
         serial=(forward, backward),
         looped=looped,
-        state_bytes=_tree.nbytes(y0),
-        layer_bytes=_tree.nbytes(params) // count,
+        state_bytes=_tree.nbytes(whole["y0"]),
+        layer_bytes=_tree.nbytes(whole["params"]) // count,
+        kept_bytes=_kept(run(count)),
+        examples=examples,
+        overhead=overhead,
         name=name,
     )
 
@@ -92,8 +107,32 @@ def calibrate(
 _LEAST = 1e-9  # seconds; what noise may leave of a difference
 
 
-def _serial(step: Any, problem: dict[str, Any], options: dict[str, Any]) -> tuple[float, float]:
+class _Run(NamedTuple):
+    """Arguments of `solve`: those that are arrays, and those that are not."""
+
+    step: Callable[..., Any]
+    problem: dict[str, Any]
+    options: dict[str, Any]
+
+
+def _examples(y0: State) -> int:
+    """The leading axis of all of the state's leaves; 1 where they have none in common."""
+    leading = {x.shape[0] if x.ndim > 1 else 1 for x in jax.tree.leaves(y0)}
+    return leading.pop() if len(leading) == 1 else 1
+
+
+def _kept(run: _Run) -> int:
+    """Bytes of what the linearisation of a layer holds beside its state."""
+    problem, operands = prepare(run.step, **run.problem, **run.options, comm=None, solvers=(Serial(),))
+    first = jax.tree.map(lambda x: x[0], operands.slices)
+    common = operands.common
+    kept = jax.eval_shape(problem.linearised.evaluate, common.y0, first, (common.shared, common.closed_over))[2]
+    return sum(x.size * x.dtype.itemsize for x in kept)
+
+
+def _serial(run: _Run) -> tuple[float, float]:
     """Seconds of a layer in serial propagation: forward, and what the gradient adds."""
+    step, problem, options = run
     count = _tree.leading((problem["params"], problem["data"]))
 
     @jax.jit
@@ -109,11 +148,12 @@ def _serial(step: Any, problem: dict[str, Any], options: dict[str, Any]) -> tupl
     return alone / count, max(whole - alone, _LEAST) / count
 
 
-def _sweeps(step: Any, problem: dict[str, Any], options: dict[str, Any]) -> list[float]:
+def _sweeps(run: _Run) -> list[float]:
     """Seconds of a sweep over all layers at once: forward, adjoint, and of the gradient."""
+    step, problem, options = run
 
     @jax.jit
-    def run(problem: dict[str, Any], rtol: jax.Array, adjoint_rtol: jax.Array) -> Any:
+    def swept(problem: dict[str, Any], rtol: jax.Array, adjoint_rtol: jax.Array) -> Any:
         solvers = {
             "solver": Picard(sweeps=_SWEEPS, rtol=rtol),
             "adjoint_solver": Picard(sweeps=_SWEEPS, rtol=adjoint_rtol),
@@ -124,8 +164,8 @@ def _sweeps(step: Any, problem: dict[str, Any], options: dict[str, Any]) -> list
 
     once, often = jnp.float32(1e30), jnp.float32(0)
     calls = [(problem, once, once), (problem, often, once), (problem, once, often)]
-    counts = np.array([[int(n) for n in run(*call)[1:]] for call in calls])
-    seconds = np.array(_seconds(run, calls))
+    counts = np.array([[int(n) for n in swept(*call)[1:]] for call in calls])
+    seconds = np.array(_seconds(swept, calls))
     forward = (seconds[1] - seconds[0]) / max(1, counts[1, 0] - counts[0, 0])
     adjoint = (seconds[2] - seconds[0]) / max(1, counts[2, 1] - counts[0, 1])
     gradient = seconds[0] - counts[0] @ (forward, adjoint) - forward  # a last evaluation is kept for the adjoint

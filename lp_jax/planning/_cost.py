@@ -3,11 +3,13 @@ r"""Time of a training step, from what it does and what a machine takes for it.
 .. math::
     T = T_{fixed} + \sum_{batches} n\, t_{kind}(layers) + n_{states} (\lambda + |u| / \beta)
         + n_{reductions} \lceil \log_2 P \rceil (\lambda + |u| / \beta)
+        + 2 \lceil \log_2 D \rceil \lambda + 2 \frac{D - 1}{D} \frac{|w|}{\beta}
 
-with the batches, messages and reductions of `Schedule`, and the times t, the latency :math:`\lambda` and the bandwidth
-:math:`\beta` of `Machine`.
+with the batches, messages and reductions of `Schedule`, the times t, the latency :math:`\lambda` and the bandwidth
+:math:`\beta` of `Machine`, P workers for the layers, and D for the examples, over which the gradients w are summed.
 """
 
+import math
 from typing import NamedTuple
 
 from lp_jax._serial import Serial
@@ -23,12 +25,14 @@ class Time(NamedTuple):
         evaluations: of layers, and their transposes.
         messages: of states between neighbours, waited for.
         reductions: over all workers.
+        gradients: their sum over workers that have other examples.
         fixed: whatever does not depend on the solver.
     """
 
     evaluations: float
     messages: float
     reductions: float
+    gradients: float
     fixed: float
 
     @property
@@ -37,7 +41,9 @@ class Time(NamedTuple):
         return sum(self)
 
 
-def time(solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, *, workers: int = 1) -> Time:
+def time(
+    solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1
+) -> Time:
     """Of a training step: value and gradient.
 
     Args:
@@ -46,9 +52,11 @@ def time(solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, 
         layers: number of layers.
         machine: what they take.
         workers: number of workers that the layers are spread over.
+        data_workers: number of such rows of workers, each with its part of the examples.
 
     Raises:
         NotImplementedError: for Newton's method.
+        ValueError: for more data workers than examples.
 
     Example:
         >>> import lp_jax
@@ -60,6 +68,10 @@ def time(solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, 
         >>> round(serial / picard)
         219
     """
+    if data_workers > machine.examples:
+        raise ValueError(f"data_workers={data_workers} is more than the {machine.examples} examples.")
+    mine = machine.layer_bytes * math.ceil(layers / workers)
+    machine = machine.share(data_workers)
     message = machine.message(machine.state_bytes)
     schedule = training_step(solver, adjoint_solver, layers, workers=workers, looped=machine.looped)
     if isinstance(solver.resolve(layers), Serial) and isinstance(adjoint_solver.resolve(layers), Serial):
@@ -67,4 +79,40 @@ def time(solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, 
     else:
         evaluations = sum(n * machine.seconds(batch.kind, batch.layers) for batch, n in schedule.batches.items())
     hops = (workers - 1).bit_length()
-    return Time(evaluations, schedule.states * message, schedule.reductions * hops * message, machine.fixed)
+    return Time(
+        evaluations=evaluations,
+        messages=schedule.states * message,
+        reductions=schedule.reductions * hops * message,
+        gradients=all_reduce(mine, data_workers, machine),
+        fixed=machine.fixed,
+    )
+
+
+def all_reduce(size: float, workers: int, machine: Machine) -> float:
+    """Seconds of a sum of so many bytes over workers: up and down a tree, or round a ring, whichever term counts.
+
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    """
+    if workers == 1:
+        return 0.0
+    return 2 * (workers - 1).bit_length() * machine.latency + 2 * (workers - 1) / workers * size / machine.bandwidth
+
+
+def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> float:
+    r"""Seconds of a training step of serial propagation, microbatches following each other from worker to worker.
+
+    With M microbatches and P workers: :math:`(M + P - 1)` turns of :math:`\lceil N / P \rceil` layers, forward and backward, a
+    message after each. Its gradient is exact; :math:`(P - 1) / (M + P - 1)` of the time is its bubble.
+
+    Args:
+        layers: number of layers.
+        machine: what they take.
+        workers: number of workers that the layers are spread over.
+        microbatches: number of parts that the examples are cut into.
+
+    Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
+    """
+    part = machine.share(microbatches)
+    turn = math.ceil(layers / workers) * sum(part.per_layer)
+    sent = 2 * part.message(part.state_bytes) if workers > 1 else 0.0
+    return (microbatches + workers - 1) * (turn + sent) + machine.fixed

@@ -30,6 +30,9 @@ class Machine:
         bandwidth: bytes per second of a message.
         state_bytes: of the state.
         layer_bytes: of a layer's parameters.
+        kept_bytes: of what a layer's linearisation holds beside the state.
+        examples: number of them in the state; data parallelism divides it.
+        overhead: part of a layer's time that does not shrink with the examples, from 0 to 1.
         name: of the machine and the network.
 
     Raises:
@@ -58,6 +61,9 @@ class Machine:
     bandwidth: float = math.inf
     state_bytes: int = 0
     layer_bytes: int = 0
+    kept_bytes: int = 0
+    examples: int = 1
+    overhead: float = 0.0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -73,7 +79,7 @@ class Machine:
         _numbers("bandwidth", (self.bandwidth,))
         if self.serial is not None:
             _numbers("serial", self.serial)
-        for name in ("fixed", "latency", "state_bytes", "layer_bytes"):
+        for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes", "examples", "overhead"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
@@ -96,7 +102,26 @@ class Machine:
             return self.serial
         return self.forward[0], self.adjoint[0] + self.gradient[0]
 
-    def message(self, size: int) -> float:
+    def share(self, parts: int) -> "Machine":
+        """The machine with one of so many equal parts of the examples.
+
+        n layers at once then take what n / parts took; where that is less than one layer, ``overhead`` says how much less.
+        """
+        if parts == 1:
+            return self
+        factor = self.overhead + (1 - self.overhead) / parts
+        scaled: dict[str, Any] = {"examples": math.ceil(self.examples / parts), "overhead": self.overhead / factor}
+        if self.looped:
+            scaled |= {kind: tuple(x * factor for x in getattr(self, kind)) for kind in KINDS}
+        else:
+            scaled |= {"layers": (1, *(n * parts for n in self.layers))}
+            scaled |= {kind: (getattr(self, kind)[0] * factor, *getattr(self, kind)) for kind in KINDS}
+        if self.serial is not None:
+            scaled["serial"] = tuple(x * factor for x in self.serial)
+        scaled |= {name: math.ceil(getattr(self, name) / parts) for name in ("state_bytes", "kept_bytes")}
+        return dataclasses.replace(self, **scaled)
+
+    def message(self, size: float) -> float:
         """Seconds until so many bytes have arrived."""
         return self.latency + size / self.bandwidth
 

@@ -30,6 +30,7 @@ from lp_jax.train._log import read_rows as read_rows
 from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import fit as fit
+from lp_jax.train._plan import plan as plan
 from lp_jax.train._probe import GradientError as GradientError
 from lp_jax.train._probe import gradient_error as gradient_error
 from lp_jax.train._progress import Bar as Bar

@@ -81,7 +81,7 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
         total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
-        return _cross_entropy(logits, labels), Info(
+        return cross_entropy(logits, labels), Info(
             correct, total, solution.stats, solution.result, scale, replace or None
         )
 
@@ -173,12 +173,12 @@ def _residuals(
     solution, pullback = model.trunk.solve_vjp(
         model.opening(x), **model.context_of(x), **given, solver=solver, adjoint_solver=adjoint_solver
     )
-    cotangent = jax.grad(lambda y1: _cross_entropy(model.closing(y1), labels))(solution.y1)
+    cotangent = jax.grad(lambda y1: cross_entropy(model.closing(y1), labels))(solution.y1)
     _, adjoint = pullback(cotangent)
     return Residuals(solution.stats, adjoint, _tree.norm(solution.y1), _tree.norm(cotangent))
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean over the labels that are not negative."""
     asked = labels >= 0
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, labels, 0))

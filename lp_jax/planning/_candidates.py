@@ -1,0 +1,53 @@
+"""Which solvers are worth a look."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from lp_jax._mgrit import MGRIT
+from lp_jax._picard import Picard
+from lp_jax._rediscretize import Rediscretize
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver
+
+TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+MOST_SWEEPS = 32
+
+Pair = tuple[Solver, Solver]
+"""A forward and an adjoint solver."""
+
+
+def sweeps() -> list[Pair]:
+    """Picard sweeps to a tolerance; one program for all of them. The adjoint's tolerance is ten times looser."""
+    return [(Picard(sweeps=MOST_SWEEPS, rtol=rtol), Picard(sweeps=MOST_SWEEPS, rtol=10 * rtol)) for rtol in TOLERANCES]
+
+
+RECOMMENDED = sweeps()[2]
+"""What measured best on networks near an ODE: gradient errors of 2e-5 to 3e-3 from T = 1 to 16, at their start and trained."""
+
+
+def cycles(layers: int, workers: int = 1) -> list[Pair]:
+    """Multigrid: one interval per worker with the identity as coarse step, few levels with sweeps or injection."""
+    kept = MGRIT(storage="all")
+    hierarchies = [
+        *(dataclasses.replace(kept, coarsening=m, coarse_step=Picard(sweeps=0)) for m in _factors(layers, workers)),
+        *(
+            dataclasses.replace(kept, coarsening=m, coarse_step=Picard(sweeps=s, around=around))
+            for m in (4, 8)
+            for s, around in ((1, "start"), (2, "start"), (2, "trajectory"))
+        ),
+        dataclasses.replace(kept, levels=3, coarse_step=Picard(sweeps=1)),
+        dataclasses.replace(kept, levels=3, coarse_step=Rediscretize()),
+    ]
+    return [
+        (dataclasses.replace(one, iterations=forward), dataclasses.replace(one, iterations=adjoint))
+        for one in hierarchies
+        if not isinstance(one.resolve(layers), Serial)
+        for forward, adjoint in ((1, 1), (2, 1), (2, 2), (3, 3))
+    ]
+
+
+def _factors(layers: int, workers: int) -> Iterator[int]:
+    """One interval per worker; without workers, a few intervals."""
+    for intervals in (workers,) if workers > 1 else (4, 8):
+        if 2 <= -(-layers // intervals) < layers:
+            yield -(-layers // intervals)

@@ -1,0 +1,109 @@
+"""Solvers for a model and a batch, before it is trained."""
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from lp_jax import planning
+from lp_jax._serial import Serial
+from lp_jax._types import PyTree, State
+from lp_jax.nn import Classifier
+from lp_jax.train._classification import cross_entropy
+from lp_jax.train._step import Batch
+
+
+class Inner(NamedTuple):
+    """The layers that are solved for, alone.
+
+    Attributes:
+        problem: arguments of `lp_jax.solve`, as a batch reaches them.
+        cotangent: of their last state, as the loss gives it.
+        fewer: those of the arguments that a quarter of the examples makes smaller; None for fewer than eight examples.
+    """
+
+    problem: dict[str, Any]
+    cotangent: State
+    fewer: dict[str, Any] | None
+
+
+def inner(model: Classifier, params: PyTree, batch: Batch) -> Inner:
+    """The layers of a classifier: of the longest block, if there are several.
+
+    Args:
+        model: an `lp_jax.nn.Classifier`; its own parameters are not used.
+        params: as `classification` returns them.
+        batch: ``(x, labels)``, or ``(x, labels, key)``.
+    """
+    merged = nnx.merge(nnx.graphdef(model), params)
+    x, labels, *key = batch
+    problem, y1, rest = _reached(merged, x, key)
+    cotangent = jax.grad(lambda y: cross_entropy(merged.closing(rest(y)), labels))(y1)
+    quarter = len(labels) // 4
+    fewer = None
+    if quarter >= 2:
+        smaller, _, _ = _reached(merged, jax.tree.map(lambda leaf: leaf[:quarter], x), key)
+        fewer = {name: smaller[name] for name in ("y0", "shared", "data")}
+    return Inner(problem, cotangent, fewer)
+
+
+def _reached(model: Any, x: PyTree, key: list[jax.Array]) -> tuple[dict[str, Any], State, Any]:
+    """The longest block's arguments, its last state, and all that comes between it and the closing layer."""
+    given = {**model.context_of(x), **({"key": key[0]} if key else {})}
+    parts = list(getattr(model.trunk, "parts", [model.trunk]))
+    lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts]
+    chosen = lengths.index(max(lengths))
+
+    def run(y: State, some: list[Any]) -> State:
+        for part in some:
+            y = part.solve(y, **given, solver=Serial()).y1 if hasattr(part, "solve") else part(y)
+        return y
+
+    y = run(model.opening(x), parts[:chosen])
+    problem = parts[chosen].problem(y, **given)
+    return problem, run(y, parts[chosen : chosen + 1]), lambda y1: run(y1, parts[chosen + 1 :])
+
+
+def plan(
+    model: Classifier,
+    params: PyTree,
+    batch: Batch,
+    *,
+    error: float = 1e-2,
+    workers: int = 1,
+    machine: planning.Machine | None = None,
+    seconds: float = 10.0,
+) -> planning.Plan:
+    """`lp_jax.plan` for a classifier as a batch reaches its layers, with the cotangent that its loss gives.
+
+    Args:
+        model: an `lp_jax.nn.Classifier`.
+        params: as `classification` returns them.
+        batch: ``(x, labels)``, or ``(x, labels, key)``.
+        error: as for `lp_jax.plan`.
+        workers: as for `lp_jax.plan`.
+        machine: as for `lp_jax.plan`.
+        seconds: as for `lp_jax.plan`.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn, train
+        >>> rngs = nnx.Rngs(0)
+        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=rngs)
+        >>> model = nn.Classifier(nn.DenseOpening((4,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), 3, rngs=rngs))
+        >>> _, params = train.classification(model)
+        >>> batch = jnp.ones((16, 4), "float32"), jnp.zeros(16, "int32")
+        >>> train.plan(model, params, batch, seconds=1.0).error
+        0.01
+    """
+    problem, cotangent, fewer = inner(model, params, batch)
+    return planning.plan(
+        **problem,
+        cotangent=cotangent,
+        fewer=fewer,
+        error=error,
+        workers=workers,
+        machine=machine,
+        seconds=seconds,
+    )

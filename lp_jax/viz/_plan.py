@@ -1,0 +1,121 @@
+"""A plan as a picture."""
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from lp_jax import Serial
+from lp_jax.planning import Choice, Plan
+from lp_jax.viz._style import BLUE, GREEN, GREY, NOTE, PURPLE, RED, dress, figure, legend
+
+
+def plan(found: Plan) -> Figure:
+    """What solvers cost and what their gradients are worth; and what more devices would give.
+
+    Args:
+        found: by `lp_jax.plan`.
+
+    Example:
+        >>> from lp_jax import planning, viz
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> found = planning.choose(64, planning.Machine(layers=(1, 1024), **flat))
+        >>> [ax.get_xlabel() for ax in viz.plan(found).axes]
+        ['ms per training step, predicted', 'devices']
+    """
+    fig = figure(_title(found))
+    errors, devices = fig.subplots(1, 2)
+    _errors(errors, found)
+    _devices(devices, found)
+    return fig
+
+
+def _title(found: Plan) -> str:
+    if isinstance(found.solver, Serial):
+        return f"{found.layers} layers: serial propagation"
+    where = f" on {found.workers} workers" if found.workers > 1 else ""
+    return f"{found.layers} layers{where}: {_name(found.best)}, {found.speedup:.2g} times as fast as serial"
+
+
+def _name(choice: Choice) -> str:
+    """A few words on a solver."""
+    solver, adjoint = choice[:2]
+    if isinstance(solver, Serial):
+        return "serial"
+    if solver.has_tolerance:
+        return f"sweeps to {solver.rtol:.0e}"
+    kind = type(getattr(solver, "coarse_step", solver)).__name__
+    steps = getattr(getattr(solver, "coarse_step", None), "sweeps", None)
+    coarse = {0: "identity"}.get(steps, f"{kind} {steps}") if steps is not None else "injection"
+    return f"{solver.iterations}/{adjoint.iterations} cycles of {coarse}, m = {getattr(solver, 'coarsening', '')}"
+
+
+def _errors(ax: Axes, found: Plan) -> None:
+    """Gradient error against predicted time, of all whose gradient was taken."""
+    looked_at = {1e3 * c.time.seconds: c.error for c in found.choices if c.error and math.isfinite(c.error)}
+    for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not", False, "x", GREY)):
+        points = [(ms, error) for ms, error in looked_at.items() if (error <= found.error) is good]
+        if points:
+            ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
+    if found.best.error:
+        ax.plot(
+            1e3 * found.best.time.seconds, found.best.error, "o", color=BLUE, markersize=15, mfc="none", label="best"
+        )
+    serial = 1e3 * found.serial.time.seconds
+    ax.axvline(serial, color=RED, linewidth=1.8)
+    ax.annotate(
+        "serial",
+        (serial, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, -14),
+        textcoords="offset points",
+        fontsize=NOTE,
+        color=RED,
+        ha="right",
+    )
+    ax.set_xscale("log")
+    if looked_at:
+        ax.set_yscale("log")
+        ax.axhline(found.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {found.error:.0e}")
+        _below(ax)
+    else:
+        ax.set_yticks([])
+        ax.text(0.5, 0.5, "no solver was worth a look", transform=ax.transAxes, ha="center", fontsize=NOTE, color=GREY)
+    _numbers(ax.xaxis)
+    dress(ax, x="ms per training step, predicted", y="error of the gradient", title="Solvers: cost and error")
+
+
+def _devices(ax: Axes, found: Plan) -> None:
+    """Speedup over one device with serial propagation, by what the devices are spread along."""
+    rows = found.scaling()
+    alone = next(row for row in rows if row.devices == 1).data
+    assert alone is not None
+    lines = {"layers": BLUE, "data": RED, "pipeline": PURPLE, "both": GREEN}
+    names = {"layers": "layers", "data": "examples", "pipeline": "pipeline", "both": "layers and examples"}
+    for number, (field, colour) in enumerate(lines.items()):
+        points = [(row.devices, alone / seconds) for row in rows if (seconds := getattr(row, field)) is not None]
+        if points:
+            style = ("-", "--", "-.", ":")[number]
+            ax.plot(*zip(*points, strict=True), style, color=colour, linewidth=2.2, label=names[field])
+    ax.axhline(1.0, color=GREY, linewidth=0.8)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    _numbers(ax.yaxis)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    _below(ax)
+    dress(ax, x="devices", y="times serial on one device", title="More devices, spread along")
+
+
+def _numbers(axis: Axis) -> None:
+    """Ticks of a logarithmic axis that spans a factor of a few."""
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _below(ax: Axes) -> None:
+    """A legend that covers nothing."""
+    legend(ax, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)

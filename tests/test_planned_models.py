@@ -1,0 +1,180 @@
+"""Plans for models: Flax modules, classifiers, the command line."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from matplotlib.image import imread
+
+import lp_jax
+from lp_jax import nn, planning, train, viz
+from lp_jax.cli import main
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+
+FLAT = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+UNFILLED = planning.Machine(layers=(1, 1024), **FLAT, examples=8)
+
+
+def trunk(layers=16, **options):
+    return nn.LayerParallel(
+        lambda rngs: nn.DenseResidual(4, rngs=rngs, param_dtype=jnp.float64), layers, rngs=nnx.Rngs(0), **options
+    )
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def test_the_problem_of_a_trunk_is_what_it_solves():
+    layers, y = trunk(t1=3.0), jnp.ones((2, 4))
+    problem = layers.problem(y)
+    np.testing.assert_array_equal(lp_jax.solve(**problem).y1, layers(y))
+    found = lp_jax.plan(**problem, machine=UNFILLED, error=1e-5)
+    error = layers.solve(y, solver=found.solver).y1 - layers.solve(y, solver=lp_jax.Serial()).y1
+    assert isinstance(found.solver, lp_jax.Picard) and float(jnp.abs(error).max()) < 1e-5
+
+
+def test_the_problem_of_a_recurrent_network_is_what_it_solves():
+    gru = nn.GRU(3, 5, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 12, 3), "float32")
+    serial = lp_jax.Serial()
+    np.testing.assert_array_equal(
+        lp_jax.solve(**gru.problem(x), solver=serial).y1[0], gru.solve(x, solver=serial).y1[0]
+    )
+    assert lp_jax.calibrate(**{k: v for k, v in gru.problem(x).items() if k != "comm"}).layer_bytes == 0
+
+
+def test_auto_is_decided_by_the_shapes_of_a_call(monkeypatch):
+    layers, y = trunk(solver="auto"), jnp.ones((2, 4))
+    exact = layers.solve(y, solver=lp_jax.Serial())
+    with pytest.warns(UserWarning, match="solver='auto' is Serial"):
+        solution = nnx.jit(lambda layers, y: layers.solve(y))(layers, y)
+    np.testing.assert_allclose(solution.y1, exact.y1, rtol=1e-14)
+    assert solution.stats.residual_norms.shape == (0,)
+    monkeypatch.setattr(planning, "auto", lambda **problem: planning.RECOMMENDED)
+    assert layers.solve(y).stats.iterations > 1
+    assert layers.solve(y, solver=lp_jax.Serial()).stats.iterations == 0
+
+
+def test_auto_is_no_other_word():
+    with pytest.raises(TypeError, match=r"solver must be a solver.*got 'fast'"):
+        trunk(solver="fast")
+
+
+# --- classifiers ----------------------------------------------------------------------------------------------------
+
+
+def classifier(kind):
+    rngs = nnx.Rngs(0)
+    if kind == "gru":
+        return nn.Classifier(lambda x: x, nn.GRU(4, 6, rngs=rngs), nn.DenseClosing((6,), 3, rngs=rngs))
+
+    def block(layers, **options):
+        return nn.LayerParallel(lambda rngs: nn.DenseResidual(6, rngs=rngs), layers, rngs=rngs, **options)
+
+    buffers = [block(2, solver=lp_jax.Serial()) for _ in range(2)]
+    layers = block(16) if kind == "dense" else nn.Network(buffers[0], block(16), buffers[1])
+    return nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), layers, nn.DenseClosing((6,), 3, rngs=rngs))
+
+
+@pytest.mark.parametrize("kind", ["dense", "network"])
+def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
+    """The error is that of the whole model's gradient with respect to the longest block's parameters."""
+    model = classifier(kind)
+    loss_fn, params = train.classification(model)
+    batch = jax.random.normal(jax.random.key(0), (12, 4), "float32"), jnp.arange(12, dtype="int32") % 3
+    found = train.plan(model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), error=1e-2)
+    assert found.layers == 16 and isinstance(found.solver, lp_jax.Picard)
+
+    def gradient(*solvers):
+        found = jax.grad(lambda p: loss_fn(p, batch, *solvers)[0])(params)["trunk"]
+        leaves = jax.tree.leaves(found if kind == "dense" else found["parts"][1])
+        return jnp.concatenate([x.ravel() for x in leaves])
+
+    g, e = gradient(found.solver, found.adjoint_solver), gradient(lp_jax.Serial(), lp_jax.Serial())
+    error = jnp.linalg.norm(g - e) / jnp.linalg.norm(e)
+    assert float(error) == pytest.approx(found.best.error, rel=0.1)  # the loss sees another last state
+
+
+def test_a_recurrent_classifier_is_planned():
+    model = classifier("gru")
+
+    class Last(nnx.Module):
+        def __init__(self):
+            self.linear = nn.DenseClosing((6,), 3, rngs=nnx.Rngs(1))
+
+        def __call__(self, states):
+            return self.linear(states[-1])
+
+    model.closing = Last()
+    _, params = train.classification(model)
+    batch = jax.random.normal(jax.random.key(0), (12, 8, 4), "float32"), jnp.zeros(12, "int32")
+    found = train.plan(model, params, batch)
+    assert isinstance(found.solver, lp_jax.Serial) and found.layers == 8 and found.machine.examples == 12
+
+
+# --- pictures and the command line ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_a_plan_is_a_picture(tmp_path, workers):
+    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+    found = lp_jax.plan(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4)), machine=UNFILLED, workers=workers)
+    viz.plan(found).savefig(tmp_path / "plan.png")
+    assert imread(tmp_path / "plan.png").std() > 0.05
+    nothing = planning.choose(16, planning.Machine(layers=(1,), **{k: v[:1] for k, v in FLAT.items()}, looped=True))
+    assert "serial propagation" in viz.plan(nothing).get_suptitle()
+
+
+def run(capsys, *args):
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    return (caught.value.code, *capsys.readouterr())
+
+
+SMALL = ["--layers", 8, "--width", 6, "--batch-size", 100]
+
+
+def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
+    file = tmp_path / "machine.json"
+    code, out, _ = run(capsys, "plan", "digits", *SMALL, "--save", file, "--out", tmp_path)
+    assert code == 0 and "Use solver=lp_jax.Serial()" in out and (tmp_path / "plan.png").exists()
+    machine = planning.Machine.load(file)
+    assert machine.examples == 100 and "digits" in machine.name
+    code, again, _ = run(capsys, "plan", "digits", *SMALL, "--machine", file)
+    assert code == 0 and again.splitlines()[3:5] == out.splitlines()[3:5]  # serial propagation takes what it took
+    code, alone, _ = run(capsys, "plan", "machine", file, "--layers", 8, "--workers", 4)
+    assert code == 0 and re.search(r"\? .*MGRIT", alone)
+
+
+def test_training_takes_what_is_planned(capsys, tmp_path):
+    args = ["train", "digits", *SMALL, "--epochs", 1, "--solver", "auto", "--no-pictures", "--out", tmp_path]
+    code, _, err = run(capsys, *args)
+    assert code == 0 and "auto: nothing that does more work is faster" in err and "forward: Serial()" in err
+
+
+WRONG = {
+    "plan digits --workers 65 --layers 64": "--workers must be from 1 to the 64 layers; got 65",
+    "plan digits --layers 0": "--layers",
+    "plan digits --error 0": "--error",
+    "plan digits --machine nowhere.json": "nowhere.json",
+    "plan machine nowhere.json --layers 4": "nowhere.json",
+    "plan machine README.md --layers 4": "README.md is no machine file",
+    "plan machine README.md": "--layers",
+    "plan gum": "Missing option '--data'",
+    "train digits --solver auto --levels 2": "--levels is of --solver mgrit, not auto",
+    "train digits --solver auto --adjoint-iterations 2": "--solver auto chooses the adjoint solver, too",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_nonsense_gets_one_line(capsys, line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("# no JSON")
+    code, out, err = run(capsys, *line.split())
+    assert code != 0 and WRONG[line] in err
+    assert err.startswith("lp-jax: ") and err.count("\n") == 1 and not out
