@@ -1,6 +1,7 @@
 """Plans for models: Flax modules, classifiers, the command line."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -113,8 +114,9 @@ def test_a_recurrent_classifier_is_planned():
     model.closing = Last()
     _, params = train.classification(model)
     batch = jax.random.normal(jax.random.key(0), (12, 8, 4), "float32"), jnp.zeros(12, "int32")
-    found = train.plan(model, params, batch)
-    assert isinstance(found.solver, lp_jax.Serial) and found.layers == 8 and found.machine.examples == 12
+    found = train.plan(model, params, batch, seconds=1e-3)
+    assert found.layers == 8 and found.machine.examples == 12 and found.machine.kept_bytes > 0
+    assert found.best.error <= 1e-2
 
 
 # --- pictures and the command line ----------------------------------------------------------------------------------
@@ -142,11 +144,12 @@ SMALL = ["--layers", 8, "--width", 6, "--batch-size", 100]
 def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
     file = tmp_path / "machine.json"
     code, out, _ = run(capsys, "plan", "digits", *SMALL, "--save", file, "--out", tmp_path)
-    assert code == 0 and "Use solver=lp_jax.Serial()" in out and (tmp_path / "plan.png").exists()
+    assert code == 0 and "Use solver=lp_jax." in out and (tmp_path / "plan.png").exists()
     machine = planning.Machine.load(file)
     assert machine.examples == 100 and "digits" in machine.name
     code, again, _ = run(capsys, "plan", "digits", *SMALL, "--machine", file)
-    assert code == 0 and again.splitlines()[3:5] == out.splitlines()[3:5]  # serial propagation takes what it took
+    serial = [next(line for line in text.splitlines() if "Serial()" in line) for text in (out, again)]
+    assert code == 0 and serial[0] == serial[1]  # it takes what it took
     code, alone, _ = run(capsys, "plan", "machine", file, "--layers", 8, "--workers", 4)
     assert code == 0 and re.search(r"\? .*MGRIT", alone)
 
@@ -154,7 +157,8 @@ def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
 def test_training_takes_what_is_planned(capsys, tmp_path):
     args = ["train", "digits", *SMALL, "--epochs", 1, "--solver", "auto", "--no-pictures", "--out", tmp_path]
     code, _, err = run(capsys, *args)
-    assert code == 0 and "auto: nothing that does more work is faster" in err and "forward: Serial()" in err
+    assert code == 0 and re.search(r"auto: .*(faster|fast as serial)", err)
+    assert json.loads((tmp_path / "config.json").read_text())["options"]["solver"] == "auto"
 
 
 WRONG = {

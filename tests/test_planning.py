@@ -293,7 +293,7 @@ def test_more_devices():
     for row in (one, *more[:2]):
         assert row.both <= min(x for x in (row.layers, row.data) if x is not None)
     text = str(found)
-    assert found.code in text and "4096" in text and "counted as nothing" in text
+    assert found.code in text and "2048" in text and "4096" not in text and "counted as nothing" in text
 
 
 WRONG_PLANS = {
