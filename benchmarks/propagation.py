@@ -43,7 +43,11 @@ def solved(solver: Any, adjoint_solver: Any = None, comm: Any = None) -> Propaga
     return propagate
 
 
-def iterated(**settings: Any) -> Propagate:
+Pair = tuple[Any, Any]
+"""A forward and an adjoint solver."""
+
+
+def two_one(**settings: Any) -> Pair:
     """MGRIT, two cycles forward and one backward, each with a skipped down-cycle; F on the finest level, FCF below."""
     solver = lp_jax.MGRIT(iterations=2, relaxation=("F", "FCF"), skip_downcycle=True, **settings)
-    return solved(solver, dataclasses.replace(solver, iterations=1))
+    return solver, dataclasses.replace(solver, iterations=1)

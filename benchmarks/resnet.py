@@ -22,7 +22,7 @@ from benchmarks import report
 from benchmarks.command import Field, Row, Suite, run, wanted
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import jax_threads
-from benchmarks.propagation import Propagate, iterated, scan, solved
+from benchmarks.propagation import Pair, Propagate, scan, solved, two_one
 from benchmarks.training import Trainer
 from lp_jax.nn import convolve
 
@@ -87,12 +87,17 @@ def residual_layer(formulation: str, y: jax.Array, layer: Convolved, h: Any) -> 
     return y + h * jax.nn.relu(convolution(formulation, inner, layer.w2, layer.b2))
 
 
+PAIRS: dict[str, Pair] = {
+    "Serial": (lp_jax.Serial(), lp_jax.Serial()),
+    "MGRIT 1 level": (lp_jax.MGRIT(levels=1), lp_jax.MGRIT(levels=1)),
+    "MGRIT 3 levels, injection": two_one(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize()),
+    "MGRIT 3 levels, Picard 1": two_one(levels=3, coarsening=4, coarse_step=lp_jax.Picard(sweeps=1)),
+    "MGRIT 2 levels, Picard 1": two_one(levels=2, coarsening=4, coarse_step=lp_jax.Picard(sweeps=1)),
+}
+EXACT = ("Serial", "MGRIT 1 level")
+
 SOLVERS: dict[str, tuple[str, Propagate]] = {
-    "Serial": ("exact", solved(lp_jax.Serial())),
-    "MGRIT 1 level": ("exact", solved(lp_jax.MGRIT(levels=1))),
-    "MGRIT 3 levels, injection": ("iterated", iterated(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize())),
-    "MGRIT 3 levels, Picard 1": ("iterated", iterated(levels=3, coarsening=4, coarse_step=lp_jax.Picard(sweeps=1))),
-    "MGRIT 2 levels, Picard 1": ("iterated", iterated(levels=2, coarsening=4, coarse_step=lp_jax.Picard(sweeps=1))),
+    name: ("exact" if name in EXACT else "iterated", solved(*pair)) for name, pair in PAIRS.items()
 }
 
 

@@ -34,7 +34,7 @@ def _mgrit(forward: int, adjoint: int, **fields: Any) -> Pair:
     return tuple(lp_jax.MGRIT(iterations=k, storage="all", **fields) for k in (forward, adjoint))  # type: ignore[return-value]
 
 
-def _solvers(network: str, layers: int) -> dict[str, tuple[str, Pair]]:
+def known_solvers(network: str, layers: int) -> dict[str, tuple[str, Pair]]:
     """By name: family, forward and adjoint solver."""
     serial = lp_jax.Serial()
     checkpointed = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
@@ -127,7 +127,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     train, problem = NETWORKS[network](width, layers, batch)
     contenders: list[Contender] = []
     exact = None
-    entries: dict[str, tuple[str, Pair | None]] = {"lax.scan": ("scan", None), **_solvers(network, layers)}
+    entries: dict[str, tuple[str, Pair | None]] = {"lax.scan": ("scan", None), **known_solvers(network, layers)}
     for name, (family, solvers) in entries.items():
         if exact is not None and not wanted(name, options):
             continue

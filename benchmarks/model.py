@@ -1,0 +1,261 @@
+"""Prediction against measurement: what `lp_jax.planning` says of every committed row of the suites that measure time.
+
+The layers of each row are calibrated here and now, alone; ratios to serial propagation then follow from the schedule of each
+solver, and stand beside those that were measured by dense, resnet, single and ranks. What a training step does beside its
+layers is the difference of the baseline and serial propagation, measured here too. Rows with other numbers of threads
+than --threads are left for another call; theirs stay in the file.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from matplotlib.figure import Figure
+
+from benchmarks import dense, gru, report, resnet, settings, single
+from benchmarks.command import Progress, positive
+from benchmarks.harness import Contender, measure
+from benchmarks.manifest import cores, device_slug, limit_jax_threads, manifest
+from benchmarks.propagation import Pair
+from lp_jax import planning
+from lp_jax.nn import GRU
+
+_CLOSE, _APART = 0.25, 0.15  # of a good prediction; of two times that are told apart
+
+
+class Measured(NamedTuple):
+    """A row of a result: what ran, and the ratios to the first contender.
+
+    Attributes:
+        suite: where it is from.
+        sizes: network, width, layers, batch.
+        threads: of the baseline.
+        ratios: of contenders that can be predicted: name, solvers, workers, ratio.
+    """
+
+    suite: str
+    sizes: tuple[str, int, int, int]
+    threads: int
+    ratios: list[tuple[str, Pair, int, float]]
+
+
+def measured(folder: Path) -> Iterator[Measured]:
+    """All rows of the results in a folder."""
+    for suite in ("dense", "resnet", "single", "ranks_dense", "ranks_conv", "ranks_gru"):
+        path = folder / f"{suite}.json"
+        if not path.exists():
+            continue
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            sizes = (
+                row.get("network", "conv" if suite == "resnet" else "dense"),
+                row.get("width", row.get("channels")),
+                row["layers"],
+                row.get("batch") or (50 if suite == "resnet" else dense.BATCH),
+            )
+            known = _pairs(suite, sizes)
+            found = []
+            for c in row["contenders"][1:]:
+                name, workers = _worker(c["name"])
+                if name in known and (pair := known[name](workers)) is not None:
+                    found.append((c["name"], pair, workers, c["ratio"]["median"]))
+            yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
+
+
+def _worker(name: str) -> tuple[str, int]:
+    """The setting, and the workers, of a contender's name."""
+    head, _, tail = name.rpartition(", ")
+    return (head, int(tail.split()[0])) if tail in ("2 devices", "2 ranks") else (name, 1)
+
+
+def _pairs(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Any]:
+    """From names to functions of the number of workers that give the solvers, or None where their effort is open."""
+    if suite.startswith("ranks"):
+        return {name: functools.partial(make, sizes[2]) for name, make in settings.SETTINGS.items()}
+    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or {
+        name: pair for name, (_, pair) in single.known_solvers(*sizes[:1], sizes[2]).items()
+    }
+    return {
+        name: lambda workers, pair=pair: None if any(s.has_tolerance for s in pair) else pair
+        for name, pair in pairs.items()
+    }
+
+
+def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]:
+    """The layers alone, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
+    _, drawn = single.NETWORKS[network](width, layers, batch)
+    if network == "dense":
+        weights, y, _ = drawn
+        return {"step": lambda y, at: dense.residual_layer(y, at.params, at.dt), "params": weights, "y0": y}
+    if network == "conv":
+        y = np.random.default_rng(0).normal(size=(batch, 28, 28, width)).astype(np.float32)
+        layer = functools.partial(resnet.residual_layer, "auto")
+        return {"step": lambda y, at: layer(y, at.params, at.dt), "params": drawn.network.layers, "y0": y}
+    if network == "gru":
+        module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
+        return {name: value for name, value in module.problem(drawn.x).items() if name not in ("comm",)}
+    return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
+
+
+def calibrated(sizes: tuple[str, int, int, int], rounds: int) -> tuple[planning.Machine, float]:
+    """What its layers take, and the seconds of the baseline, a training step with a scan."""
+    machine = planning.calibrate(**problem(*sizes), name=", ".join(map(str, sizes)))
+    baseline = single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
+    (timing,) = measure(
+        [Contender(name="lax.scan", call=baseline)], rounds=rounds, warmup=1, min_time=0.05, budget=10.0
+    )
+    seconds = float(np.median(timing.seconds))
+    return dataclasses.replace(machine, fixed=max(0.0, seconds - sizes[2] * sum(machine.per_layer))), seconds
+
+
+def predicted(machine: planning.Machine, pair: Pair, layers: int, workers: int) -> float | None:
+    """The ratio to serial propagation on one worker; None for what the cost model does not know."""
+    try:
+        time = planning.time(*pair, layers, machine, workers=workers)
+    except NotImplementedError:
+        return None
+    alone = planning.time(*dense.PAIRS["Serial"], layers, machine)
+    return time.seconds / alone.seconds
+
+
+def compared(row: Measured, machine: planning.Machine) -> list[dict[str, Any]]:
+    """Both ratios of each contender."""
+    found = []
+    for name, pair, workers, ratio in row.ratios:
+        said = predicted(machine, pair, row.sizes[2], workers)
+        if said is not None:
+            found.append({"name": name, "workers": workers, "measured": ratio, "predicted": said})
+    return found
+
+
+def winners(contenders: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Of pairs whose measured times are apart: how many were told rightly, and how many there are."""
+    right = total = 0
+    for a, b in itertools.combinations(contenders, 2):
+        apart = math.log(a["measured"] / b["measured"])
+        if abs(apart) > math.log(1 + _APART):
+            total += 1
+            right += (a["predicted"] > b["predicted"]) == (apart > 0)
+    return right, total
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each contender; at the end what share is close, and what pairs are in the right order."""
+    lines = [
+        "| suite | row | solver | workers | measured | predicted | predicted / measured |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
+    pairs = [c for row in rows for c in row["contenders"]]
+    for row in rows:
+        for c in row["contenders"]:
+            off = c["predicted"] / c["measured"]
+            title = ", ".join(map(str, row["sizes"]))
+            lines.append(
+                f"| {row['suite']} | {title} | {c['name']} | {c['workers']} | {c['measured']:.2f} | {c['predicted']:.2f} "
+                f"| {off:.2f} |"
+            )
+    close = sum(1 / (1 + _CLOSE) <= c["predicted"] / c["measured"] <= 1 + _CLOSE for c in pairs)
+    right, total = (sum(x) for x in zip(*(winners(row["contenders"]) for row in rows), strict=True))
+    lines.append(
+        f"\nRatios to serial propagation. {close} of {len(pairs)} predictions are within {_CLOSE:.0%}; of {total} pairs of "
+        f"solvers in a row that differ by more than {_APART:.0%}, {right} are in the right order."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def draw(result: report.Result) -> Figure:
+    """Predicted against measured, a colour per network."""
+    fig = report.figure(result, width=8.5, height=8.0)
+    ax = fig.subplots()
+    colours = dict(zip(("dense", "conv", "gru", "encoder", "voxels"), list(report.COLOURS.values())[2:], strict=False))
+    colours["voxels"] = report.COLOURS["other scan"]
+    for network, colour in colours.items():
+        for many, marker in ((False, "o"), (True, "^")):
+            points = [
+                (c["measured"], c["predicted"])
+                for row in result["rows"]
+                for c in row["contenders"]
+                if row["sizes"][0] == network and (c["workers"] > 1) is many
+            ]
+            if points:
+                label = f"{network}, {'two workers' if many else 'one'}"
+                ax.plot(*zip(*points, strict=True), marker, color=colour, alpha=0.75, markersize=8, label=label)
+    values = [c[key] for row in result["rows"] for c in row["contenders"] for key in ("measured", "predicted")]
+    ends = np.array([min(values) / 1.2, max(values) * 1.2])
+    ax.plot(ends, ends, color=report.INK, linewidth=1)
+    ax.fill_between(
+        ends, ends / (1 + _CLOSE), ends * (1 + _CLOSE), color=report.FAINT, zorder=0, label=f"within {_CLOSE:.0%}"
+    )
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.legend(fontsize=11, frameon=False, loc="upper left")
+    report.dress(ax, x="measured: times serial propagation", y="predicted", title="Every solver of every committed row")
+    return fig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Calibrate, predict, compare."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all cores)"
+    )
+    parser.add_argument("--suites", nargs="+", metavar="NAME", help="results of these only")
+    parser.add_argument("--rounds", type=positive, metavar="N", default=9, help="samples of a baseline (default: 9)")
+    parser.add_argument(
+        "--results", type=Path, help="folder with the measured results (default: benchmarks/results/DEVICE)"
+    )
+    parser.add_argument("--out", type=Path, help="where the files go (default: the folder of the results)")
+    options = parser.parse_args(arguments)
+    limit_jax_threads(options.threads)
+    folder = options.results or Path(__file__).parent / "results" / device_slug()
+    out = options.out or folder
+    out.mkdir(parents=True, exist_ok=True)
+    kept = out / "model.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
+    wanted = [row for row in measured(folder) if row.threads == options.threads and row.ratios]
+    wanted = [row for row in wanted if not options.suites or row.suite in options.suites]
+    if not wanted:
+        parser.error(f"no result in {folder} was measured on {options.threads} threads.")
+    progress, machines = Progress(), {}
+    for row in wanted:
+        if row.sizes not in machines:
+            progress(f"calibrating {', '.join(map(str, row.sizes))}")
+            machines[row.sizes] = calibrated(row.sizes, options.rounds)[0]
+            jax.clear_caches()
+        new = {
+            "suite": row.suite,
+            "sizes": list(row.sizes),
+            "threads": row.threads,
+            "contenders": compared(row, machines[row.sizes]),
+        }
+        rows = [r for r in rows if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])] + [new]
+    progress.clear()
+    result: report.Result = {
+        "suite": "model",
+        "title": "Predicted and measured",
+        "manifest": manifest("benchmarks.model", arguments),
+        "rows": rows,
+    }
+    kept.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (out / "model.md").write_text(
+        f"# Predicted and measured\n\n{report.origin(result)}\n\n{table(rows)}", encoding="utf-8"
+    )
+    draw(result).savefig(out / "model.png")
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
