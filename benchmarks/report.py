@@ -53,6 +53,8 @@ COLUMNS = [
     Column("ratio", lambda c: number(c["ratio"]["median"], 3)),
     Column("IQR", lambda c: number(c["ratio"]["q3"] - c["ratio"]["q1"])),
     Column("by count", lambda c: number(c.get("counted_ratio"), 3)),
+    Column("bubble", lambda c: f"{c['bubble']:.0%}" if "bubble" in c else "–"),
+    Column("kB sent", lambda c: number(c["bytes"] / 1e3, 3) if "bytes" in c else "–"),
     Column("cores", lambda c: f"{c['cores']:.1f}"),
     Column("error", lambda c: scientific(c["gradient_error"])),
     Column("residual", lambda c: scientific(c["residual_norm"])),
@@ -60,6 +62,9 @@ COLUMNS = [
     Column("compile s", lambda c: number(c.get("compile_seconds"))),
     Column("temp MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
 ]
+
+_NEEDS = {"by count": "counted_ratio", "bubble": "bubble", "kB sent": "bytes"}
+"""Columns that are there only if a contender has such a fact."""
 
 LEGEND = (
     "ms: median time, and interquartile range. ratio: to the baseline, the first line, in the same round; median and "
@@ -118,7 +123,8 @@ def origin(result: Result) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[list[str]]:
-    columns = [c for c in COLUMNS if c.title != "by count" or any("counted_ratio" in x for x in row["contenders"])]
+    known = set().union(*row["contenders"])
+    columns = [c for c in COLUMNS if _NEEDS.get(c.title, "name") in known]
     lines = [[c["name"], *(column.text(c) for column in columns)] for c in row["contenders"]]
     return [["", *(column.title for column in columns)], *lines]
 

@@ -13,7 +13,7 @@ import pytest
 from problems import dense_params, dense_state, dense_step
 
 import lp_jax
-from benchmarks import dense, frontier, memory, ranks, report, resnet, settings, single
+from benchmarks import dense, frontier, memory, model, published, ranks, report, resnet, settings, single
 from benchmarks.command import Progress, run
 from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
 from benchmarks.manifest import manifest
@@ -392,3 +392,62 @@ def test_half_of_the_layers_as_a_coarse_step():
     h = 1 / 8
     wanted = y0 + sum(2 * h * jnp.tanh(y0 @ params[0][n] + params[1][n][None]) for n in (0, 2))
     np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
+# --- predictions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pipeline_end_to_end(tmp_path):
+    """A pipeline and data parallelism have the exact gradient; what is counted is counted by hand."""
+    arguments = [
+        "--quick",
+        "--rows",
+        "dense,4,8,4",
+        "--only",
+        "pipeline, 2",
+        "data",
+        "identity, 2/2",
+        "--min-time",
+        "0",
+    ]
+    command = [sys.executable, "-m", "benchmarks.pipeline", *arguments, "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "pipeline.json").read_text())["rows"]
+    _, data, pipeline, layers = row["contenders"]
+    assert all(c["gradient_error"] < 1e-6 for c in (data, pipeline, layers))
+    assert pipeline["bubble"] == pytest.approx(1 / 3) and pipeline["counted_ratio"] == pytest.approx(3 / 4)
+    assert pipeline["bytes"] == 2 * 3 * (2 * 4 * 4)  # forward and back, three turns, half of a batch of four
+    assert data["bytes"] == 8 * (4 * 4 + 4) * 4  # all parameters once, by two workers
+    table = (tmp_path / "pipeline.md").read_text()
+    assert "bubble" in table and "33%" in table
+
+
+def test_every_measured_row_is_found():
+    rows = list(model.measured(ROOT / "benchmarks" / "results" / "cpu"))
+    assert {row.suite for row in rows} >= {"dense", "resnet", "ranks_dense", "ranks_conv", "ranks_gru"}
+    (row,) = [row for row in rows if row.suite == "ranks_dense" and row.sizes == ("dense", 128, 256, 32)]
+    name, (forward, adjoint), workers, ratio = row.ratios[2]
+    assert (name, workers, row.threads) == ("3 levels, injection, 2/1, all stored, 2 devices", 2, 1) and ratio > 0
+    assert (forward.iterations, adjoint.iterations, forward.storage) == (2, 1, "all")
+
+
+def test_predictions_are_ratios_and_winners_are_counted():
+    machine = published.UNIT
+    solvers = settings.SETTINGS["identity, 2/2"](256, 2)
+    assert model.predicted(machine, solvers, 256, 2) == pytest.approx(5 / 6)  # the gradient is formed once
+    newton = lp_jax.Newton()
+    assert model.predicted(machine, (newton, newton), 256, 1) is None
+    rows = [(1.0, 1.0), (1.1, 0.9), (2.0, 0.95)]  # measured and predicted; the first two are not told apart
+    contenders = [{"measured": a, "predicted": b} for a, b in rows]
+    assert model.winners(contenders) == (1, 2)
+
+
+def test_published_speedups_are_counted_within_thirty_percent():
+    for one in published.FIGURES:
+        if one.speedup is None:
+            assert one.crossover == one.workers, one
+        else:
+            assert 0.7 < one.predicted() / one.speedup < 1.3, one
+    assert len(published.table().splitlines()) == 2 + len(published.FIGURES)

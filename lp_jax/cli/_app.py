@@ -19,6 +19,8 @@ _SUITES = {
     "memory": "Memory of the gradient against the number of layers.",
     "frontier": "Error of the gradient against depth and work.",
     "accuracy": "What training reaches, over seeds.",
+    "pipeline": "Two devices: layers, examples, or a pipeline of microbatches.",
+    "model": "Predicted times beside all measured ones.",
 }
 _WHAT, _HOW, _WHERE, _OUT, _PLAN = "Model", "Training", "Devices", "Output", "Plan"
 

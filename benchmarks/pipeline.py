@@ -1,0 +1,232 @@
+"""Suite 6: layer-parallelism beside what else two devices are used for: data parallelism, and a pipeline of microbatches.
+
+All of them train the same network on the same batch, on two host devices of one process, one thread each; the baseline is
+a scan on one of them. Data parallelism and the pipeline are written here, for comparison: they are no part of the library.
+The pipeline is GPipe's (Huang et al., 2019): each device has half of the layers, microbatches follow each other, and
+gradients are summed over them, so that the gradient is exact; activations are kept, not recomputed. Bubble: the part of
+its time in which a device has nothing to do. kB sent: by a device in a step.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+
+import lp_jax
+from benchmarks import dense, report, single, stacks
+from benchmarks.command import Field, Row, Suite, network_row, run, wanted
+from benchmarks.harness import Contender, Tell, relative_error
+from benchmarks.settings import SETTINGS, counted_ratio
+from benchmarks.training import Trainer
+from lp_jax import planning
+
+WORKERS = 2
+MICROBATCHES = (2, 4, 8)
+
+Step = Callable[[jax.Array, Any], jax.Array]
+"""One layer: state and its parameters."""
+
+Loss = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""Of parameters ``(layers, ...)``, the state that enters and the target; with the last residual norm, or NaN."""
+
+
+def layer_of(network: str, problem: Any, layers: int) -> tuple[Step, Any, Any, Any]:
+    """A layer, the parameters of all, the state that enters and the target."""
+    h = jnp.float32(1 / layers)
+    if network == "dense":
+        return (lambda y, weights: dense.residual_layer(y, weights, h)), *problem
+    assert isinstance(problem, stacks.Problem)
+    zero = jnp.int32(0)
+    return (lambda y, params: problem.step(y, lp_jax.Layer(params, None, None, 0 * h, h, zero, 0))), *problem[1:]
+
+
+def _through(step: Step, params: Any, y: jax.Array) -> jax.Array:
+    return lax.scan(lambda y, params: (step(y, params), None), y, params)[0]
+
+
+def scan_loss(step: Step) -> Loss:
+    """Of a scan."""
+
+    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return 0.5 * jnp.sum((_through(step, params, y) - target) ** 2), jnp.full((), jnp.nan, y.dtype)
+
+    return loss
+
+
+def data_parallel_loss(step: Step, mesh: Mesh) -> Loss:
+    """Of a scan on every device, each with its part of the examples; gradients are summed once, at the end."""
+
+    def run(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
+        return scan_loss(step)(params, y, target)[0][None]
+
+    examples = P("layers")
+    spread = jax.shard_map(run, mesh=mesh, in_specs=(P(), examples, examples), out_specs=examples, check_vma=False)
+
+    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)
+
+    return loss
+
+
+def pipeline_loss(step: Step, mesh: Mesh, microbatches: int) -> Loss:
+    """Of a pipeline: in each turn a device takes a microbatch through its layers and hands it on."""
+    devices = mesh.shape["layers"]
+
+    def run(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
+        mine = lax.axis_index("layers")
+        parts, wanted = (x.reshape(microbatches, -1, *x.shape[1:]) for x in (y, target))
+
+        def turn(received: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+            entering = parts[jnp.minimum(number, microbatches - 1)]
+            out = _through(step, params, jnp.where(mine == 0, entering, received))
+            passed = lax.ppermute(out, "layers", [(i, i + 1) for i in range(devices - 1)])
+            done = number - (devices - 1)
+            error = jnp.sum((out - wanted[jnp.maximum(done, 0)]) ** 2)
+            return passed, jnp.where((mine == devices - 1) & (done >= 0), 0.5 * error, 0)
+
+        _, losses = lax.scan(turn, jnp.zeros_like(parts[0]), jnp.arange(microbatches + devices - 1))
+        return jnp.sum(losses)[None]
+
+    spread = jax.shard_map(run, mesh=mesh, in_specs=(P("layers"), P(), P()), out_specs=P("layers"), check_vma=False)
+
+    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)
+
+    return loss
+
+
+def solved_loss(network: str, problem: Any, solvers: Any, comm: lp_jax.MeshComm) -> Loss:
+    """Of layer-parallel propagation."""
+
+    def layer(y: jax.Array, at: lp_jax.Layer) -> jax.Array:
+        return dense.residual_layer(y, at.params, at.dt) if network == "dense" else problem.step(y, at)
+
+    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        solution = lp_jax.solve(layer, params, y, solver=solvers[0], adjoint_solver=solvers[1], comm=comm)
+        return 0.5 * jnp.sum((solution.y1 - target) ** 2), solution.stats.residual_norms[-1]
+
+    return loss
+
+
+def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
+    """The baseline first: a scan on one device."""
+    network, width, layers, batch = row
+    _, problem = single.NETWORKS[network](width, layers, batch)
+    step, *arrays = layer_of(network, problem, layers)
+    mesh = jax.make_mesh((WORKERS,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS])
+    state = arrays[1].nbytes
+    weights = sum(x.nbytes for x in jax.tree.leaves(arrays[0]))
+
+    def add(name: str, loss: Loss, spread: tuple[P, P, P] | None, **facts: Any) -> None:
+        if contenders and not wanted(name, options):
+            return
+        tell(f"compiling {name}")
+        values = arrays if spread is None else [_put(x, mesh, spec) for x, spec in zip(arrays, spread, strict=True)]
+        params, y, target = jax.tree.map(jnp.copy, tuple(values))
+        steps = Trainer(loss, params, (y, target), lambda params: params)
+        exact.append(steps.gradient)
+        error = relative_error(steps.gradient, exact[0])
+        facts |= {"threads": 1 if spread is None else WORKERS, "gradient_error": error}
+        contenders.append(Contender(name=name, call=steps, facts=facts | steps.facts))
+
+    contenders: list[Contender] = []
+    exact: list[Any] = []
+    add("lax.scan, 1 device", scan_loss(step), None, family="scan")
+    summed = 2 * (WORKERS - 1) / WORKERS * weights
+    add(
+        "data parallel",
+        scan_loss(step),
+        (P(), P("layers"), P("layers")),
+        family="exact",
+        counted_ratio=1 / WORKERS,
+        bytes=summed,
+    )
+    for number in (m for m in MICROBATCHES if batch % m == 0):
+        turns = number + WORKERS - 1
+        add(
+            f"pipeline, {number} microbatches",
+            pipeline_loss(step, mesh, number),
+            (P("layers"), P(), P()),
+            family="torch",
+            counted_ratio=turns / number / WORKERS,
+            bubble=(WORKERS - 1) / turns,
+            bytes=2 * turns * state / number,
+        )
+    for name in ("identity, 2/1", "identity, 2/2", "3 levels, injection, 2/1, all stored"):
+        solvers = SETTINGS[name](layers, WORKERS)
+        sent = planning.training_step(*solvers, layers, workers=WORKERS, looped=True).states * state
+        add(
+            f"layer-parallel, {name}",
+            solved_loss(network, problem, solvers, lp_jax.MeshComm(mesh)),
+            (P("layers"), P(), P()),
+            family="iterated",
+            counted_ratio=counted_ratio(name, layers, WORKERS),
+            bytes=sent,
+        )
+    return Field(contenders, [])
+
+
+def _put(tree: Any, mesh: Mesh, spec: P) -> Any:
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def draw(result: report.Result) -> Figure:
+    """A panel of bars per row."""
+    rows = result["rows"]
+    most = max(len(row["contenders"]) for row in rows)
+    fig = report.figure(result, width=4.2 + 5.0 * len(rows), height=1.8 + 0.56 * most)
+    for i, ax in enumerate(fig.subplots(1, len(rows), squeeze=False)[0]):
+        report.bars(ax, rows[i]["contenders"])
+        report.dress(ax, title=rows[i]["title"], x="ms per step, × one device, gradient error", grid="x")
+        names = [c["name"] for c in rows[i]["contenders"]]
+        ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), color=report.INK)
+    return fig
+
+
+SUITE = Suite(
+    name="pipeline",
+    title="Two devices: layers, examples, or a pipeline",
+    about=__doc__ or "",
+    examples=[
+        ("", "all rows"),
+        ("--quick", "tiny rows, to see that all works"),
+        ("--rows dense,64,1024,32 --only pipeline", "one row, fewer contenders"),
+    ],
+    sizes=("network", "width", "layers", "batch"),
+    rows=[
+        ("dense", 64, 256, 32),
+        ("dense", 128, 256, 32),
+        ("dense", 64, 1024, 32),
+        ("encoder", 128, 64, 4),
+        ("encoder", 64, 64, 16),
+    ],
+    quick_rows=[("dense", 4, 32, 4), ("encoder", 8, 32, 4)],
+    field=field,
+    draw=draw,
+    row=network_row(("dense", "encoder")),
+)
+
+
+def main(arguments: Any = None) -> int:
+    """Make two devices of a processor, and run."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "multi_thread_eigen" not in flags:  # a thread each
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if jax.config.jax_num_cpu_devices < WORKERS and "host_platform_device_count" not in flags:
+        jax.config.update("jax_num_cpu_devices", WORKERS)
+    if jax.device_count() < WORKERS:
+        print(f"{WORKERS} devices are needed and there is one.", file=sys.stderr)
+        return 1
+    return run(SUITE, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
