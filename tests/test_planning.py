@@ -69,6 +69,7 @@ WRONG = {
     "forward": ({"forward": (1.0, 2.0)}, "forward must have a time for each of the 3"),
     "adjoint": ({"adjoint": (1.0, -2.0, 3.0)}, "adjoint must be positive"),
     "serial": ({"serial": (0.0, 1.0)}, "serial must be positive"),
+    "newton": ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
     "latency": ({"latency": math.nan}, "latency must be a number of at least 0"),
 }
 
@@ -108,8 +109,11 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
     machine = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), name="small", **options)
     assert machine.looped and machine.layers == (1,) and machine.name == "small"
     assert (machine.state_bytes, machine.layer_bytes) == (2 * 4 * 8, 4 * 4 * 8)
+    assert machine.newton is None
     machine.save(tmp_path / "machine.json")
     assert json.loads((tmp_path / "machine.json").read_text())["forward"] == list(machine.forward)
+    counted = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), newton=True, **options)
+    assert counted.newton is not None and len(counted.newton) == 1 and counted.newton[0] > 0
 
 
 # --- examples, memory, pipelines ------------------------------------------------------------------------------------
@@ -145,6 +149,18 @@ def test_gradients_are_summed_over_workers_with_other_examples():
     assert planning.time(*serial, 64, machine).gradients == 0
     with pytest.raises(ValueError, match="data_workers=9 is more than the 8 examples"):
         planning.time(*serial, 64, machine, data_workers=9)
+
+
+def test_newton_takes_what_was_measured_of_it():
+    solver = lp_jax.Newton(iterations=3, batch_axes=1)
+    machine = dataclasses.replace(MACHINE, newton=(10.0, 20.0, 90.0), examples=10)
+    time = planning.time(solver, solver.for_adjoint(), 64, machine)
+    assert time.evaluations == 4 * 90.0 + 9.0 + 20.0
+    assert machine.share(2).seconds("newton", 128) == 90.0
+    with pytest.raises(NotImplementedError, match=r"by hand has no times of Newton's method: calibrate\(newton=True\)"):
+        planning.time(solver, solver.for_adjoint(), 64, MACHINE)
+    size = 500 / 10 * 500 / 10 / 4  # bytes of a Jacobian
+    assert planning.memory(solver, 64, machine).working == 6 * 64 * 500 + 3 * 64 * 10 * size
 
 
 def test_a_pipeline_by_hand():

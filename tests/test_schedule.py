@@ -107,7 +107,16 @@ def test_one_interval_per_worker():
     assert (said.depth("forward"), said.depth("adjoint")) == (2 * N / workers, N / workers)
 
 
-def test_newton_is_not_counted():
-    for solver in (lp_jax.Newton(), lp_jax.MGRIT(coarse_step=lp_jax.Newton()), lp_jax.MGRIT(coarsest=lp_jax.Newton())):
+def test_newton_by_hand():
+    """Iterations on the layers of a worker; a last evaluation for what is kept, one iteration of the linear adjoint."""
+    forward = lp_jax.Newton(iterations=3)
+    step = training_step(forward, forward.for_adjoint(), 64, workers=4)
+    assert step.batches == {("newton", 16): 4, ("forward", 16): 1, ("gradient", 16): 1}
+    looped = training_step(forward, forward.for_adjoint(), 64, looped=True)
+    assert looped.batches == {("newton", 1): 4 * 64, ("forward", 1): 64, ("gradient", 1): 64}
+
+
+def test_newton_is_not_counted_within_multigrid():
+    for solver in (lp_jax.MGRIT(coarse_step=lp_jax.Newton()), lp_jax.MGRIT(coarsest=lp_jax.Newton())):
         with pytest.raises(NotImplementedError, match="Newton"):
             training_step(solver, solver, N)

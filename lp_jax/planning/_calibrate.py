@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import _tree
+from lp_jax._newton import Newton
 from lp_jax._picard import Picard
-from lp_jax._problem import prepare
+from lp_jax._problem import Operands, Problem, prepare
 from lp_jax._serial import Serial
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._types import PyTree, State
@@ -32,6 +33,7 @@ def calibrate(
     t1: Any = 1.0,
     has_aux: bool = False,
     fewer: Mapping[str, Any] | None = None,
+    newton: bool = False,
     name: str = "",
 ) -> Machine:
     """Measure what the layers of a network take here, by how many are evaluated at once.
@@ -51,6 +53,8 @@ def calibrate(
         has_aux: as for `lp_jax.solve`.
         fewer: those of ``y0``, ``shared`` and ``data`` that examples make smaller, with a quarter of these, say: how a
             layer's time falls with them decides what data parallelism gives. None counts it as proportional.
+        newton: whether to measure Newton's method with full Jacobians, too, for a state whose first axis is that of the
+            examples. Small states only: a Jacobian has the square of its numbers.
         name: of the result.
 
     Returns:
@@ -81,23 +85,27 @@ def calibrate(
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / count for seconds in sweeps[count]]}
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
-    examples, overhead = _examples(whole["y0"]), 0.0
+    examples, overhead = examples_of(whole["y0"]), 0.0
     if fewer is not None:
         part = run(count)._replace(problem=whole | jax.tree.map(jnp.asarray, dict(fewer)))
-        share = _examples(part.problem["y0"]) / examples
+        share = examples_of(part.problem["y0"]) / examples
         ratio = sum(_serial(part)) / (forward + backward)
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
+    iterations = {1: _newton(run(2)) / 2, **{size: _newton(run(size)) for size in sizes}} if newton else {}
+    if looped and newton:
+        iterations = {1: iterations[count] / count}
     return Machine(
         layers=tuple(rows),
         forward=forwards,
         linearise=forwards,
         adjoint=adjoints,
         gradient=gradients,
+        newton=tuple(iterations.values()) if newton else None,
         serial=(forward, backward),
         looped=looped,
         state_bytes=_tree.nbytes(whole["y0"]),
         layer_bytes=_tree.nbytes(whole["params"]) // count,
-        kept_bytes=_kept(run(count)),
+        kept_bytes=kept_bytes(*prepare(step, **whole, **run(count).options, comm=None, solvers=(Serial(),))),
         examples=examples,
         overhead=overhead,
         name=name,
@@ -115,15 +123,14 @@ class _Run(NamedTuple):
     options: dict[str, Any]
 
 
-def _examples(y0: State) -> int:
+def examples_of(y0: State) -> int:
     """The leading axis of all of the state's leaves; 1 where they have none in common."""
     leading = {x.shape[0] if x.ndim > 1 else 1 for x in jax.tree.leaves(y0)}
     return leading.pop() if len(leading) == 1 else 1
 
 
-def _kept(run: _Run) -> int:
-    """Bytes of what the linearisation of a layer holds beside its state."""
-    problem, operands = prepare(run.step, **run.problem, **run.options, comm=None, solvers=(Serial(),))
+def kept_bytes(problem: Problem, operands: Operands) -> int:
+    """Of what the linearisation of a layer holds beside its state."""
     first = jax.tree.map(lambda x: x[0], operands.slices)
     common = operands.common
     kept = jax.eval_shape(problem.linearised.evaluate, common.y0, first, (common.shared, common.closed_over))[2]
@@ -170,6 +177,21 @@ def _sweeps(run: _Run) -> list[float]:
     adjoint = (seconds[2] - seconds[0]) / max(1, counts[2, 1] - counts[0, 1])
     gradient = seconds[0] - counts[0] @ (forward, adjoint) - forward  # a last evaluation is kept for the adjoint
     return [max(float(s), _LEAST) for s in (forward, adjoint, gradient)]
+
+
+def _newton(run: _Run) -> float:
+    """Seconds of a Newton iteration on all layers at once."""
+    step, problem, options = run
+
+    @jax.jit
+    def iterated(problem: dict[str, Any], atol: jax.Array) -> Any:
+        solution = solve(step, **problem, **options, solver=Newton(iterations=_SWEEPS, batch_axes=1, atol=atol))
+        return solution.y1, solution.stats.iterations
+
+    calls = [(problem, jnp.float32(value)) for value in (1e30, -1.0)]
+    counts = [int(iterated(*call)[1]) for call in calls]
+    seconds = _seconds(iterated, calls)
+    return max(_LEAST, (seconds[1] - seconds[0]) / max(1, counts[1] - counts[0]))
 
 
 def _seconds(f: Callable[..., Any], calls: list[tuple]) -> list[float]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from lp_jax._mgrit import MGRIT
+from lp_jax._newton import Newton
 from lp_jax._picard import Picard
 from lp_jax._rediscretize import Rediscretize
 from lp_jax._serial import Serial
@@ -23,6 +24,12 @@ def sweeps() -> list[Pair]:
 
 RECOMMENDED = sweeps()[2]
 """What measured best on networks near an ODE: gradient errors of 2e-5 to 3e-3 from T = 1 to 16, at their start and trained."""
+
+
+def newton() -> list[Pair]:
+    """Newton's method with full Jacobians, for states whose first axis is that of the examples; its adjoint is exact."""
+    solvers = [Newton(iterations=count, batch_axes=1) for count in (2, 3, 4, 6, 8)]
+    return [(solver, solver.for_adjoint()) for solver in solvers]
 
 
 def cycles(layers: int, workers: int = 1) -> list[Pair]:

@@ -55,7 +55,7 @@ def time(
         data_workers: number of such rows of workers, each with its part of the examples.
 
     Raises:
-        NotImplementedError: for Newton's method.
+        NotImplementedError: for Newton's method within multigrid, and where the machine has no times of it.
         ValueError: for more data workers than examples.
 
     Example:

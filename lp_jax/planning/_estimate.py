@@ -1,6 +1,7 @@
 """What a network's layers would take on a device, from their arithmetic and its data sheet: nothing is run."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,13 @@ from lp_jax._picard import Picard
 from lp_jax._problem import prepare
 from lp_jax._serial import Serial
 from lp_jax._types import PyTree, State
+from lp_jax.planning._calibrate import examples_of, kept_bytes
 from lp_jax.planning._candidates import RECOMMENDED, Pair
 from lp_jax.planning._cost import time
 from lp_jax.planning._machine import Machine
+
+_KERNELS = 3  # of the smallest layer
+_MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 
 _SWEEPS = 10, 6  # that the tolerances of `RECOMMENDED` take: 5 to 14 forward, on networks at their start and trained
 
@@ -35,7 +40,7 @@ class Device:
     layer: float
 
 
-# Of the vendor: dense TF32 products (on TPUs bfloat16), HBM. The smallest layer is a guess: three kernels of 5 us.
+# Of the vendor: dense TF32 products (on TPUs bfloat16), HBM. The smallest layer is a guess: `_KERNELS` of 5 us.
 DEVICES = {
     "B200": Device(1.1e15, 8.0e12, 1.5e-5),
     "H200": Device(4.9e14, 4.8e12, 1.5e-5),
@@ -105,14 +110,24 @@ def _estimated(
     sizes = np.unique([1, max(1, problem.steps // 16), problem.steps])
     layers = (1,) if looped else tuple(int(n) for n in sizes)
     times = tuple(found.layer * (not looped) + n * alone for n in layers)
+    examples = examples_of(common.y0)
+    numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
+    steps = 2 * math.ceil(math.log2(problem.steps + 1)) * found.layer / _KERNELS  # of the scan, two products in each
+    composed = 2 * 2 * examples * numbers**3 / found.flops
+    newton = tuple(
+        t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(layers, times, strict=True)
+    )
     machine = Machine(
         layers=layers,
         forward=times,
         linearise=times,
         adjoint=times,
         gradient=times,
+        newton=newton if numbers <= _MOST_NUMBERS else None,
         looped=looped,
+        examples=examples,
         state_bytes=_tree.nbytes(y),
+        kept_bytes=kept_bytes(problem, operands),
         layer_bytes=_tree.nbytes(first.params),
     )
     return machine, problem.steps

@@ -22,6 +22,7 @@ class Machine:
         linearise: seconds of one that keeps what the transpose needs.
         adjoint: seconds of the transpose for the state.
         gradient: seconds of the transpose for the parameters.
+        newton: seconds of an iteration of Newton's method with full Jacobians; None if nobody measured it.
         serial: seconds of a layer in serial propagation, forward and what the gradient adds; None for those of a single
             layer above.
         looped: whether layers at once are evaluated one after another, as on a CPU; ``layers`` is (1,) then.
@@ -54,6 +55,7 @@ class Machine:
     linearise: tuple[float, ...]
     adjoint: tuple[float, ...]
     gradient: tuple[float, ...]
+    newton: tuple[float, ...] | None = None
     serial: tuple[float, float] | None = None
     looped: bool = False
     fixed: float = 0.0
@@ -70,7 +72,7 @@ class Machine:
         _numbers("layers", self.layers)
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers must be ascending; got {self.layers}.")
-        for kind in KINDS:
+        for kind in self.kinds:
             _numbers(kind, getattr(self, kind))
             if len(getattr(self, kind)) != len(self.layers):
                 raise ValueError(
@@ -84,9 +86,22 @@ class Machine:
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of batches whose times are known."""
+        return KINDS if self.newton is None else (*KINDS, "newton")
+
     def seconds(self, kind: str, layers: int) -> float:
-        """Of a batch of so many layers: linear between what was measured, in as many of the largest batches beyond."""
+        """Of a batch of so many layers: linear between what was measured, in as many of the largest batches beyond.
+
+        Raises:
+            NotImplementedError: for Newton's method where nobody measured it.
+        """
         times, sizes = getattr(self, kind), self.layers
+        if times is None:
+            raise NotImplementedError(
+                f"{self.name or 'the machine'} has no times of Newton's method: calibrate(newton=True)."
+            )
         if layers <= sizes[0]:
             return times[0]
         if layers >= sizes[-1]:
@@ -112,10 +127,10 @@ class Machine:
         factor = self.overhead + (1 - self.overhead) / parts
         scaled: dict[str, Any] = {"examples": math.ceil(self.examples / parts), "overhead": self.overhead / factor}
         if self.looped:
-            scaled |= {kind: tuple(x * factor for x in getattr(self, kind)) for kind in KINDS}
+            scaled |= {kind: tuple(x * factor for x in getattr(self, kind)) for kind in self.kinds}
         else:
             scaled |= {"layers": (1, *(n * parts for n in self.layers))}
-            scaled |= {kind: (getattr(self, kind)[0] * factor, *getattr(self, kind)) for kind in KINDS}
+            scaled |= {kind: (getattr(self, kind)[0] * factor, *getattr(self, kind)) for kind in self.kinds}
         if self.serial is not None:
             scaled["serial"] = tuple(x * factor for x in self.serial)
         scaled |= {name: math.ceil(getattr(self, name) / parts) for name in ("state_bytes", "kept_bytes")}

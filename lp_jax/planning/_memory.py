@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 from lp_jax._mgrit import MGRIT
+from lp_jax._newton import Newton
 from lp_jax._picard import Picard
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
@@ -16,6 +17,8 @@ from lp_jax.planning._machine import Machine
 
 _OF_A_SWEEP = 6  # arrays of all states: points, entries, what was stepped, increments, their sum, cotangents
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
+_OF_A_SCAN = 3  # arrays of all Jacobians: their own, and two of the scan's
+_BYTES = 4  # of a number
 _F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
 
 
@@ -48,9 +51,6 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
         workers: number of workers that the layers are spread over.
         data_workers: number of such rows of workers, each with its part of the examples.
 
-    Raises:
-        NotImplementedError: for Newton's method.
-
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
@@ -72,8 +72,12 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
     if isinstance(solver, Picard):
         kept = mine * (linearised if solver.keeps_states else state)
         return Memory(parameters, kept, _OF_A_SWEEP * mine * state)
-    if not isinstance(solver, MGRIT):
-        raise NotImplementedError("Newton's method is not counted in states of layers.")
+    if isinstance(solver, Newton):
+        kept = mine * (linearised if solver.keeps_states else state)
+        numbers = state / machine.examples * (state / machine.examples) / _BYTES  # of a full Jacobian, in bytes
+        jacobians = _OF_A_SCAN * mine * machine.examples * (numbers if solver.jacobian == "full" else 0)
+        return Memory(parameters, kept, _OF_A_SWEEP * mine * state + math.ceil(jacobians))
+    assert isinstance(solver, MGRIT)
     levels = solver.plan(layers)[:-1]
     intervals = [math.ceil(math.ceil(steps / factor) / workers) for steps, factor in levels]
     working = _OF_A_CYCLE * sum(intervals) * state

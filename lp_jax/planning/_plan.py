@@ -17,7 +17,7 @@ from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 from lp_jax.planning._calibrate import calibrate
-from lp_jax.planning._candidates import Pair, cycles, sweeps
+from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
 from lp_jax.planning._cost import Time, pipeline, time
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._memory import Memory, memory
@@ -276,7 +276,8 @@ def choose(
         found += [choice((c.solver, c.adjoint_solver), probe(c.solver, c.adjoint_solver)) for c in swept]
     limit = min([limit, *(c.time.seconds for c in found if c.error is not None and c.error <= error)])
     unprobed = 0
-    for candidate in sorted(map(choice, cycles(layers, workers)), key=lambda c: c.time.seconds):
+    pairs = [*cycles(layers, workers), *(newton() if machine.newton is not None else [])]
+    for candidate in sorted(map(choice, pairs), key=lambda c: c.time.seconds):
         if probe is not None and candidate.time.seconds < limit:
             if clock.monotonic() > end:
                 unprobed += 1

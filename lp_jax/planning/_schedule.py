@@ -24,7 +24,8 @@ class Batch(NamedTuple):
 
     Attributes:
         kind: "forward"; "linearise", a forward evaluation for the sake of its transpose; "adjoint", the transpose for the
-            state; "gradient", that for the parameters.
+            state; "gradient", that for the parameters; "newton", a Newton iteration with all that belongs to it: Jacobians, and
+            the scan that solves with them.
         layers: how many.
     """
 
@@ -76,7 +77,7 @@ def training_step(
         looped: what ``interval_map="auto"`` means.
 
     Raises:
-        NotImplementedError: for Newton's method, also within multigrid.
+        NotImplementedError: for Newton's method within multigrid.
     """
     kept = solver.resolve(layers).keeps_states
     forward = solve(solver, layers, workers=workers, looped=looped, kept=kept)
@@ -145,6 +146,10 @@ class _Solve:
             sweeps = 1
         self._evaluate(sweeps, mine, looped=self.looped)
         self._sent(sweeps * (1 + hops) + (self.adjoint or self.kept))
+        self._last(mine)
+
+    def _last(self, mine: int) -> None:
+        """The final sweep of a solver that has a state after every layer: what is kept for the adjoint, or the gradient."""
         if self.adjoint and not self.kept:
             self.schedule.add("linearise", 1, mine, looped=self.looped)
         if self.adjoint:
@@ -153,7 +158,11 @@ class _Solve:
             self.schedule.add("forward", 1, mine, looped=self.looped)
 
     def _newton(self) -> None:
-        raise NotImplementedError("Newton's method is not counted in evaluations of layers.")
+        assert isinstance(self.solver, Newton)
+        mine = -(-self.layers // self.workers)
+        self.schedule.add("newton", self.solver.iterations, mine, looped=self.looped)
+        self._sent(self.solver.iterations * (1 + _prefix(self.workers)) + (self.adjoint or self.kept))
+        self._last(mine)
 
     def _mgrit(self) -> None:
         assert isinstance(self.solver, MGRIT)
@@ -208,7 +217,7 @@ class _Solve:
             self._steps(plan, level, sweeps, -(-steps // self.workers))
             self._sent(sweeps * (1 + _prefix(self.workers)))
         else:
-            raise NotImplementedError("Newton's method is not counted in evaluations of layers.")
+            raise NotImplementedError("Newton's method is not counted within multigrid.")
 
     def _cycle(self, plan: list[tuple[int, int]], level: int, kind: str, *, cascade: bool) -> None:
         """A cycle from ``level`` down and up again; a cascade has no way down. Ends before F-points are interpolated."""
