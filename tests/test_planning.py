@@ -11,6 +11,7 @@ import pytest
 
 import lp_jax
 from lp_jax import planning
+from lp_jax.planning import _calibrate
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
 
@@ -361,3 +362,22 @@ def test_auto_is_serial_on_one_cpu():
     y0 = jnp.zeros((4, 16), "float32")
     with pytest.warns(UserWarning, match="one after another"):
         assert planning.auto(step, params, y0)[0] == lp_jax.Serial()
+
+
+def test_the_part_that_does_not_shrink_is_read_off_the_curve():
+    assert _calibrate._overhead([2, 8, 64], (1e-5, 1e-5, 1e-5, 1e-5)) == 1.0  # flat: nothing but overhead
+    assert _calibrate._overhead([2, 8, 64], (1.0, 2.0, 8.0, 64.0)) == 0.0
+    assert _calibrate._overhead([2, 8, 64], (1.0, 1.5, 4.5, 32.5)) == pytest.approx(0.5)
+
+
+def test_shapes_are_enough_for_an_estimate():
+    step, params = dense(64)
+    y0 = jnp.zeros((32, 64), "float32")
+    shapes = jax.eval_shape(lambda: (params, y0))
+    machine = planning.estimate(step, params, y0, device="H100")
+    assert planning.estimate(step, *shapes, device="H100") == machine
+    assert (
+        jax.jit(lambda *arrays: planning.estimate(step, *arrays, device="H100").state_bytes)(params, y0)
+        == machine.state_bytes
+    )
+    assert (machine.examples, machine.kept_bytes) == (32, 2 * 32 * 64 * 4) and 0.9 < machine.overhead < 1

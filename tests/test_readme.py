@@ -33,6 +33,18 @@ def test_the_counts_of_solvers_are_those_of_their_page():
     assert all(float(seconds) > 0 for _, seconds in (serial, picard, mgrit))
 
 
+def test_the_worked_examples_of_planning_run():
+    text = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    for line in re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)[1].splitlines():
+        assert line in done.stdout
+    assert (
+        "Use solver=lp_jax.Picard(sweeps=32, rtol=0.01), adjoint_solver=lp_jax.Picard(sweeps=32, rtol=0.1)"
+        in done.stdout
+    )
+
+
 def test_links_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (Path(__file__).parents[1] / target).exists(), target

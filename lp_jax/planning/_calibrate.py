@@ -1,7 +1,7 @@
 """Times of a network's own layers on the machine at hand, in seconds."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +52,8 @@ def calibrate(
         t1: as for `lp_jax.solve`.
         has_aux: as for `lp_jax.solve`.
         fewer: those of ``y0``, ``shared`` and ``data`` that examples make smaller, with a quarter of these, say: how a
-            layer's time falls with them decides what data parallelism gives. None counts it as proportional.
+            layer's time falls with them decides what data parallelism gives. None takes it to fall like that of many layers
+            at once with their number; on a CPU in proportion.
         newton: whether to measure Newton's method with full Jacobians, too, for a state whose first axis is that of the
             examples. Small states only: a Jacobian has the square of its numbers.
         name: of the result.
@@ -85,7 +86,7 @@ def calibrate(
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / count for seconds in sweeps[count]]}
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
-    examples, overhead = examples_of(whole["y0"]), 0.0
+    examples, overhead = examples_of(whole["y0"]), 0.0 if looped else _overhead(sizes, forwards)
     if fewer is not None:
         part = run(count)._replace(problem=whole | jax.tree.map(jnp.asarray, dict(fewer)))
         share = examples_of(part.problem["y0"]) / examples
@@ -121,6 +122,12 @@ class _Run(NamedTuple):
     step: Callable[..., Any]
     problem: dict[str, Any]
     options: dict[str, Any]
+
+
+def _overhead(sizes: list[int], times: Sequence[float]) -> float:
+    """Part of the time of one layer that is not that of its arithmetic, which is what one layer more takes."""
+    more = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else times[-1] / sizes[-1]
+    return min(1.0, max(0.0, 1 - more / times[0]))
 
 
 def examples_of(y0: State) -> int:

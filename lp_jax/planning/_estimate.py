@@ -11,7 +11,7 @@ import numpy as np
 
 from lp_jax import _tree
 from lp_jax._picard import Picard
-from lp_jax._problem import prepare
+from lp_jax._problem import Operands, Problem, prepare
 from lp_jax._serial import Serial
 from lp_jax._types import PyTree, State
 from lp_jax.planning._calibrate import examples_of, kept_bytes
@@ -70,7 +70,7 @@ def estimate(
 
     Args:
         step: as for `lp_jax.solve`, like ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1``, ``has_aux`` and ``comm``. Only
-            shapes matter, so all of it may be traced.
+            shapes matter, so all of it may be traced, or be `jax.ShapeDtypeStruct`.
         params: leaves ``(N, ...)``.
         y0: the state that enters.
         device: part of its name in `jax.Device.device_kind`, such as "H100"; None is the one at hand.
@@ -100,24 +100,34 @@ def _estimated(
     step: Callable[..., Any], params: PyTree, y0: State, options: dict[str, Any], device: str | None
 ) -> tuple[Machine, int]:
     """The machine, and the number of layers on all workers."""
-    problem, operands = prepare(step, params, y0, **options, solvers=(Serial(),))
+    found: list[tuple[Machine, int]] = []
+    arrays = {"params": params, "y0": y0, "shared": options["shared"], "data": options["data"]}
+
+    def trace(arrays: dict[str, Any]) -> None:
+        problem, operands = prepare(step, **(options | arrays), solvers=(Serial(),))
+        found.append((_machine(problem, operands, *_device(device)), problem.steps))
+
+    jax.eval_shape(trace, arrays)
+    return found[0]
+
+
+def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) -> Machine:
     common = operands.common
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
     counted: Any = jax.jit(problem.step(0)).lower(y, first, beside).cost_analysis()
-    found, looped = _device(device)
-    alone = max(counted["flops"] / found.flops, counted["bytes accessed"] / found.bandwidth)
+    alone = max(counted["flops"] / sheet.flops, counted["bytes accessed"] / sheet.bandwidth)
     sizes = np.unique([1, max(1, problem.steps // 16), problem.steps])
     layers = (1,) if looped else tuple(int(n) for n in sizes)
-    times = tuple(found.layer * (not looped) + n * alone for n in layers)
+    times = tuple(sheet.layer * (not looped) + n * alone for n in layers)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    steps = 2 * math.ceil(math.log2(problem.steps + 1)) * found.layer / _KERNELS  # of the scan, two products in each
-    composed = 2 * 2 * examples * numbers**3 / found.flops
+    steps = 2 * math.ceil(math.log2(problem.steps + 1)) * sheet.layer / _KERNELS  # of the scan, two products in each
+    composed = 2 * 2 * examples * numbers**3 / sheet.flops
     newton = tuple(
         t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(layers, times, strict=True)
     )
-    machine = Machine(
+    return Machine(
         layers=layers,
         forward=times,
         linearise=times,
@@ -126,11 +136,11 @@ def _estimated(
         newton=newton if numbers <= _MOST_NUMBERS else None,
         looped=looped,
         examples=examples,
+        overhead=0.0 if looped else sheet.layer / (sheet.layer + alone),
         state_bytes=_tree.nbytes(y),
         kept_bytes=kept_bytes(problem, operands),
         layer_bytes=_tree.nbytes(first.params),
     )
-    return machine, problem.steps
 
 
 def auto(step: Callable[..., Any], params: PyTree, y0: State, *, device: str | None = None, **problem: Any) -> Pair:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax import _tree
+from lp_jax._newton import Newton
 from lp_jax._picard import Picard
 from lp_jax._serial import Serial
 from lp_jax._solve import solve_vjp
@@ -268,16 +269,14 @@ def choose(
     serial = choice(SERIAL)
     limit, end = serial.time.seconds, clock.monotonic() + seconds
     found = [serial]
-    swept = [choice(pair) for pair in sweeps()]
-    worth = [c for c in swept if c.time.seconds < limit]
-    if probe is None:
+    for family in (sweeps(), newton() if machine.newton is not None else []):  # one program for all tolerances of each
+        swept = [choice(pair) for pair in family]
+        if probe is not None and any(c.time.seconds < limit for c in swept):
+            swept = [choice(pair, probe(*pair)) for pair in family]
         found += swept
-    elif worth:  # one program for all tolerances
-        found += [choice((c.solver, c.adjoint_solver), probe(c.solver, c.adjoint_solver)) for c in swept]
     limit = min([limit, *(c.time.seconds for c in found if c.error is not None and c.error <= error)])
     unprobed = 0
-    pairs = [*cycles(layers, workers), *(newton() if machine.newton is not None else [])]
-    for candidate in sorted(map(choice, pairs), key=lambda c: c.time.seconds):
+    for candidate in sorted(map(choice, cycles(layers, workers)), key=lambda c: c.time.seconds):
         if probe is not None and candidate.time.seconds < limit:
             if clock.monotonic() > end:
                 unprobed += 1
@@ -292,18 +291,21 @@ def choose(
 
 
 def _counted(choice: Choice) -> Pair:
-    """The solvers with as many iterations as were taken where a tolerance ends them; four sweeps, if nobody looked."""
+    """The solvers with as many iterations as were taken where a tolerance ends them; few, if nobody looked."""
     probed = Probed(0.0, _UNKNOWN, _UNKNOWN) if choice.probed is None else choice.probed
 
     def fixed(solver: Solver, iterations: int) -> Solver:
+        iterations = max(1, iterations)
         if isinstance(solver, Picard) and solver.has_tolerance:
-            return dataclasses.replace(solver, sweeps=max(1, iterations), rtol=None, atol=None)
+            return dataclasses.replace(solver, sweeps=iterations, rtol=None, atol=None)
+        if isinstance(solver, Newton) and solver.has_tolerance:
+            return dataclasses.replace(solver, iterations=iterations, rtol=None, atol=None)
         return solver
 
     return fixed(choice.solver, probed.iterations), fixed(choice.adjoint_solver, probed.adjoint_iterations)
 
 
-_UNKNOWN = 4
+_UNKNOWN = 3
 
 
 def _refuse(layers: int, workers: int, error: float) -> None:

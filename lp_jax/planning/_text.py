@@ -1,6 +1,7 @@
 """A plan as text, for people."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from lp_jax._serial import Serial
@@ -53,7 +54,7 @@ def table(plan: "Plan") -> str:
         gain = alone.data / fastest.layers
         lines.append(
             f"Along the layers alone: faster than serial propagation from {crossing} device{'s' * (crossing > 1)} on, "
-            f"at most {gain:.2g} times, at {fastest.devices}."
+            f"at most {_times(gain)} times, at {fastest.devices}."
         )
     return "\n".join(lines)
 
@@ -61,7 +62,7 @@ def table(plan: "Plan") -> str:
 def reason(plan: "Plan") -> str:
     """Why this one."""
     if not isinstance(plan.solver, Serial):
-        text = f"predicted {plan.speedup:.2g} times as fast as serial propagation on one worker"
+        text = f"predicted {_times(plan.speedup)} times as fast as serial propagation on one worker"
         if plan.speedup < 1:
             text += ", which is the better place for all layers"
         return text + (f"; {plan.unprobed} faster ones were not looked at" if plan.unprobed else "") + "."
@@ -100,6 +101,7 @@ def _shown(plan: "Plan") -> list["Choice"]:
 
 def _row(plan: "Plan", choice: "Choice") -> tuple[str, ...]:
     error = "?" if choice.error is None else "exact" if choice.error == 0 else f"{choice.error:.1e}"
+    error = error if choice.error is None or math.isfinite(choice.error) else "diverges"
     times = plan.serial.time.seconds / choice.time.seconds
     return _ms(choice.time.seconds), f"{times:.2f}", error, f"{choice.memory.bytes / 1e6:.3g}", _both(*choice[:2])
 
@@ -115,6 +117,10 @@ def _both(solver: Solver, adjoint_solver: Solver) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.3g}"
+
+
+def _times(gain: float) -> str:
+    return f"{gain:.0f}" if gain >= 10 else f"{gain:.2g}"
 
 
 def _split(devices: Any) -> str:
