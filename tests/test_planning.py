@@ -364,6 +364,18 @@ def test_auto_is_serial_on_one_cpu():
         assert planning.auto(step, params, y0)[0] == lp_jax.Serial()
 
 
+def test_wires_are_measured_between_the_devices_that_there_are():
+    mesh = jax.make_mesh((2,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    found = planning.wires(lp_jax.MeshComm(mesh), sizes=(1 << 8, 1 << 16))
+    assert found.latency > 0 and found.bandwidth > 0
+    alone = jax.make_mesh((1,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="one worker"):
+        planning.wires(lp_jax.MeshComm(alone))
+    step, params = dense(4, layers=8)
+    plan = lp_jax.plan(step, params, jnp.ones((2, 4), "float32"), machine=UNFILLED, wires=found, workers=2)
+    assert (plan.machine.latency, plan.machine.bandwidth) == found
+
+
 def test_the_part_that_does_not_shrink_is_read_off_the_curve():
     assert _calibrate._overhead([2, 8, 64], (1e-5, 1e-5, 1e-5, 1e-5)) == 1.0  # flat: nothing but overhead
     assert _calibrate._overhead([2, 8, 64], (1.0, 2.0, 8.0, 64.0)) == 0.0

@@ -14,6 +14,7 @@ from lp_jax import planning
 from lp_jax.cli._experiment import experiment, settings_and_task
 from lp_jax.cli._settings import Settings
 from lp_jax.cli._tasks import Task
+from lp_jax.cli._workers import mesh_comm
 
 
 def plan_problem(problem: str, options: Mapping[str, Any]) -> None:
@@ -84,8 +85,11 @@ def planned(
     made = experiment(settings, learned)
     with console.status("measuring layers, and the gradients of solvers that would be faster"):
         batch = next(iter(made.batches(0)))
+        wires = None
+        if machine is None and jax.device_count() >= workers > 1:
+            wires = planning.wires(mesh_comm({"layers": workers}))
         found = train.plan(
-            made.model, made.params, batch, error=error, workers=workers, machine=machine, seconds=seconds
+            made.model, made.params, batch, error=error, workers=workers, machine=machine, wires=wires, seconds=seconds
         )
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.model}"

@@ -170,11 +170,16 @@ def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
             f"{needed} devices are needed and there are {there} ({jax.default_backend()}{_of_processes(processes)}); "
             "ask for others with --devices or --mesh."
         )
+    return mesh_comm(sizes)
+
+
+def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
+    """The first devices as a mesh of these axes."""
     mesh = jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
         axis_types=(AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[:needed],
+        devices=jax.devices()[: math.prod(sizes.values())],
     )
     return MeshComm(mesh)
 

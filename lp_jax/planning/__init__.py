@@ -22,3 +22,5 @@ from lp_jax.planning._schedule import solve as solve
 from lp_jax.planning._schedule import training_step as training_step
 from lp_jax.planning._text import code as code
 from lp_jax.planning._text import reason as reason
+from lp_jax.planning._wires import Wires as Wires
+from lp_jax.planning._wires import wires as wires

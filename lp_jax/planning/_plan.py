@@ -23,6 +23,7 @@ from lp_jax.planning._cost import Time, pipeline, time
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._memory import Memory, memory
 from lp_jax.planning._text import code, table
+from lp_jax.planning._wires import Wires
 
 SERIAL = (Serial(), Serial())
 DEVICES = tuple(2**exponent for exponent in range(13))
@@ -184,6 +185,7 @@ def plan(
     error: float = 1e-2,
     workers: int = 1,
     machine: Machine | None = None,
+    wires: Wires | None = None,
     seconds: float = 10.0,
     shared: PyTree = None,
     data: PyTree = None,
@@ -203,6 +205,7 @@ def plan(
         error: largest relative error of the gradient, in the 2-norm.
         workers: number of workers that the layers will be spread over; all runs here on one.
         machine: what layers take; None measures it (`calibrate`).
+        wires: what messages take, by `planning.wires`; None leaves that to ``machine``.
         seconds: after so many no further gradient is compiled; what was not looked at is told.
         shared: what all layers see.
         data: leaves ``(N, ...)``.
@@ -233,6 +236,8 @@ def plan(
     problem = {"shared": shared, "data": data, "t0": t0, "t1": t1, "has_aux": has_aux}
     if machine is None:
         machine = calibrate(step, params, y0, fewer=fewer, **problem)
+    if wires is not None:
+        machine = dataclasses.replace(machine, **wires._asdict())
     probe = _probe(step, params, y0, cotangent, problem)
     return choose(_tree.leading((params, data)), machine, error=error, workers=workers, probe=probe, seconds=seconds)
 

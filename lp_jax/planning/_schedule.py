@@ -138,7 +138,7 @@ class _Solve:
 
     def _picard(self) -> None:
         assert isinstance(self.solver, Picard)
-        sweeps, mine, hops = self.solver.sweeps, -(-self.layers // self.workers), _prefix(self.workers)
+        sweeps, mine, hops = self.solver.sweeps, -(-self.layers // self.workers), prefix_messages(self.workers)
         if self.solver.windows > 1:
             span = self.solver.unit(self.layers)
             self._evaluate(-(-self.layers // span) * (sweeps - 1), span, looped=self.looped)
@@ -161,7 +161,7 @@ class _Solve:
         assert isinstance(self.solver, Newton)
         mine = -(-self.layers // self.workers)
         self.schedule.add("newton", self.solver.iterations, mine, looped=self.looped)
-        self._sent(self.solver.iterations * (1 + _prefix(self.workers)) + (self.adjoint or self.kept))
+        self._sent(self.solver.iterations * (1 + prefix_messages(self.workers)) + (self.adjoint or self.kept))
         self._last(mine)
 
     def _mgrit(self) -> None:
@@ -208,14 +208,14 @@ class _Solve:
         steps, level = plan[-1][0], len(plan) - 1
         coarse = self.solver.coarse_step
         if isinstance(coarse, Picard) and coarse.sweeps == 0:
-            self._sent(_prefix(self.workers))
+            self._sent(prefix_messages(self.workers))
         elif isinstance(self.solver.coarsest, Serial):
             self._steps(plan, level, steps, 1)
             self._sent(self.workers - 1)
         elif isinstance(self.solver.coarsest, Picard):
             sweeps = self.solver.coarsest.sweeps
             self._steps(plan, level, sweeps, -(-steps // self.workers))
-            self._sent(sweeps * (1 + _prefix(self.workers)))
+            self._sent(sweeps * (1 + prefix_messages(self.workers)))
         else:
             raise NotImplementedError("Newton's method is not counted within multigrid.")
 
@@ -243,6 +243,6 @@ class _Solve:
             self.schedule.states += states
 
 
-def _prefix(workers: int) -> int:
+def prefix_messages(workers: int) -> int:
     """Messages of a prefix sum over workers, one after the other."""
     return 0 if workers == 1 else 1 + max(0, workers - 2).bit_length()

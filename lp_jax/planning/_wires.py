@@ -1,0 +1,85 @@
+"""What a message between workers takes."""
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lp_jax._mpi import MPIComm, layer_slices
+from lp_jax._picard import Picard
+from lp_jax._solve import solve
+from lp_jax._types import Layer
+from lp_jax.planning._schedule import prefix_messages
+
+_SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5
+
+
+class Wires(NamedTuple):
+    """Between neighbours among the workers; fields of `Machine`.
+
+    Attributes:
+        latency: seconds until an empty message has arrived.
+        bandwidth: bytes per second.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+def wires(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Wires:
+    """Measure messages between workers by sweeps over a chain that computes next to nothing.
+
+    A sweep sends a state to the neighbour, one more for each step of a prefix sum, and the residual's norm to all. The
+    same sweep without neighbours is subtracted.
+
+    Args:
+        comm: `MeshComm` or `MPIComm`; all of its ranks call this together.
+        sizes: bytes of a small and of a large state.
+
+    Raises:
+        ValueError: for a single worker.
+
+    Example:
+        >>> import jax, lp_jax
+        >>> from lp_jax import planning
+        >>> workers = jax.device_count()
+        >>> mesh = jax.make_mesh((workers,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> found = planning.wires(lp_jax.MeshComm(mesh)) if workers > 1 else None
+    """
+    if comm.size == 1:
+        raise ValueError("wires got a comm of one worker, which has nobody to send to; give one of several.")
+    messages, hops = 1 + prefix_messages(comm.size), (comm.size - 1).bit_length()
+    small, large = (_sweep(comm, size) - _sweep(None, size) for size in sizes)
+    latency = max(small, 1e-9) / (messages + hops)
+    bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
+    return Wires(latency, bandwidth)
+
+
+def _sweep(comm: Any, size: int) -> float:
+    """Seconds of a sweep, with a layer on each worker."""
+    layers = 1 if comm is None else comm.size
+    params: Any = jnp.ones(layers, jnp.float32)
+    if isinstance(comm, MPIComm):
+        params = params[layer_slices(layers, layers, Picard())[comm.rank]]
+    y0 = jnp.ones(size // 4, jnp.float32)
+
+    @jax.jit
+    def run(params: jax.Array, y0: jax.Array, atol: jax.Array) -> jax.Array:
+        return solve(_step, params, y0, solver=Picard(sweeps=_SWEEPS, atol=atol), comm=comm).y1
+
+    def seconds(atol: float) -> float:
+        samples = []
+        for _ in range(_SAMPLES + 1):
+            start = time.perf_counter()
+            for _ in range(_REPEATS):  # as often on every rank
+                jax.block_until_ready(run(params, y0, jnp.float32(atol)))
+            samples.append((time.perf_counter() - start) / _REPEATS)
+        return float(np.median(samples[1:]))
+
+    return (seconds(-1.0) - seconds(1e30)) / (_SWEEPS - 1)
+
+
+def _step(y: jax.Array, layer: Layer) -> jax.Array:
+    return y + layer.dt * layer.params * y
