@@ -250,7 +250,7 @@ def test_what_diverges_is_never_chosen():
     probe, _ = told(lambda solver: math.nan)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
     assert isinstance(found.solver, lp_jax.Serial)
-    assert "no solver that is faster has a gradient error" in planning.reason(found)
+    assert "no solver that is clearly faster has a gradient error" in planning.reason(found)
 
 
 def test_what_nobody_had_time_to_look_at_is_told():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
 _MOST = 8  # lines of a table
+WORTH = 1.15  # times as fast as serial propagation a solver must be to be recommended: predictions are no better
 
 
 def code(solver: Any) -> str:
@@ -66,9 +67,9 @@ def reason(plan: "Plan") -> str:
         if plan.speedup < 1:
             text += ", which is the better place for all layers"
         return text + (f"; {plan.unprobed} faster ones were not looked at" if plan.unprobed else "") + "."
-    faster = [c for c in plan.choices if c.time.seconds < plan.serial.time.seconds]
+    faster = [c for c in plan.choices if c.time.seconds * WORTH <= plan.serial.time.seconds]
     if any(c.error is not None for c in faster):
-        return f"no solver that is faster has a gradient error of at most {plan.error:.0e}. {_instead(plan)}"
+        return f"no solver that is clearly faster has a gradient error of at most {plan.error:.0e}. {_instead(plan)}"
     if faster:
         return "faster solvers are listed; what their gradients are worth on your network, nobody looked at yet."
     why = (
@@ -76,7 +77,7 @@ def reason(plan: "Plan") -> str:
         if plan.machine.looped
         else "a layer fills the device, or there are few of them"
     )
-    return f"nothing that does more work is faster, as {why}. {_instead(plan)}"
+    return f"nothing that does more work is clearly faster, as {why}. {_instead(plan)}"
 
 
 def _instead(plan: "Plan") -> str:
