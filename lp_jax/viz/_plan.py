@@ -36,7 +36,7 @@ def _title(found: Plan) -> str:
     if isinstance(found.solver, Serial):
         return f"{found.layers} layers: serial propagation"
     where = f" on {found.workers} workers" if found.workers > 1 else ""
-    return f"{found.layers} layers{where}: {_name(found.best)}, {found.speedup:.2g} times as fast as serial"
+    return f"{found.layers} layers{where}: {_name(found.best)}, predicted {found.speedup:.2g} times as fast as serial"
 
 
 def _name(choice: Choice) -> str:
@@ -110,8 +110,9 @@ def _devices(ax: Axes, found: Plan) -> None:
 
 
 def _numbers(axis: Axis) -> None:
-    """Ticks of a logarithmic axis that spans a factor of a few."""
-    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    """Ticks of a logarithmic axis, closer where it spans a factor of a few."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.set_minor_locator(NullLocator())
 
