@@ -180,17 +180,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[Key, dict[str, Any]] = {(row["case"], row["seed"], row["solver"]): row for row in rows}
     described = manifest("benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
     titles = [case.title for case in CASES]
+
+    def save() -> str:
+        rows = sorted(results.values(), key=lambda row: titles.index(row["case"]))
+        document = {"suite": "accuracy", "manifest": described, "rows": rows}
+        kept.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        (out / "accuracy.md").write_text("# Accuracy of training\n\n" + table(rows), encoding="utf-8")
+        return table(rows)
+
     for case in CASES:
         if options.cases and not any(text in case.title for text in options.cases):
             continue
         for seed in range(options.seeds):
             for row in run(case, seed, options.runs, options.data, options.solvers, results):
                 results[case.title, seed, row["solver"]] = row
-                rows = sorted(results.values(), key=lambda row: titles.index(row["case"]))
-                document = {"suite": "accuracy", "manifest": described, "rows": rows}
-                kept.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-                (out / "accuracy.md").write_text("# Accuracy of training\n\n" + table(rows), encoding="utf-8")
-    print(table(list(results.values())))
+                save()
+    print(save())
 
 
 if __name__ == "__main__":
