@@ -1,5 +1,6 @@
 """Plans for models: Flax modules, classifiers, the command line."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -59,6 +60,18 @@ def test_auto_is_decided_by_the_shapes_of_a_call(monkeypatch):
     monkeypatch.setattr(planning, "auto", lambda **problem: planning.RECOMMENDED)
     assert layers.solve(y).stats.iterations > 1
     assert layers.solve(y, solver=lp_jax.Serial()).stats.iterations == 0
+
+
+@pytest.mark.parametrize(("workers", "wins"), [(4, False), (8, True)])
+def test_auto_counts_the_workers(workers, wins):
+    """About 16 sweeps in all: eight workers make up for them, four do not."""
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(auto,), devices=jax.devices()[:workers])
+    layers, y = trunk(solver="auto", comm=lp_jax.MeshComm(mesh)), jnp.ones((2, 4))
+    with contextlib.nullcontext() if wins else pytest.warns(UserWarning, match=r"16 layers on 4 devices"):
+        solution = layers.solve(y)
+    assert (solution.stats.iterations > 1) == wins
+    np.testing.assert_allclose(solution.y1, trunk().solve(y, solver=lp_jax.Serial()).y1, rtol=1e-3)
 
 
 def test_auto_is_no_other_word():
