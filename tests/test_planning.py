@@ -267,6 +267,7 @@ def test_where_nothing_can_win_nothing_is_compiled_and_the_alternative_is_named(
     assert "On 2 devices: along the examples, 2 times as fast" in planning.reason(found)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_errors_are_those_of_the_gradient():
     """Against jax.grad through a scan, on the same loss."""
     params = jax.random.normal(jax.random.key(0), (32, 6, 6)) / 3
@@ -283,11 +284,11 @@ def test_errors_are_those_of_the_gradient():
         y1, _ = jax.lax.scan(lambda y, w: (y + 2.0 / 32 * jnp.tanh(y @ w), None), y0, params)
         return 0.5 * jnp.sum(y1**2)
 
-    found = lp_jax.plan(step, params, y0, t1=2.0, machine=UNFILLED, error=1e-12, seconds=20.0)
+    found = lp_jax.plan(step, params, y0, t1=2.0, machine=UNFILLED, error=1e-12, seconds=3.0)
     e = jax.grad(exact)(params)
-    looked_at = [c for c in found.choices if c.probed is not None]
-    assert len(looked_at) > 4
-    for choice in looked_at[:5]:
+    looked_at = {type(c.solver): c for c in found.choices if c.probed is not None}
+    assert len(looked_at) == 2  # sweeps and cycles
+    for choice in looked_at.values():
         g = jax.grad(loss)(params, choice.solver, choice.adjoint_solver)
         assert float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e)) == pytest.approx(choice.error, rel=0.1)
     chosen = lp_jax.plan(step, params, y0, t1=2.0, machine=UNFILLED, error=1e-2)

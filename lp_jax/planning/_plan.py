@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import time as clock
 from collections.abc import Callable, Mapping, Sequence
@@ -274,10 +275,14 @@ def choose(
     serial = choice(SERIAL)
     limit, end = serial.time.seconds / WORTH, clock.monotonic() + seconds
     found = [serial]
-    for family in (sweeps(), newton() if machine.newton is not None else []):  # one program for all tolerances of each
+    for family in (sweeps(), newton() if machine.newton is not None else []):
         swept = [choice(pair) for pair in family]
         if probe is not None and any(c.time.seconds < limit for c in swept):
-            swept = [choice(pair, probe(*pair)) for pair in family]
+            for number, pair in enumerate(family):  # loosest tolerance first; one program for all
+                swept[number] = choice(pair, probe(*pair))
+                reached = swept[number].error
+                if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
+                    break
         found += swept
     limit = min([limit, *(c.time.seconds for c in found if c.error is not None and c.error <= error)])
     unprobed = 0
