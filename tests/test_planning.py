@@ -393,4 +393,5 @@ def test_shapes_are_enough_for_an_estimate():
         jax.jit(lambda *arrays: planning.estimate(step, *arrays, device="H100").state_bytes)(params, y0)
         == machine.state_bytes
     )
-    assert (machine.examples, machine.kept_bytes) == (32, 2 * 32 * 64 * 4) and 0.9 < machine.overhead < 1
+    assert machine.examples == 32 and 0.9 < machine.overhead < 1
+    assert machine.kept_bytes in (32 * 64 * 4, 2 * 32 * 64 * 4)  # of a tanh JAX 0.10 keeps two arrays, 0.12 one
