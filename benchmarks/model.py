@@ -27,6 +27,7 @@ from benchmarks.command import Progress, positive
 from benchmarks.harness import Contender, measure
 from benchmarks.manifest import cores, device_slug, limit_jax_threads, manifest
 from benchmarks.propagation import Pair
+from benchmarks.published import SERIAL
 from lp_jax import planning
 from lp_jax.nn import GRU
 
@@ -102,19 +103,19 @@ def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]
         return {"step": lambda y, at: layer(y, at.params, at.dt), "params": drawn.network.layers, "y0": y}
     if network == "gru":
         module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
-        return {name: value for name, value in module.problem(drawn.x).items() if name not in ("comm",)}
+        return module.problem(drawn.x)
     return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
 
 
-def calibrated(sizes: tuple[str, int, int, int], rounds: int) -> tuple[planning.Machine, float]:
-    """What its layers take, and the seconds of the baseline, a training step with a scan."""
+def calibrated(sizes: tuple[str, int, int, int], rounds: int) -> planning.Machine:
+    """What its layers take, and what a training step with a scan, the baseline, takes beside them."""
     machine = planning.calibrate(**problem(*sizes), name=", ".join(map(str, sizes)))
     baseline = single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
     (timing,) = measure(
         [Contender(name="lax.scan", call=baseline)], rounds=rounds, warmup=1, min_time=0.05, budget=10.0
     )
     seconds = float(np.median(timing.seconds))
-    return dataclasses.replace(machine, fixed=max(0.0, seconds - sizes[2] * sum(machine.per_layer))), seconds
+    return dataclasses.replace(machine, fixed=max(0.0, seconds - sizes[2] * sum(machine.per_layer)))
 
 
 def predicted(machine: planning.Machine, pair: Pair, layers: int, workers: int) -> float | None:
@@ -123,7 +124,7 @@ def predicted(machine: planning.Machine, pair: Pair, layers: int, workers: int) 
         time = planning.time(*pair, layers, machine, workers=workers)
     except NotImplementedError:
         return None
-    alone = planning.time(*dense.PAIRS["Serial"], layers, machine)
+    alone = planning.time(*SERIAL, layers, machine)
     return time.seconds / alone.seconds
 
 
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in wanted:
         if row.sizes not in machines:
             progress(f"calibrating {', '.join(map(str, row.sizes))}")
-            machines[row.sizes] = calibrated(row.sizes, options.rounds)[0]
+            machines[row.sizes] = calibrated(row.sizes, options.rounds)
             jax.clear_caches()
         new = {
             "suite": row.suite,

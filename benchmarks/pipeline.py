@@ -68,7 +68,7 @@ def data_parallel_loss(step: Step, mesh: Mesh) -> Loss:
         return scan_loss(step)(params, y, target)[0][None]
 
     examples = P("layers")
-    spread = jax.shard_map(run, mesh=mesh, in_specs=(P(), examples, examples), out_specs=examples, check_vma=False)
+    spread = jax.shard_map(run, mesh=mesh, in_specs=(P(), examples, examples), out_specs=examples)
 
     def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.sum(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)
@@ -92,10 +92,11 @@ def pipeline_loss(step: Step, mesh: Mesh, microbatches: int) -> Loss:
             error = jnp.sum((out - wanted[jnp.maximum(done, 0)]) ** 2)
             return passed, jnp.where((mine == devices - 1) & (done >= 0), 0.5 * error, 0)
 
-        _, losses = lax.scan(turn, jnp.zeros_like(parts[0]), jnp.arange(microbatches + devices - 1))
+        nothing = lax.pcast(jnp.zeros_like(parts[0]), "layers", to="varying")
+        _, losses = lax.scan(turn, nothing, jnp.arange(microbatches + devices - 1))
         return jnp.sum(losses)[None]
 
-    spread = jax.shard_map(run, mesh=mesh, in_specs=(P("layers"), P(), P()), out_specs=P("layers"), check_vma=False)
+    spread = jax.shard_map(run, mesh=mesh, in_specs=(P("layers"), P(), P()), out_specs=P("layers"))
 
     def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.sum(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)

@@ -3,15 +3,18 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import lp_jax
 from lp_jax import planning
-from lp_jax.planning import _calibrate
+from lp_jax.planning import _calibrate, _schedule, _wires
+from lp_jax.planning._candidates import exact_cycles
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
 
@@ -70,6 +73,8 @@ WRONG = {
     "forward": ({"forward": (1.0, 2.0)}, "forward must have a time for each of the 3"),
     "adjoint": ({"adjoint": (1.0, -2.0, 3.0)}, "adjoint must be positive"),
     "serial": ({"serial": (0.0, 1.0)}, "serial must be positive"),
+    "examples": ({"examples": 0}, "examples must be an integer of at least 1"),
+    "overhead": ({"overhead": 1.5}, "overhead must be a part, at most 1"),
     "newton": ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
     "latency": ({"latency": math.nan}, "latency must be a number of at least 0"),
 }
@@ -250,19 +255,22 @@ def test_what_diverges_is_never_chosen():
     probe, _ = told(lambda solver: math.nan)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
     assert isinstance(found.solver, lp_jax.Serial)
-    assert "no solver that is clearly faster has a gradient error" in planning.reason(found)
+    assert re.search(r"of \d+ solvers that are clearly faster none has a gradient error", planning.reason(found))
+    assert "not looked at" not in planning.reason(found)
 
 
 def test_what_nobody_had_time_to_look_at_is_told():
     probe, asked = told(lambda solver: 1.0)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=-1.0)
     assert found.unprobed > 0 and not any(isinstance(solver, lp_jax.MGRIT) for solver in asked)
+    assert f"and {found.unprobed} were not looked at" in planning.reason(found)
 
 
-def test_where_nothing_can_win_nothing_is_compiled_and_the_alternative_is_named():
+def test_where_nothing_can_win_no_hierarchy_is_compiled_and_the_alternative_is_named():
     probe, asked = told(lambda solver: 0.0)
     found = planning.choose(64, LOOPED, probe=probe)
-    assert isinstance(found.solver, lp_jax.Serial) and not asked
+    assert isinstance(found.solver, lp_jax.Serial)
+    assert all(isinstance(solver, lp_jax.Picard) for solver in asked)  # for the sake of more devices
     assert "layers run one after another" in planning.reason(found)
     assert "On 2 devices: along the examples, 2 times as fast" in planning.reason(found)
 
@@ -312,6 +320,40 @@ def test_more_devices():
         assert row.both <= min(x for x in (row.layers, row.data) if x is not None)
     text = str(found)
     assert found.code in text and "2048" in text and "4096" not in text and "counted as nothing" in text
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_as_many_cycles_as_intervals_are_exact(workers):
+    """Finite termination: what `Plan.scaling` takes for granted, against a scan."""
+    params = jax.random.normal(jax.random.key(0), (16, 4, 4))  # rough, and far from an ODE
+    y0 = jax.random.normal(jax.random.key(1), (3, 4))
+    ((solver, adjoint_solver),) = exact_cycles(16, workers)
+
+    def step(y, layer):
+        return y + jnp.tanh(y @ layer.params)
+
+    def loss(params):
+        y1 = lp_jax.solve(step, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1
+        return 0.5 * jnp.sum(y1**2)
+
+    def exact(params):
+        return 0.5 * jnp.sum(jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y0, params)[0] ** 2)
+
+    np.testing.assert_allclose(jax.grad(loss)(params), jax.grad(exact)(params), rtol=1e-9, atol=1e-9)
+
+
+def test_the_crossover_is_told_where_one_device_has_nothing_to_gain():
+    """Four forward and four adjoint sweeps of N / P layers, a last one and the gradient, against 3 N: from four devices on."""
+
+    def probe(solver, adjoint_solver):
+        return planning.Probed(1e-3, 4, 4)
+
+    found = planning.choose(64, LOOPED, probe=probe)
+    assert isinstance(found.solver, lp_jax.Serial)
+    rows = {row.devices: row.layers for row in found.scaling((2, 4, 16))}
+    assert rows[16] == pytest.approx((5 + 4 + 1) * 64 / 16 * 1e-5)
+    assert rows[2] == pytest.approx((64 + 64 + 32) * 1e-5)  # two intervals, two cycles: exact
+    assert "faster than serial propagation from 2 devices on" in str(found)
 
 
 WRONG_PLANS = {
@@ -377,10 +419,30 @@ def test_wires_are_measured_between_the_devices_that_there_are():
     assert (plan.machine.latency, plan.machine.bandwidth) == found
 
 
+def test_latency_and_bandwidth_are_told_apart(monkeypatch):
+    """Sweeps over four workers: two states and a prefix sum's, the norm over two hops; by a made-up wire."""
+
+    class Row:
+        size = 4
+
+    def sweep(comm, size):
+        return 0.5 + (0 if comm is None else 4 * (3e-6 + size / 1e9) + 2 * 3e-6)
+
+    monkeypatch.setattr(_wires, "_sweep", sweep)
+    assert _schedule.prefix_messages(4) == 3
+    found = planning.wires(Row(), sizes=(0, 1 << 20))
+    assert found == pytest.approx((3e-6, 1e9))
+
+
 def test_the_part_that_does_not_shrink_is_read_off_the_curve():
     assert _calibrate._overhead([2, 8, 64], (1e-5, 1e-5, 1e-5, 1e-5)) == 1.0  # flat: nothing but overhead
     assert _calibrate._overhead([2, 8, 64], (1.0, 2.0, 8.0, 64.0)) == 0.0
     assert _calibrate._overhead([2, 8, 64], (1.0, 1.5, 4.5, 32.5)) == pytest.approx(0.5)
+
+
+def test_a_step_without_a_product_has_an_estimate():
+    machine = planning.estimate(lambda y, layer: y, jnp.zeros(8), jnp.zeros(3), device="H100")
+    assert machine.seconds("forward", 1) > 0 and machine.newton is None  # a state of one axis has no examples
 
 
 def test_shapes_are_enough_for_an_estimate():

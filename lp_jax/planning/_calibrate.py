@@ -32,6 +32,7 @@ def calibrate(
     t0: float = 0.0,
     t1: Any = 1.0,
     has_aux: bool = False,
+    comm: Any = None,
     fewer: Mapping[str, Any] | None = None,
     newton: bool = False,
     name: str = "",
@@ -51,6 +52,7 @@ def calibrate(
         t0: time at which the first layer starts.
         t1: as for `lp_jax.solve`.
         has_aux: as for `lp_jax.solve`.
+        comm: None: layers are measured on one device.
         fewer: those of ``y0``, ``shared`` and ``data`` that examples make smaller, with a quarter of these, say: how a
             layer's time falls with them decides what data parallelism gives. None takes it to fall like that of many layers
             at once with their number; on a CPU in proportion.
@@ -61,6 +63,9 @@ def calibrate(
     Returns:
         A `Machine` without wires: ``latency`` and ``bandwidth`` are those of a single worker.
 
+    Raises:
+        ValueError: for a ``comm``.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from lp_jax import planning
@@ -69,6 +74,10 @@ def calibrate(
         >>> machine.state_bytes, machine.layer_bytes, machine.seconds("forward", 32) > 0
         (128, 256, True)
     """
+    if comm is not None:
+        raise ValueError(
+            "calibrate got a comm; it measures one device. Pass comm=None, and the network's layers as one has them."
+        )
     whole = jax.tree.map(jnp.asarray, {"params": params, "data": data, "y0": y0, "shared": shared})
     count = _tree.leading((whole["params"], whole["data"]))
     times = np.asarray(t1, float)
@@ -113,6 +122,7 @@ def calibrate(
     )
 
 
+_MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 _LEAST = 1e-9  # seconds; what noise may leave of a difference
 
 
@@ -128,6 +138,12 @@ def _overhead(sizes: list[int], times: Sequence[float]) -> float:
     """Part of the time of one layer that is not that of its arithmetic, which is what one layer more takes."""
     more = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else times[-1] / sizes[-1]
     return min(1.0, max(0.0, 1 - more / times[0]))
+
+
+def small(y0: State) -> bool:
+    """Whether full Jacobians are thinkable: examples along the first axis of all leaves, and few numbers in each."""
+    leaves = jax.tree.leaves(y0)
+    return all(x.ndim > 1 for x in leaves) and sum(x.size for x in leaves) // examples_of(y0) <= _MOST_NUMBERS
 
 
 def examples_of(y0: State) -> int:

@@ -59,6 +59,15 @@ def cycles(layers: int, workers: int = 1) -> list[Pair]:
     ]
 
 
+def exact_cycles(layers: int, workers: int) -> list[Pair]:
+    """One interval per worker, and a cycle for each interval: then every state is exact, whatever the network."""
+    found: list[Pair] = []
+    for factor in _factors(layers, workers) if workers > 1 else ():
+        solver = MGRIT(coarsening=factor, iterations=-(-layers // factor), coarse_step=Picard(sweeps=0), storage="all")
+        found.append((solver, solver))
+    return found
+
+
 def _factors(layers: int, workers: int) -> Iterator[int]:
     """One interval per worker; without workers, a few intervals."""
     for intervals in (workers,) if workers > 1 else (4, 8):

@@ -14,13 +14,12 @@ from lp_jax._picard import Picard
 from lp_jax._problem import Operands, Problem, prepare
 from lp_jax._serial import Serial
 from lp_jax._types import PyTree, State
-from lp_jax.planning._calibrate import examples_of, kept_bytes
+from lp_jax.planning._calibrate import examples_of, kept_bytes, small
 from lp_jax.planning._candidates import RECOMMENDED, Pair
 from lp_jax.planning._cost import time
 from lp_jax.planning._machine import Machine
 
 _KERNELS = 3  # of the smallest layer
-_MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 
 _SWEEPS = 10, 6  # that the tolerances of `RECOMMENDED` take: 5 to 14 forward, on networks at their start and trained
 
@@ -115,8 +114,11 @@ def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) 
     common = operands.common
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
-    counted: Any = jax.jit(problem.step(0)).lower(y, first, beside).cost_analysis()
-    alone = max(counted["flops"] / sheet.flops, counted["bytes accessed"] / sheet.bandwidth)
+    counted: Any = jax.jit(problem.step(0)).lower(y, first, beside).cost_analysis() or {}
+    moved = max(
+        counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y)
+    )  # a step that XLA sees nothing in moves its state
+    alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, problem.steps // 16), problem.steps])
     layers = (1,) if looped else tuple(int(n) for n in sizes)
     times = tuple(sheet.layer * (not looped) + n * alone for n in layers)
@@ -133,7 +135,7 @@ def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) 
         linearise=times,
         adjoint=times,
         gradient=times,
-        newton=newton if numbers <= _MOST_NUMBERS else None,
+        newton=newton if small(y) else None,
         looped=looped,
         examples=examples,
         overhead=0.0 if looped else sheet.layer / (sheet.layer + alone),

@@ -81,10 +81,14 @@ class Machine:
         _numbers("bandwidth", (self.bandwidth,))
         if self.serial is not None:
             _numbers("serial", self.serial)
-        for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes", "examples", "overhead"):
+        for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes", "overhead"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
+        if not isinstance(self.examples, int) or self.examples < 1:
+            raise ValueError(f"examples must be an integer of at least 1; got {self.examples!r}.")
+        if self.overhead > 1:
+            raise ValueError(f"overhead must be a part, at most 1; got {self.overhead!r}.")
 
     @property
     def kinds(self) -> tuple[str, ...]:

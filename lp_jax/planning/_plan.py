@@ -18,8 +18,8 @@ from lp_jax._serial import Serial
 from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
-from lp_jax.planning._calibrate import calibrate
-from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
+from lp_jax.planning._calibrate import calibrate, small
+from lp_jax.planning._candidates import Pair, cycles, exact_cycles, newton, sweeps
 from lp_jax.planning._cost import Time, pipeline, time
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._memory import Memory, memory
@@ -127,10 +127,14 @@ class Plan:
         return self.best.adjoint_solver
 
     @property
+    def alone(self) -> float:
+        """Seconds of a training step with serial propagation on one worker, as predicted."""
+        return time(*SERIAL, self.layers, self.machine).seconds
+
+    @property
     def speedup(self) -> float:
-        """Of a training step over serial propagation on one worker, as predicted."""
-        alone = time(*SERIAL, self.layers, self.machine)
-        return alone.seconds / self.best.time.seconds
+        """Of a training step over that, as predicted."""
+        return self.alone / self.best.time.seconds
 
     @property
     def code(self) -> str:
@@ -143,9 +147,10 @@ class Plan:
         return [choice for choice in self.choices if choice.error is not None and choice.error <= self.error]
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
-        """Predicted times on other numbers of devices, with the solvers that are exact enough.
+        """Predicted times on other numbers of devices, with the solvers that were seen to be exact enough.
 
-        Their gradient does not depend on the number of workers.
+        Their gradient does not depend on the number of workers. One that needs no look is that of as many cycles as there are
+        intervals, one interval per worker: it is exact.
 
         Args:
             devices: how many.
@@ -158,7 +163,8 @@ class Plan:
         def best(workers: int, data_workers: int) -> float | None:
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
-            spent = (time(*p, self.layers, self.machine, workers=workers, data_workers=data_workers) for p in pairs)
+            known = [*pairs, *exact_cycles(self.layers, workers)]
+            spent = (time(*p, self.layers, self.machine, workers=workers, data_workers=data_workers) for p in known)
             return min(t.seconds for t in spent)
 
         data = None
@@ -236,7 +242,8 @@ def plan(
         raise ValueError("plan got a comm; it works on one device. Pass comm=None, and workers=P for the prediction.")
     problem = {"shared": shared, "data": data, "t0": t0, "t1": t1, "has_aux": has_aux}
     if machine is None:
-        machine = calibrate(step, params, y0, fewer=fewer, **problem)
+        worth = small(y0) and jax.default_backend() != "cpu"  # Newton's method is depth for much work
+        machine = calibrate(step, params, y0, fewer=fewer, newton=worth, **problem)
     if wires is not None:
         machine = dataclasses.replace(machine, **wires._asdict())
     probe = _probe(step, params, y0, cotangent, problem)
@@ -275,9 +282,10 @@ def choose(
     serial = choice(SERIAL)
     limit, end = serial.time.seconds / WORTH, clock.monotonic() + seconds
     found = [serial]
-    for family in (sweeps(), newton() if machine.newton is not None else []):
+    families = [(sweeps(), True), (newton() if machine.newton is not None else [], False)]
+    for family, scales in families:  # sweeps may be what more devices are for, even where they cannot win here
         swept = [choice(pair) for pair in family]
-        if probe is not None and any(c.time.seconds < limit for c in swept):
+        if probe is not None and (scales or any(c.time.seconds < limit for c in swept)):
             for number, pair in enumerate(family):  # loosest tolerance first; one program for all
                 swept[number] = choice(pair, probe(*pair))
                 reached = swept[number].error

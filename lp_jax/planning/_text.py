@@ -27,7 +27,7 @@ def code(solver: Any) -> str:
 
 def table(plan: "Plan") -> str:
     """The recommendation, the fastest candidates, and what other devices would give."""
-    machine, alone = plan.machine, plan.scaling((1,))[0]
+    machine = plan.machine
     title = f"{plan.layers} layers on {plan.workers} worker{'s' * (plan.workers > 1)}"
     lines = [f"{title}{f' of {machine.name}' if machine.name else ''}, gradient error at most {plan.error:.0e}", ""]
     rows: list[tuple[str, ...]] = [("ms", "speedup", "gradient error", "MB", "solver")]
@@ -42,20 +42,17 @@ def table(plan: "Plan") -> str:
     wires = "" if machine.latency else "; what messages take is not known, and counted as nothing"
     lines += ["", f"ms of a training step on more devices, spread along{wires}"]
     lines += ["  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in (head, *numbers)]
-    crossing = next(
-        (d.devices for d in many if d.layers is not None and alone.data and d.layers < 0.99 * alone.data), None
-    )
+    layers = [(d.layers, d.devices) for d in many if d.layers is not None]
+    crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.alone), None)
     if crossing is None:
         lines.append(
-            "Spread along the layers alone, no number of devices is faster than one device with serial propagation."
+            "Along the layers alone: with what was looked at, no number of devices is faster than one with serial propagation."
         )
     else:
-        fastest = min((d for d in many if d.layers is not None), key=lambda d: d.layers or 0.0)
-        assert fastest.layers is not None and alone.data is not None
-        gain = alone.data / fastest.layers
+        seconds, devices = min(layers)
         lines.append(
             f"Along the layers alone: faster than serial propagation from {crossing} device{'s' * (crossing > 1)} on, "
-            f"at most {_times(gain)} times, at {fastest.devices}."
+            f"at most {_times(plan.alone / seconds)} times, at {devices}."
         )
     return "\n".join(lines)
 
@@ -68,8 +65,11 @@ def reason(plan: "Plan") -> str:
             text += ", which is the better place for all layers"
         return text + (f"; {plan.unprobed} faster ones were not looked at" if plan.unprobed else "") + "."
     faster = [c for c in plan.choices if c.time.seconds * WORTH <= plan.serial.time.seconds]
-    if any(c.error is not None for c in faster):
-        return f"no solver that is clearly faster has a gradient error of at most {plan.error:.0e}. {_instead(plan)}"
+    looked_at = sum(c.error is not None for c in faster)
+    if looked_at:
+        left = f", and {plan.unprobed} were not looked at" if plan.unprobed else ""
+        text = f"of {looked_at} solvers that are clearly faster none has a gradient error of at most {plan.error:.0e}"
+        return f"{text}{left}. {_instead(plan)}"
     if faster:
         return "faster solvers are listed; what their gradients are worth on your network, nobody looked at yet."
     why = (
@@ -87,10 +87,10 @@ def _instead(plan: "Plan") -> str:
     known = {"along the examples": there.data, "in a pipeline": there.pipeline, "along the layers": there.layers}
     found = {name: seconds for name, seconds in known.items() if seconds is not None}
     name, seconds = min(found.items(), key=lambda item: item[1])
-    gain = plan.scaling((1,))[0].data or seconds
-    if gain < 1.01 * seconds:
+    gain = plan.alone / seconds
+    if gain < 1.01:
         return f"On {many} devices nothing helps either."
-    return f"On {many} devices: {name}, {gain / seconds:.2g} times as fast as on one."
+    return f"On {many} devices: {name}, {_times(gain)} times as fast as on one."
 
 
 def _shown(plan: "Plan") -> list["Choice"]:
@@ -103,8 +103,8 @@ def _shown(plan: "Plan") -> list["Choice"]:
 def _row(plan: "Plan", choice: "Choice") -> tuple[str, ...]:
     error = "?" if choice.error is None else "exact" if choice.error == 0 else f"{choice.error:.1e}"
     error = error if choice.error is None or math.isfinite(choice.error) else "diverges"
-    times = plan.serial.time.seconds / choice.time.seconds
-    return _ms(choice.time.seconds), f"{times:.2f}", error, f"{choice.memory.bytes / 1e6:.3g}", _both(*choice[:2])
+    times = f"{plan.alone / choice.time.seconds:.2f}"
+    return _ms(choice.time.seconds), times, error, f"{choice.memory.bytes / 1e6:.3g}", _both(*choice[:2])
 
 
 def _both(solver: Solver, adjoint_solver: Solver) -> str:

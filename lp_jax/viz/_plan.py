@@ -7,7 +7,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from lp_jax import Serial
+from lp_jax import MGRIT, Newton, Picard, Serial
 from lp_jax.planning import Choice, Plan
 from lp_jax.viz._style import BLUE, GREEN, GREY, NOTE, PURPLE, RED, dress, figure, legend
 
@@ -42,21 +42,22 @@ def _title(found: Plan) -> str:
 def _name(choice: Choice) -> str:
     """A few words on a solver."""
     solver, adjoint = choice[:2]
-    if isinstance(solver, Serial):
+    if isinstance(solver, Picard | Newton):
+        kind = "sweeps" if isinstance(solver, Picard) else "Newton's method"
+        return f"{kind} to {solver.rtol:.0e}"
+    if not isinstance(solver, MGRIT):
         return "serial"
-    if solver.has_tolerance:
-        return f"sweeps to {solver.rtol:.0e}"
-    kind = type(getattr(solver, "coarse_step", solver)).__name__
-    steps = getattr(getattr(solver, "coarse_step", None), "sweeps", None)
-    coarse = {0: "identity"}.get(steps, f"{kind} {steps}") if steps is not None else "injection"
-    return f"{solver.iterations}/{adjoint.iterations} cycles of {coarse}, m = {getattr(solver, 'coarsening', '')}"
+    step = solver.coarse_step
+    sweeps = f"Picard {step.sweeps}" if isinstance(step, Picard) and step.sweeps else "identity"
+    coarse = sweeps if isinstance(step, Picard) else "injection"
+    return f"{solver.iterations}/{adjoint.iterations} cycles, {coarse}, m = {solver.coarsening}"
 
 
 def _errors(ax: Axes, found: Plan) -> None:
     """Gradient error against predicted time, of all whose gradient was taken."""
-    looked_at = {1e3 * c.time.seconds: c.error for c in found.choices if c.error and math.isfinite(c.error)}
+    looked_at = [(1e3 * c.time.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
     for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not", False, "x", GREY)):
-        points = [(ms, error) for ms, error in looked_at.items() if (error <= found.error) is good]
+        points = [(ms, error) for ms, error in looked_at if (error <= found.error) is good]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
     if found.best.error:
@@ -82,7 +83,7 @@ def _errors(ax: Axes, found: Plan) -> None:
         _below(ax)
     else:
         ax.set_yticks([])
-        ax.text(0.5, 0.5, "no solver was worth a look", transform=ax.transAxes, ha="center", fontsize=NOTE, color=GREY)
+        ax.text(0.5, 0.5, "no gradient was taken", transform=ax.transAxes, ha="center", fontsize=NOTE, color=GREY)
     _numbers(ax.xaxis)
     dress(ax, x="ms per training step, predicted", y="error of the gradient", title="Solvers: cost and error")
 
@@ -90,12 +91,10 @@ def _errors(ax: Axes, found: Plan) -> None:
 def _devices(ax: Axes, found: Plan) -> None:
     """Speedup over one device with serial propagation, by what the devices are spread along."""
     rows = found.scaling()
-    alone = next(row for row in rows if row.devices == 1).data
-    assert alone is not None
     lines = {"layers": BLUE, "data": RED, "pipeline": PURPLE, "both": GREEN}
     names = {"layers": "layers", "data": "examples", "pipeline": "pipeline", "both": "layers and examples"}
     for number, (field, colour) in enumerate(lines.items()):
-        points = [(row.devices, alone / seconds) for row in rows if (seconds := getattr(row, field)) is not None]
+        points = [(row.devices, found.alone / seconds) for row in rows if (seconds := getattr(row, field)) is not None]
         if points:
             style = ("-", "--", "-.", ":")[number]
             ax.plot(*zip(*points, strict=True), style, color=colour, linewidth=2.2, label=names[field])
