@@ -68,7 +68,8 @@ def reason(plan: "Plan") -> str:
     looked_at = sum(c.error is not None for c in faster)
     if looked_at:
         left = f", and {plan.unprobed} were not looked at" if plan.unprobed else ""
-        text = f"of {looked_at} solvers that are clearly faster none has a gradient error of at most {plan.error:.0e}"
+        many = "s are" if looked_at > 1 else " is"
+        text = f"{looked_at} solver{many} clearly faster, none with a gradient error of at most {plan.error:.0e}"
         return f"{text}{left}. {_instead(plan)}"
     if faster:
         return "faster solvers are listed; what their gradients are worth on your network, nobody looked at yet."
