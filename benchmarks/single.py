@@ -110,6 +110,16 @@ def _voxels(width: int, layers: int, batch: int) -> tuple[Train, Any]:
     return functools.partial(stacks.trainer, problem), problem
 
 
+MOST_JACOBIANS = 2 * 2**30
+"""Bytes of full Jacobians above which Newton's method sits out: its prefix products take several times as much."""
+
+
+def why_no_newton(width: int, steps: int, batch: int) -> str | None:
+    """Why full Jacobians of a GRU's steps are too large, or None."""
+    size = 4 * steps * batch * (gru.UNITS * width) ** 2
+    return None if size <= MOST_JACOBIANS else f"the Jacobians of {steps} steps that it evaluates would take {size / 2**30:.0f} GiB"
+
+
 NETWORKS: dict[str, Callable[[int, int, int], tuple[Train, Any]]] = {
     "dense": _dense,
     "conv": _conv,
@@ -126,10 +136,14 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     tell("drawing weights")
     train, problem = NETWORKS[network](width, layers, batch)
     contenders: list[Contender] = []
+    left_out: list[tuple[str, str]] = []
     exact = None
     entries: dict[str, tuple[str, Pair | None]] = {"lax.scan": ("scan", None), **known_solvers(network, layers)}
     for name, (family, solvers) in entries.items():
         if exact is not None and not wanted(name, options):
+            continue
+        if name.startswith("Newton") and (too_large := why_no_newton(width, layers, batch)) is not None:
+            left_out.append((name, too_large))
             continue
         tell(f"compiling {name}")
         steps = train(solvers)
@@ -139,10 +153,10 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         contenders.append(Contender(name=name, call=steps, facts=facts | steps.facts))
     name = "PyTorch, 1 thread"
     if not wanted(name, options):
-        return Field(contenders, [])
+        return Field(contenders, left_out)
     reason = "it has no loop of this network" if network == "voxels" else resnet.why_no_torch()
     if reason is not None:
-        return Field(contenders, [("PyTorch", reason)])
+        return Field(contenders, [*left_out, ("PyTorch", reason)])
     from benchmarks.torch_loop import LOOPS
 
     tell(f"first step of {name}")
@@ -153,7 +167,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         "gradient_error": relative_error(loop.gradient, exact),
         "residual_norm": math.nan,
     }
-    return Field([*contenders, Contender(name=name, call=loop, before=loop.take_threads, facts=facts)], [])
+    return Field([*contenders, Contender(name=name, call=loop, before=loop.take_threads, facts=facts)], left_out)
 
 
 def draw(result: report.Result) -> Figure:
@@ -191,13 +205,17 @@ SUITE = Suite(
         ("dense", 64, 256, 32),
         ("dense", 64, 1024, 32),
         ("dense", 64, 4096, 32),
+        ("dense", 64, 16384, 32),
         ("dense", 512, 256, 32),
         ("conv", 8, 64, 50),
         ("encoder", 128, 64, 4),
         ("encoder", 128, 128, 4),
+        ("encoder", 128, 512, 4),
         ("voxels", 4, 64, 4),
+        ("gru", 64, 128, 16),
         ("gru", 16, 1024, 16),
         ("gru", 64, 1024, 16),
+        ("gru", 64, 16384, 16),
     ],
     quick_rows=[("dense", 4, 64, 4), ("encoder", 8, 64, 2), ("gru", 4, 64, 4)],
     field=field,
