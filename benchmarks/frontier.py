@@ -215,16 +215,22 @@ def measure(
     """One line for each setting and number of training steps that is not done yet, of the first ``most``."""
     options, task = prepared(network.problem, network.model, data / (network.data or ""), seed=0, **network.options)
     made = experiment(options, task)
+    open_ones = [
+        (setting, steps)
+        for setting in settings(network, options.layers)[:most]
+        if (steps := [n for n in network.steps if (network.name, n, setting.describe()) not in done])
+    ]
+    if not open_ones:
+        return
     batch = next(iter(made.batches(1000)))  # of no epoch that is trained on
     tell(f"{network.name}: training")
     trained = dict(_trained(network, options.learning_rate, made))
     serial = training_step(options.layers, lp_jax.Serial())
-    for number, setting in enumerate(settings(network, options.layers)[:most]):
+    for number, (setting, open_steps) in enumerate(open_ones):
         if number % _PROGRAMS == 0:
             jax.clear_caches()
-        for steps, params in trained.items():
-            if (network.name, steps, setting.describe()) in done:
-                continue
+        for steps in open_steps:
+            params = trained[steps]
             tell(f"{network.name}, {steps} steps: {setting.describe()}")
             error = gradient_error(made.loss_fn, params, batch, setting.forward, setting.adjoint)
             cost = _cost(options.layers, _taken(setting, made, params, batch))

@@ -1,35 +1,34 @@
 """Prediction against measurement: what `lp_jax.planning` says of every committed row of the suites that measure time.
 
-The layers of each row are calibrated here and now, alone; ratios to serial propagation then follow from the schedule of each
-solver, and stand beside those that were measured by dense, resnet, single and ranks. What a training step does beside its
-layers is the difference of the baseline and serial propagation, measured here too. Rows with other numbers of threads
-than --threads are left for another call; theirs stay in the file.
+The layers of each row are calibrated here and now, in a process with as many threads as the row's; ratios to serial
+propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, resnet, single
+and ranks. For two workers the layers are calibrated while another process trains, and messages are measured between
+such workers. What a training step does beside its layers is the difference of the baseline and serial propagation.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from flax import nnx
 from matplotlib.figure import Figure
 
-from benchmarks import dense, gru, report, resnet, settings, single
-from benchmarks.command import Progress, positive
-from benchmarks.harness import Contender, measure
-from benchmarks.manifest import cores, device_slug, limit_jax_threads, manifest
+from benchmarks import dense, report, resnet, settings, single
+from benchmarks.command import Progress
+from benchmarks.harness import Tell
+from benchmarks.manifest import device_slug, manifest
 from benchmarks.propagation import Pair
 from benchmarks.published import SERIAL
+from benchmarks.ranks import Group, why_no_mpi
 from lp_jax import planning
-from lp_jax.nn import GRU
 
 _CLOSE, _APART = 0.25, 0.15  # of a good prediction; of two times that are told apart
 
@@ -91,48 +90,83 @@ def _pairs(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Any]:
     }
 
 
-def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]:
-    """The layers alone, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
-    _, drawn = single.NETWORKS[network](width, layers, batch)
-    if network == "dense":
-        weights, y, _ = drawn
-        return {"step": lambda y, at: dense.residual_layer(y, at.params, at.dt), "params": weights, "y0": y}
-    if network == "conv":
-        y = np.random.default_rng(0).normal(size=(batch, 28, 28, width)).astype(np.float32)
-        layer = functools.partial(resnet.residual_layer, "auto")
-        return {"step": lambda y, at: layer(y, at.params, at.dt), "params": drawn.network.layers, "y0": y}
-    if network == "gru":
-        module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
-        return module.problem(drawn.x)
-    return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
+class Machines:
+    """What the layers of a row take: alone, in a process of its own with so many threads, or with every worker at work.
+
+    Args:
+        row: what was measured.
+        folder: of the machines' files, which are written, or read where they are there and ``kept``.
+        kept: whether those will do.
+        tell: progress.
+    """
+
+    def __init__(self, row: Measured, folder: Path, kept: bool, tell: Tell):
+        self._row, self._folder, self._kept, self._tell = row, folder, kept, tell
+        self._updates = "dense" not in row.suite
+        self._found: dict[str, planning.Machine] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def alone(self) -> planning.Machine:
+        """One worker."""
+        return self._file("alone", self._alone)
+
+    def of(self, workers: int, kind: str) -> planning.Machine:
+        """For so many workers of a kind: layers timed while another process trains, and the wires between them."""
+        if workers == 1:
+            return self.alone()
+        return self._file(f"{workers} {kind}", functools.partial(self._wired, workers, kind))
+
+    def _file(self, name: str, make: Callable[[], planning.Machine]) -> planning.Machine:
+        words = (self._row.suite, *self._row.sizes, *name.split())
+        path = self._folder / f"{'_'.join(map(str, words))}.json"
+        if name not in self._found:
+            if not (self._kept and path.exists()):
+                make().save(path)
+            self._found[name] = planning.Machine.load(path)
+        return self._found[name]
+
+    def _alone(self) -> planning.Machine:
+        self._tell("calibrating")
+        with self._group("jax", self._row.threads) as group:
+            return group.machine(self._row.sizes, self._updates)  # type: ignore[no-any-return]
+
+    def _together(self) -> planning.Machine:
+        self._tell("calibrating with a neighbour at work")
+        with self._group("jax", 1) as group, self._group("jax", 1) as other:
+            other.build(_SCAN, self._row.sizes, False, "auto")
+            return group.machine(self._row.sizes, self._updates, lambda: other.time(_SCAN, 1))  # type: ignore[no-any-return]
+
+    def _wired(self, workers: int, kind: str) -> planning.Machine:
+        together = self._file("together", self._together)
+        self._tell(f"messages between {kind}")
+        with self._group(kind, 1 if kind == "ranks" else workers, workers) as group:
+            return dataclasses.replace(together, **group.wires()._asdict())
+
+    def _group(self, kind: str, threads: int, workers: int = 1) -> Any:
+        keep = self._row.suite.startswith("ranks")  # as that suite does
+        return contextlib.closing(Group(kind, workers=workers, threads=threads, keep_memory=keep))
 
 
-def calibrated(sizes: tuple[str, int, int, int], rounds: int) -> planning.Machine:
-    """What its layers take, and what a training step with a scan, the baseline, takes beside them."""
-    machine = planning.calibrate(**problem(*sizes), name=", ".join(map(str, sizes)))
-    baseline = single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
-    (timing,) = measure(
-        [Contender(name="lax.scan", call=baseline)], rounds=rounds, warmup=1, min_time=0.05, budget=10.0
-    )
-    seconds = float(np.median(timing.seconds))
-    return dataclasses.replace(machine, fixed=max(0.0, seconds - sizes[2] * sum(machine.per_layer)))
+_SCAN = "lax.scan, 1 thread"
 
 
-def predicted(machine: planning.Machine, pair: Pair, layers: int, workers: int) -> float | None:
-    """The ratio to serial propagation on one worker; None for what the cost model does not know."""
+def predicted(
+    alone: planning.Machine, machine: planning.Machine, pair: Pair, layers: int, workers: int
+) -> float | None:
+    """The ratio to serial propagation alone; None for what the cost model does not know."""
     try:
         time = planning.time(*pair, layers, machine, workers=workers)
     except NotImplementedError:
         return None
-    alone = planning.time(*SERIAL, layers, machine)
-    return time.seconds / alone.seconds
+    return time.seconds / planning.time(*SERIAL, layers, alone).seconds
 
 
-def compared(row: Measured, machine: planning.Machine) -> list[dict[str, Any]]:
+def compared(row: Measured, machines: Machines) -> list[dict[str, Any]]:
     """Both ratios of each contender."""
     found = []
     for name, pair, workers, ratio in row.ratios:
-        said = predicted(machine, pair, row.sizes[2], workers)
+        machine = machines.of(workers, name.rpartition(" ")[2])
+        said = predicted(machines.alone(), machine, pair, row.sizes[2], workers)
         if said is not None:
             found.append({"name": name, "workers": workers, "measured": ratio, "predicted": said})
     return found
@@ -209,37 +243,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all cores)"
-    )
     parser.add_argument("--suites", nargs="+", metavar="NAME", help="results of these only")
-    parser.add_argument("--rounds", type=positive, metavar="N", default=9, help="samples of a baseline (default: 9)")
     parser.add_argument(
         "--results", type=Path, help="folder with the measured results (default: benchmarks/results/DEVICE)"
     )
+    parser.add_argument(
+        "--kept", action="store_true", help="use the machines' files that are there, and calibrate the others"
+    )
     parser.add_argument("--out", type=Path, help="where the files go (default: the folder of the results)")
     options = parser.parse_args(arguments)
-    limit_jax_threads(options.threads)
     folder = options.results or Path(__file__).parent / "results" / device_slug()
     out = options.out or folder
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "model.json"
     rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
-    wanted = [row for row in measured(folder) if row.threads == options.threads and row.ratios]
+    wanted = list(measured(folder))
+    if reason := why_no_mpi():
+        print(f"Left out: ranks ({reason}).")
+        wanted = [row._replace(ratios=[r for r in row.ratios if not r[0].endswith("ranks")]) for row in wanted]
+    wanted = [row for row in wanted if row.ratios]
     wanted = [row for row in wanted if not options.suites or row.suite in options.suites]
     if not wanted:
-        parser.error(f"no result in {folder} was measured on {options.threads} threads.")
-    progress, machines = Progress(), {}
+        parser.error(f"no result in {folder} has a row that can be predicted.")
+    progress = Progress()
     for row in wanted:
-        if row.sizes not in machines:
-            progress(f"calibrating {', '.join(map(str, row.sizes))}")
-            machines[row.sizes] = calibrated(row.sizes, options.rounds)
-            jax.clear_caches()
+        title = f"{row.suite}, {', '.join(map(str, row.sizes))}"
+        machines = Machines(row, out / "machines", options.kept, lambda text, title=title: progress(f"{title}: {text}"))
         new = {
             "suite": row.suite,
             "sizes": list(row.sizes),
             "threads": row.threads,
-            "contenders": compared(row, machines[row.sizes]),
+            "contenders": compared(row, machines),
         }
         rows = [r for r in rows if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])] + [new]
     progress.clear()

@@ -4,7 +4,9 @@ A step of the network is one unit of time forward and two backward, messages tak
 after another. What is left out (pooling and closing layers, an interpreter, messages) makes the published figures smaller.
 """
 
+import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 from benchmarks.propagation import Pair
@@ -139,5 +141,12 @@ def table(figures: Sequence[Published] = FIGURES) -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__).parse_args(arguments)
     print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -30,6 +31,7 @@ from benchmarks.command import Field, Row, Suite, network_row, positive, run, wa
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import cores
 from benchmarks.settings import SETTINGS, counted_ratio
+from lp_jax import planning
 
 _PATIENCE = 300.0  # seconds for a group to start, to build or to run
 
@@ -45,9 +47,10 @@ class Group:
         kind: as for `benchmarks.worker`.
         workers: number of devices or ranks.
         threads: of XLA's pool.
+        keep_memory: whether the C library keeps what a step gives back.
     """
 
-    def __init__(self, kind: str, *, workers: int, threads: int):
+    def __init__(self, kind: str, *, workers: int, threads: int, keep_memory: bool = True):
         self.kind, self.workers, self.threads = kind, workers, threads
         key = secrets.token_bytes(16)
         devices = workers if kind == "devices" else 1
@@ -60,7 +63,7 @@ class Group:
             "NPROC": str(threads),
             "OMP_NUM_THREADS": str(threads),
             "LP_JAX_BENCH_KEY": key.hex(),
-            **_KEEP_MEMORY,
+            **(_KEEP_MEMORY if keep_memory else {}),
             "MPI4JAX_NO_WARN_JAX_VERSION": "1",
         }
         with Listener(("127.0.0.1", 0), authkey=key) as listener:
@@ -87,6 +90,18 @@ class Group:
         """Seconds per call times calls, of the slowest process; seconds of work of all."""
         walls, works = zip(*self._ask("time", name, calls), strict=True)
         return max(walls), sum(works)
+
+    def machine(self, row: Row, updates: bool, beside: Callable[[], object] | None = None) -> planning.Machine:
+        """As `benchmarks.calibration.machine`, alone or while something else is called again and again."""
+        (connection,) = self._connections
+        connection.send(("calibrate", "", row, updates))
+        while beside is not None and not connection.poll():
+            beside()
+        return self._receive(connection)  # type: ignore[no-any-return]
+
+    def wires(self) -> planning.Wires:
+        """What a message takes between its workers."""
+        return self._ask("wires", "")[0]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the processes."""
@@ -149,7 +164,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         SETTINGS, (("iterated", "devices", "devices"), ("ranks", "ranks", "ranks"))
     ):
         entries.append((f"{name}, {workers} {label}", family, kind, 1 if kind == "ranks" else workers))
-    if reason := _why_no_mpi():
+    if reason := why_no_mpi():
         left_out.append(("MPI ranks", reason))
         entries = [entry for entry in entries if entry[2] != "ranks"]
     if network != "dense":
@@ -195,7 +210,8 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     return Field(contenders, left_out, close)
 
 
-def _why_no_mpi() -> str | None:
+def why_no_mpi() -> str | None:
+    """Why there are no ranks here, or None."""
     for module in ("mpi4py", "mpi4jax"):
         if find_spec(module) is None:
             return f"no {module}; it is in the extra mpi: pip install -e '.[mpi]'"

@@ -184,15 +184,28 @@ def dress(ax: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "b
 
 
 def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
-    """Median times as bars with their quartiles; in words the ratio and, of iterated ones, the gradient error."""
-    longest = max(c["seconds"]["q3"] for c in contenders)
+    """Median times as bars with their quartiles; in words the ratio and, of iterated ones, the gradient error.
+
+    The axis is logarithmic where the longest time would hide the others.
+    """
+    longest = 1e3 * max(c["seconds"]["q3"] for c in contenders)
+    shortest = 1e3 * min(c["seconds"]["median"] for c in contenders)
     for i, c in enumerate(contenders):
         median, q1, q3 = (1e3 * c["seconds"][q] for q in ("median", "q1", "q3"))
         ax.barh(i, median, color=COLOURS[c["family"]], height=0.68)
         ax.errorbar(median, i, xerr=[[median - q1], [q3 - median]], color=GREY, capsize=3, linewidth=1.4)
         words = f"{number(median, 3)} ms   ×{number(c['ratio']['median'], 3)}"
         error = c["gradient_error"]
-        words += f"   error {error:.0e}" if c["family"] in ("iterated", "ranks") else ""
-        ax.text(q3 + 20 * longest, i, words, va="center", fontsize=11, color=INK)
+        if c["family"] in ("iterated", "ranks"):
+            finite = error is not None and math.isfinite(error)
+            words += f"   error {error:.0e}" if finite else "   no finite gradient"
+        ax.annotate(words, (q3, i), (6, 0), textcoords="offset points", va="center", fontsize=11, color=INK)
     ax.set_ylim(len(contenders) - 0.4, -0.6)
-    ax.set_xlim(0, 1800 * longest)
+    if longest > _HIDES * shortest:
+        ax.set_xscale("log")
+        ax.set_xlim(shortest / 2, 2 * longest * (2 * longest / shortest))
+    else:
+        ax.set_xlim(0, 2 * longest)
+
+
+_HIDES = 30

@@ -117,7 +117,11 @@ MOST_JACOBIANS = 2 * 2**30
 def why_no_newton(width: int, steps: int, batch: int) -> str | None:
     """Why full Jacobians of a GRU's steps are too large, or None."""
     size = 4 * steps * batch * (gru.UNITS * width) ** 2
-    return None if size <= MOST_JACOBIANS else f"the Jacobians of {steps} steps that it evaluates would take {size / 2**30:.0f} GiB"
+    return (
+        None
+        if size <= MOST_JACOBIANS
+        else f"the Jacobians of {steps} steps that it evaluates would take {size / 2**30:.0f} GiB"
+    )
 
 
 NETWORKS: dict[str, Callable[[int, int, int], tuple[Train, Any]]] = {
@@ -176,7 +180,7 @@ def draw(result: report.Result) -> Figure:
     columns = min(3, len(rows))
     lines = math.ceil(len(rows) / columns)
     most = max(len(row["contenders"]) for row in rows)
-    fig = report.figure(result, width=3.2 + 5.2 * columns, height=1.6 + (1 + 0.5 * most) * lines)
+    fig = report.figure(result, width=3.2 + 6.8 * columns, height=1.6 + (1 + 0.5 * most) * lines)
     grid = fig.subplots(lines, columns, squeeze=False)
     for number, ax in enumerate(grid.flat):
         if number >= len(rows):

@@ -48,6 +48,11 @@ class Trainer:
         self.gradient = jax.tree.map(np.array, layers(self._state[1]))  # the first momentum is the gradient
         self.facts = facts | {"residual_norm": float(residual)}
 
+    @property
+    def program(self) -> str:
+        """The compiled step as text, of one that was compiled ahead."""
+        return str(self._step.as_text())  # type: ignore[attr-defined]
+
     def __call__(self) -> Any:
         """One step."""
         self._state, values = self._step(self._state, *self._batch)

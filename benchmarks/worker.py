@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lp_jax
-from benchmarks import dense, gru, resnet
+from benchmarks import calibration, dense, gru, resnet
 from benchmarks.harness import timed
 from benchmarks.propagation import scan, solved
 from benchmarks.settings import SETTINGS
+from lp_jax import planning
 
 Place = Callable[[Any], Any]
 
@@ -27,12 +28,7 @@ Place = Callable[[Any], Any]
 def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, convolution: str) -> Any:
     """A contender: something to call, with the gradient of the layers (those that this process holds) and facts."""
     network, width, layers, batch = row
-    comm: Any = None
-    if kind == "devices":
-        mesh = jax.make_mesh((jax.device_count(),), ("layers",), axis_types=(AxisType.Auto,))
-        comm = lp_jax.MeshComm(mesh)
-    elif kind == "ranks":
-        comm = lp_jax.MPIComm()
+    comm = _comm(kind)
     solvers = (
         SETTINGS[name](layers, comm.size) if comm is not None else gru.SERIAL if name.startswith("Serial") else None
     )
@@ -70,6 +66,12 @@ def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, con
     return resnet.trainer(propagate, convolution, problem, place, ahead=ahead)
 
 
+def _comm(kind: str) -> Any:
+    if kind == "devices":
+        return lp_jax.MeshComm(jax.make_mesh((jax.device_count(),), ("layers",), axis_types=(AxisType.Auto,)))
+    return lp_jax.MPIComm() if kind == "ranks" else None
+
+
 def main() -> None:
     """Take orders until there are no more."""
     kind, port = sys.argv[1], int(sys.argv[2])
@@ -89,6 +91,10 @@ def main() -> None:
                 if row[0] == "gru" and rank > 0:  # the same on every rank
                     gradient = [x[:0] for x in gradient]
                 orders.send((gradient, getattr(built[name], "facts", {})))
+            elif what == "calibrate":
+                orders.send(calibration.machine(*details))
+            elif what == "wires":
+                orders.send(planning.wires(_comm(kind)))
             else:
                 if kind == "torch":
                     built[name].take_threads()

@@ -13,7 +13,7 @@ import pytest
 from problems import dense_params, dense_state, dense_step
 
 import lp_jax
-from benchmarks import dense, frontier, memory, model, published, ranks, report, resnet, settings, single
+from benchmarks import dense, frontier, memory, model, profile, published, ranks, report, resnet, settings, single
 from benchmarks.command import Progress, run
 from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
 from benchmarks.manifest import manifest
@@ -394,6 +394,36 @@ def test_half_of_the_layers_as_a_coarse_step():
     np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
+# --- profiles ------------------------------------------------------------------------------------------------------
+
+
+def test_own_time_is_without_what_runs_inside():
+    loop, thread = (
+        [("while", 0, 100), ("dot", 10, 30), ("fusion", 40, 90), ("dot", 50, 60)],
+        [("dot", 0, 5), ("copy", 5, 6)],
+    )
+    threads = [[profile.Event(*event) for event in events] for events in (loop[::-1], thread)]
+    found = {cost.name: (cost.seconds * 1e9, cost.times) for cost in profile.costs(threads, 2)}
+    assert found == pytest.approx({"fusion": (20, 0.5), "dot": (17.5, 1.5), "while": (15, 0.5), "copy": (0.5, 0.5)})
+
+
+def test_operations_of_a_program():
+    program = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((4, 4), jnp.float32)).compile().as_text()
+    found = {op.opcode: op for op in profile.operations(program).values()}
+    assert found["dot"].shape == "f32[4,4]" and found["dot"].source.endswith("dot_general")
+
+
+@pytest.mark.slow
+def test_profile_end_to_end(capsys, monkeypatch):
+    monkeypatch.setenv("NPROC", "2")  # set back afterwards
+    assert profile.main(["--row", "dense,8,16,4", "--only", "lax.scan", "--calls", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "lax.scan: dense, width 8, 16 layers, batch 4" in out and "dot" in out and "all threads together" in out
+    with pytest.raises(SystemExit):
+        profile.main(["--only", "nonsense"])
+    assert "no contender has nonsense in its name" in capsys.readouterr().err
+
+
 # --- predictions ----------------------------------------------------------------------------------------------------
 
 
@@ -436,9 +466,9 @@ def test_every_measured_row_is_found():
 def test_predictions_are_ratios_and_winners_are_counted():
     machine = published.UNIT
     solvers = settings.SETTINGS["identity, 2/2"](256, 2)
-    assert model.predicted(machine, solvers, 256, 2) == pytest.approx(5 / 6)  # the gradient is formed once
+    assert model.predicted(machine, machine, solvers, 256, 2) == pytest.approx(5 / 6)  # the gradient is formed once
     newton = lp_jax.Newton()
-    assert model.predicted(machine, (newton, newton), 256, 1) is None
+    assert model.predicted(machine, machine, (newton, newton), 256, 1) is None
     rows = [(1.0, 1.0), (1.1, 0.9), (2.0, 0.95)]  # measured and predicted; the first two are not told apart
     contenders = [{"measured": a, "predicted": b} for a, b in rows]
     assert model.winners(contenders) == (1, 2)

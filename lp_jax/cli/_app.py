@@ -21,6 +21,8 @@ _SUITES = {
     "accuracy": "What training reaches, over seeds.",
     "pipeline": "Two devices: layers, examples, or a pipeline of microbatches.",
     "model": "Predicted times beside all measured ones.",
+    "published": "Published speedups beside counted ones.",
+    "profile": "Where the time of a training step goes.",
 }
 _WHAT, _HOW, _WHERE, _OUT, _PLAN = "Model", "Training", "Devices", "Output", "Plan"
 

@@ -1,0 +1,51 @@
+"""What the layers of a row take here, for the suite ``model``: alone, and while a neighbour is at work."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from benchmarks import dense, gru, resnet, single
+from benchmarks.harness import Contender, measure
+from benchmarks.propagation import scan
+from lp_jax import planning
+from lp_jax.nn import GRU
+
+Sizes = tuple[str, int, int, int]
+"""Network, width, layers, batch."""
+
+
+def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]:
+    """The layers alone, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
+    _, drawn = single.NETWORKS[network](width, layers, batch)
+    if network == "dense":
+        weights, y, _ = drawn
+        return {"step": lambda y, at: dense.residual_layer(y, at.params, at.dt), "params": weights, "y0": y}
+    if network == "conv":
+        y = np.random.default_rng(0).normal(size=(batch, 28, 28, width)).astype(np.float32)
+        layer = functools.partial(resnet.residual_layer, "auto")
+        return {"step": lambda y, at: layer(y, at.params, at.dt), "params": drawn.network.layers, "y0": y}
+    if network == "gru":
+        module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
+        return module.problem(drawn.x)
+    return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
+
+
+def machine(sizes: Sizes, updates: bool) -> planning.Machine:
+    """Calibrated in this process; with what a step with a scan takes beside the layers as ``fixed``.
+
+    Args:
+        sizes: of the row.
+        updates: whether a step updates weights, too.
+    """
+    found = planning.calibrate(**problem(*sizes), name=", ".join(map(str, sizes)))
+    call: Any
+    if updates:
+        call = single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
+    else:
+        call = dense.Gradient(scan, dense.random_problem(sizes[2], sizes[1], sizes[3]))
+    (timing,) = measure([Contender(name="lax.scan", call=call)], rounds=9, warmup=2, min_time=0.05, budget=10.0)
+    beside = float(np.median(timing.seconds)) - sizes[2] * sum(found.per_layer)
+    return dataclasses.replace(found, fixed=max(0.0, beside))

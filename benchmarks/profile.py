@@ -1,0 +1,177 @@
+"""Where the time of a training step goes: the operations of one compiled program, most expensive first.
+
+For a contender of suite `single`. JAX's profiler says when each operation ran; of one that contains others (a loop, a call)
+the time of those is taken off. The compiled program says what an operation is, what it makes, and where in the
+library's code it comes from.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import single
+from benchmarks.command import network_row, positive
+from benchmarks.manifest import cores, limit_jax_threads
+
+
+class Event(NamedTuple):
+    """That something ran: in nanoseconds, from any moment on."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Operation(NamedTuple):
+    """What the compiled program says of an operation."""
+
+    opcode: str
+    shape: str
+    source: str
+
+
+class Cost(NamedTuple):
+    """An operation's own time and how often it ran."""
+
+    name: str
+    seconds: float
+    times: float
+
+
+def own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
+    """Name and nanoseconds of each event of one thread, without the events inside it."""
+    running: list[tuple[Event, float]] = []
+
+    def over(until: float) -> Iterator[tuple[str, float]]:
+        while running and running[-1][0].end <= until:
+            event, inside = running.pop()
+            length = event.end - event.start
+            yield event.name, length - inside
+            if running:
+                running[-1] = running[-1][0], running[-1][1] + length
+
+    for event in sorted(events, key=lambda e: (e.start, -e.end)):
+        yield from over(event.start)
+        running.append((event, 0.0))
+    yield from over(float("inf"))
+
+
+def costs(threads: Iterable[Iterable[Event]], calls: int) -> list[Cost]:
+    """Per call, most expensive first."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for events in threads:
+        for name, length in own_times(events):
+            spent[name].append(length)
+    found = [Cost(name, sum(lengths) / calls / 1e9, len(lengths) / calls) for name, lengths in spent.items()]
+    return sorted(found, key=lambda cost: -cost.seconds)
+
+
+def traced(call: Callable[[], Any], calls: int) -> list[list[Event]]:
+    """The operations that ran in so many calls, by thread or stream."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(call())
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    return [
+        [
+            Event(event.name, event.start_ns, event.start_ns + event.duration_ns)
+            for event in line.events
+            if any(name == "hlo_op" for name, _ in event.stats)
+        ]
+        for plane in data.planes
+        for line in plane.lines
+    ]
+
+
+_OPERATION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(?[^=]*?\)?) (?P<opcode>[\w\-]+)\(", re.MULTILINE
+)
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+
+
+def operations(program: str) -> dict[str, Operation]:
+    """By name, from a compiled program's text."""
+    found = {}
+    for match in _OPERATION.finditer(program):
+        line = program[match.start() : program.find("\n", match.end())]
+        source = _SOURCE.search(line)
+        shape = re.sub(r"\{[^}]*\}", "", match["shape"])
+        found[match["name"]] = Operation(match["opcode"], shape, "" if source is None else source[1])
+    return found
+
+
+def table(title: str, found: Sequence[Cost], program: str, most: int) -> Table:
+    """The most expensive operations; the rest as a sum."""
+    known = operations(program)
+    total = sum(cost.seconds for cost in found)
+    grid = Table(title=title, title_justify="left")
+    for column in ("ms", "share", "times", "operation", "makes", "from"):
+        grid.add_column(column, justify="right" if column in ("ms", "share", "times") else "left", overflow="fold")
+    for cost in found[:most]:
+        operation = known.get(cost.name, Operation("", "", ""))
+        numbers = f"{1e3 * cost.seconds:.3g}", f"{cost.seconds / total:.0%}", f"{cost.times:,.0f}"
+        grid.add_row(*numbers, cost.name, operation.shape[:60], _shorter(operation.source))
+    rest = total - sum(cost.seconds for cost in found[:most])
+    grid.add_row(f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", f"{max(0, len(found) - most)} others")
+    grid.add_row(f"{1e3 * total:.3g}", "", "", "all threads together")
+    return grid
+
+
+def _shorter(source: str) -> str:
+    parts = [part for part in source.split("/") if part not in ("closed_call", "body", "jit(step)")]
+    return "/".join(parts[-5:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Profile contenders of one row."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
+    parser.add_argument(
+        "--row",
+        type=network_row(single.NETWORKS),
+        default=("dense", 64, 1024, 32),
+        metavar="network,width,layers,batch",
+        help="as in suite single (default: dense,64,1024,32)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        default=["lax.scan", "Picard to"],
+        help="contenders with one of these in their names (default: lax.scan and sweeps to a tolerance)",
+    )
+    parser.add_argument("--calls", type=positive, metavar="N", default=10, help="training steps (default: 10)")
+    parser.add_argument("--most", type=positive, metavar="N", default=12, help="operations shown (default: 12)")
+    parser.add_argument("--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all)")
+    options = parser.parse_args(arguments)
+    limit_jax_threads(options.threads)
+    console = Console()
+    network, width, layers, batch = options.row
+    train, _ = single.NETWORKS[network](width, layers, batch)
+    entries = {"lax.scan": None} | {name: pair for name, (_, pair) in single.known_solvers(network, layers).items()}
+    chosen = {name: p for name, p in entries.items() if any(text.lower() in name.lower() for text in options.only)}
+    if not chosen:
+        parser.error(f"no contender has {' or '.join(options.only)} in its name; there are {', '.join(entries)}.")
+    for name, pair in chosen.items():
+        with console.status(f"{name}: compiling"):
+            step = train(pair)
+        with console.status(f"{name}: {options.calls} training steps"):
+            jax.block_until_ready(step())
+            found = costs(traced(step, options.calls), options.calls)
+        title = f"{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step"
+        console.print(table(title, found, step.program, options.most))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
