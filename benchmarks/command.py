@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -72,7 +73,7 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"cannot write to {folder}: {error.strerror}. Name another folder with --out.")
     _warn_if_busy()
-    settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows")}
+    settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows", "add")}
     result: report.Result = {
         "suite": suite.name,
         "title": suite.title,
@@ -81,6 +82,8 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         "rows": [],
         "left_out": [],
     }
+    if options.add:
+        _keep(result, folder / f"{suite.name}.json")
     progress = Progress()
     try:
         for row in options.rows or (suite.quick_rows if options.quick else suite.rows):
@@ -94,6 +97,14 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         print(f"Left out: {left['name']} ({left['reason']}).")
     print("Wrote " + ", ".join(map(str, paths)))
     return 0
+
+
+def _keep(result: report.Result, path: Path) -> None:
+    """The rows of an earlier result, each with its manifest."""
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        result["rows"] = [{"manifest": earlier["manifest"], **row} for row in earlier["rows"]]
+        result["left_out"] = earlier["left_out"]
 
 
 def _run_row(
@@ -118,11 +129,16 @@ def _run_row(
         field.close()
         progress.clear()
     sizes = dict(zip(suite.sizes, row, strict=True))
-    result["rows"].append({"title": title, **sizes, "contenders": summary(field.contenders, timings)})
+    new = {"title": title, **sizes, "contenders": summary(field.contenders, timings)}
+    titles = [", ".join(map(_words, suite.sizes, row)) for row in suite.rows]
+    kept = [row for row in result["rows"] if row["title"] != title]
+    result["rows"] = sorted(
+        [*kept, new], key=lambda row: titles.index(row["title"]) if row["title"] in titles else len(titles)
+    )
     for name, reason in field.left_out:
         if {"name": name, "reason": reason} not in result["left_out"]:
             result["left_out"].append({"name": name, "reason": reason})
-    report.show(result["rows"][-1])
+    report.show(new)
     return report.save(result, folder, suite.draw)
 
 
@@ -196,6 +212,9 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the baseline"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep the rows of an earlier result that are not measured now"
     )
     parser.add_argument("--quick", action="store_true", help="one tiny row, to see that all works; times mean nothing")
     parser.add_argument(

@@ -128,6 +128,15 @@ GRIDS = ((2, 4), (2, 8), (3, 4))
 CYCLES = ((1, 1), (2, 1), (2, 2), (3, 3))
 
 
+DAMPINGS: Mapping[str, lp_jax.Damping] = {
+    "shrunk by 0.1": lp_jax.Shrink(by=0.1),
+    "shrunk by 0.3": lp_jax.Shrink(by=0.3),
+    "clipped to 1": lp_jax.Clip(limit=1.0),
+    "clipped to 2": lp_jax.Clip(limit=2.0),
+}
+"""Of the forward iterations alone: the adjoint system is linear, and one iteration solves it."""
+
+
 class Setting(NamedTuple):
     """A kind of solver, and the solvers of the forward and the adjoint system."""
 
@@ -199,10 +208,12 @@ def _picard() -> Iterator[Setting]:
 
 
 def _newton() -> Iterator[Setting]:
-    for iterations in (1, 2, 3, 4, 6):
-        for jacobian in ("full", "diagonal"):
-            solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
-            yield Setting(f"Newton, {jacobian}", solver, solver.for_adjoint())
+    for jacobian, iterations in itertools.product(("full", "diagonal"), (1, 2, 3, 4, 6)):
+        solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
+        yield Setting(f"Newton, {jacobian}", solver, solver.for_adjoint())
+    for (word, damping), iterations in itertools.product(DAMPINGS.items(), (2, 4, 6, 10)):
+        solver = lp_jax.Newton(jacobian="full", iterations=iterations, batch_axes=1, damping=damping)
+        yield Setting(f"Newton, {word}", solver, dataclasses.replace(solver, damping=None).for_adjoint())
 
 
 def measure(

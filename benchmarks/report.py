@@ -105,6 +105,8 @@ def markdown(result: Result) -> str:
     parts = [f"# {result['title']}", origin(result)]
     for row in result["rows"]:
         parts += [f"## {row['title']}", _pipes(_cells(row))]
+        if "manifest" in row:  # it is from an earlier run
+            parts.append(origin(row))
     parts.append(LEGEND)
     parts += [f"Left out: {left['name']} ({left['reason']})." for left in result["left_out"]]
     return "\n\n".join(parts) + "\n"

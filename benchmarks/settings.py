@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lp_jax import MGRIT, Picard, Rediscretize
-from lp_jax.planning import solve
+from lp_jax.planning import training_step
 
 Pair = tuple[Any, Any]
 
@@ -36,16 +36,10 @@ SETTINGS: dict[str, Callable[[int, int], Pair]] = {
 """From numbers of layers and workers: the forward and the adjoint solver."""
 
 
-def evaluations_in_a_row(solver: Any, layers: int, workers: int) -> int:
-    """Layers that are evaluated one after another on the busiest worker in one solve, the final sweep included."""
-    return solve(solver, layers, workers=workers, looped=True).depth()
-
-
 def counted_ratio(name: str, layers: int, workers: int) -> float:
     """Time over that of serial propagation, if nothing but evaluations took time and a transposed one took two.
 
+    A transposed evaluation is one for the state and one for the parameters; solvers need the latter once, in their last sweep.
     Source: cost of a training step, S = N (1 + b) / (C_forward + b C_adjoint) with b = 2; Guenther et al. 2020.
     """
-    forward, adjoint = SETTINGS[name](layers, workers)
-    work = evaluations_in_a_row(forward, layers, workers) + 2 * evaluations_in_a_row(adjoint, layers, workers)
-    return work / (3 * layers)
+    return training_step(*SETTINGS[name](layers, workers), layers, workers=workers, looped=True).depth() / (3 * layers)

@@ -17,6 +17,7 @@ from benchmarks import dense, frontier, memory, model, profile, published, ranks
 from benchmarks.command import Progress, run
 from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
 from benchmarks.manifest import manifest
+from lp_jax import planning
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -304,30 +305,47 @@ def test_a_bad_row_of_ranks_is_refused(row, capsys):
     )
 
 
-def test_evaluations_in_a_row_are_those_of_the_design():
-    """Limits that need no program: sweeps over a worker's part, and what the coarsest level adds."""
+def test_ratios_that_evaluations_allow():
+    """On two workers, by hand: half of the layers each, forward in every sweep, the gradient once."""
     n, p = 256, 2
-    identity, picard = settings.SETTINGS["identity, 2/1"](n, p), settings.SETTINGS["Picard, 2/1"](n, p)
-    assert [settings.evaluations_in_a_row(s, n, p) for s in identity] == [2 * n / p, n / p]
-    assert [settings.evaluations_in_a_row(s, n, p) for s in picard] == [2 * n / p, n / p]
-    injection, _ = settings.SETTINGS["3 levels, injection, 2/1"](n, p)
+    found = {name: settings.counted_ratio(name, n, p) for name in settings.SETTINGS}
+    assert found["identity, 2/1"] == pytest.approx((2 + 1 + 1) / p / 3)
+    assert found["identity, 2/2"] == pytest.approx((2 + 2 + 1) / p / 3)
+    assert found["Picard, 2/1"] == pytest.approx((2 + 1 + 1 + 1) / p / 3)  # once more for what the adjoint finds
     middle, coarsest = n / 4, n / 16
     # a cascade, a cycle of F on the finest level and FCF on the middle one, and the final sweep
     cascade = coarsest + 3 / 4 * middle / p
     cycle = n / p + middle / p + 2 * middle / p + coarsest / p + coarsest + 3 / 4 * middle / p
-    assert settings.evaluations_in_a_row(injection, n, p) == cascade + cycle + n / p
-    assert settings.counted_ratio("identity, 2/2", n, p) == 1
+    forward, adjoint = cascade + cycle + n / p, cascade + n / p
+    linearised = cascade  # of the coarse steps
+    gradient = n / p
+    stored = found["3 levels, injection, 2/1, all stored"]
+    assert stored == pytest.approx((forward + adjoint + linearised + gradient) / (3 * n))
 
 
 @pytest.mark.slow
 def test_single_end_to_end(tmp_path):
-    arguments = ["--quick", "--rows", "gru,4,12,3", "--only", "Newton, full", "--min-time", "0", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks.single", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads((tmp_path / "single.json").read_text())["rows"]
+    """A row measured later joins those that are there, each with where it comes from."""
+
+    def measured(row, only, *more):
+        arguments = ["--quick", "--rows", row, "--only", only, "--min-time", "0", "--out", str(tmp_path), *more]
+        command = [sys.executable, "-m", "benchmarks.single", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "single.json").read_text())
+
+    (row,) = measured("gru,4,12,3", "Newton, full")["rows"]
     assert [c["name"] for c in row["contenders"]] == ["lax.scan", "Newton, full, 6"]
     assert row["contenders"][1]["gradient_error"] < 1e-4
+    result = measured("dense,4,8,2", "nobody", "--add")
+    assert [(r["network"], "manifest" in r) for r in result["rows"]] == [("gru", True), ("dense", False)]
+    assert result["rows"][0]["contenders"] == row["contenders"]
+    assert (tmp_path / "single.md").read_text().count("gru,4,12,3") == 1
+
+
+def test_full_jacobians_of_many_steps_are_not_tried():
+    assert single.why_no_newton(64, 1024, 16) is None
+    assert single.why_no_newton(64, 16384, 16) == "the Jacobians of 16384 steps that it evaluates would take 16 GiB"
 
 
 @pytest.mark.usefixtures("quick_compilation", "standard_promotion")
@@ -472,6 +490,26 @@ def test_predictions_are_ratios_and_winners_are_counted():
     rows = [(1.0, 1.0), (1.1, 0.9), (2.0, 0.95)]  # measured and predicted; the first two are not told apart
     contenders = [{"measured": a, "predicted": b} for a, b in rows]
     assert model.winners(contenders) == (1, 2)
+
+
+@pytest.mark.slow
+def test_model_end_to_end(tmp_path):
+    """Layers are timed alone and beside a neighbour, messages between the workers; what was calibrated is kept."""
+    names = ["lax.scan, 1 thread", "identity, 2/1, 2 devices"]
+    contenders = [{"name": name, "threads": 1, "ratio": {"median": 1.0}} for name in names]
+    row = {"network": "dense", "width": 4, "layers": 8, "batch": 4, "contenders": contenders}
+    (tmp_path / "ranks_dense.json").write_text(json.dumps({"rows": [row]}))
+    command = [sys.executable, "-m", "benchmarks.model", "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "of 1 predictions are within 25%" in done.stdout
+    machines = {path.stem.rpartition("_")[2]: planning.Machine.load(path) for path in (tmp_path / "machines").iterdir()}
+    assert set(machines) == {"alone", "together", "devices"}
+    assert machines["devices"].latency > 0 and machines["alone"].latency == 0
+    again = subprocess.run([*command, "--kept"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and again.stdout == done.stdout
+    nothing = subprocess.run([*command, "--suites", "none"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert nothing.returncode == 2 and "has a row that can be predicted" in nothing.stderr
 
 
 def test_published_speedups_are_counted_within_thirty_percent():
