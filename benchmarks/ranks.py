@@ -35,7 +35,7 @@ from lp_jax import planning
 
 _PATIENCE = 300.0  # seconds for a group to start, to build or to run
 
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000", "MALLOC_ARENA_MAX": "1"}
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 """For the C library, in all processes: memory that a step gives back is kept for the next one. Otherwise a sixth of the time
 goes into getting pages from the system, on all threads."""
 
