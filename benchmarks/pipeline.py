@@ -8,6 +8,7 @@ its time in which a device has nothing to do. kB sent: by a device in a step.
 """
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from matplotlib.figure import Figure
 
 import lp_jax
 from benchmarks import dense, report, single, stacks
@@ -62,10 +62,14 @@ def scan_loss(step: Step) -> Loss:
 
 
 def data_parallel_loss(step: Step, mesh: Mesh) -> Loss:
-    """Of a scan on every device, each with its part of the examples; gradients are summed once, at the end."""
+    """Of a scan on every device, each with its part of the examples; gradients are summed once, at the end.
+
+    Left to the partitioner, or to where values begin to differ between devices, there would be a sum for each layer.
+    """
 
     def run(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
-        return scan_loss(step)(params, y, target)[0][None]
+        own = jax.tree.map(lambda x: lax.pcast(x, "layers", to="varying"), params)
+        return scan_loss(step)(own, y, target)[0][None]
 
     examples = P("layers")
     spread = jax.shard_map(run, mesh=mesh, in_specs=(P(), examples, examples), out_specs=examples)
@@ -144,7 +148,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     summed = 2 * (WORKERS - 1) / WORKERS * weights
     add(
         "data parallel",
-        scan_loss(step),
+        data_parallel_loss(step, mesh),
         (P(), P("layers"), P("layers")),
         family="exact",
         counted_ratio=1 / WORKERS,
@@ -179,19 +183,6 @@ def _put(tree: Any, mesh: Mesh, spec: P) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-def draw(result: report.Result) -> Figure:
-    """A panel of bars per row."""
-    rows = result["rows"]
-    most = max(len(row["contenders"]) for row in rows)
-    fig = report.figure(result, width=4.2 + 5.0 * len(rows), height=1.8 + 0.56 * most)
-    for i, ax in enumerate(fig.subplots(1, len(rows), squeeze=False)[0]):
-        report.bars(ax, rows[i]["contenders"])
-        report.dress(ax, title=rows[i]["title"], x="ms per step, × one device, gradient error", grid="x")
-        names = [c["name"] for c in rows[i]["contenders"]]
-        ax.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), color=report.INK)
-    return fig
-
-
 SUITE = Suite(
     name="pipeline",
     title="Two devices: layers, examples, or a pipeline",
@@ -211,7 +202,7 @@ SUITE = Suite(
     ],
     quick_rows=[("dense", 4, 32, 4), ("encoder", 8, 32, 4)],
     field=field,
-    draw=draw,
+    draw=functools.partial(report.panels, x="ms per step, × one device, gradient error"),
     row=network_row(("dense", "encoder")),
 )
 

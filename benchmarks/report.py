@@ -211,3 +211,21 @@ def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
 
 
 _HIDES = 30
+
+
+def panels(result: Result, *, x: str) -> Figure:
+    """A panel of `bars` per row, three side by side."""
+    rows = result["rows"]
+    columns = min(3, len(rows))
+    lines = math.ceil(len(rows) / columns)
+    most = max(len(row["contenders"]) for row in rows)
+    fig = figure(result, width=3.2 + 6.8 * columns, height=1.6 + (1 + 0.5 * most) * lines)
+    for number, ax in enumerate(fig.subplots(lines, columns, squeeze=False).flat):
+        if number >= len(rows):
+            ax.set_visible(False)
+            continue
+        contenders = rows[number]["contenders"]
+        bars(ax, contenders)
+        dress(ax, title=rows[number]["title"], x=x, grid="x")
+        ax.set_yticks(range(len(contenders)), [c["name"] for c in contenders], color=INK)
+    return fig

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 
 import lp_jax
 from benchmarks import dense, gru, report, resnet, stacks
@@ -174,25 +173,6 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     return Field([*contenders, Contender(name=name, call=loop, before=loop.take_threads, facts=facts)], left_out)
 
 
-def draw(result: report.Result) -> Figure:
-    """A panel of bars per row."""
-    rows = result["rows"]
-    columns = min(3, len(rows))
-    lines = math.ceil(len(rows) / columns)
-    most = max(len(row["contenders"]) for row in rows)
-    fig = report.figure(result, width=3.2 + 6.8 * columns, height=1.6 + (1 + 0.5 * most) * lines)
-    grid = fig.subplots(lines, columns, squeeze=False)
-    for number, ax in enumerate(grid.flat):
-        if number >= len(rows):
-            ax.set_visible(False)
-            continue
-        report.bars(ax, rows[number]["contenders"])
-        report.dress(ax, title=rows[number]["title"], x="ms per step, × lax.scan, gradient error", grid="x")
-        names = [c["name"] for c in rows[number]["contenders"]]
-        ax.set_yticks(range(len(names)), names, color=report.INK)
-    return fig
-
-
 SUITE = Suite(
     name="single",
     title="Training steps on one device",
@@ -223,7 +203,7 @@ SUITE = Suite(
     ],
     quick_rows=[("dense", 4, 64, 4), ("encoder", 8, 64, 2), ("gru", 4, 64, 4)],
     field=field,
-    draw=draw,
+    draw=functools.partial(report.panels, x="ms per step, × lax.scan, gradient error"),
     row=network_row(NETWORKS),
 )
 main = functools.partial(run, SUITE)
