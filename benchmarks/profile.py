@@ -156,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     limit_jax_threads(options.threads)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
     network, width, layers, batch = options.row
     train, _ = single.NETWORKS[network](width, layers, batch)
     entries = {"lax.scan": None} | {name: pair for name, (_, pair) in single.known_solvers(network, layers).items()}

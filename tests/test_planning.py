@@ -68,6 +68,29 @@ def test_intervals_one_after_another_take_their_number():
     assert time.evaluations == planning.training_step(*solvers, 64, looped=True).work()
 
 
+def test_checkpoints_take_one_forward_propagation_more():
+    solver = lp_jax.Serial(checkpoint_every=8)
+    assert planning.time(solver, solver, 64, MACHINE).evaluations == 64 * (3.0 + 0.5)
+
+
+def test_layers_of_an_interval_take_what_they_take_in_relaxation():
+    """Sweeps over all layers move all states through memory; an interval on a processor does not."""
+    looped = planning.Machine(
+        layers=(1,), forward=(2.0,), linearise=(2.0,), adjoint=(4.0,), gradient=(12.0,), serial=(1.0, 8.0), looped=True
+    )
+    kinds = ("forward", "linearise", "adjoint", "gradient")
+    assert [looped.in_a_row(kind) for kind in kinds] == [1.0, 1.0, 2.0, 6.0]
+    measured = dataclasses.replace(looped, relaxation=(1.5, 3.0, 7.0))
+    assert [measured.in_a_row(kind) for kind in kinds] == [1.5, 1.5, 3.0, 7.0]
+    solver = lp_jax.MGRIT(levels=2, coarsening=8, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage="all")
+    step = planning.training_step(solver, solver, 64, looped=True)
+    expected = 1.5 * step.work("forward", "linearise") + 3.0 * step.work("adjoint") + 7.0 * 64
+    assert planning.time(solver, solver, 64, measured).evaluations == expected
+    picard = lp_jax.Picard(sweeps=2)
+    assert planning.time(picard, picard, 64, measured).evaluations == 64 * (3 * 2.0 + 2 * 4.0 + 12.0)
+    assert measured.share(2).relaxation == (0.75, 1.5, 3.5)
+
+
 WRONG = {
     "layers": ({"layers": (8, 1, 64)}, "ascending"),
     "forward": ({"forward": (1.0, 2.0)}, "forward must have a time for each of the 3"),
@@ -115,7 +138,11 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
     machine = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), name="small", **options)
     assert machine.looped and machine.layers == (1,) and machine.name == "small"
     assert (machine.state_bytes, machine.layer_bytes) == (2 * 4 * 8, 4 * 4 * 8)
-    assert machine.newton is None
+    assert machine.newton is None and min(machine.relaxation) > 0
+    assert (
+        planning.calibrate(step, jnp.zeros((3, 4, 4)), jnp.ones((2, 4)), shared=1.0, data=jnp.zeros((3, 4))).relaxation
+        is None
+    )
     machine.save(tmp_path / "machine.json")
     assert json.loads((tmp_path / "machine.json").read_text())["forward"] == list(machine.forward)
     counted = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), newton=True, **options)

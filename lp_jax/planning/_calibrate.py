@@ -1,5 +1,7 @@
 """Times of a network's own layers on the machine at hand, in seconds."""
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import _tree
+from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import Picard
 from lp_jax._problem import Operands, Problem, prepare
@@ -17,7 +20,7 @@ from lp_jax._solve import solve, solve_vjp
 from lp_jax._types import PyTree, State
 from lp_jax.planning._machine import Machine
 
-_SWEEPS = 9  # of the longer runs
+_SWEEPS, _CYCLES, _INTERVALS = 9, 5, 4  # of the longer runs
 _SAMPLE = 0.02  # seconds that a sample lasts at least
 _SAMPLES = 5
 
@@ -40,8 +43,8 @@ def calibrate(
     """Measure what the layers of a network take here, by how many are evaluated at once.
 
     Serial propagation gives the time of a layer alone. Runs of Picard sweeps that differ in nothing but their number give that
-    of a sweep, forward and adjoint: over all layers on a CPU, where they are evaluated one after another anyway, over
-    1/64, 1/8 and all of them elsewhere.
+    of a sweep, forward and adjoint: over 1/64, 1/8 and all of them; on a CPU, where they are evaluated one after another
+    anyway, over as many layers as take 30 ms.
 
     Args:
         step: as for `lp_jax.solve`.
@@ -83,27 +86,29 @@ def calibrate(
     times = np.asarray(t1, float)
     times = times if times.ndim else np.linspace(t0, times, count + 1)
 
-    def run(layers: int) -> _Run:
-        first = jax.tree.map(lambda x: x[:layers], {name: whole[name] for name in ("params", "data")})
-        return _Run(step, whole | first, {"t0": t0, "t1": times[: layers + 1], "has_aux": has_aux})
+    def run(layers: int, **changed: Any) -> _Run:
+        problem = whole | jax.tree.map(jnp.asarray, changed)
+        first = jax.tree.map(lambda x: x[:layers], {name: problem[name] for name in ("params", "data")})
+        return _Run(step, problem | first, {"t0": t0, "t1": times[: layers + 1], "has_aux": has_aux})
 
     looped = jax.default_backend() == "cpu"
-    sizes = [count] if looped else sorted({max(2, count // 64), max(2, count // 8), count})
-    forward, backward = _serial(run(count))
+    most = _enough(run(min(_FEW, count)), count) if looped else count
+    sizes = [most] if looped else sorted({max(2, count // 64), max(2, count // 8), count})
+    forward, backward = _serial(run(most))
     sweeps = {size: _sweeps(run(size)) for size in sizes}
     rows = {1: [forward, backward / 2, backward / 2], **sweeps}
     if looped:  # batches are counted as single layers there
-        rows = {1: [seconds / count for seconds in sweeps[count]]}
+        rows = {1: [seconds / most for seconds in sweeps[most]]}
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
     examples, overhead = examples_of(whole["y0"]), 0.0 if looped else _overhead(sizes, forwards)
     if fewer is not None:
-        part = run(count)._replace(problem=whole | jax.tree.map(jnp.asarray, dict(fewer)))
+        part = run(most, **fewer)
         share = examples_of(part.problem["y0"]) / examples
         ratio = sum(_serial(part)) / (forward + backward)
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
     iterations = {1: _newton(run(2)) / 2, **{size: _newton(run(size)) for size in sizes}} if newton else {}
     if looped and newton:
-        iterations = {1: iterations[count] / count}
+        iterations = {1: iterations[most] / most}
     return Machine(
         layers=tuple(rows),
         forward=forwards,
@@ -112,6 +117,7 @@ def calibrate(
         gradient=gradients,
         newton=tuple(iterations.values()) if newton else None,
         serial=(forward, backward),
+        relaxation=_relaxation(run(most)) if looped else None,
         looped=looped,
         state_bytes=_tree.nbytes(whole["y0"]),
         layer_bytes=_tree.nbytes(whole["params"]) // count,
@@ -120,6 +126,14 @@ def calibrate(
         overhead=overhead,
         name=name,
     )
+
+
+_FEW, _LONG = 8, 0.03
+
+
+def _enough(few: "_Run", count: int) -> int:
+    """Layers whose serial propagation takes some time: more tell nothing new where they do not run at once."""
+    return min(count, max(_FEW, math.ceil(_LONG / sum(_serial(few)))))
 
 
 _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
@@ -180,26 +194,47 @@ def _serial(run: _Run) -> tuple[float, float]:
 
 def _sweeps(run: _Run) -> list[float]:
     """Seconds of a sweep over all layers at once: forward, adjoint, and of the gradient."""
+    forward, adjoint, gradient = _iterations(run, Picard(sweeps=_SWEEPS))
+    return [max(s, _LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
+
+
+def _relaxation(run: _Run) -> tuple[float, float, float] | None:
+    """Seconds of a layer in cycles over four intervals: forward, adjoint, and of the gradient; None for two or three layers."""
+    count = _tree.leading((run.problem["params"], run.problem["data"]))
+    if count < _INTERVALS:
+        return None
+    solver = MGRIT(
+        coarsening=max(2, -(-count // _INTERVALS)),
+        iterations=_CYCLES,
+        coarse_step=Picard(sweeps=0),
+        skip_downcycle=False,
+        storage="all",
+    )
+    forward, adjoint, last = _iterations(run, solver)
+    gradient = last - forward - adjoint  # the last sweeps are as long as the others
+    return max(forward, _LEAST) / count, max(adjoint, _LEAST) / count, max(gradient, _LEAST) / count
+
+
+def _iterations(run: _Run, solver: Any) -> tuple[float, float, float]:
+    """Seconds of an iteration, forward and adjoint, and of what there is once: last sweeps, the gradient."""
     step, problem, options = run
 
     @jax.jit
-    def swept(problem: dict[str, Any], rtol: jax.Array, adjoint_rtol: jax.Array) -> Any:
-        solvers = {
-            "solver": Picard(sweeps=_SWEEPS, rtol=rtol),
-            "adjoint_solver": Picard(sweeps=_SWEEPS, rtol=adjoint_rtol),
-        }
-        solution, pullback = solve_vjp(step, **problem, **options, **solvers)
+    def solved(problem: dict[str, Any], atol: jax.Array, adjoint_atol: jax.Array) -> Any:
+        solvers = (dataclasses.replace(solver, atol=x) for x in (atol, adjoint_atol))
+        solution, pullback = solve_vjp(
+            step, **problem, **options, **dict(zip(("solver", "adjoint_solver"), solvers, strict=True))
+        )
         gradients, stats = pullback(solution.y1)
         return gradients, solution.stats.iterations, stats.iterations
 
-    once, often = jnp.float32(1e30), jnp.float32(0)
+    once, often = jnp.float32(1e30), jnp.float32(-1)
     calls = [(problem, once, once), (problem, often, once), (problem, once, often)]
-    counts = np.array([[int(n) for n in swept(*call)[1:]] for call in calls])
-    seconds = np.array(_seconds(swept, calls))
+    counts = np.array([[int(n) for n in solved(*call)[1:]] for call in calls])
+    seconds = np.array(_seconds(solved, calls))
     forward = (seconds[1] - seconds[0]) / max(1, counts[1, 0] - counts[0, 0])
     adjoint = (seconds[2] - seconds[0]) / max(1, counts[2, 1] - counts[0, 1])
-    gradient = seconds[0] - counts[0] @ (forward, adjoint) - forward  # a last evaluation is kept for the adjoint
-    return [max(float(s), _LEAST) for s in (forward, adjoint, gradient)]
+    return float(forward), float(adjoint), float(seconds[0] - counts[0] @ (forward, adjoint))
 
 
 def _newton(run: _Run) -> float:

@@ -10,12 +10,13 @@ with the batches, messages and reductions of `Schedule`, the times t, the latenc
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lp_jax._mgrit import MGRIT
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._schedule import training_step
+from lp_jax.planning._schedule import Schedule, solve
 
 
 class Time(NamedTuple):
@@ -73,19 +74,38 @@ def time(
     mine = machine.layer_bytes * math.ceil(layers / workers)
     machine = machine.share(data_workers)
     message = machine.message(machine.state_bytes)
-    schedule = training_step(solver, adjoint_solver, layers, workers=workers, looped=machine.looped)
-    if isinstance(solver.resolve(layers), Serial) and isinstance(adjoint_solver.resolve(layers), Serial):
-        evaluations = layers * sum(machine.per_layer)
-    else:
-        evaluations = sum(n * machine.seconds(batch.kind, batch.layers) for batch, n in schedule.batches.items())
+    kept = solver.resolve(layers).keeps_states
+    spread: dict[str, Any] = {"workers": workers, "looped": machine.looped, "kept": kept}
+    there = solve(solver, layers, **spread)
+    back = solve(adjoint_solver, layers, **spread, adjoint=True)
+    schedule = there + back
     hops = (workers - 1).bit_length()
     return Time(
-        evaluations=evaluations,
+        evaluations=_evaluations(solver, there, machine) + _evaluations(adjoint_solver, back, machine),
         messages=schedule.states * message,
         reductions=schedule.reductions * hops * message,
         gradients=all_reduce(mine, data_workers, machine),
         fixed=machine.fixed,
     )
+
+
+def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
+    """Seconds of a solve's batches.
+
+    Where layers at once are evaluated one after another, those of an interval still follow each other, while a sweep
+    stores and reads the states of all layers.
+    """
+    if isinstance(solver, Serial):
+        return _in_series(schedule, machine)
+    if machine.looped and isinstance(solver, MGRIT):
+        return sum(n * machine.in_a_row(batch.kind) for batch, n in schedule.batches.items())
+    return sum(n * machine.seconds(batch.kind, batch.layers) for batch, n in schedule.batches.items())
+
+
+def _in_series(schedule: Schedule, machine: Machine) -> float:
+    """Of serial propagation: its gradient is known as a whole."""
+    forward, backward = machine.per_layer
+    return schedule.depth("forward", "linearise") * forward + schedule.depth("gradient") * backward
 
 
 def all_reduce(size: float, workers: int, machine: Machine) -> float:

@@ -25,6 +25,8 @@ class Machine:
         newton: seconds of an iteration of Newton's method with full Jacobians; None if nobody measured it.
         serial: seconds of a layer in serial propagation, forward and what the gradient adds; None for those of a single
             layer above.
+        relaxation: seconds of a layer within an interval of multigrid, forward, its transpose for the state, and that for the
+            parameters; None for those of serial propagation.
         looped: whether layers at once are evaluated one after another, as on a CPU; ``layers`` is (1,) then.
         fixed: seconds of a training step beside its layers.
         latency: seconds until an empty message has arrived.
@@ -57,6 +59,7 @@ class Machine:
     gradient: tuple[float, ...]
     newton: tuple[float, ...] | None = None
     serial: tuple[float, float] | None = None
+    relaxation: tuple[float, float, float] | None = None
     looped: bool = False
     fixed: float = 0.0
     latency: float = 0.0
@@ -79,8 +82,9 @@ class Machine:
                     f"{kind} must have a time for each of the {len(self.layers)} layers; got {getattr(self, kind)}."
                 )
         _numbers("bandwidth", (self.bandwidth,))
-        if self.serial is not None:
-            _numbers("serial", self.serial)
+        for name in ("serial", "relaxation"):
+            if getattr(self, name) is not None:
+                _numbers(name, getattr(self, name))
         for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes", "overhead"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
@@ -114,6 +118,16 @@ class Machine:
         part = (layers - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         return times[above - 1] + part * (times[above] - times[above - 1])
 
+    def in_a_row(self, kind: str) -> float:
+        """Seconds of a layer that is evaluated after the one before it, as in relaxation."""
+        forward, backward = self.per_layer
+        if self.relaxation is None:
+            part = self.adjoint[0] / (self.adjoint[0] + self.gradient[0])
+            times = forward, part * backward, (1 - part) * backward
+        else:
+            times = self.relaxation
+        return dict(zip(KINDS, (times[0], *times), strict=True))[kind]
+
     @property
     def per_layer(self) -> tuple[float, float]:
         """Seconds of a layer in serial propagation, forward and what the gradient adds."""
@@ -135,8 +149,9 @@ class Machine:
         else:
             scaled |= {"layers": (1, *(n * parts for n in self.layers))}
             scaled |= {kind: (getattr(self, kind)[0] * factor, *getattr(self, kind)) for kind in self.kinds}
-        if self.serial is not None:
-            scaled["serial"] = tuple(x * factor for x in self.serial)
+        for name in ("serial", "relaxation"):
+            if getattr(self, name) is not None:
+                scaled[name] = tuple(x * factor for x in getattr(self, name))
         scaled |= {name: math.ceil(getattr(self, name) / parts) for name in ("state_bytes", "kept_bytes")}
         return dataclasses.replace(self, **scaled)
 
