@@ -237,6 +237,14 @@ def draw(result: report.Result) -> Figure:
     return fig
 
 
+def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -> None:
+    result: report.Result = {"suite": "model", "title": "Predicted and measured", "manifest": described, "rows": rows}
+    (folder / "model.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = f"# Predicted and measured\n\n{report.origin(result)}\n\n{table(rows)}"
+    (folder / "model.md").write_text(text, encoding="utf-8")
+    draw(result).savefig(folder / "model.png")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, predict, compare."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -265,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [row for row in wanted if not options.suites or row.suite in options.suites]
     if not wanted:
         parser.error(f"no result in {folder} has a row that can be predicted.")
-    progress = Progress()
+    progress, described = Progress(), manifest("benchmarks.model", arguments)
     for row in wanted:
         title = f"{row.suite}, {', '.join(map(str, row.sizes))}"
         machines = Machines(row, out / "machines", options.kept, lambda text, title=title: progress(f"{title}: {text}"))
@@ -276,18 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "contenders": compared(row, machines),
         }
         rows = [r for r in rows if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])] + [new]
+        _save(out, rows, described)
     progress.clear()
-    result: report.Result = {
-        "suite": "model",
-        "title": "Predicted and measured",
-        "manifest": manifest("benchmarks.model", arguments),
-        "rows": rows,
-    }
-    kept.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "model.md").write_text(
-        f"# Predicted and measured\n\n{report.origin(result)}\n\n{table(rows)}", encoding="utf-8"
-    )
-    draw(result).savefig(out / "model.png")
     print(table(rows))
     return 0
 

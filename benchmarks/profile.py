@@ -75,6 +75,15 @@ def costs(threads: Iterable[Iterable[Event]], calls: int) -> list[Cost]:
     return sorted(found, key=lambda cost: -cost.seconds)
 
 
+def by_kind(found: Iterable[Cost]) -> list[Cost]:
+    """Operations whose names differ in their number only, taken together."""
+    kinds: dict[str, list[Cost]] = defaultdict(list)
+    for cost in found:
+        kinds[re.sub(r"(\.\d+)+$", "", cost.name)].append(cost)
+    summed = [Cost(kind, sum(c.seconds for c in some), sum(c.times for c in some)) for kind, some in kinds.items()]
+    return sorted(summed, key=lambda cost: -cost.seconds)
+
+
 def traced(call: Callable[[], Any], calls: int) -> list[list[Event]]:
     """The operations that ran in so many calls, by thread or stream."""
     with tempfile.TemporaryDirectory() as folder:
@@ -152,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--calls", type=positive, metavar="N", default=10, help="training steps (default: 10)")
     parser.add_argument("--most", type=positive, metavar="N", default=12, help="operations shown (default: 12)")
+    parser.add_argument("--kinds", action="store_true", help="take operations of a kind together")
     parser.add_argument("--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all)")
     options = parser.parse_args(arguments)
     limit_jax_threads(options.threads)
@@ -170,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with console.status(f"{name}: {options.calls} training steps"):
             jax.block_until_ready(step())
             found = costs(traced(step, options.calls), options.calls)
+        found = by_kind(found) if options.kinds else found
         title = f"{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step"
         console.print(table(title, found, step.program, options.most))
     return 0

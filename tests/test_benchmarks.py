@@ -426,6 +426,14 @@ def test_own_time_is_without_what_runs_inside():
     assert [cost.seconds * 1e9 for cost in found] == pytest.approx([20, 17.5, 15, 0.5])
 
 
+def test_operations_of_a_kind_differ_in_their_number():
+    costs = [
+        profile.Cost(*cost)
+        for cost in (("dot.1", 3.0, 2.0), ("fusion", 5.0, 1.0), ("dot.12.clone.2", 1.0, 1.0), ("dot", 4.0, 1.0))
+    ]
+    assert profile.by_kind(costs) == [("dot", 7.0, 3.0), ("fusion", 5.0, 1.0), ("dot.12.clone", 1.0, 1.0)]
+
+
 def test_operations_of_a_program():
     program = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((4, 4), jnp.float32)).compile().as_text()
     found = {op.opcode: op for op in profile.operations(program).values()}
