@@ -40,7 +40,8 @@ class Measured(NamedTuple):
         suite: where it is from.
         sizes: network, width, layers, batch.
         threads: of the baseline.
-        ratios: of contenders that can be predicted: name, solvers, workers, ratio.
+        ratios: of contenders that can be predicted: name, solvers, workers, ratio to serial propagation by the library, or to
+            the baseline where that did not take part.
     """
 
     suite: str
@@ -63,11 +64,13 @@ def measured(folder: Path) -> Iterator[Measured]:
                 row.get("batch") or (50 if suite == "resnet" else dense.BATCH),
             )
             known = _pairs(suite, sizes)
+            ratios = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
+            serial = ratios.get("Serial", ratios.get("Serial, 1 thread", 1.0))
             found = []
             for c in row["contenders"][1:]:
                 name, workers = _worker(c["name"])
                 if name in known and (pair := known[name](workers)) is not None:
-                    found.append((c["name"], pair, workers, c["ratio"]["median"]))
+                    found.append((c["name"], pair, workers, ratios[c["name"]] / serial))
             yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
 
 
@@ -232,6 +235,9 @@ def draw(result: report.Result) -> Figure:
     )
     ax.set_xscale("log")
     ax.set_yscale("log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     ax.legend(fontsize=11, frameon=False, loc="upper left")
     report.dress(ax, x="measured: times serial propagation", y="predicted", title="Every solver of every committed row")
     return fig
