@@ -396,6 +396,12 @@ def test_settings_of_the_frontier():
     assert kinds >= {*frontier.COARSE_STEPS, "global Picard", "Picard, 4 windows"}
     assert {s.forward.plan(64)[-1][0] for s in found if s.kind == "identity"} == {2, 4, 8}
     assert not any(s.kind.startswith("Newton") for s in frontier.settings(network, 16))
+    (recurrent,) = [network for network in frontier.NETWORKS if network.newton]
+    found = frontier.settings(recurrent, 100)
+    assert len({s.describe() for s in found}) == len(found)
+    damped = [s for s in found if isinstance(s.forward, lp_jax.Newton) and s.forward.damping is not None]
+    assert {s.forward.damping for s in damped} == set(frontier.DAMPINGS.values())
+    assert all(s.adjoint.damping is None and s.adjoint.iterations == 1 for s in damped)
 
 
 def test_half_of_the_layers_as_a_coarse_step():

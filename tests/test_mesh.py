@@ -100,6 +100,48 @@ def test_one_device_in_the_mesh():
     assert_same(everything(SOLVERS["3 levels"], line(1)), on_one_device("3 levels"))
 
 
+EXACT = {
+    "serial": lp_jax.Serial(),
+    "serial checkpointed": lp_jax.Serial(checkpoint_every=3),
+    "Picard": lp_jax.Picard(sweeps=13),
+    "Newton": lp_jax.Newton(iterations=13, batch_axes=1),
+    "identity": lp_jax.MGRIT(coarsening=4, iterations=5, coarse_step=lp_jax.Picard(sweeps=0)),
+    "cycles": lp_jax.MGRIT(coarsening=2, iterations=8, storage="all"),
+}
+"""On 13 layers, by finite termination."""
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_of_all_that_devices_share_are_those_of_a_scan(name):
+    """Parameters, the state that enters, and values that all devices have: shared, and closed over; no device's part twice.
+
+    The mesh's own check of such sums is off, and nothing is differentiated through the mesh: forward mode is refused.
+    """
+    (params, data), y0 = dense_params(13, 4), dense_state(3, 4)
+    scale, offset = jnp.asarray(0.7), jnp.linspace(-1, 1, 4)
+
+    def loss(params, y0, data, scale, offset):
+        def step(y, layer):
+            return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + (layer.data + offset)[None])
+
+        solution = lp_jax.solve(step, params, y0, shared=scale, data=data, t1=2.0, solver=EXACT[name], comm=line(4))
+        return jnp.sum(solution.y1**2)
+
+    def by_hand(params, y0, data, scale, offset):
+        def body(y, x):
+            return y + 2.0 / 13 * jnp.tanh(y @ x[0] * scale + (x[1] + offset)[None]), None
+
+        return jnp.sum(jax.lax.scan(body, y0, (params, data))[0] ** 2)
+
+    arguments, everywhere = (params, y0, data, scale, offset), (0, 1, 2, 3, 4)
+    got, wanted = (jax.jit(jax.grad(f, everywhere))(*arguments) for f in (loss, by_hand))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda y0: loss(params, y0, data, scale, offset), (y0,), (y0,))
+
+
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_guesses(workers):

@@ -44,7 +44,8 @@ def calibrate(
 
     Serial propagation gives the time of a layer alone. Runs of Picard sweeps that differ in nothing but their number give that
     of a sweep, forward and adjoint: over 1/64, 1/8 and all of them; on a CPU, where they are evaluated one after another
-    anyway, over as many layers as take 30 ms.
+    anyway, over as many layers as take 30 ms. There an interval's layers, which follow each other, take less than those of a
+    sweep, which stores the states of all: cycles without coarse steps give their time.
 
     Args:
         step: as for `lp_jax.solve`.
@@ -128,12 +129,12 @@ def calibrate(
     )
 
 
-_FEW, _LONG = 8, 0.03
+_FEW, _LONG = 8, 0.03  # layers that are enough to tell how many are; seconds that those take
 
 
 def _enough(few: "_Run", count: int) -> int:
-    """Layers whose serial propagation takes some time: more tell nothing new where they do not run at once."""
-    return min(count, max(_FEW, math.ceil(_LONG / sum(_serial(few)))))
+    """Layers whose serial propagation takes 30 ms: more tell nothing new where they do not run at once."""
+    return count if count <= _FEW else min(count, max(_FEW, math.ceil(_LONG / sum(_serial(few)))))
 
 
 _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
