@@ -26,6 +26,7 @@ import lp_jax
 from benchmarks.critical_path import Cost, training_step
 from benchmarks.manifest import device_slug, manifest
 from benchmarks.problems import prepared
+from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._level import Operand
 from lp_jax._pytree import register
@@ -113,11 +114,32 @@ class Sample(lp_jax.Picard):
         return {"step": solve_interval, "xs": taken}
 
 
+@register("rtol", "atol")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecondOrder(lp_jax.Picard):
+    """The first two terms of an interval's expansion: increments at the state that enters, and how they change each other."""
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
+        step, xs = chain.grouped(level, span)
+
+        def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
+            def stepped(y: State, x: Operand) -> State:
+                return step(y, x, shared)
+
+            increments = jax.vmap(lambda x: _tree.sub(stepped(u, x), u))(x)
+            moved = jax.tree.map(lambda d: jnp.cumsum(d, axis=0) - d, increments)  # what enters a layer, less u
+            changes = jax.vmap(lambda x, v: _tree.sub(jax.jvp(lambda y: stepped(y, x), (u,), (v,))[1], v))(x, moved)
+            return jax.tree.map(lambda y, d, c: y + jnp.sum(d + c, axis=0), u, increments, changes)
+
+        return {"step": solve_interval, "xs": xs}
+
+
 COARSE_STEPS: Mapping[str, lp_jax.Rediscretize | Solver] = {
     "injection": lp_jax.Rediscretize(params="inject"),
     "mean": lp_jax.Rediscretize(params="mean"),
     "identity": lp_jax.Picard(sweeps=0),
     "half of the layers": Sample(sweeps=1),
+    "second order": SecondOrder(sweeps=1),
     "Picard 1": lp_jax.Picard(sweeps=1),
     "Picard 2": lp_jax.Picard(sweeps=2),
     "Picard 3": lp_jax.Picard(sweeps=3),
@@ -185,7 +207,7 @@ def _grids(kind: str, layers: int) -> Sequence[tuple[int, int]]:
     """Levels and coarsening factors; one interval for each of two, four and eight workers where intervals are skipped."""
     if kind == "identity":
         return [(2, layers // workers) for workers in (8, 4, 2) if layers % workers == 0]
-    if kind in ("mean", "half of the layers"):
+    if kind in ("mean", "half of the layers", "second order"):
         return GRIDS[:1]
     return [grid for grid in GRIDS if grid[0] == 2] if "trajectory" in kind else GRIDS
 
@@ -208,10 +230,10 @@ def _picard() -> Iterator[Setting]:
 
 
 def _newton() -> Iterator[Setting]:
-    for jacobian, iterations in itertools.product(("full", "diagonal"), (1, 2, 3, 4, 6)):
+    for jacobian, iterations in itertools.product(("full", "diagonal"), (1, 2, 3, 4, 5, 6)):
         solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
         yield Setting(f"Newton, {jacobian}", solver, solver.for_adjoint())
-    for (word, damping), iterations in itertools.product(DAMPINGS.items(), (2, 4, 6, 10)):
+    for (word, damping), iterations in itertools.product(DAMPINGS.items(), (2, 3, 4, 5, 6, 10)):
         solver = lp_jax.Newton(jacobian="full", iterations=iterations, batch_axes=1, damping=damping)
         yield Setting(f"Newton, {word}", solver, dataclasses.replace(solver, damping=None).for_adjoint())
 
