@@ -88,7 +88,19 @@ def test_layers_of_an_interval_take_what_they_take_in_relaxation():
     assert planning.time(solver, solver, 64, measured).evaluations == expected
     picard = lp_jax.Picard(sweeps=2)
     assert planning.time(picard, picard, 64, measured).evaluations == 64 * (3 * 2.0 + 2 * 4.0 + 12.0)
-    assert measured.share(2).relaxation == (0.75, 1.5, 3.5)
+    rows = dataclasses.replace(measured, interval=(0.25, 0.5, 1.0))  # each of 8 intervals is swept over once
+    assert planning.time(solver, solver, 64, rows).evaluations == expected + 8 * (0.25 + 0.5 + 1.0)
+    assert rows.share(2).relaxation == (0.75, 1.5, 3.5) and rows.share(2).interval == (0.125, 0.25, 0.5)
+
+
+def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
+    times = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1.0, 2.0))
+    machine = planning.Machine(layers=(1, 16), looped=True, relaxation=(1.0,) * 3, interval=(5.0,) * 3, **times)
+    solver = lp_jax.MGRIT(
+        levels=2, coarsening=4, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage="all", interval_map="vmap"
+    )
+    step = planning.training_step(solver, solver, 64, looped=True)
+    assert planning.time(solver, solver, 64, machine).evaluations == 2.0 * step.depth()
 
 
 WRONG = {
@@ -136,7 +148,7 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
 
     options = {"shared": jnp.ones(()), "data": jnp.zeros((12, 4)), "t1": 3.0}
     machine = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), name="small", **options)
-    assert machine.looped and machine.layers == (1,) and machine.name == "small"
+    assert machine.looped and machine.layers == (1,) and machine.interval is None and machine.name == "small"
     assert (machine.state_bytes, machine.layer_bytes) == (2 * 4 * 8, 4 * 4 * 8)
     assert machine.newton is None and min(machine.relaxation) > 0
     assert (
@@ -147,6 +159,15 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
     assert json.loads((tmp_path / "machine.json").read_text())["forward"] == list(machine.forward)
     counted = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), newton=True, **options)
     assert counted.newton is not None and len(counted.newton) == 1 and counted.newton[0] > 0
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_calibration_tells_what_an_interval_takes_beside_its_layers():
+    machine = planning.calibrate(
+        lambda y, at: y + at.dt * jnp.tanh(y @ at.params), jnp.zeros((64, 4, 4)), jnp.ones((2, 4))
+    )
+    assert machine.layers == (1, 16) and len(machine.gradient) == 2 and min(machine.relaxation) > 0
+    assert len(machine.interval) == 3 and max(machine.interval) > 0
 
 
 # --- examples, memory, pipelines ------------------------------------------------------------------------------------

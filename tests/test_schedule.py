@@ -120,3 +120,16 @@ def test_newton_is_not_counted_within_multigrid():
     for solver in (lp_jax.MGRIT(coarse_step=lp_jax.Newton()), lp_jax.MGRIT(coarsest=lp_jax.Newton())):
         with pytest.raises(NotImplementedError, match="Newton"):
             training_step(solver, solver, N)
+
+
+def test_rows_by_hand():
+    """Coarsest solves, relaxation, coarse right-hand side, final sweep: a loop for each of 16 intervals, every time."""
+    solver = lp_jax.MGRIT(
+        levels=2, coarsening=4, iterations=2, relaxation="F", coarse_step=PICARD[1], skip_downcycle=True
+    )
+    looped = training_step(solver, dataclasses.replace(solver, iterations=1), N, looped=True)
+    assert looped.rows["forward"] == 16 * 5 + 16  # and the states at F-points again, which nobody kept
+    assert looped.rows["adjoint"] == looped.rows["linearise"] == 16 * 2 and looped.rows["gradient"] == 16
+    injected = solve(dataclasses.replace(solver, coarse_step=INJECT), N, looped=True)
+    assert injected.rows["forward"] == 1 + (16 + 16 + 1) + 16  # the coarsest level is one row
+    assert not training_step(solver, solver, N).rows.total()

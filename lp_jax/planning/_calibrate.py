@@ -20,7 +20,8 @@ from lp_jax._solve import solve, solve_vjp
 from lp_jax._types import PyTree, State
 from lp_jax.planning._machine import Machine
 
-_SWEEPS, _CYCLES, _INTERVALS = 9, 5, 4  # of the longer runs
+_SWEEPS, _CYCLES = 9, 5  # of the longer runs
+_SHORT, _LONG = 4, 16  # layers of an interval, at least
 _SAMPLE = 0.02  # seconds that a sample lasts at least
 _SAMPLES = 5
 
@@ -45,7 +46,8 @@ def calibrate(
     Serial propagation gives the time of a layer alone. Runs of Picard sweeps that differ in nothing but their number give that
     of a sweep, forward and adjoint: over 1/64, 1/8 and all of them; on a CPU, where they are evaluated one after another
     anyway, over as many layers as take 30 ms. There an interval's layers, which follow each other, take less than those of a
-    sweep, which stores the states of all: cycles without coarse steps give their time.
+    sweep, which stores the states of all: cycles without coarse steps give their time, over intervals of four layers and
+    over four intervals, so that what an interval takes beside its layers is known, too.
 
     Args:
         step: as for `lp_jax.solve`.
@@ -98,8 +100,12 @@ def calibrate(
     forward, backward = _serial(run(most))
     sweeps = {size: _sweeps(run(size)) for size in sizes}
     rows = {1: [forward, backward / 2, backward / 2], **sweeps}
+    relaxation = interval = None
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / most for seconds in sweeps[most]]}
+        if most >= _SHORT:
+            relaxation, interval, batches = _intervals(run(most // _SHORT * _SHORT))
+            rows |= batches
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
     examples, overhead = examples_of(whole["y0"]), 0.0 if looped else _overhead(sizes, forwards)
     if fewer is not None:
@@ -109,7 +115,7 @@ def calibrate(
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
     iterations = {1: _newton(run(2)) / 2, **{size: _newton(run(size)) for size in sizes}} if newton else {}
     if looped and newton:
-        iterations = {1: iterations[most] / most}
+        iterations = {size: iterations[most] / most * size for size in rows}
     return Machine(
         layers=tuple(rows),
         forward=forwards,
@@ -118,7 +124,8 @@ def calibrate(
         gradient=gradients,
         newton=tuple(iterations.values()) if newton else None,
         serial=(forward, backward),
-        relaxation=_relaxation(run(most)) if looped else None,
+        relaxation=relaxation,
+        interval=interval,
         looped=looped,
         state_bytes=_tree.nbytes(whole["y0"]),
         layer_bytes=_tree.nbytes(whole["params"]) // count,
@@ -129,12 +136,15 @@ def calibrate(
     )
 
 
-_FEW, _LONG = 8, 0.03  # layers that are enough to tell how many are; seconds that those take
+_FEW, _ENOUGH = 8, 0.03  # layers that are enough to tell how many are; seconds that those take
 
 
 def _enough(few: "_Run", count: int) -> int:
     """Layers whose serial propagation takes 30 ms: more tell nothing new where they do not run at once."""
-    return count if count <= _FEW else min(count, max(_FEW, math.ceil(_LONG / sum(_serial(few)))))
+    if count <= _FEW:
+        return count
+    whole = math.ceil(_ENOUGH / sum(_serial(few)) / _SHORT)
+    return min(count, max(_FEW, whole * _SHORT))
 
 
 _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
@@ -199,21 +209,46 @@ def _sweeps(run: _Run) -> list[float]:
     return [max(s, _LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
 
 
-def _relaxation(run: _Run) -> tuple[float, float, float] | None:
-    """Seconds of a layer in cycles over four intervals: forward, adjoint, and of the gradient; None for two or three layers."""
+_Times = tuple[float, float, float]
+
+
+def _intervals(run: _Run) -> tuple[_Times, _Times | None, dict[int, list[float]]]:
+    """Where layers run one after another: what those of an interval take, and the interval beside them.
+
+    Returns:
+        `Machine.relaxation`; `Machine.interval`; and by the number of layers in a batch that is told not to be a loop, its
+        seconds forward, adjoint, and of the gradient.
+    """
     count = _tree.leading((run.problem["params"], run.problem["data"]))
-    if count < _INTERVALS:
-        return None
+    short = _relaxation(run, _SHORT)
+    if count < _SHORT * _LONG:
+        return _times(short), None, {}
+    span = count // _SHORT
+    interval = np.maximum(0.0, (short - _relaxation(run, span)) / (1 / _SHORT - 1 / span))
+    layer = np.maximum(_LEAST, short - interval / _SHORT)
+    batch = span * _relaxation(run, _SHORT, "vmap")
+    return _times(layer), _times(interval), {span: batch.tolist()}
+
+
+def _times(seconds: np.ndarray) -> _Times:
+    forward, adjoint, gradient = seconds.tolist()
+    return forward, adjoint, gradient
+
+
+def _relaxation(run: _Run, span: int, interval_map: str = "auto") -> np.ndarray:
+    """Seconds per layer of sweeps over intervals of so many: forward, adjoint, and of the gradient."""
     solver = MGRIT(
-        coarsening=max(2, -(-count // _INTERVALS)),
+        coarsening=span,
         iterations=_CYCLES,
         coarse_step=Picard(sweeps=0),
         skip_downcycle=False,
         storage="all",
+        interval_map=interval_map,
     )
     forward, adjoint, last = _iterations(run, solver)
     gradient = last - forward - adjoint  # the last sweeps are as long as the others
-    return max(forward, _LEAST) / count, max(adjoint, _LEAST) / count, max(gradient, _LEAST) / count
+    count = _tree.leading((run.problem["params"], run.problem["data"]))
+    return np.maximum(_LEAST, np.array([forward, adjoint, gradient])) / count
 
 
 def _iterations(run: _Run, solver: Any) -> tuple[float, float, float]:

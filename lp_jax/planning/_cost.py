@@ -1,11 +1,12 @@
 r"""Time of a training step, from what it does and what a machine takes for it.
 
 .. math::
-    T = T_{fixed} + \sum_{batches} n\, t_{kind}(layers) + n_{states} (\lambda + |u| / \beta)
+    T = T_{fixed} + \sum_{batches} n\, t_{kind}(layers) + \sum_{kind} n_{rows}\, t_{kind}(row)
+        + n_{states} (\lambda + |u| / \beta)
         + n_{reductions} \lceil \log_2 P \rceil (\lambda + |u| / \beta)
         + 2 \lceil \log_2 D \rceil \lambda + 2 \frac{D - 1}{D} \frac{|w|}{\beta}
 
-with the batches, messages and reductions of `Schedule`, the times t, the latency :math:`\lambda` and the bandwidth
+with the batches, rows, messages and reductions of `Schedule`, the times t, the latency :math:`\lambda` and the bandwidth
 :math:`\beta` of `Machine`, P workers for the layers, and D for the examples, over which the gradients w are summed.
 """
 
@@ -97,9 +98,12 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     """
     if isinstance(solver, Serial):
         return _in_series(schedule, machine)
-    if machine.looped and isinstance(solver, MGRIT):
-        return sum(n * machine.in_a_row(batch.kind) for batch, n in schedule.batches.items())
-    return sum(n * machine.seconds(batch.kind, batch.layers) for batch, n in schedule.batches.items())
+    in_rows = machine.looped and isinstance(solver, MGRIT)
+    rows = sum(n * machine.row(kind) for kind, n in schedule.rows.items())
+    return rows + sum(
+        n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else machine.seconds(*batch))
+        for batch, n in schedule.batches.items()
+    )
 
 
 def _in_series(schedule: Schedule, machine: Machine) -> float:

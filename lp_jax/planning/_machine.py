@@ -27,7 +27,9 @@ class Machine:
             layer above.
         relaxation: seconds of a layer within an interval of multigrid, forward, its transpose for the state, and that for the
             parameters; None for those of serial propagation.
-        looped: whether layers at once are evaluated one after another, as on a CPU; ``layers`` is (1,) then.
+        interval: what an interval takes beside its layers, likewise; None for nothing.
+        looped: whether layers at once are evaluated one after another, as on a CPU. ``layers`` beyond 1 then serve solvers
+            that are told not to.
         fixed: seconds of a training step beside its layers.
         latency: seconds until an empty message has arrived.
         bandwidth: bytes per second of a message.
@@ -60,6 +62,7 @@ class Machine:
     newton: tuple[float, ...] | None = None
     serial: tuple[float, float] | None = None
     relaxation: tuple[float, float, float] | None = None
+    interval: tuple[float, float, float] | None = None
     looped: bool = False
     fixed: float = 0.0
     latency: float = 0.0
@@ -85,6 +88,8 @@ class Machine:
         for name in ("serial", "relaxation"):
             if getattr(self, name) is not None:
                 _numbers(name, getattr(self, name))
+        if self.interval is not None and not all(isinstance(x, int | float) and x >= 0 for x in self.interval):
+            raise ValueError(f"interval must be numbers of at least 0; got {self.interval!r}.")
         for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes", "overhead"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
@@ -128,6 +133,11 @@ class Machine:
             times = self.relaxation
         return dict(zip(KINDS, (times[0], *times), strict=True))[kind]
 
+    def row(self, kind: str) -> float:
+        """Seconds that a row of such layers takes beside them."""
+        times = self.interval or (0.0, 0.0, 0.0)
+        return dict(zip(KINDS, (times[0], *times), strict=True))[kind]
+
     @property
     def per_layer(self) -> tuple[float, float]:
         """Seconds of a layer in serial propagation, forward and what the gradient adds."""
@@ -149,7 +159,7 @@ class Machine:
         else:
             scaled |= {"layers": (1, *(n * parts for n in self.layers))}
             scaled |= {kind: (getattr(self, kind)[0] * factor, *getattr(self, kind)) for kind in self.kinds}
-        for name in ("serial", "relaxation"):
+        for name in ("serial", "relaxation", "interval"):
             if getattr(self, name) is not None:
                 scaled[name] = tuple(x * factor for x in getattr(self, name))
         scaled |= {name: math.ceil(getattr(self, name) / parts) for name in ("state_bytes", "kept_bytes")}

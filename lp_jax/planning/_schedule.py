@@ -39,21 +39,31 @@ class Schedule:
 
     Attributes:
         batches: how often each batch is evaluated, one after the other.
+        rows: of each kind, how many loops over layers that follow each other are started; counted in multigrid, where layers at
+            once are evaluated one by one.
         states: messages of one state that are waited for, one after the other.
         reductions: sums and broadcasts over all workers.
     """
 
     batches: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
+    rows: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     states: int = 0
     reductions: int = 0
 
-    def add(self, kind: str, count: int, layers: int, *, looped: bool) -> None:
-        """``count`` batches of so many layers, or all of these one by one."""
+    def add(self, kind: str, count: int, layers: int, *, looped: bool, rows: int = 0) -> None:
+        """``count`` batches of so many layers, or all of these one by one, in so many rows."""
         if count and layers:
             self.batches[Batch(kind, 1 if looped else layers)] += count * (layers if looped else 1)
+            if looped and rows:
+                self.rows[kind] += rows
 
     def __add__(self, other: "Schedule") -> "Schedule":
-        return Schedule(self.batches + other.batches, self.states + other.states, self.reductions + other.reductions)
+        return Schedule(
+            self.batches + other.batches,
+            self.rows + other.rows,
+            self.states + other.states,
+            self.reductions + other.reductions,
+        )
 
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
@@ -119,16 +129,17 @@ class _Solve:
             self.schedule.reductions += 2  # the last state, and the residual norms
         return self.schedule
 
-    def _evaluate(self, count: int, layers: int, *, looped: bool, fine: bool = True, gradient: bool = False) -> None:
+    def _evaluate(
+        self, count: int, layers: int, *, looped: bool, rows: int = 0, fine: bool = True, gradient: bool = False
+    ) -> None:
         """Steps of a level whose evaluations are layers'; of the finest level, what is kept need not be linearised."""
-        if not self.adjoint:
-            return self.schedule.add("forward", count, layers, looped=looped)
-        if not (fine and self.kept):
-            self.schedule.add("linearise", count, layers, looped=looped)
-        self.schedule.add("adjoint", count, layers, looped=looped)
-        if gradient:
-            self.schedule.add("gradient", count, layers, looped=looped)
-        return None
+        kinds = ["adjoint"] if self.adjoint else ["forward"]
+        if self.adjoint and not (fine and self.kept):
+            kinds.append("linearise")
+        if self.adjoint and gradient:
+            kinds.append("gradient")
+        for kind in kinds:
+            self.schedule.add(kind, count, layers, looped=looped, rows=rows)
 
     def _serial(self) -> None:
         assert isinstance(self.solver, Serial)
@@ -170,10 +181,10 @@ class _Solve:
         for number in range(self.solver.iterations):
             self._cycle(plan, 0, self.solver.cycle, cascade=self.solver.skip_downcycle and number == 0)
         fine, factor = self._intervals(plan, 0), plan[0][1]
-        self._evaluate(factor, fine, looped=self._loops, gradient=True)
+        self._evaluate(factor, fine, looped=self._loops, rows=fine, gradient=True)
         self._sent(1)
         if self.adjoint and not self.kept:  # states at F-points
-            self.schedule.add("forward", factor - 1, fine, looped=self._loops)
+            self.schedule.add("forward", factor - 1, fine, looped=self._loops, rows=fine)
 
     @property
     def _loops(self) -> bool:
@@ -189,17 +200,18 @@ class _Solve:
         """``count`` steps of a level, one after the other, each at so many places."""
         assert isinstance(self.solver, MGRIT)
         if level == 0:
-            self._evaluate(count, at_once, looped=self._loops)
+            self._evaluate(count, at_once, looped=self._loops, rows=at_once)
             if self.adjoint and not self.kept and self._loops:  # states at F-points, in every sweep
-                self.schedule.add("forward", count - 1, at_once, looped=True)
+                self.schedule.add("forward", count - 1, at_once, looped=True, rows=at_once)
             return
         coarse, span = self.solver.coarse_step, math.prod(factor for _, factor in plan[:level])
         if isinstance(coarse, Rediscretize):
-            self._evaluate(count, at_once, looped=self._loops, fine=False)
+            self._evaluate(count, at_once, looped=self._loops, rows=at_once, fine=False)
         elif isinstance(coarse, Picard):
-            self._evaluate(count * coarse.sweeps, at_once * span, looped=self._loops, fine=False)
+            count *= coarse.sweeps
+            self._evaluate(count, at_once * span, looped=self._loops, rows=count * at_once, fine=False)
         elif isinstance(coarse, Serial):
-            self._evaluate(count * span, at_once, looped=self._loops, fine=False)
+            self._evaluate(count * span, at_once, looped=self._loops, rows=count * at_once, fine=False)
         else:
             raise NotImplementedError(f"{type(coarse).__name__} as a coarse step is not counted.")
 
