@@ -67,6 +67,7 @@ NETWORKS = [
         steps=(0, 400),
         data="mnist10k",
         options={"width": 4},
+        examples=10,
     ),
     Network(
         name="GUM, encoder, T = 1",

@@ -119,7 +119,7 @@ def solve_adjoint(
     return (
         Cotangents(
             y0=levels[0].exit(lam),
-            slices=_tree.merge(slices, fine.steps),
+            slices=fine.merge(slices),
             shared=_shared_gradient(fine, levels[0], cotangents, None if checkpoints.kept is None else linearised),
         ),
         stats,
@@ -163,7 +163,7 @@ def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool
         operands, u = x
         return operands, _interval_states(level, operands, u, shared)
 
-    states = states if recompute else _tree.split(states, level.factor)
+    states = states if recompute else level.split(states)
     return dataclasses.replace(
         level,
         xs=(level.xs, states),
@@ -185,7 +185,7 @@ def _transpose_kept(level: Level, linearised: Linearised, states: State, kept: P
 
     return dataclasses.replace(
         level,
-        xs=(level.xs, _tree.split((states, kept), level.factor)),
+        xs=(level.xs, level.split((states, kept))),
         gathered=None,
         y0=cotangent,
         step=step,
@@ -305,7 +305,11 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, line
         zeros = _tree.zeros_like(leaves)
         return lax.scan(lambda total, group: (_tree.add(total, gradient(*group)), None), zeros, groups)[0]
 
-    if adjoint.looped:
+    if adjoint.factor == 1:
+        operands = (*adjoint.xs, cotangents)
+        few = math.gcd(adjoint.steps, _AT_ONCE)
+        total = summed(layers, _tree.split(operands, few)) if adjoint.looped else layers(*operands)
+    elif adjoint.looped:
         total = summed(interval, (adjoint.xs, cotangents))
     else:
         total = layers(*_tree.merge((*jax.vmap(expand)(adjoint.xs), cotangents), None))

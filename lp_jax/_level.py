@@ -50,11 +50,11 @@ class Level:
     """A chain of ``steps`` steps in ``ceil(steps / factor)`` intervals. See the module's text.
 
     Attributes:
-        xs: operands of the steps, leaves ``(intervals, factor, ...)``; what only pads the last interval carries
-            ``valid=False`` and its step is the identity.
+        xs: operands of the steps, as `split` groups them; what only pads the last interval carries ``valid=False`` and its
+            step is the identity.
         shared: operand of every step.
         y0: the state that enters the chain.
-        rhs: right-hand side, leaves ``(intervals, factor, ...)``, or None for zero.
+        rhs: right-hand side, as `split` groups it, or None for zero.
         step: ``step(u, x, shared) -> u_next``.
         steps: number of steps that this worker holds.
         total: number of steps of all workers.
@@ -103,7 +103,19 @@ class Level:
     ) -> "Level":
         """A level from operands that are stacked, ``(steps, ...)``, but not grouped into intervals yet."""
         step, xs = grouped(step, xs, steps, factor, cut=comm.cuts(total, factor))
+        xs = _tree.merge(xs, None) if factor == 1 else xs
         return cls(step=step, xs=xs, steps=steps, total=total, factor=factor, comm=comm, **fields)
+
+    def split(self, tree: PyTree, *, fill: str = "edge") -> PyTree:
+        """Leaves ``(steps, ...)`` by intervals, ``(intervals, factor, ...)``; as they are where an interval is one step.
+
+        XLA copies what enters a loop with an axis of length 1.
+        """
+        return tree if self.factor == 1 else _tree.split(tree, self.factor, fill=fill)
+
+    def merge(self, tree: PyTree) -> PyTree:
+        """Undo `split`."""
+        return tree if self.factor == 1 else _tree.merge(tree, self.steps)
 
     def entries(self, u: State) -> State:
         """States that enter the intervals, given those that leave them."""
@@ -137,13 +149,13 @@ class Level:
 
     def with_rhs(self, rhs: State) -> "Level":
         """This level with a right-hand side, leaves ``(steps, ...)``."""
-        return dataclasses.replace(self, rhs=_tree.split(rhs, self.factor, fill="constant"))
+        return dataclasses.replace(self, rhs=self.split(rhs, fill="constant"))
 
     def anchored(self, states: State) -> "Level":
         """This level with its steps taken around ``states`` (those that enter every finest-level layer)."""
         if self.anchor is None:
             return self
-        states = _tree.split(_tree.split(states, self.span), self.factor)
+        states = self.split(_tree.split(states, self.span))
         return dataclasses.replace(self, xs=self.xs._replace(x=self.anchor(self.xs.x, states)), anchor=None)
 
     def collected(self, solves: int) -> "Level":
@@ -206,10 +218,13 @@ def sweep(
         count: number of steps, in the direction of the chain.
 
     Returns:
-        The states reached, ``(intervals, ...)``, and what ``advance`` emitted, leaves ``(intervals, factor, ...)``,
-        at the position of the step that emitted it.
+        The states reached, ``(intervals, ...)``, and what ``advance`` emitted, as `Level.split` groups it, at the position of
+        the step that emitted it.
     """
     advance = advance or level.advance
+    if level.factor == 1:
+        one, operands = _single(level, advance), (entries, (level.xs, level.rhs))
+        return lax.map(lambda x: one(*x), operands) if level.looped else jax.vmap(one)(*operands)
     run = functools.partial(_interval, level, advance, level.factor if count is None else count)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (entries, level.xs))
     emitted = _tree.repeat(_room(level, advance, *first), level.intervals)
@@ -230,7 +245,7 @@ def sweep(
 def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
     """Solve the level step after step. Same results as `sweep` from exact C-points."""
     if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
-        return level.comm.cumsum(jax.tree.map(lambda g: g[:, 0], level.rhs), level.y0, reverse=level.reverse), None
+        return level.comm.cumsum(level.rhs, level.y0, reverse=level.reverse), None
     if level.gathered is None:
         return level.comm.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
     whole = dataclasses.replace(level, xs=level.gathered, rhs=level.comm.gather(level.rhs, level.span))
@@ -240,27 +255,30 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
 def _marcher(level: Level, advance: Advance | None) -> Run:
     """`march` through the intervals at hand, whichever these are, as a function of the state that enters."""
     advance = advance or level.advance
-    single = level.factor == 1 and level.expand is None
     run = functools.partial(_interval, level, advance, level.factor)
 
-    def body(u: State, operands: PyTree) -> tuple[State, PyTree]:
+    def interval(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
         xs, rhs = operands
-        if not single:
-            u, emitted = run(u, xs, rhs, _room(level, advance, u, xs))
-        else:
-            u, emitted = advance(u, xs, level.shared)
-            u = _tree.add(u, rhs)
+        return run(u, xs, rhs, _room(level, advance, u, xs))
+
+    through = _single(level, advance) if level.factor == 1 else interval
+
+    def body(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, tuple[State, PyTree]]:
+        u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    operands = (level.xs, level.rhs)
-    if single:  # no inner axis: XLA copies operands that enter two loops in two shapes
-        operands = _tree.merge(operands, None)
+    return lambda y0: lax.scan(body, y0, (level.xs, level.rhs), reverse=level.reverse)[1]
 
-    def march_from(y0: State) -> tuple[State, Any]:
-        exits, emitted = lax.scan(body, y0, operands, reverse=level.reverse)[1]
-        return exits, _tree.split(emitted, 1) if single else emitted
 
-    return march_from
+def _single(level: Level, advance: Advance) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
+    """Through an interval of one step."""
+
+    def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
+        xs, rhs = operands
+        u, emitted = advance(u, xs, level.shared)
+        return _tree.add(u, rhs), emitted
+
+    return step
 
 
 def _interval(

@@ -162,7 +162,7 @@ class Newton(Solver):
             change = level.comm.cumsum(residuals, _tree.zeros_like(level.y0), reverse=level.reverse)
         else:
             vectors = _Vectors(level.y0, self.batch_axes)
-            maps = _tree.merge(jacobians, level.steps), jax.vmap(vectors.join)(residuals)
+            maps = jacobians, jax.vmap(vectors.join)(residuals)
             compose = _compose_matrices if self.jacobian == "full" else _compose_diagonals
             _, change = level.comm.accumulate(maps, compose, reverse=level.reverse)
             change = jax.vmap(vectors.part)(change)

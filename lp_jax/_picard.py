@@ -112,7 +112,7 @@ class Picard(Solver):
 
         def window(u: State, xs: PyTree) -> tuple[State, tuple[State, State]]:
             alone = dataclasses.replace(
-                level, xs=_tree.split(xs, 1), y0=u, steps=level.factor, total=level.factor, factor=1, comm=Local()
+                level, xs=xs, y0=u, steps=level.factor, total=level.factor, factor=1, comm=Local()
             )
             points = constant(alone, None)
             for _ in range(self.sweeps - 1):
@@ -120,8 +120,10 @@ class Picard(Solver):
             u = alone.exit(points)
             return u, (u, points)
 
+        windows = _tree.split(level.xs, 1) if level.factor == 1 else level.xs
+
         def run(y0: State) -> tuple[State, State]:
-            return lax.scan(window, y0, level.xs, reverse=level.reverse)[1]
+            return lax.scan(window, y0, windows, reverse=level.reverse)[1]
 
         _, points = level.comm.relay(run, level.y0, reverse=level.reverse)
         return _tree.merge(points, level.steps)

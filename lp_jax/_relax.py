@@ -71,7 +71,7 @@ def entering(level: Level, u: State) -> State:
 def residual_and_entering(level: Level, u: State) -> tuple[State, State]:
     """`residual` and the states that enter every step (the F-points of the same relaxation), in one sweep."""
     swept, entered = sweep(level, level.entries(u), advance=_with_entry(level))
-    return _tree.sub(swept, u), _tree.merge(entered, level.steps)
+    return _tree.sub(swept, u), level.merge(entered)
 
 
 def _with_entry(level: Level) -> Advance:

@@ -299,7 +299,7 @@ def _forward(
         keep_states = keep and solver.keeps_states
         advance = _emit(problem, keep_states) if keep_states or problem.has_aux else None
         u, emitted = solver.finish(levels, before, advance)
-        states, kept, aux = (None, None, None) if emitted is None else _tree.merge(emitted, chain.steps)
+        states, kept, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         swept_from = before if keep and not keep_states and before is not u else None
         return (Checkpoints(u, swept_from, states, kept), aux), (levels[0].exit(u), stats, met)
 

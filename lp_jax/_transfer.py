@@ -51,7 +51,7 @@ def _coarse_steps(coarse: Level, entries: State) -> State:
     """``Phi'(v_{j-1})`` for every coarse step at once."""
     if coarse.step is identity:
         return entries
-    xs = _tree.merge(coarse.xs, coarse.steps)
+    xs = coarse.merge(coarse.xs)
 
     if coarse.looped:
         return jax.lax.map(lambda operands: coarse.step(operands[0], operands[1], coarse.shared), (entries, xs))

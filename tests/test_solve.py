@@ -4,7 +4,9 @@ import ast
 import dataclasses
 import doctest
 import importlib
+import math
 import pkgutil
+import re
 from pathlib import Path
 
 import jax
@@ -240,6 +242,33 @@ def test_imports_form_a_dag():
         assert ready, f"import cycle among {sorted(graph)}"
         order += ready
         graph = {name: uses for name, uses in graph.items() if name not in ready}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        lp_jax.Picard(sweeps=3),
+        lp_jax.Picard(sweeps=9, rtol=1e-3),
+        lp_jax.Picard(sweeps=3, storage="c_points"),
+        lp_jax.MGRIT(iterations=2, coarse_step=lp_jax.Picard(sweeps=1), storage="all"),
+        lp_jax.MGRIT(iterations=2, coarse_step=lp_jax.Picard(sweeps=1), coarsest=lp_jax.Picard(sweeps=2)),
+    ],
+    ids=str,
+)
+def test_no_program_copies_all_parameters(monkeypatch, solver, backend):
+    """As loops and as batches: sweeps read a layer's weights where they are."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+    @jax.jit
+    def gradient(params, y0):
+        step = Traces()  # new: what was traced for the other backend is not used
+        return jax.grad(lambda p: jnp.sum(lp_jax.solve(step, p, y0, solver=solver).y1 ** 2))(params)
+
+    params = dense_params(24, 5)
+    text = gradient.lower(params, dense_state(3, 5)).compile().as_text()
+    moved = re.findall(r"= f64\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    assert params[0].size not in {math.prod(map(int, shape.split(","))) for shape in moved}
 
 
 def test_the_core_needs_jax_alone():
