@@ -33,14 +33,18 @@ def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]
     return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
 
 
-def machine(sizes: Sizes, updates: bool) -> planning.Machine:
+def machine(sizes: Sizes, updates: bool, fewer: bool) -> planning.Machine:
     """Calibrated in this process; with what a step with a scan takes beside the layers as ``fixed``.
 
     Args:
         sizes: of the row.
         updates: whether a step updates weights, too.
+        fewer: whether to measure how a layer's time falls with the examples.
     """
-    found = planning.calibrate(**problem(*sizes), name=", ".join(map(str, sizes)))
+    network, width, layers, batch = sizes
+    quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
+    parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
+    found = planning.calibrate(**problem(*sizes), fewer=parts or None, name=", ".join(map(str, sizes)))
     call: Any
     if updates:
         call = single.NETWORKS[sizes[0]](*sizes[1:])[0](None)

@@ -1,8 +1,8 @@
 """Prediction against measurement: what `lp_jax.planning` says of every committed row of the suites that measure time.
 
 The layers of each row are calibrated here and now, in a process with as many threads as the row's; ratios to serial
-propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, resnet, single
-and ranks. For two workers the layers are calibrated while another process trains, and messages are measured between
+propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, resnet, single,
+ranks and pipeline. For two workers the layers are calibrated while another process trains, and messages are measured between
 such workers. What a training step does beside its layers is the difference of the baseline and serial propagation.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks import dense, report, resnet, settings, single
+from benchmarks import dense, pipeline, report, resnet, settings, single
 from benchmarks.command import Progress
 from benchmarks.harness import Tell
 from benchmarks.manifest import device_slug, manifest
@@ -40,19 +40,28 @@ class Measured(NamedTuple):
         suite: where it is from.
         sizes: network, width, layers, batch.
         threads: of the baseline.
-        ratios: of contenders that can be predicted: name, solvers, workers, ratio to serial propagation by the library, or to
-            the baseline where that did not take part.
+        ratios: of contenders that can be predicted: name, what predicts its seconds, workers, ratio to serial propagation by the
+            library, or to the baseline where that did not take part.
     """
 
     suite: str
     sizes: tuple[str, int, int, int]
     threads: int
-    ratios: list[tuple[str, Pair, int, float]]
+    ratios: list[tuple[str, "Predict", int, float]]
+
+
+Predict = Callable[[planning.Machine], float]
+"""Seconds of a training step."""
+
+
+def solved(pair: Pair, layers: int, workers: int = 1, **spread: int) -> Predict:
+    """By solvers, with so many workers; ``spread`` is for `planning.time`."""
+    return lambda machine: planning.time(*pair, layers, machine, workers=workers, **spread).seconds
 
 
 def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
-    for suite in ("dense", "resnet", "single", "ranks_dense", "ranks_conv", "ranks_gru"):
+    for suite in ("dense", "resnet", "single", "ranks_dense", "ranks_conv", "ranks_gru", "pipeline"):
         path = folder / f"{suite}.json"
         if not path.exists():
             continue
@@ -63,33 +72,46 @@ def measured(folder: Path) -> Iterator[Measured]:
                 row["layers"],
                 row.get("batch") or (50 if suite == "resnet" else dense.BATCH),
             )
-            known = _pairs(suite, sizes)
+            known = _known(suite, sizes)
             ratios = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
             serial = ratios.get("Serial", ratios.get("Serial, 1 thread", 1.0))
             found = []
             for c in row["contenders"][1:]:
                 name, workers = _worker(c["name"])
-                if name in known and (pair := known[name](workers)) is not None:
-                    found.append((c["name"], pair, workers, ratios[c["name"]] / serial))
+                if name in known:
+                    found.append((c["name"], known[name](workers), workers, ratios[c["name"]] / serial))
             yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
 
 
 def _worker(name: str) -> tuple[str, int]:
     """The setting, and the workers, of a contender's name."""
     head, _, tail = name.rpartition(", ")
-    return (head, int(tail.split()[0])) if tail in ("2 devices", "2 ranks") else (name, 1)
+    if tail in ("2 devices", "2 ranks"):
+        return head, int(tail.split()[0])
+    return name, pipeline.WORKERS if name.startswith(("layer-parallel", "data parallel", "pipeline")) else 1
 
 
-def _pairs(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Any]:
-    """From names to functions of the number of workers that give the solvers, or None where their effort is open."""
-    if suite.startswith("ranks"):
-        return {name: functools.partial(make, sizes[2]) for name, make in settings.SETTINGS.items()}
+def _known(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Callable[[int], Predict]]:
+    """From names to functions of the number of workers, of all whose effort does not depend on the problem."""
+    layers = sizes[2]
+    if suite.startswith(("ranks", "pipeline")):
+        head = "layer-parallel, " if suite == "pipeline" else ""
+        found: dict[str, Callable[[int], Predict]] = {
+            f"{head}{name}": lambda workers, make=make: solved(make(layers, workers), layers, workers)  # type: ignore[misc]
+            for name, make in settings.SETTINGS.items()
+        }
+        for m in pipeline.MICROBATCHES:
+            found[f"pipeline, {m} microbatches"] = lambda workers, m=m: functools.partial(  # type: ignore[misc]
+                planning.pipeline, layers, workers=workers, microbatches=m
+            )
+        return found | {"data parallel": lambda workers: solved(SERIAL, layers, data_workers=workers)}
     pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or {
         name: pair for name, (_, pair) in single.known_solvers(*sizes[:1], sizes[2]).items()
     }
     return {
-        name: lambda workers, pair=pair: None if any(s.has_tolerance for s in pair) else pair
+        name: lambda workers, pair=pair: solved(pair, layers, workers)  # type: ignore[misc]
         for name, pair in pairs.items()
+        if not any(s.has_tolerance for s in pair)
     }
 
 
@@ -106,6 +128,7 @@ class Machines:
     def __init__(self, row: Measured, folder: Path, kept: bool, tell: Tell):
         self._row, self._folder, self._kept, self._tell = row, folder, kept, tell
         self._updates = "dense" not in row.suite
+        self._fewer = row.suite == "pipeline"
         self._found: dict[str, planning.Machine] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -131,13 +154,14 @@ class Machines:
     def _alone(self) -> planning.Machine:
         self._tell("calibrating")
         with self._group("jax", self._row.threads) as group:
-            return group.machine(self._row.sizes, self._updates)  # type: ignore[no-any-return]
+            return group.machine(self._row.sizes, self._updates, self._fewer)  # type: ignore[no-any-return]
 
     def _together(self) -> planning.Machine:
         self._tell("calibrating with a neighbour at work")
         with self._group("jax", 1) as group, self._group("jax", 1) as other:
             other.build(_SCAN, self._row.sizes, False, "auto")
-            return group.machine(self._row.sizes, self._updates, lambda: other.time(_SCAN, 1))  # type: ignore[no-any-return]
+            beside = functools.partial(other.time, _SCAN, 1)
+            return group.machine(self._row.sizes, self._updates, self._fewer, beside)  # type: ignore[no-any-return]
 
     def _wired(self, workers: int, kind: str) -> planning.Machine:
         together = self._file("together", self._together)
@@ -153,23 +177,20 @@ class Machines:
 _SCAN = "lax.scan, 1 thread"
 
 
-def predicted(
-    alone: planning.Machine, machine: planning.Machine, pair: Pair, layers: int, workers: int
-) -> float | None:
+def predicted(alone: planning.Machine, machine: planning.Machine, seconds: Predict, layers: int) -> float | None:
     """The ratio to serial propagation alone; None for what the cost model does not know."""
     try:
-        time = planning.time(*pair, layers, machine, workers=workers)
+        return seconds(machine) / solved(SERIAL, layers)(alone)
     except NotImplementedError:
         return None
-    return time.seconds / planning.time(*SERIAL, layers, alone).seconds
 
 
 def compared(row: Measured, machines: Machines) -> list[dict[str, Any]]:
     """Both ratios of each contender."""
     found = []
-    for name, pair, workers, ratio in row.ratios:
-        machine = machines.of(workers, name.rpartition(" ")[2])
-        said = predicted(machines.alone(), machine, pair, row.sizes[2], workers)
+    for name, seconds, workers, ratio in row.ratios:
+        machine = machines.of(workers, "ranks" if name.endswith("ranks") else "devices")
+        said = predicted(machines.alone(), machine, seconds, row.sizes[2])
         if said is not None:
             found.append({"name": name, "workers": workers, "measured": ratio, "predicted": said})
     return found

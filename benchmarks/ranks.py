@@ -96,10 +96,12 @@ class Group:
         walls, works = zip(*self._ask("time", name, calls), strict=True)
         return max(walls), sum(works)
 
-    def machine(self, row: Row, updates: bool, beside: Callable[[], object] | None = None) -> planning.Machine:
+    def machine(
+        self, row: Row, updates: bool, fewer: bool, beside: Callable[[], object] | None = None
+    ) -> planning.Machine:
         """As `benchmarks.calibration.machine`, alone or while something else is called again and again."""
         (connection,) = self._connections
-        connection.send(("calibrate", "", row, updates))
+        connection.send(("calibrate", "", row, updates, fewer))
         while beside is not None and not connection.poll():
             beside()
         return self._receive(connection)  # type: ignore[no-any-return]

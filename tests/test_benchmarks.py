@@ -1,5 +1,6 @@
 """The benchmarks: arithmetic on fake clocks, and each suite end to end on a tiny problem. Nothing here asserts on time."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -489,19 +490,42 @@ def test_pipeline_end_to_end(tmp_path):
 
 def test_every_measured_row_is_found():
     rows = list(model.measured(ROOT / "benchmarks" / "results" / "cpu"))
-    assert {row.suite for row in rows} >= {"dense", "resnet", "ranks_dense", "ranks_conv", "ranks_gru"}
+    assert {row.suite for row in rows} == {
+        "dense",
+        "resnet",
+        "single",
+        "ranks_dense",
+        "ranks_conv",
+        "ranks_gru",
+        "pipeline",
+    }
     (row,) = [row for row in rows if row.suite == "ranks_dense" and row.sizes == ("dense", 128, 256, 32)]
-    name, (forward, adjoint), workers, ratio = row.ratios[2]
+    name, seconds, workers, ratio = row.ratios[2]
     assert (name, workers, row.threads) == ("3 levels, injection, 2/1, all stored, 2 devices", 2, 1) and ratio > 0
-    assert (forward.iterations, adjoint.iterations, forward.storage) == (2, 1, "all")
+    forward, adjoint = settings.SETTINGS["3 levels, injection, 2/1, all stored"](256, 2)
+    assert seconds(published.UNIT) == planning.time(forward, adjoint, 256, published.UNIT, workers=2).seconds
+
+
+def test_alternatives_to_layer_parallelism_are_predicted_too():
+    rows = [row for row in model.measured(ROOT / "benchmarks" / "results" / "cpu") if row.suite == "pipeline"]
+    unit = dataclasses.replace(published.UNIT, examples=32)
+    for row in rows:
+        layers = row.sizes[2]
+        said = {name: model.predicted(unit, unit, seconds, layers) for name, seconds, workers, _ in row.ratios}
+        assert {workers for _, _, workers, _ in row.ratios} == {2}
+        assert said["data parallel"] == pytest.approx(1 / 2) and said["pipeline, 4 microbatches"] == pytest.approx(
+            5 / 8
+        )
+        assert said["layer-parallel, identity, 2/2"] == pytest.approx(5 / 6)
 
 
 def test_predictions_are_ratios_and_winners_are_counted():
     machine = published.UNIT
     solvers = settings.SETTINGS["identity, 2/2"](256, 2)
-    assert model.predicted(machine, machine, solvers, 256, 2) == pytest.approx(5 / 6)  # the gradient is formed once
+    said = model.predicted(machine, machine, model.solved(solvers, 256, 2), 256)
+    assert said == pytest.approx(5 / 6)  # the gradient is formed once
     newton = lp_jax.Newton()
-    assert model.predicted(machine, machine, (newton, newton), 256, 1) is None
+    assert model.predicted(machine, machine, model.solved((newton, newton), 256), 256) is None
     rows = [(1.0, 1.0), (1.1, 0.9), (2.0, 0.95)]  # measured and predicted; the first two are not told apart
     contenders = [{"measured": a, "predicted": b} for a, b in rows]
     assert model.winners(contenders) == (1, 2)
