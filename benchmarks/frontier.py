@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from rich.progress import Progress
 
 import lp_jax
@@ -182,6 +183,8 @@ class Setting(NamedTuple):
 def settings(network: Network, layers: int) -> list[Setting]:
     """All that are compared on a network of so many layers."""
     found = [*_multigrid(layers), *_picard()]
+    if network.model == "conv":  # a convolution has a gradient of its own on a CPU, and no forward mode
+        found = [setting for setting in found if setting.kind != "second order"]
     return [*found, *_newton()] if network.newton else found
 
 
@@ -373,7 +376,7 @@ _LEGEND = (
 def draw(rows: Sequence[Mapping[str, Any]], price: str) -> Figure:
     """A panel per network: error against what it costs, the front as a line."""
     panels = list(dict.fromkeys((row["network"], row["steps"]) for row in rows))
-    columns = min(3, len(panels))
+    columns = min(4, len(panels))
     height = math.ceil(len(panels) / columns)
     words = {"depth": "products that wait for each other", "work": "products"}[price]
     fig = style.figure(
@@ -398,6 +401,9 @@ def draw(rows: Sequence[Mapping[str, Any]], price: str) -> Figure:
         best = front(here, price)
         ax.step([row[price] for row in best], [max(row["error"], 1e-7) for row in best], where="post", color=style.INK)
         ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_yscale("log")
         ax.set_ylim(1e-7, 30)
         bottom, left = number >= len(panels) - columns, number % columns == 0

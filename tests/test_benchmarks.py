@@ -448,6 +448,7 @@ def test_operations_of_a_program():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # of jaxlib; as an error it ends the process
 def test_profile_end_to_end(capsys, monkeypatch):
     monkeypatch.setenv("NPROC", "2")  # set back afterwards
     assert profile.main(["--row", "dense,8,16,4", "--only", "lax.scan", "--calls", "2"]) == 0
