@@ -271,16 +271,16 @@ def test_collectives(relaxations, coarsest):
     if coarsest == "relay":
         wanted["collective-permute", state] += cycles * (workers - 1)
     else:
-        wanted["all-gather", f"f64[{n // 16},1,{batch},{width}]"] = cycles  # the right-hand side
-        wanted["all-gather", f"f64[{n // 16},1,{width},{width}]"] = 1  # the coarsest level's parameters, once
-        wanted["all-gather", f"f64[{n // 16},1,{width}]"] = 1
-        wanted["all-gather", f"f64[{n // 16},1]"] = 1  # dt
+        wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] = cycles  # the right-hand side
+        wanted["all-gather", f"f64[{n // 16},{width},{width}]"] = 1  # the coarsest level's parameters, once
+        wanted["all-gather", f"f64[{n // 16},{width}]"] = 1
+        wanted["all-gather", f"f64[{n // 16}]"] = 1  # dt
     assert forward == wanted
     # the adjoint needs the states that enter each device after the final sweep; those before it are the sweep's own
     wanted["collective-permute", state] = 2 * wanted["collective-permute", state] + 1
     wanted["all-reduce", state] *= 2
     if coarsest == "gather":
-        wanted["all-gather", f"f64[{n // 16},1,{batch},{width}]"] += cycles + 1  # and the states linearised at
+        wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] += cycles + 1  # and the states linearised at
     assert both == wanted
 
 
