@@ -138,8 +138,8 @@ class _Solve:
             kinds.append("linearise")
         if self.adjoint and gradient:
             kinds.append("gradient")
-        for kind in kinds:
-            self.schedule.add(kind, count, layers, looped=looped, rows=rows)
+        for kind in kinds:  # a layer is linearised and transposed in one loop
+            self.schedule.add(kind, count, layers, looped=looped, rows=0 if kind == "linearise" else rows)
 
     def _serial(self) -> None:
         assert isinstance(self.solver, Serial)
