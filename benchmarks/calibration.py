@@ -1,9 +1,13 @@
 """What the layers of a row take here, for the suite ``model``: alone, and while a neighbour is at work."""
 
+import contextlib
 import dataclasses
 import functools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -33,23 +37,50 @@ def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]
     return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
 
 
-def machine(sizes: Sizes, updates: bool, fewer: bool) -> planning.Machine:
-    """Calibrated in this process; with what a step with a scan takes beside the layers as ``fixed``.
+def machine(sizes: Sizes, updates: bool, fewer: bool, *, neighbour: bool = False) -> planning.Machine:
+    """Calibrated in this process, on its first device; with what a step with a scan takes beside the layers as ``fixed``.
 
     Args:
         sizes: of the row.
         updates: whether a step updates weights, too.
         fewer: whether to measure how a layer's time falls with the examples.
+        neighbour: whether the second device trains meanwhile.
     """
     network, width, layers, batch = sizes
     quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
     parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
-    found = planning.calibrate(**problem(*sizes), fewer=parts or None, name=", ".join(map(str, sizes)))
-    call: Any
-    if updates:
-        call = single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
-    else:
-        call = dense.Gradient(scan, dense.random_problem(sizes[2], sizes[1], sizes[3]))
-    (timing,) = measure([Contender(name="lax.scan", call=call)], rounds=9, warmup=2, min_time=0.05, budget=10.0)
+    with _training(sizes, updates) if neighbour else contextlib.nullcontext():
+        found = planning.calibrate(**problem(*sizes), fewer=parts or None, name=", ".join(map(str, sizes)))
+        scanned = Contender(name="lax.scan", call=_scan(sizes, updates))
+        (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
     beside = float(np.median(timing.seconds)) - sizes[2] * sum(found.per_layer)
     return dataclasses.replace(found, fixed=max(0.0, beside))
+
+
+def _scan(sizes: Sizes, updates: bool) -> Any:
+    """A training step, or its gradient alone, by a scan."""
+    if updates:
+        return single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
+    return dense.Gradient(scan, dense.random_problem(sizes[2], sizes[1], sizes[3]))
+
+
+@contextlib.contextmanager
+def _training(sizes: Sizes, updates: bool) -> Iterator[None]:
+    """The second device at work, step after step."""
+    other = jax.devices()[1]
+    with jax.default_device(other):
+        call = _scan(sizes, updates)
+    done = threading.Event()
+
+    def work() -> None:
+        with jax.default_device(other):
+            while not done.is_set():
+                jax.block_until_ready(call())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -2,8 +2,9 @@
 
 The layers of each row are calibrated here and now, in a process with as many threads as the row's; ratios to serial
 propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, resnet, single,
-ranks and pipeline. For two workers the layers are calibrated while another process trains, and messages are measured between
-such workers. What a training step does beside its layers is the difference of the baseline and serial propagation.
+ranks and pipeline. For two workers the layers are calibrated while another worker of the kind trains, a process or a device, and
+messages are measured between such workers. What a training step does beside its layers is the difference of the baseline and
+serial propagation.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def _known(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Callable[[
 
 
 class Machines:
-    """What the layers of a row take: alone, in a process of its own with so many threads, or with every worker at work.
+    """What the layers of a row take: alone, with the threads of the row's baseline, or with every worker at work.
 
     Args:
         row: what was measured.
@@ -127,8 +128,7 @@ class Machines:
 
     def __init__(self, row: Measured, folder: Path, kept: bool, tell: Tell):
         self._row, self._folder, self._kept, self._tell = row, folder, kept, tell
-        self._updates = "dense" not in row.suite
-        self._fewer = row.suite == "pipeline"
+        self._what = row.sizes, "dense" not in row.suite, row.suite == "pipeline"
         self._found: dict[str, planning.Machine] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -153,21 +153,29 @@ class Machines:
 
     def _alone(self) -> planning.Machine:
         self._tell("calibrating")
-        with self._group("jax", self._row.threads) as group:
-            return group.machine(self._row.sizes, self._updates, self._fewer)  # type: ignore[no-any-return]
+        with self._one() as group:
+            return group.machine(*self._what)  # type: ignore[no-any-return]
 
-    def _together(self) -> planning.Machine:
-        self._tell("calibrating with a neighbour at work")
+    def _together(self, workers: int, kind: str) -> planning.Machine:
+        self._tell(f"calibrating with a neighbour at work, {kind}")
+        if kind == "devices":
+            with self._group(kind, workers, workers) as group:
+                return group.machine(*self._what, neighbour=True)  # type: ignore[no-any-return]
         with self._group("jax", 1) as group, self._group("jax", 1) as other:
             other.build(_SCAN, self._row.sizes, False, "auto")
-            beside = functools.partial(other.time, _SCAN, 1)
-            return group.machine(self._row.sizes, self._updates, self._fewer, beside)  # type: ignore[no-any-return]
+            return group.machine(*self._what, beside=functools.partial(other.time, _SCAN, 1))  # type: ignore[no-any-return]
 
     def _wired(self, workers: int, kind: str) -> planning.Machine:
-        together = self._file("together", self._together)
+        together = self._together(workers, kind)
         self._tell(f"messages between {kind}")
         with self._group(kind, 1 if kind == "ranks" else workers, workers) as group:
-            return dataclasses.replace(together, **group.wires()._asdict())
+            return dataclasses.replace(together, fixed=self.alone().fixed, **group.wires()._asdict())
+
+    def _one(self) -> Any:
+        """The process of the baseline: that of the suite's other contenders, or one for itself."""
+        if self._row.suite == "pipeline":
+            return self._group("devices", pipeline.WORKERS, pipeline.WORKERS)
+        return self._group("jax", self._row.threads)
 
     def _group(self, kind: str, threads: int, workers: int = 1) -> Any:
         keep = self._row.suite.startswith("ranks")  # as that suite does

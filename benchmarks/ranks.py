@@ -97,11 +97,17 @@ class Group:
         return max(walls), sum(works)
 
     def machine(
-        self, row: Row, updates: bool, fewer: bool, beside: Callable[[], object] | None = None
+        self,
+        row: Row,
+        updates: bool,
+        fewer: bool,
+        *,
+        beside: Callable[[], object] | None = None,
+        neighbour: bool = False,
     ) -> planning.Machine:
         """As `benchmarks.calibration.machine`, alone or while something else is called again and again."""
         (connection,) = self._connections
-        connection.send(("calibrate", "", row, updates, fewer))
+        connection.send(("calibrate", "", row, updates, fewer, neighbour))
         while beside is not None and not connection.poll():
             beside()
         return self._receive(connection)  # type: ignore[no-any-return]
