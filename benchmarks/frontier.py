@@ -239,6 +239,9 @@ def _newton() -> Iterator[Setting]:
     for jacobian, iterations in itertools.product(("full", "diagonal"), (1, 2, 3, 4, 5, 6)):
         solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
         yield Setting(f"Newton, {jacobian}", solver, solver.for_adjoint())
+    for jacobian, relaxations, iterations in itertools.product(("full", "diagonal"), (8, 16, 32), (1, 2, 3, 4, 5, 6)):
+        solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, relaxations=relaxations, batch_axes=1)
+        yield Setting(f"Newton, {jacobian}, {relaxations} relaxations", solver, solver.for_adjoint())
     for (word, damping), iterations in itertools.product(DAMPINGS.items(), (2, 3, 4, 5, 6, 10)):
         solver = lp_jax.Newton(jacobian="full", iterations=iterations, batch_axes=1, damping=damping)
         yield Setting(f"Newton, {word}", solver, dataclasses.replace(solver, damping=None).for_adjoint())
@@ -265,14 +268,14 @@ def measure(
     batch = jax.tree.map(lambda x: x[: network.examples], unseen)
     jax.config.update("jax_disable_most_optimizations", False)
     tell(f"{network.name}: training")
-    trained = dict(_trained(network, options.learning_rate, made))
+    states = dict(trained(network, options.learning_rate, made))
     jax.config.update("jax_disable_most_optimizations", True)  # a program runs a few times: compiling takes the time
     serial = training_step(options.layers, lp_jax.Serial())
     for number, (setting, open_steps) in enumerate(open_ones):
         if number % _PROGRAMS == 0:
             jax.clear_caches()
         for steps in open_steps:
-            params = trained[steps]
+            params = states[steps]
             tell(f"{network.name}, {steps} steps: {setting.describe()}")
             error = gradient_error(made.loss_fn, params, batch, setting.forward, setting.adjoint)
             cost = _cost(options.layers, _taken(setting, made, params, batch))
@@ -294,7 +297,7 @@ def measure(
 _PROGRAMS = 20  # that are kept at once: hundreds exhaust the memory maps of a process
 
 
-def _trained(network: Network, learning_rate: float, made: Experiment) -> Iterator[tuple[int, PyTree]]:
+def trained(network: Network, learning_rate: float, made: Experiment) -> Iterator[tuple[int, PyTree]]:
     """The parameters after each number of training steps."""
     optimizer = optax.adam(learning_rate)
     step_fn = make_train_step(made.loss_fn, optimizer)

@@ -97,6 +97,10 @@ class Newton(Solver):
         jacobian: "full"; "diagonal", its diagonal alone (same evaluations, memory and products of d numbers); or "identity",
             no evaluations, which is `Picard`.
         iterations: number of iterations; with a tolerance their largest number. As many as there are layers are exact.
+        relaxations: sweeps before the first iteration, in which every layer takes the state that entered it before: one
+            evaluation of all layers each, where an iteration takes many. They forget the guess as fast as the network forgets
+            what entered it, so that a trained recurrent network starts near its states (16, say) where the constant guess
+            leads iterations astray. Layers near the identity forget nothing: 0.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
@@ -123,6 +127,7 @@ class Newton(Solver):
 
     jacobian: str = "full"
     iterations: int = 5
+    relaxations: int = 0
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
     damping: Damping | None = None
@@ -132,6 +137,7 @@ class Newton(Solver):
     def __post_init__(self) -> None:
         _check.one_of("jacobian", self.jacobian, JACOBIANS)
         _check.integer("iterations", self.iterations, least=1)
+        _check.integer("relaxations", self.relaxations, least=0)
         if self.batch_axes is not None:
             _check.integer("batch_axes", self.batch_axes, least=0)
         _check.one_of("storage", self.storage, ("c_points", "all"))
@@ -143,7 +149,7 @@ class Newton(Solver):
     def for_adjoint(self) -> Solver:
         if self.jacobian != "full" or self.damping is not None:
             return self
-        return dataclasses.replace(self, iterations=1, rtol=None, atol=None)
+        return dataclasses.replace(self, iterations=1, relaxations=0, rtol=None, atol=None)
 
     def stride(self, steps: int) -> int:
         return 1
@@ -152,7 +158,12 @@ class Newton(Solver):
         return (chain.finest(1, looped=chain.looped),)
 
     def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
-        return constant(levels[0], guess), 0
+        level = levels[0]
+
+        def relaxed(_: int, u: State) -> State:
+            return sweep(level, level.entries(u))[0]
+
+        return lax.fori_loop(0, min(self.relaxations, level.total), relaxed, constant(level, guess)), 0
 
     def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
         level = levels[0]

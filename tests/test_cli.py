@@ -156,10 +156,10 @@ def test_the_adjoint_follows_what_is_set():
         lp_jax.Picard(sweeps=2),
     )
     assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1] == _solver.CYCLES
-    newton = lp_jax.Newton(iterations=7, batch_axes=1)
+    newton = lp_jax.Newton(iterations=7, relaxations=16, batch_axes=1)
     assert _solver.build({"solver": "newton", "iterations": "7"}) == (newton, newton.for_adjoint())
     options = {"solver": "newton", "damping": "clip:0.5", "jacobian": "diagonal", "adjoint_damping": "shrink:0.2"}
-    newton = lp_jax.Newton(jacobian="diagonal", damping=lp_jax.Clip(limit=0.5), batch_axes=1)
+    newton = lp_jax.Newton(jacobian="diagonal", relaxations=16, damping=lp_jax.Clip(limit=0.5), batch_axes=1)
     assert _solver.build(options) == (newton, dataclasses.replace(newton, damping=lp_jax.Shrink(by=0.2)))
 
 
@@ -170,7 +170,10 @@ def test_an_option_chooses_the_kind_of_solver_that_it_belongs_to():
     assert _solver.build({"windows": "8"}) == (lp_jax.Picard(windows=8),) * 2
     assert _solver.build({"rtol": "1e-4"}) == (dataclasses.replace(_solver.SWEEPS[0], rtol=1e-4),) * 2
     assert _solver.build({"rtol": "1e-4", "levels": "3"})[0] == dataclasses.replace(mgrit, rtol=1e-4)
-    assert _solver.build({"jacobian": "diagonal"})[0] == lp_jax.Newton(jacobian="diagonal", batch_axes=1)
+    assert _solver.build({"jacobian": "diagonal"})[0] == lp_jax.Newton(
+        jacobian="diagonal", relaxations=16, batch_axes=1
+    )
+    assert _solver.build({"relaxations": "4"})[0] == lp_jax.Newton(relaxations=4, batch_axes=1)
     recurrent = _solver.default_solvers("gru")
     assert _solver.build({}, recurrent) == recurrent
     assert _solver.build({"iterations": "2"}, recurrent) == (dataclasses.replace(_solver.CYCLES, iterations=2),) * 2

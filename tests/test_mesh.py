@@ -32,7 +32,7 @@ SOLVERS = {
     "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
     "Picard": lp_jax.Picard(sweeps=3),
     "windows": lp_jax.Picard(sweeps=3, windows=3),
-    "Newton": lp_jax.Newton(iterations=3, batch_axes=0),
+    "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
     "serial": lp_jax.Serial(),
     "serial checkpointed": lp_jax.Serial(checkpoint_every=5),
     "Picard coarsest": lp_jax.MGRIT(coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=3)),

@@ -1,5 +1,7 @@
 """The Newton family, against its own recursions written out in NumPy and against what theory says of it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,42 @@ def test_as_many_iterations_leave_as_many_states_exact(jacobian):
         error = np.abs(got - exact).max(axis=(1, 2))
         assert error[:k].max() < 1e-12
         assert k == N or error[k + 1] > 1e-9
+
+
+@pytest.mark.parametrize("jacobian", ["full", "diagonal", "identity"])
+def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian):
+    """k of them by hand, then iterations from there; together they leave as many states exact as there are of both."""
+    params, y0 = problem(scale=4.0)
+    stepped = jax.vmap(lambda y, w: dense_step(y, lp_jax.Layer(w, None, None, 0.0, T1 / N, 0, 0)))
+    u = jnp.repeat(y0[None], N, axis=0)
+    for _ in range(5):
+        u = stepped(jnp.concatenate([y0[None], u[:-1]]), params)
+    solver = lp_jax.Newton(jacobian=jacobian, iterations=2, batch_axes=1)
+    expected = lp_jax.solve(dense_step, params, y0, t1=T1, solver=solver, guess=u).trajectory
+    got = states(dense_step, params, y0, dataclasses.replace(solver, relaxations=5))
+    np.testing.assert_allclose(got, expected, atol=1e-12)
+    exact = states(dense_step, params, y0, lp_jax.Serial(checkpoint_every=1))
+    error = np.abs(got - exact).max(axis=(1, 2))
+    assert error[:7].max() < 1e-12 < error[8]
+    many = states(
+        dense_step, params, y0, dataclasses.replace(solver, relaxations=1000)
+    )  # no more than there are layers
+    np.testing.assert_allclose(many, exact, atol=1e-12)
+
+
+def test_relaxations_bring_a_network_that_forgets_near_its_states():
+    """Layers that keep a part a of what enters leave a^k of the guess after k relaxations, whatever else they do."""
+    part, steps = 0.5, 64
+    inputs = jnp.asarray(np.random.default_rng(0).normal(size=(steps, 3, WIDTH)))
+    step = lambda y, layer: part * jnp.tanh(y) + layer.data  # noqa: E731
+
+    def first_residual(relaxations):
+        solver = lp_jax.Newton(iterations=1, relaxations=relaxations, batch_axes=1)
+        solution = lp_jax.solve(step, None, jnp.ones((3, WIDTH)), data=inputs, solver=solver)
+        return float(solution.stats.residual_norms[0])
+
+    assert first_residual(8) <= part**8 * first_residual(0)
+    assert first_residual(24) <= part**24 * first_residual(0)
 
 
 def test_linear_layers_take_one_iteration():
@@ -227,4 +265,6 @@ def test_refusals():
         lp_jax.Newton(batch_axes=-1)
     with pytest.raises(ValueError, match="iterations must be at least 1"):
         lp_jax.Newton(iterations=0)
+    with pytest.raises(ValueError, match="relaxations must be at least 0; got -1"):
+        lp_jax.Newton(relaxations=-1)
     states(dense_step, params, y0, lp_jax.Newton(jacobian="identity"))  # needs no batch axes

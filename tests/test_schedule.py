@@ -1,5 +1,6 @@
 """What a solver is said to do, against the programs themselves: products counted, and messages."""
 
+import collections
 import dataclasses
 import itertools
 
@@ -114,6 +115,10 @@ def test_newton_by_hand():
     assert step.batches == {("newton", 16): 4, ("forward", 16): 1, ("gradient", 16): 1}
     looped = training_step(forward, forward.for_adjoint(), 64, looped=True)
     assert looped.batches == {("newton", 1): 4 * 64, ("forward", 1): 64, ("gradient", 1): 64}
+    relaxed = dataclasses.replace(forward, relaxations=5)
+    more = training_step(relaxed, relaxed.for_adjoint(), 64, workers=4)
+    assert more.batches == step.batches + collections.Counter({("forward", 16): 5})
+    assert (more.states, more.reductions) == (step.states + 5, step.reductions)
 
 
 def test_newton_is_not_counted_within_multigrid():

@@ -13,6 +13,7 @@ from lp_jax._solver import Solver
 from lp_jax._spatial import Restriction
 from lp_jax.cli._grouped import Option
 from lp_jax.planning import RECOMMENDED
+from lp_jax.planning._candidates import RELAXATIONS
 
 # What `lp-jax train` uses if nothing else is said; the help texts show these.
 #
@@ -21,21 +22,21 @@ from lp_jax.planning import RECOMMENDED
 SWEEPS = RECOMMENDED
 
 # Recurrent units move farther in a step than sweeps over all of them bear. Width 64 trained on BasicMotions for 240 steps:
-# this 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1; `Newton(iterations=6)` 7e-3 at 0.6 times the depth and six times
-# the work, for a device that has room.
+# this 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1; `Newton(iterations=4, relaxations=16)` 3e-2 at half the depth
+# and five times the work, for a device that has room.
 CYCLES = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(sweeps=3))
 
 _OF_MGRIT = tuple(field.name for field in dataclasses.fields(MGRIT))
 KINDS: Mapping[str, tuple[str, ...]] = {
     "mgrit": _OF_MGRIT,
     "picard": ("sweeps", "windows", "rtol", "atol", "storage"),
-    "newton": ("jacobian", "damping", "iterations", "rtol", "atol", "storage"),
+    "newton": ("jacobian", "damping", "iterations", "relaxations", "rtol", "atol", "storage"),
     "serial": (),
     "auto": (),
 }
 """What ``--solver`` may be, and which options each takes."""
 
-FIELDS = (*_OF_MGRIT, "sweeps", "windows", "jacobian", "damping")
+FIELDS = (*_OF_MGRIT, "sweeps", "windows", "jacobian", "damping", "relaxations")
 GROUPS = {"": "Solver", "adjoint_": "Solver of the adjoint system (what is not set follows the forward solver)"}
 
 
@@ -106,6 +107,7 @@ SYNTAX: Mapping[str, Syntax] = {
     "windows": Syntax("N", int),
     "jacobian": Syntax("full|diagonal|identity", str),
     "damping": Syntax("shrink:X|clip:X", _damping),
+    "relaxations": Syntax("N", int),
 }
 
 _HELP: Mapping[str, str] = {
@@ -132,6 +134,9 @@ _HELP: Mapping[str, str] = {
     "damping": (
         "of --solver newton, where iterations overflow: Jacobians times 1 - X, or made smaller where a row has a sum of "
         "magnitudes above X"
+    ),
+    "relaxations": (
+        "of --solver newton: sweeps before the first iteration, in which every layer takes the state that entered it before"
     ),
 }
 
@@ -296,7 +301,7 @@ def _start(kind: str, values: Mapping[str, Any], adjoint: bool) -> Any:
     if kind == "picard":
         return Picard() if values.keys() & {"sweeps", "windows"} else SWEEPS[adjoint]
     if kind == "newton":
-        return Newton(batch_axes=_BATCH_AXES)
+        return Newton(relaxations=RELAXATIONS, batch_axes=_BATCH_AXES)
     return CYCLES if kind == "mgrit" else Serial()
 
 

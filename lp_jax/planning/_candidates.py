@@ -13,7 +13,7 @@ from lp_jax._solver import Solver
 
 TOLERANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 MOST_SWEEPS = 32
-MOST_ITERATIONS = 10
+MOST_ITERATIONS, RELAXATIONS = 10, 16
 
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
@@ -34,7 +34,9 @@ def newton() -> list[Pair]:
 
     One program for all; the adjoint system is linear, and one iteration solves it.
     """
-    solvers = [Newton(iterations=MOST_ITERATIONS, rtol=rtol, batch_axes=1) for rtol in TOLERANCES[1:4]]
+    solvers = [
+        Newton(iterations=MOST_ITERATIONS, relaxations=RELAXATIONS, rtol=rtol, batch_axes=1) for rtol in TOLERANCES[:4]
+    ]
     return [(solver, solver.for_adjoint()) for solver in solvers]
 
 

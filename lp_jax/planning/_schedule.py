@@ -170,9 +170,11 @@ class _Solve:
 
     def _newton(self) -> None:
         assert isinstance(self.solver, Newton)
-        mine = -(-self.layers // self.workers)
+        mine, relaxations = -(-self.layers // self.workers), min(self.solver.relaxations, self.layers)
+        self._evaluate(relaxations, mine, looped=self.looped)
         self.schedule.add("newton", self.solver.iterations, mine, looped=self.looped)
-        self._sent(self.solver.iterations * (1 + prefix_messages(self.workers)) + (self.adjoint or self.kept))
+        prefix = 1 + prefix_messages(self.workers)
+        self._sent(relaxations + self.solver.iterations * prefix + (self.adjoint or self.kept))
         self._last(mine)
 
     def _mgrit(self) -> None:

@@ -243,7 +243,8 @@ def _words(value: Any) -> str:
         return f"{_count(value.sweeps, 'Picard sweep')} over the layers"
     if isinstance(value, Newton):
         kind = "" if value.jacobian == "full" else f" with {value.jacobian} Jacobians"
-        return f"{_count(value.iterations, 'Newton iteration')}{kind}"
+        before = f" after {_count(value.relaxations, 'relaxation')}" if value.relaxations else ""
+        return f"{_count(value.iterations, 'Newton iteration')}{before}{kind}"
     if isinstance(value, Rediscretize):
         rule = value.params if isinstance(value.params, str) else "a function"
         return f"the layer with the interval's dt, parameters by {rule}"
