@@ -239,7 +239,9 @@ def _newton() -> Iterator[Setting]:
     for jacobian, iterations in itertools.product(("full", "diagonal"), (1, 2, 3, 4, 5, 6)):
         solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
         yield Setting(f"Newton, {jacobian}", solver, solver.for_adjoint())
-    for jacobian, relaxations, iterations in itertools.product(("full", "diagonal"), (8, 16, 32), (1, 2, 3, 4, 5, 6)):
+    for jacobian, relaxations, iterations in itertools.product(
+        ("full", "diagonal"), (8, 12, 16, 32), (1, 2, 3, 4, 5, 6)
+    ):
         solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, relaxations=relaxations, batch_axes=1)
         yield Setting(f"Newton, {jacobian}, {relaxations} relaxations", solver, solver.for_adjoint())
     for (word, damping), iterations in itertools.product(DAMPINGS.items(), (2, 3, 4, 5, 6, 10)):

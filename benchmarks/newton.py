@@ -138,9 +138,9 @@ def draw(result: dict[str, Any]) -> Figure:
                 range(1, len(row["errors"]) + 1),
                 [max(error, 1e-16) for error in row["errors"]],
                 marker="o",
-                color=f"C{index // 2}",
+                color=report.COLOURS["iterated" if index // 2 else "exact"],
                 linestyle="-" if index % 2 else ":",
-                label=name if number == 0 else None,
+                label=name,
             )
         ax.axhline(CLOSE, color=report.INK, linewidth=1)
         ax.set_yscale("log")
@@ -148,7 +148,7 @@ def draw(result: dict[str, Any]) -> Figure:
         report.dress(ax, title=title, x="iterations", y="error of the states" if number % columns == 0 else "")
     for ax in axes.flat[len(titles) :]:
         ax.set_visible(False)
-    fig.legend(loc="outside lower center", ncols=len(SOLVERS), fontsize=11, frameon=False)
+    axes[0][0].legend(fontsize=10, frameon=False)
     return fig
 
 

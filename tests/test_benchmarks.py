@@ -1,7 +1,9 @@
 """The benchmarks: arithmetic on fake clocks, and each suite end to end on a tiny problem. Nothing here asserts on time."""
 
+import argparse
 import dataclasses
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +16,21 @@ import pytest
 from problems import dense_params, dense_state, dense_step
 
 import lp_jax
-from benchmarks import dense, frontier, memory, model, profile, published, ranks, report, resnet, settings, single
+from benchmarks import (
+    dense,
+    frontier,
+    memory,
+    model,
+    newton,
+    profile,
+    published,
+    ranks,
+    report,
+    resnet,
+    settings,
+    single,
+    unroll,
+)
 from benchmarks.command import Progress, run
 from benchmarks.harness import Clock, Contender, Spread, Timing, measure, order, ratios, relative_error, summary
 from benchmarks.manifest import manifest
@@ -405,6 +421,26 @@ def test_settings_of_the_frontier():
     assert all(s.adjoint.damping is None and s.adjoint.iterations == 1 for s in damped)
 
 
+def test_newton_states_are_compared_with_exact_ones(tmp_path, monkeypatch):
+    """Full Jacobians: errors square until rounding of either precision; the files say the same."""
+    monkeypatch.setattr(newton, "SOLVERS", {"full": newton.SOLVERS["full"]})
+    newton.main(["--rows", "3,16", "--iterations", "5", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "newton.json").read_text())["rows"]
+    single, double = (row["errors"] for row in rows)
+    assert single[-1] < 1e-6 and double[-1] < 1e-15
+    assert all(after < 10 * before**2 for before, after in itertools.pairwise(double) if before > 1e-7)
+    assert f"| full | float64 | {sum(e > 1e-6 for e in double) + 1} |" in (tmp_path / "newton.md").read_text()
+    assert (tmp_path / "newton.png").stat().st_size > 0
+
+
+def test_unrolled_loops_are_the_same_program_without_loops():
+    sizes = ("dense", 4, 16, 3)
+    options = argparse.Namespace(only=["factor 4, looped"])
+    looped, unrolled = unroll.field(sizes, options, lambda text: None).contenders[1:]
+    assert relative_error(unrolled.call.gradient, looped.call.gradient) < 1e-6
+    assert unrolled.call.program.count(" while(") < looped.call.program.count(" while(")
+
+
 def test_half_of_the_layers_as_a_coarse_step():
     """It converges to the exact state, and one step is what it says: every second increment, twice."""
     params, y0 = dense_params(8, 4), dense_state(2, 4)
@@ -558,7 +594,8 @@ def test_model_end_to_end(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "of 1 predictions are within 25%" in done.stdout
     machines = {path.stem.rpartition("_")[2]: planning.Machine.load(path) for path in (tmp_path / "machines").iterdir()}
-    assert set(machines) == {"alone", "together", "devices"}
+    assert set(machines) == {"alone", "devices"}
+    assert machines["devices"].fixed == machines["alone"].fixed
     assert machines["devices"].latency > 0 and machines["alone"].latency == 0
     again = subprocess.run([*command, "--kept"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and again.stdout == done.stdout
