@@ -37,20 +37,24 @@ def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]
     return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
 
 
-def machine(sizes: Sizes, updates: bool, fewer: bool, *, neighbour: bool = False) -> planning.Machine:
+def machine(
+    sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False, neighbour: bool = False
+) -> planning.Machine:
     """Calibrated in this process, on its first device; with what a step with a scan takes beside the layers as ``fixed``.
 
     Args:
         sizes: of the row.
         updates: whether a step updates weights, too.
         fewer: whether to measure how a layer's time falls with the examples.
+        batched: whether to measure layers at once, too.
         neighbour: whether the second device trains meanwhile.
     """
     network, width, layers, batch = sizes
     quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
     parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
     with _training(sizes, updates) if neighbour else contextlib.nullcontext():
-        found = planning.calibrate(**problem(*sizes), fewer=parts or None, name=", ".join(map(str, sizes)))
+        name = ", ".join(map(str, sizes))
+        found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=name)
         scanned = Contender(name="lax.scan", call=_scan(sizes, updates))
         (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
     beside = float(np.median(timing.seconds)) - sizes[2] * sum(found.per_layer)

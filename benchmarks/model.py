@@ -128,7 +128,12 @@ class Machines:
 
     def __init__(self, row: Measured, folder: Path, kept: bool, tell: Tell):
         self._row, self._folder, self._kept, self._tell = row, folder, kept, tell
-        self._what = row.sizes, "dense" not in row.suite, row.suite == "pipeline"
+        self._what = {
+            "sizes": row.sizes,
+            "updates": "dense" not in row.suite,
+            "fewer": row.suite == "pipeline",
+            "batched": row.suite == "dense",
+        }
         self._found: dict[str, planning.Machine] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -154,16 +159,16 @@ class Machines:
     def _alone(self) -> planning.Machine:
         self._tell("calibrating")
         with self._one() as group:
-            return group.machine(*self._what)  # type: ignore[no-any-return]
+            return group.machine(**self._what)  # type: ignore[no-any-return]
 
     def _together(self, workers: int, kind: str) -> planning.Machine:
         self._tell(f"calibrating with a neighbour at work, {kind}")
         if kind == "devices":
             with self._group(kind, workers, workers) as group:
-                return group.machine(*self._what, neighbour=True)  # type: ignore[no-any-return]
+                return group.machine(**self._what, neighbour=True)  # type: ignore[no-any-return]
         with self._group("jax", 1) as group, self._group("jax", 1) as other:
             other.build(_SCAN, self._row.sizes, False, "auto")
-            return group.machine(*self._what, beside=functools.partial(other.time, _SCAN, 1))  # type: ignore[no-any-return]
+            return group.machine(functools.partial(other.time, _SCAN, 1), **self._what)  # type: ignore[no-any-return]
 
     def _wired(self, workers: int, kind: str) -> planning.Machine:
         together = self._together(workers, kind)

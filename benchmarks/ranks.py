@@ -96,18 +96,10 @@ class Group:
         walls, works = zip(*self._ask("time", name, calls), strict=True)
         return max(walls), sum(works)
 
-    def machine(
-        self,
-        row: Row,
-        updates: bool,
-        fewer: bool,
-        *,
-        beside: Callable[[], object] | None = None,
-        neighbour: bool = False,
-    ) -> planning.Machine:
+    def machine(self, beside: Callable[[], object] | None = None, **details: Any) -> planning.Machine:
         """As `benchmarks.calibration.machine`, alone or while something else is called again and again."""
         (connection,) = self._connections
-        connection.send(("calibrate", "", row, updates, fewer, neighbour))
+        connection.send(("calibrate", "", details))
         while beside is not None and not connection.poll():
             beside()
         return self._receive(connection)  # type: ignore[no-any-return]

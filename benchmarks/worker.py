@@ -94,7 +94,7 @@ def main() -> None:
                     gradient = [x[:0] for x in gradient]
                 orders.send((gradient, getattr(built[name], "facts", {})))
             elif what == "calibrate":
-                orders.send(calibration.machine(*details[:3], neighbour=details[3]))
+                orders.send(calibration.machine(**details[0]))
             elif what == "wires":
                 orders.send(planning.wires(_comm(kind)))
             else:

@@ -122,7 +122,8 @@ class Newton(Solver):
     References:
         Lim, Zhu, Selfridge, Kasim, "Parallelizing non-linear sequential models over the sequence length", ICLR 2024
         (full Jacobians); Gonzalez, Warrington, Smith, Linderman, "Towards scalable and stable parallelization of
-        nonlinear RNNs", NeurIPS 2024 (diagonal ones, damping).
+        nonlinear RNNs", NeurIPS 2024 (diagonal ones, damping); Song, Meng, Liao, Ermon, "Accelerating feedforward
+        computation via parallel nonlinear equation solving", ICML 2021 (sweeps of relaxation alone).
     """
 
     jacobian: str = "full"

@@ -163,11 +163,12 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
 
 @pytest.mark.usefixtures("quick_compilation")
 def test_calibration_tells_what_an_interval_takes_beside_its_layers():
-    machine = planning.calibrate(
-        lambda y, at: y + at.dt * jnp.tanh(y @ at.params), jnp.zeros((64, 4, 4)), jnp.ones((2, 4))
-    )
-    assert machine.layers == (1, 16) and len(machine.gradient) == 2 and min(machine.relaxation) > 0
+    problem = (lambda y, at: y + at.dt * jnp.tanh(y @ at.params), jnp.zeros((128, 4, 4)), jnp.ones((2, 4)))
+    machine = planning.calibrate(*problem)
+    assert machine.layers == (1,) and min(machine.relaxation) > 0
     assert len(machine.interval) == 3 and max(machine.interval) > 0
+    batched = planning.calibrate(*problem, batched=True)
+    assert batched.layers == (1, 4, 16, 32) and len(batched.gradient) == 4
 
 
 # --- examples, memory, pipelines ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lp_jax._solve import solve, solve_vjp
 from lp_jax._types import PyTree, State
 from lp_jax.planning._machine import Machine
 
-_SWEEPS, _CYCLES = 9, 5  # of the longer runs
+_SWEEPS, _CYCLES = 9, 2  # of the longer runs
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
 _SAMPLE = 0.02  # seconds that a sample lasts at least
 _SAMPLES = 5
@@ -39,6 +39,7 @@ def calibrate(
     comm: Any = None,
     fewer: Mapping[str, Any] | None = None,
     newton: bool = False,
+    batched: bool = False,
     name: str = "",
 ) -> Machine:
     """Measure what the layers of a network take here, by how many are evaluated at once.
@@ -64,6 +65,8 @@ def calibrate(
             at once with their number; on a CPU in proportion.
         newton: whether to measure Newton's method with full Jacobians, too, for a state whose first axis is that of the
             examples. Small states only: a Jacobian has the square of its numbers.
+        batched: whether to measure layers at once where they are evaluated one after another unless a solver is told not to,
+            by ``interval_map="vmap"`` on a CPU. If not, they count as that there, too.
         name: of the result.
 
     Returns:
@@ -104,8 +107,11 @@ def calibrate(
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / most for seconds in sweeps[most]]}
         if most >= _SHORT:
-            relaxation, interval, batches = _intervals(run(most // _SHORT * _SHORT))
-            rows |= batches
+            relaxation, interval = _intervals(run(most // _SHORT * _SHORT))
+        if batched:
+            rows |= {
+                n: _batch(run(most // n * n), n) for n in sorted({*_BATCHES, most // _SHORT}) if most >= n * _SHORT
+            }
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
     examples, overhead = examples_of(whole["y0"]), 0.0 if looped else _overhead(sizes, forwards)
     if fewer is not None:
@@ -210,24 +216,28 @@ def _sweeps(run: _Run) -> list[float]:
 
 
 _Times = tuple[float, float, float]
+_BATCHES = (4, 16)  # layers at once, beside as many as there are
 
 
-def _intervals(run: _Run) -> tuple[_Times, _Times | None, dict[int, list[float]]]:
+def _intervals(run: _Run) -> tuple[_Times, _Times | None]:
     """Where layers run one after another: what those of an interval take, and the interval beside them.
 
     Returns:
-        `Machine.relaxation`; `Machine.interval`; and by the number of layers in a batch that is told not to be a loop, its
-        seconds forward, adjoint, and of the gradient.
+        `Machine.relaxation` and `Machine.interval`.
     """
     count = _tree.leading((run.problem["params"], run.problem["data"]))
     short = _relaxation(run, _SHORT)
     if count < _SHORT * _LONG:
-        return _times(short), None, {}
+        return _times(short), None
     span = count // _SHORT
     interval = np.maximum(0.0, (short - _relaxation(run, span)) / (1 / _SHORT - 1 / span))
-    layer = np.maximum(_LEAST, short - interval / _SHORT)
-    batch = span * _relaxation(run, _SHORT, "vmap")
-    return _times(layer), _times(interval), {span: batch.tolist()}
+    return _times(np.maximum(_LEAST, short - interval / _SHORT)), _times(interval)
+
+
+def _batch(run: _Run, size: int) -> list[float]:
+    """Seconds of so many layers at once: forward, adjoint, and of the gradient."""
+    span = _tree.leading((run.problem["params"], run.problem["data"])) // size
+    return (size * _relaxation(run, span, "vmap")).tolist()
 
 
 def _times(seconds: np.ndarray) -> _Times:
@@ -236,16 +246,21 @@ def _times(seconds: np.ndarray) -> _Times:
 
 
 def _relaxation(run: _Run, span: int, interval_map: str = "auto") -> np.ndarray:
-    """Seconds per layer of sweeps over intervals of so many: forward, adjoint, and of the gradient."""
+    """Seconds per layer of sweeps over intervals of so many: forward, adjoint, and of the gradient.
+
+    Cycles with several sweeps each, so that what belongs to their coarse level counts little.
+    """
     solver = MGRIT(
         coarsening=span,
         iterations=_CYCLES,
+        relaxation="FCFCF",
         coarse_step=Picard(sweeps=0),
         skip_downcycle=False,
         storage="all",
         interval_map=interval_map,
     )
-    forward, adjoint, last = _iterations(run, solver)
+    *cycles, last = _iterations(run, solver)
+    forward, adjoint = (seconds / (solver.c_relaxations(0) + 1) for seconds in cycles)
     gradient = last - forward - adjoint  # the last sweeps are as long as the others
     count = _tree.leading((run.problem["params"], run.problem["data"]))
     return np.maximum(_LEAST, np.array([forward, adjoint, gradient])) / count
