@@ -121,7 +121,7 @@ class Workers(abc.ABC):
     def cumsum(self, increments: State, y0: State, *, reverse: bool) -> State:
         """``y0`` plus the sum of all increments up to and including each one."""
         if self.active > 1 and _tree.leading(increments):
-            y0 = _tree.add(y0, self.before(jax.tree.map(lambda x: jnp.sum(x, 0), increments), reverse=reverse))
+            y0 = _tree.add(y0, self.before(_tree.total(increments), reverse=reverse))
         return _tree.cumsum(increments, y0, reverse=reverse)
 
     def accumulate(self, values: PyTree, compose: Compose, *, reverse: bool) -> PyTree:

@@ -223,7 +223,7 @@ def sweep(
     """
     advance = advance or level.advance
     if level.factor == 1:
-        one, operands = _single(level, advance), (entries, (level.xs, level.rhs))
+        one, operands = single(level, advance), (entries, (level.xs, level.rhs))
         return lax.map(lambda x: one(*x), operands) if level.looped else jax.vmap(one)(*operands)
     run = functools.partial(_interval, level, advance, level.factor if count is None else count)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (entries, level.xs))
@@ -261,7 +261,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         xs, rhs = operands
         return run(u, xs, rhs, _room(level, advance, u, xs))
 
-    through = _single(level, advance) if level.factor == 1 else interval
+    through = single(level, advance) if level.factor == 1 else interval
 
     def body(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, tuple[State, PyTree]]:
         u, emitted = through(u, operands)
@@ -270,7 +270,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     return lambda y0: lax.scan(body, y0, (level.xs, level.rhs), reverse=level.reverse)[1]
 
 
-def _single(level: Level, advance: Advance) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
+def single(level: Level, advance: Advance) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
     """Through an interval of one step."""
 
     def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:

@@ -11,7 +11,7 @@ from jax import lax
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._comm import Local
-from lp_jax._level import Advance, Level, identity, sweep
+from lp_jax._level import Advance, Level, identity, single, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant
 from lp_jax._types import PyTree, SliceStep, State
@@ -131,6 +131,8 @@ class Picard(Solver):
     def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
         level = levels[0]
         entries = level.entries(u)
+        if level.looped:
+            return _in_turn(level, entries, u)
         stepped, _ = sweep(level, entries)
         new = level.comm.cumsum(_tree.sub(stepped, entries), level.y0, reverse=level.reverse)
         return new, _tree.square(_tree.sub(stepped, u))
@@ -163,25 +165,48 @@ class Picard(Solver):
             entries = _tree.repeat(u, _tree.leading(xs))
         else:  # moved by the change of the state that enters
             entries = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
+        if looped:
+
+            def add(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
+                y, x = operands
+                return _tree.add(total, _tree.sub(step(y, x, shared), y)), total
+
+            for _ in range(self.sweeps - 1):
+                entries = lax.scan(add, u, (entries, xs))[1]
+            return lax.scan(add, u, (entries, xs))[0]
+
+        def increments(entries: State) -> State:
+            return jax.vmap(lambda y, x: _tree.sub(step(y, x, shared), y))(entries, xs)
+
         for _ in range(self.sweeps - 1):
-            points = _tree.cumsum(_increments(step, entries, xs, shared, looped), u)
+            points = _tree.cumsum(increments(entries), u)
             entries = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
-        if not looped:
-            increments = _increments(step, entries, xs, shared, looped)
-            return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments)
-
-        def add(total: State, operands: tuple[State, PyTree]) -> tuple[State, None]:
-            y, x = operands
-            return _tree.add(total, _tree.sub(step(y, x, shared), y)), None
-
-        return lax.scan(add, u, (entries, xs))[0]
+        return _tree.add(u, _tree.total(increments(entries)))
 
 
-def _increments(step: SliceStep, entries: State, xs: PyTree, shared: PyTree, looped: bool) -> State:
-    """What every layer of an interval adds to its state, leaves ``(span, ...)``."""
+def _in_turn(level: Level, entries: State, u: State) -> tuple[State, jax.Array]:
+    """A sweep whose layers are evaluated one after another: increments are added up, and residuals squared, on the way.
 
-    def one(operands: tuple[State, PyTree]) -> State:
-        y, x = operands
-        return _tree.sub(step(y, x, shared), y)
+    The states of all layers pass through memory once, not four times.
+    """
+    step, first = single(level, level.advance), level.comm.active == 1
+    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
 
-    return lax.map(one, (entries, xs)) if looped else jax.vmap(one)((entries, xs))
+    def square(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.square(jnp.abs(x - y)).astype(dtype)
+
+    def layer(carry: tuple[State, State], operands: tuple[State, PyTree, State]) -> tuple[tuple[State, State], State]:
+        total, squares = carry
+        y, x, left = operands
+        stepped, _ = step(y, x)
+        total = _tree.add(total, _tree.sub(stepped, y))
+        return (total, _tree.add(squares, jax.tree.map(square, stepped, left))), total
+
+    start = level.y0 if first else _tree.zeros_like(level.y0)
+    squares = jax.tree.map(lambda y: jnp.zeros(y.shape, dtype), start)  # of each number: sums over a state take time
+    operands = entries, (level.xs, level.rhs), u
+    (total, squares), new = lax.scan(layer, (start, squares), operands, reverse=level.reverse)
+    if not first and _tree.leading(u):
+        before = _tree.add(level.y0, level.comm.before(total, reverse=level.reverse))
+        new = jax.tree.map(lambda x, y: x + y[None], new, before)
+    return new, jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))
