@@ -162,6 +162,25 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("layers, span", [(8, 4), (12, 4), (16, 4), (128, 32)])
+def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
+    """However few intervals there are: none is exact before the second cycle, which would be left out."""
+    seen = []
+    params = jax.random.normal(jax.random.key(0), (layers, 4, 4))
+    run = _calibrate._Run(
+        lambda y, at: y + at.dt * jnp.tanh(y @ at.params), {"params": params, "data": None, "y0": jnp.ones((2, 4))}, {}
+    )
+
+    def count(solved, calls):
+        seen.extend((int(a), int(b)) for _, a, b in (solved(*call) for call in calls))
+        return [1.0, 1.0, 1.0]
+
+    monkeypatch.setattr(_calibrate, "_seconds", count)
+    _calibrate._relaxation(run, span)
+    assert seen == [(1, 1), (2, 1), (1, 2)]
+
+
+@pytest.mark.usefixtures("quick_compilation")
 def test_calibration_tells_what_an_interval_takes_beside_its_layers():
     params = jax.random.normal(jax.random.key(0), (128, 4, 4))
     problem = (lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))

@@ -106,7 +106,7 @@ def calibrate(
     relaxation = interval = None
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / most for seconds in sweeps[most]]}
-        if most >= _SHORT:
+        if most >= 2 * _SHORT:
             relaxation, interval = _intervals(run(most // _SHORT * _SHORT))
         if batched:
             rows |= {
@@ -248,12 +248,14 @@ def _times(seconds: np.ndarray) -> _Times:
 def _relaxation(run: _Run, span: int, interval_map: str = "auto") -> np.ndarray:
     """Seconds per layer of sweeps over intervals of so many: forward, adjoint, and of the gradient.
 
-    Cycles with several sweeps each, so that what belongs to their coarse level counts little.
+    Cycles with several sweeps each, so that what belongs to their coarse level counts little; with one where so few intervals
+    would be exact before the second cycle, which then there is none.
     """
+    count = _tree.leading((run.problem["params"], run.problem["data"]))
     solver = MGRIT(
         coarsening=span,
         iterations=_CYCLES,
-        relaxation="FCFCF",
+        relaxation="FCFCF" if count // span > 3 else "F",
         coarse_step=Picard(sweeps=0),
         skip_downcycle=False,
         storage="all",
@@ -262,7 +264,6 @@ def _relaxation(run: _Run, span: int, interval_map: str = "auto") -> np.ndarray:
     *cycles, last = _iterations(run, solver)
     forward, adjoint = (seconds / (solver.c_relaxations(0) + 1) for seconds in cycles)
     gradient = last - forward - adjoint  # the last sweeps are as long as the others
-    count = _tree.leading((run.problem["params"], run.problem["data"]))
     return np.maximum(_LEAST, np.array([forward, adjoint, gradient])) / count
 
 
