@@ -181,7 +181,7 @@ class Picard(Solver):
         for _ in range(self.sweeps - 1):
             points = _tree.cumsum(increments(entries), u)
             entries = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
-        return _tree.add(u, _tree.total(increments(entries)))
+        return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments(entries))
 
 
 def _in_turn(level: Level, entries: State, u: State) -> tuple[State, jax.Array]:
