@@ -89,6 +89,16 @@ def test_no_solver_depends_on_the_number_of_devices(name, workers):
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", ["Picard", "windows", "Newton", "Picard coarsest"])
+def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch, name):
+    """What an accelerator runs: sweeps are batches there, and prefix sums XLA's own."""
+    wanted = on_one_device(name)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert_same(everything(SOLVERS[name], None), wanted)
+    assert_same(everything(SOLVERS[name], line(3)), wanted)
+
+
+@pytest.mark.usefixtures("quick_compilation")
 def test_forward_and_adjoint_may_coarsen_differently():
     """Runs are aligned to both: 12 layers here."""
     solver, adjoint = lp_jax.MGRIT(iterations=3, coarsening=4), lp_jax.MGRIT(iterations=2, coarsening=6)

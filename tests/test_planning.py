@@ -185,10 +185,19 @@ def test_calibration_tells_what_an_interval_takes_beside_its_layers():
     params = jax.random.normal(jax.random.key(0), (128, 4, 4))
     problem = (lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
     machine = planning.calibrate(*problem)
-    assert machine.layers == (1,) and min(machine.relaxation) > 0
-    assert len(machine.interval) == 3 and min(machine.interval) >= 0
+    assert machine.layers == (1,) and min(machine.relaxation) > 0 and machine.interval is not None
     batched = planning.calibrate(*problem, batched=True)
     assert batched.layers == (1, 4, 16, 32) and len(batched.gradient) == 4
+
+
+def test_a_layer_and_its_interval_are_told_apart_by_two_lengths(monkeypatch):
+    """Layers of a, b and c, and what their intervals take beside them."""
+    layer, interval = np.array([1.0, 2.0, 3.0]), np.array([4.0, 0.0, 8.0])
+    monkeypatch.setattr(_calibrate, "_relaxation", lambda run, span: layer + interval / span)
+    long, short = (_calibrate._Run(None, {"params": np.zeros(n), "data": None}, {}) for n in (64, 32))
+    for found, wanted in zip(_calibrate._intervals(long), (layer, interval), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-14)
+    assert _calibrate._intervals(short) == (tuple(layer + interval / 4), None)
 
 
 # --- examples, memory, pipelines ------------------------------------------------------------------------------------

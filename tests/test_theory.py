@@ -400,3 +400,4 @@ def test_prefix_sums_of_either_backend(backend, reverse, monkeypatch):
     order = slice(None, None, -1 if reverse else 1)
     wanted = start + np.cumsum(x[order], axis=0)[order]
     np.testing.assert_allclose(_tree.cumsum(jnp.asarray(x), jnp.asarray(start), reverse=reverse), wanted, rtol=1e-13)
+    np.testing.assert_allclose(_tree.total(jnp.asarray(x)), x.sum(axis=0), rtol=1e-13)
