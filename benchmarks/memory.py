@@ -6,7 +6,6 @@ included, and from these the longest network that fits into a memory.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -166,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "settings": {"width": options.width, "batch": options.batch, "capacity": capacity},
         "rows": rows,
     }
-    (folder / "memory.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "memory.md").write_text(table(result), encoding="utf-8")
-    draw(result).savefig(folder / "memory.png")
+    report.save(result, folder, draw, table)
     print(table(result))
 
 

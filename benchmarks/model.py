@@ -279,10 +279,7 @@ def draw(result: report.Result) -> Figure:
 
 def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -> None:
     result: report.Result = {"suite": "model", "title": "Predicted and measured", "manifest": described, "rows": rows}
-    (folder / "model.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    text = f"# Predicted and measured\n\n{report.origin(result)}\n\n{table(rows)}"
-    (folder / "model.md").write_text(text, encoding="utf-8")
-    draw(result).savefig(folder / "model.png")
+    report.save(result, folder, draw, lambda r: f"# {r['title']}\n\n{report.origin(r)}\n\n{table(r['rows'])}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -189,9 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "manifest": manifest("benchmarks.newton", sys.argv[1:] if arguments is None else arguments),
         "rows": rows,
     }
-    (folder / "newton.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "newton.md").write_text(table(result), encoding="utf-8")
-    draw(result).savefig(folder / "newton.png")
+    report.save(result, folder, draw, table)
     print(table(result))
 
 

@@ -74,11 +74,16 @@ LEGEND = (
 )
 
 
-def save(result: Result, folder: Path, draw: Callable[[Result], Figure]) -> list[Path]:
-    """Write the three files; one that is there is replaced whole."""
+def save(
+    result: Result,
+    folder: Path,
+    draw: Callable[[Result], Figure],
+    text: Callable[[Result], str] | None = None,
+) -> list[Path]:
+    """Write the three files, tables as `markdown` has them unless told; one that is there is replaced whole."""
     paths = [folder / f"{result['suite']}{suffix}" for suffix in (".json", ".md", ".png")]
     _replace(paths[0], (json.dumps(_plain(result), indent=1, ensure_ascii=False) + "\n").encode())
-    _replace(paths[1], markdown(result).encode())
+    _replace(paths[1], (text or markdown)(result).encode())
     part = paths[2].with_suffix(".part.png")
     draw(result).savefig(part)
     os.replace(part, paths[2])
