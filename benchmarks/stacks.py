@@ -1,4 +1,4 @@
-"""Training steps of stacks of the library's own modules, loss 0.5 |y - target|^2, h = 1/N.
+"""Training steps of stacks of the library's own modules, loss half the mean of (y - target)^2, h = 1/N.
 
 The encoder has pre-norm layers of four heads over 32 tokens; voxels have layers of two convolutions over 16 x 16 x 16 points.
 """
@@ -73,7 +73,7 @@ def trainer(problem: Problem, solvers: tuple[Any, Any] | None) -> Trainer:
         else:
             solution = lp_jax.solve(problem.step, params, y, solver=solvers[0], adjoint_solver=solvers[1])
             y1, norms = solution.y1, solution.stats.residual_norms
-        return 0.5 * jnp.sum((y1 - target) ** 2), norms[-1] if norms.size else nothing
+        return 0.5 * jnp.mean((y1 - target) ** 2), norms[-1] if norms.size else nothing
 
     params, y, target = jax.tree.map(jnp.array, problem[1:])
     return Trainer(loss, params, (y, target), lambda params: params)

@@ -136,7 +136,7 @@ class EncoderLoop(_Loop):
         for layer in self._layers:
             attended = _attention(y, layer["attention"], self._heads)
             y = y + h * (attended + _feed_forward(y + attended, layer["feed_forward"]))
-        return 0.5 * (y - self._target).square().sum()
+        return 0.5 * (y - self._target).square().mean()
 
 
 def _attention(y: Any, p: Any, heads: int) -> Any:

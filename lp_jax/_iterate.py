@@ -55,10 +55,10 @@ def iterate(solver: "Solver", levels: Sequence[Level], guess: State | None) -> t
         )
         return u, stats, jnp.asarray(True)
 
-    rtol, atol = (jnp.asarray(0 if tol is None else tol, skipped.dtype) for tol in (solver.rtol, solver.atol))
+    atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, skipped.dtype)
 
     def tolerance(norms: jax.Array) -> jax.Array:
-        return jnp.maximum(atol, rtol * norms[0])
+        return atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, atol.dtype) * norms[0])
 
     def unfinished(carry: tuple[State, jax.Array, jax.Array]) -> jax.Array:
         _, k, norms = carry

@@ -102,6 +102,15 @@ def test_tolerances_stop_the_loop():
             assert np.isnan(stats.residual_norms[k:]).all()
 
 
+@pytest.mark.parametrize("solver", [lp_jax.MGRIT(iterations=3, relaxation="FCF"), lp_jax.Newton(batch_axes=1)])
+def test_a_tolerance_below_zero_is_met_by_no_residual_not_even_zero(solver):
+    """Calibration counts on it: layers that forget their state leave none after the first sweep."""
+    solver = dataclasses.replace(solver, atol=-1.0)
+    solution = lp_jax.solve(lambda y, layer: jnp.broadcast_to(layer.params[1], y.shape), PARAMS, Y0, solver=solver)
+    assert solution.stats.residual_norms[solver.iterations - 1] == 0
+    assert int(solution.stats.iterations) == solver.iterations > 1
+
+
 def test_trajectory_is_a_guess():
     solver = lp_jax.MGRIT(coarsening=4, iterations=3, skip_downcycle=False, coarse_step=INJECT)
     cold = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, t1=4.0)
