@@ -23,7 +23,7 @@ from lp_jax.planning._machine import Machine
 _SWEEPS, _CYCLES = 9, 2  # of the longer runs
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
 _SAMPLE = 0.02  # seconds that a sample lasts at least
-_SAMPLES = 5
+_SAMPLES = 15  # with five, what the gradient takes in an interval was off by an eighth; with these by a twentieth
 
 
 def calibrate(
