@@ -81,23 +81,24 @@ def data_parallel_loss(step: Step, mesh: Mesh) -> Loss:
 
 
 def pipeline_loss(step: Step, mesh: Mesh, microbatches: int) -> Loss:
-    """Of a pipeline: in each turn a device takes a microbatch through its layers and hands it on.
-
-    No loop over the turns: it would copy what each of them keeps for its gradient into a stack.
-    """
+    """Of a pipeline: in each turn a device takes a microbatch through its layers and hands it on."""
     devices = mesh.shape["layers"]
 
     def run(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
         mine = lax.axis_index("layers")
         parts, wanted = (x.reshape(microbatches, -1, *x.shape[1:]) for x in (y, target))
-        received = lax.pcast(jnp.zeros_like(parts[0]), "layers", to="varying")
-        loss = lax.pcast(jnp.zeros((), y.dtype), "layers", to="varying")
-        for turn in range(microbatches + devices - 1):
-            out = _through(step, params, jnp.where(mine == 0, parts[min(turn, microbatches - 1)], received))
-            received = lax.ppermute(out, "layers", [(i, i + 1) for i in range(devices - 1)])
-            if (done := turn - (devices - 1)) >= 0:
-                loss += jnp.where(mine == devices - 1, 0.5 * jnp.sum((out - wanted[done]) ** 2), 0)
-        return loss[None]
+
+        def turn(received: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+            entering = parts[jnp.minimum(number, microbatches - 1)]
+            out = _through(step, params, jnp.where(mine == 0, entering, received))
+            passed = lax.ppermute(out, "layers", [(i, i + 1) for i in range(devices - 1)])
+            done = number - (devices - 1)
+            error = jnp.sum((out - wanted[jnp.maximum(done, 0)]) ** 2)
+            return passed, jnp.where((mine == devices - 1) & (done >= 0), 0.5 * error, 0)
+
+        nothing = lax.pcast(jnp.zeros_like(parts[0]), "layers", to="varying")
+        _, losses = lax.scan(turn, nothing, jnp.arange(microbatches + devices - 1))
+        return jnp.sum(losses)[None]
 
     spread = jax.shard_map(run, mesh=mesh, in_specs=(P("layers"), P(), P()), out_specs=P("layers"))
 
@@ -162,7 +163,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
             family="torch",
             counted_ratio=turns / number / WORKERS,
             bubble=(WORKERS - 1) / turns,
-            bytes=2 * (turns - 1) * state / number,
+            bytes=2 * turns * state / number,
         )
     for name in ("identity, 2/1", "identity, 2/2", "3 levels, injection, 2/1, all stored"):
         solvers = SETTINGS[name](layers, WORKERS)

@@ -533,9 +533,7 @@ def test_pipeline_end_to_end(tmp_path):
     _, data, pipeline, layers = row["contenders"]
     assert all(c["gradient_error"] < 1e-6 for c in (data, pipeline, layers))
     assert pipeline["bubble"] == pytest.approx(1 / 3) and pipeline["counted_ratio"] == pytest.approx(3 / 4)
-    assert pipeline["bytes"] == 2 * 2 * (
-        2 * 4 * 4
-    )  # forward and back, but after the last of three turns; half of a batch of four
+    assert pipeline["bytes"] == 2 * 3 * (2 * 4 * 4)  # forward and back, three turns, half of a batch of four
     assert data["bytes"] == 8 * (4 * 4 + 4) * 4  # all parameters once, by two workers
     table = (tmp_path / "pipeline.md").read_text()
     assert "bubble" in table and "33%" in table
