@@ -15,7 +15,8 @@ from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax.planning._machine import Machine
 
-_OF_A_SWEEP = 6  # arrays of all states: points, entries, what was stepped, increments, their sum, cotangents
+_OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
+_OF_NEWTON = 6  # besides: entries, increments, their sum
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
 _OF_A_SCAN = 3  # arrays of all Jacobians: their own, and two of the scan's
 _BYTES = 4  # of a number
@@ -58,7 +59,7 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
         >>> machine = planning.Machine(**times, looped=True, state_bytes=8192, kept_bytes=16384, layer_bytes=16640)
         >>> scan, picard = lp_jax.Serial(), lp_jax.Picard()
         >>> [planning.memory(solver, 4096, machine).bytes // 10**6 for solver in (scan, picard)]
-        [236, 438]
+        [236, 337]
     """
     machine = machine.share(data_workers)
     solver, mine = solver.resolve(layers), math.ceil(layers / workers)
@@ -76,7 +77,7 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
         kept = mine * (linearised if solver.keeps_states else state)
         numbers = state / machine.examples * (state / machine.examples) / _BYTES  # of a full Jacobian, in bytes
         jacobians = _OF_A_SCAN * mine * machine.examples * (numbers if solver.jacobian == "full" else 0)
-        return Memory(parameters, kept, _OF_A_SWEEP * mine * state + math.ceil(jacobians))
+        return Memory(parameters, kept, _OF_NEWTON * mine * state + math.ceil(jacobians))
     assert isinstance(solver, MGRIT)
     levels = solver.plan(layers)[:-1]
     intervals = [math.ceil(math.ceil(steps / factor) / workers) for steps, factor in levels]
