@@ -1,10 +1,9 @@
-"""What the layers of a row take here, for the suite ``model``: alone, and while a neighbour is at work."""
+"""What the layers of a row take here, for the suite ``model``."""
 
-import contextlib
 import dataclasses
 import functools
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -37,9 +36,7 @@ def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]
     return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
 
 
-def machine(
-    sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False, neighbour: bool = False
-) -> planning.Machine:
+def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
     """Calibrated in this process, on its first device; with what a step with a scan takes beside the layers as ``fixed``.
 
     Args:
@@ -47,44 +44,41 @@ def machine(
         updates: whether a step updates weights, too.
         fewer: whether to measure how a layer's time falls with the examples.
         batched: whether to measure layers at once, too.
-        neighbour: whether the second device trains meanwhile.
     """
     network, width, layers, batch = sizes
     quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
     parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
-    with _training(sizes, updates) if neighbour else contextlib.nullcontext():
-        name = ", ".join(map(str, sizes))
-        found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=name)
-        scanned = Contender(name="lax.scan", call=_scan(sizes, updates))
-        (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
-    beside = float(np.median(timing.seconds)) - sizes[2] * sum(found.per_layer)
-    return dataclasses.replace(found, fixed=max(0.0, beside))
+    found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=", ".join(map(str, sizes)))
+    (timing,) = measure(
+        [Contender(name="lax.scan", call=scans(sizes, updates, 1))], rounds=9, warmup=2, min_time=0.05, budget=10.0
+    )
+    update = _UPDATE * found.adding if updates else 0.0
+    beside = float(np.median(timing.seconds)) - layers * (sum(found.per_layer) + update)
+    return dataclasses.replace(found, update=update, fixed=max(0.0, beside))
 
 
-def _scan(sizes: Sizes, updates: bool) -> Any:
-    """A training step, or its gradient alone, by a scan."""
-    if updates:
-        return single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
-    return dense.Gradient(scan, dense.random_problem(sizes[2], sizes[1], sizes[3]))
+_UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
 
 
-@contextlib.contextmanager
-def _training(sizes: Sizes, updates: bool) -> Iterator[None]:
-    """The second device at work, step after step."""
-    other = jax.devices()[1]
-    with jax.default_device(other):
-        call = _scan(sizes, updates)
-    done = threading.Event()
+def scans(sizes: Sizes, updates: bool, devices: int) -> Callable[[], Any]:
+    """A training step by a scan, or its gradient alone, on each of so many devices at the same time."""
+    calls = [_on(device, sizes, updates) for device in jax.devices()[:devices]]
+    if devices == 1:
+        return calls[0]
+    pool = ThreadPoolExecutor(devices)
+    return lambda: list(pool.map(lambda call: jax.block_until_ready(call()), calls))
 
-    def work() -> None:
-        with jax.default_device(other):
-            while not done.is_set():
-                jax.block_until_ready(call())
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _on(device: jax.Device, sizes: Sizes, updates: bool) -> Callable[[], Any]:
+    network, width, layers, batch = sizes
+    with jax.default_device(device):
+        if updates:
+            made: Any = single.NETWORKS[network](width, layers, batch)[0](None)
+        else:
+            made = dense.Gradient(scan, dense.random_problem(layers, width, batch))
+
+    def call() -> Any:
+        with jax.default_device(device):
+            return made()
+
+    return call

@@ -2,9 +2,9 @@
 
 The layers of each row are calibrated here and now, in a process with as many threads as the row's; ratios to serial
 propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, resnet, single,
-ranks and pipeline. For two workers the layers are calibrated while another worker of the kind trains, a process or a device, and
-messages are measured between such workers. What a training step does beside its layers is the difference of the baseline and
-serial propagation.
+ranks and pipeline. With two workers all takes as much longer as a scan of half of the layers on each of them, at the same
+time, takes longer than one alone; messages are measured between such workers. What a training step does beside its layers is
+the difference of the baseline and serial propagation.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import dense, pipeline, report, resnet, settings, single
 from benchmarks.command import Progress
-from benchmarks.harness import Tell
+from benchmarks.harness import Contender, Spread, Tell, measure, ratios
 from benchmarks.manifest import device_slug, manifest
 from benchmarks.propagation import Pair
 from benchmarks.published import SERIAL
@@ -74,13 +74,14 @@ def measured(folder: Path) -> Iterator[Measured]:
                 row.get("batch") or (50 if suite == "resnet" else dense.BATCH),
             )
             known = _known(suite, sizes)
-            ratios = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
-            serial = ratios.get("Serial", ratios.get("Serial, 1 thread", 1.0))
+            times = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
+            serial = times.get("Serial", times.get("Serial, 1 thread", 1.0))
             found = []
             for c in row["contenders"][1:]:
                 name, workers = _worker(c["name"])
                 if name in known:
-                    found.append((c["name"], known[name](workers), workers, ratios[c["name"]] / serial))
+                    ratio = min(times[c["name"]], times.get(f"{c['name']}, unrolled", math.inf))  # of GPipe's
+                    found.append((c["name"], known[name](workers), workers, ratio / serial))
             yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
 
 
@@ -142,10 +143,10 @@ class Machines:
         return self._file("alone", self._alone)
 
     def of(self, workers: int, kind: str) -> planning.Machine:
-        """For so many workers of a kind: layers timed while another process trains, and the wires between them."""
+        """For so many workers of a kind: as slow as a scan gets when each of them has one, and the wires between them."""
         if workers == 1:
             return self.alone()
-        return self._file(f"{workers} {kind}", functools.partial(self._wired, workers, kind))
+        return self._file(f"{workers} {kind}", functools.partial(self._together, workers, kind))
 
     def _file(self, name: str, make: Callable[[], planning.Machine]) -> planning.Machine:
         words = (self._row.suite, *self._row.sizes, *name.split())
@@ -162,32 +163,51 @@ class Machines:
             return group.machine(**self._what)  # type: ignore[no-any-return]
 
     def _together(self, workers: int, kind: str) -> planning.Machine:
-        self._tell(f"calibrating with a neighbour at work, {kind}")
-        if kind == "devices":
-            with self._group(kind, workers, workers) as group:
-                return group.machine(**self._what, neighbour=True)  # type: ignore[no-any-return]
-        with self._group("jax", 1) as group, self._group("jax", 1) as other:
-            other.build(_SCAN, self._row.sizes, False, "auto")
-            return group.machine(functools.partial(other.time, _SCAN, 1), **self._what)  # type: ignore[no-any-return]
-
-    def _wired(self, workers: int, kind: str) -> planning.Machine:
-        together = self._together(workers, kind)
+        devices = workers if kind == "devices" else 1
+        network, width, layers, batch = self._row.sizes
+        share = {"sizes": (network, width, layers // workers, batch), "updates": self._what["updates"]}
+        with self._one() as one, _group(kind, devices, workers, self._keep) as group:
+            self._tell(f"a share of the layers on each of {workers} {kind}")
+            one.scan(_SCAN, **share, devices=1)
+            group.scan(_SCAN, **share, devices=devices)
+            contenders = [Contender(name=_SCAN, elsewhere=functools.partial(g.time, _SCAN)) for g in (one, group)]
+            alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
         self._tell(f"messages between {kind}")
-        with self._group(kind, 1 if kind == "ranks" else workers, workers) as group:
-            return dataclasses.replace(together, fixed=self.alone().fixed, **group.wires()._asdict())
+        wires = _wires(kind, devices, workers, self._keep)
+        return slowed(self.alone(), Spread.of(ratios(together, alone)).median, wires)
 
     def _one(self) -> Any:
         """The process of the baseline: that of the suite's other contenders, or one for itself."""
         if self._row.suite == "pipeline":
-            return self._group("devices", pipeline.WORKERS, pipeline.WORKERS)
-        return self._group("jax", self._row.threads)
+            return _group("devices", pipeline.WORKERS, pipeline.WORKERS, self._keep)
+        return _group("jax", self._row.threads, 1, self._keep)
 
-    def _group(self, kind: str, threads: int, workers: int = 1) -> Any:
-        keep = self._row.suite.startswith("ranks")  # as that suite does
-        return contextlib.closing(Group(kind, workers=workers, threads=threads, keep_memory=keep))
+    @property
+    def _keep(self) -> bool:
+        return self._row.suite.startswith(("ranks", "pipeline"))  # as these suites do
 
 
-_SCAN = "lax.scan, 1 thread"
+def _group(kind: str, threads: int, workers: int, keep: bool) -> Any:
+    return contextlib.closing(Group(kind, workers=workers, threads=threads, keep_memory=keep))
+
+
+@functools.cache
+def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Wires:
+    with _group(kind, threads, workers, keep) as group:
+        return group.wires()  # type: ignore[no-any-return]
+
+
+_SCAN = "lax.scan"
+
+
+def slowed(machine: planning.Machine, by: float, wires: planning.Wires) -> planning.Machine:
+    """All that it computes takes so many times as long."""
+    times = {*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update"}
+    found = {name: getattr(machine, name) for name in times}
+    scaled = {
+        k: x if x is None else x * by if isinstance(x, float) else tuple(t * by for t in x) for k, x in found.items()
+    }
+    return dataclasses.replace(machine, **scaled, **wires._asdict())
 
 
 def predicted(alone: planning.Machine, machine: planning.Machine, seconds: Predict, layers: int) -> float | None:

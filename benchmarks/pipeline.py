@@ -3,11 +3,14 @@
 All of them train the same network on the same batch, on two host devices of one process, one thread each; the baseline is
 a scan on one of them. Data parallelism and the pipeline are written here, for comparison: they are no part of the library.
 The pipeline is GPipe's (Huang et al., 2019): each device has half of the layers, microbatches follow each other, and
-gradients are summed over them, so that the gradient is exact; activations are kept, not recomputed. Bubble: the part of
-its time in which a device has nothing to do. kB sent: by a device in a step.
+gradients are summed over them, so that the gradient is exact; activations are kept, not recomputed; its turns are a loop,
+or unrolled. Memory is kept from step to step, as in suite ``ranks``. Bubble: the part of its time in which a device has
+nothing to do. kB sent: by a device in a step.
 """
 
 import argparse
+import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -56,7 +59,7 @@ def scan_loss(step: Step) -> Loss:
     """Of a scan."""
 
     def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return 0.5 * jnp.sum((_through(step, params, y) - target) ** 2), jnp.full((), jnp.nan, y.dtype)
+        return 0.5 * jnp.mean((_through(step, params, y) - target) ** 2), jnp.full((), jnp.nan, y.dtype)
 
     return loss
 
@@ -75,29 +78,34 @@ def data_parallel_loss(step: Step, mesh: Mesh) -> Loss:
     spread = jax.shard_map(run, mesh=mesh, in_specs=(P(), examples, examples), out_specs=examples)
 
     def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.sum(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)
+        return jnp.mean(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)
 
     return loss
 
 
-def pipeline_loss(step: Step, mesh: Mesh, microbatches: int) -> Loss:
-    """Of a pipeline: in each turn a device takes a microbatch through its layers and hands it on."""
+def pipeline_loss(step: Step, mesh: Mesh, microbatches: int, *, looped: bool) -> Loss:
+    """Of a pipeline: in each turn a device takes a microbatch through its layers and hands it on.
+
+    A loop over the turns copies what each keeps for its gradient into a stack; without one the gradients of all turns are held
+    before they are summed. Which costs more depends on the network.
+    """
     devices = mesh.shape["layers"]
+    turns = microbatches + devices - 1
 
     def run(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
         mine = lax.axis_index("layers")
         parts, wanted = (x.reshape(microbatches, -1, *x.shape[1:]) for x in (y, target))
 
-        def turn(received: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turn(received: jax.Array, number: Any) -> tuple[jax.Array, jax.Array]:
             entering = parts[jnp.minimum(number, microbatches - 1)]
             out = _through(step, params, jnp.where(mine == 0, entering, received))
             passed = lax.ppermute(out, "layers", [(i, i + 1) for i in range(devices - 1)])
             done = number - (devices - 1)
-            error = jnp.sum((out - wanted[jnp.maximum(done, 0)]) ** 2)
-            return passed, jnp.where((mine == devices - 1) & (done >= 0), 0.5 * error, 0)
+            error = 0.5 * jnp.sum((out - wanted[jnp.maximum(done, 0)]) ** 2) / y.size
+            return passed, jnp.where((mine == devices - 1) & (done >= 0), error, 0)
 
         nothing = lax.pcast(jnp.zeros_like(parts[0]), "layers", to="varying")
-        _, losses = lax.scan(turn, nothing, jnp.arange(microbatches + devices - 1))
+        _, losses = lax.scan(turn, nothing, jnp.arange(turns), unroll=1 if looped else turns)
         return jnp.sum(losses)[None]
 
     spread = jax.shard_map(run, mesh=mesh, in_specs=(P("layers"), P(), P()), out_specs=P("layers"))
@@ -108,6 +116,11 @@ def pipeline_loss(step: Step, mesh: Mesh, microbatches: int) -> Loss:
     return loss
 
 
+def pipeline_name(microbatches: int, looped: bool) -> str:
+    """Of a contender."""
+    return f"pipeline, {microbatches} microbatches{'' if looped else ', unrolled'}"
+
+
 def solved_loss(network: str, problem: Any, solvers: Any, comm: lp_jax.MeshComm) -> Loss:
     """Of layer-parallel propagation."""
 
@@ -116,7 +129,7 @@ def solved_loss(network: str, problem: Any, solvers: Any, comm: lp_jax.MeshComm)
 
     def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
         solution = lp_jax.solve(layer, params, y, solver=solvers[0], adjoint_solver=solvers[1], comm=comm)
-        return 0.5 * jnp.sum((solution.y1 - target) ** 2), solution.stats.residual_norms[-1]
+        return 0.5 * jnp.mean((solution.y1 - target) ** 2), solution.stats.residual_norms[-1]
 
     return loss
 
@@ -156,15 +169,16 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     )
     for number in (m for m in MICROBATCHES if batch % m == 0):
         turns = number + WORKERS - 1
-        add(
-            f"pipeline, {number} microbatches",
-            pipeline_loss(step, mesh, number),
-            (P("layers"), P(), P()),
-            family="torch",
-            counted_ratio=turns / number / WORKERS,
-            bubble=(WORKERS - 1) / turns,
-            bytes=2 * turns * state / number,
-        )
+        for looped in (True, False):
+            add(
+                pipeline_name(number, looped),
+                pipeline_loss(step, mesh, number, looped=looped),
+                (P("layers"), P(), P()),
+                family="torch",
+                counted_ratio=turns / number / WORKERS,
+                bubble=(WORKERS - 1) / turns,
+                bytes=2 * turns * state / number,
+            )
     for name in ("identity, 2/1", "identity, 2/2", "3 levels, injection, 2/1, all stored"):
         solvers = SETTINGS[name](layers, WORKERS)
         sent = planning.training_step(*solvers, layers, workers=WORKERS, looped=True).states * state
@@ -207,8 +221,18 @@ SUITE = Suite(
 )
 
 
+def _keep_memory() -> None:
+    """As the suite ``ranks`` asks of the C library by the environment; others than glibc keep what they like."""
+    no_maps, trim_threshold = -4, -1
+    with contextlib.suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        library.mallopt(no_maps, 0)
+        library.mallopt(trim_threshold, 2**31 - 1)
+
+
 def main(arguments: Any = None) -> int:
     """Make two devices of a processor, and run."""
+    _keep_memory()
     flags = os.environ.get("XLA_FLAGS", "")
     if "multi_thread_eigen" not in flags:  # a thread each
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -96,13 +95,13 @@ class Group:
         walls, works = zip(*self._ask("time", name, calls), strict=True)
         return max(walls), sum(works)
 
-    def machine(self, beside: Callable[[], object] | None = None, **details: Any) -> planning.Machine:
-        """As `benchmarks.calibration.machine`, alone or while something else is called again and again."""
-        (connection,) = self._connections
-        connection.send(("calibrate", "", details))
-        while beside is not None and not connection.poll():
-            beside()
-        return self._receive(connection)  # type: ignore[no-any-return]
+    def machine(self, **details: Any) -> planning.Machine:
+        """As `benchmarks.calibration.machine`, of the first of its processes."""
+        return self._ask("calibrate", "", details)[0]  # type: ignore[no-any-return]
+
+    def scan(self, name: str, **details: Any) -> None:
+        """Make something to time: as `benchmarks.calibration.scans`, in each of its processes."""
+        self._ask("scan", name, details)
 
     def wires(self) -> planning.Wires:
         """What a message takes between its workers."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lp_jax
-from benchmarks import calibration, dense, gru, resnet, single
+from benchmarks import calibration, dense, gru, resnet
 from benchmarks.harness import timed
 from benchmarks.propagation import scan, solved
 from benchmarks.settings import SETTINGS
@@ -54,8 +54,6 @@ def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, con
 
             return GRULoop(sequences, threads)
         return gru.trainer(sequences, solvers, comm, same, ahead=ahead)
-    if network != "conv":  # a neighbour at work
-        return single.NETWORKS[network](width, layers, batch)[0](None)
     problem = resnet.Problem.random(width, layers, size=8 if quick else 28, batch=batch)
     if kind == "torch":
         from benchmarks.torch_loop import ResNetLoop
@@ -95,6 +93,9 @@ def main() -> None:
                 orders.send((gradient, getattr(built[name], "facts", {})))
             elif what == "calibrate":
                 orders.send(calibration.machine(**details[0]))
+            elif what == "scan":
+                built[name] = calibration.scans(**details[0])
+                orders.send(None)
             elif what == "wires":
                 orders.send(planning.wires(_comm(kind)))
             else:

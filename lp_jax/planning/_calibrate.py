@@ -48,7 +48,8 @@ def calibrate(
     of a sweep, forward and adjoint: over 1/64, 1/8 and all of them; on a CPU, where they are evaluated one after another
     anyway, over as many layers as take 30 ms. There an interval's layers, which follow each other, take less than those of a
     sweep, which stores the states of all: cycles without coarse steps give their time, over intervals of four layers and
-    over four intervals, so that what an interval takes beside its layers is known, too.
+    over four intervals, so that what an interval takes beside its layers is known, too; where those would be short, serial
+    propagation stands for them.
 
     Args:
         step: as for `lp_jax.solve`.
@@ -107,7 +108,7 @@ def calibrate(
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / most for seconds in sweeps[most]]}
         if most >= 2 * _SHORT:
-            relaxation, interval = _intervals(run(most // _SHORT * _SHORT))
+            relaxation, interval = _intervals(run(most // _SHORT * _SHORT), (forward, backward))
         if batched:
             rows |= {
                 n: _batch(run(most // n * n), n) for n in sorted({*_BATCHES, most // _SHORT}) if most >= n * _SHORT
@@ -133,6 +134,7 @@ def calibrate(
         relaxation=relaxation,
         interval=interval,
         looped=looped,
+        adding=_adding(whole["params"]) / count,
         state_bytes=_tree.nbytes(whole["y0"]),
         layer_bytes=_tree.nbytes(whole["params"]) // count,
         kept_bytes=kept_bytes(*prepare(step, **whole, **run(count).options, comm=None, solvers=(Serial(),))),
@@ -209,6 +211,22 @@ def _serial(run: _Run) -> tuple[float, float]:
     return alone / count, max(whole - alone, _LEAST) / count
 
 
+def _adding(params: PyTree) -> float:
+    """Seconds of adding gradients of all layers to others."""
+    added = [jnp.zeros_like(x) for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not added:
+        return 0.0
+    add = jax.jit(lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], donate_argnums=0)
+    total = [x + 0 for x in added]
+
+    def call() -> None:
+        nonlocal total
+        total = jax.block_until_ready(add(total, added))
+
+    (seconds,) = _seconds(call, [()])
+    return seconds
+
+
 def _sweeps(run: _Run) -> list[float]:
     """Seconds of a sweep over all layers at once: forward, adjoint, and of the gradient."""
     forward, adjoint, gradient = _iterations(run, Picard(sweeps=_SWEEPS))
@@ -219,8 +237,11 @@ _Times = tuple[float, float, float]
 _BATCHES = (4, 16)  # layers at once, beside as many as there are
 
 
-def _intervals(run: _Run) -> tuple[_Times, _Times | None]:
+def _intervals(run: _Run, serial: tuple[float, float]) -> tuple[_Times, _Times]:
     """Where layers run one after another: what those of an interval take, and the interval beside them.
+
+    From short intervals and from long ones; where layers are too few for these, from serial propagation, which is one of
+    all of them. The parts of its gradient are as those of the short ones'.
 
     Returns:
         `Machine.relaxation` and `Machine.interval`.
@@ -228,9 +249,12 @@ def _intervals(run: _Run) -> tuple[_Times, _Times | None]:
     count = _tree.leading((run.problem["params"], run.problem["data"]))
     short = _relaxation(run, _SHORT)
     if count < _SHORT * _LONG:
-        return _times(short), None
-    span = count // _SHORT
-    interval = np.maximum(0.0, (short - _relaxation(run, span)) / (1 / _SHORT - 1 / span))
+        span, (forward, backward) = count, serial
+        long = np.array([forward, *(backward * short[1:] / sum(short[1:]))])
+    else:
+        span = count // _SHORT
+        long = _relaxation(run, span)
+    interval = np.maximum(0.0, (short - long) / (1 / _SHORT - 1 / span))
     return _times(np.maximum(_LEAST, short - interval / _SHORT)), _times(interval)
 
 

@@ -1,13 +1,14 @@
 r"""Time of a training step, from what it does and what a machine takes for it.
 
 .. math::
-    T = T_{fixed} + \sum_{batches} n\, t_{kind}(layers) + \sum_{kind} n_{rows}\, t_{kind}(row)
+    T = T_{fixed} + n_{own} t_{update} + \sum_{batches} n\, t_{kind}(layers) + \sum_{kind} n_{rows}\, t_{kind}(row)
         + n_{states} (\lambda + |u| / \beta)
         + n_{reductions} \lceil \log_2 P \rceil (\lambda + |u| / \beta)
-        + 2 \lceil \log_2 D \rceil \lambda + 2 \frac{D - 1}{D} \frac{|w|}{\beta}
+        + 2 \lceil \log_2 D \rceil \lambda + 2 \frac{D - 1}{D} \frac{|w|}{\beta_{sum}}
 
-with the batches, rows, messages and reductions of `Schedule`, the times t, the latency :math:`\lambda` and the bandwidth
-:math:`\beta` of `Machine`, P workers for the layers, and D for the examples, over which the gradients w are summed.
+with the batches, rows, messages and reductions of `Schedule`, the times t, the latency :math:`\lambda` and the bandwidths
+:math:`\beta` of `Machine`, P workers for the layers, each with :math:`n_{own}` of them, and D for the examples, over which
+the gradients w are summed.
 """
 
 import math
@@ -28,7 +29,7 @@ class Time(NamedTuple):
         messages: of states between neighbours, waited for.
         reductions: over all workers.
         gradients: their sum over workers that have other examples.
-        fixed: whatever does not depend on the solver.
+        fixed: whatever does not depend on the solver: what a step takes once, and updates of a worker's own layers.
     """
 
     evaluations: float
@@ -72,7 +73,7 @@ def time(
     """
     if data_workers > machine.examples:
         raise ValueError(f"data_workers={data_workers} is more than the {machine.examples} examples.")
-    mine = machine.layer_bytes * math.ceil(layers / workers)
+    mine = math.ceil(layers / workers)
     machine = machine.share(data_workers)
     message = machine.message(machine.state_bytes)
     kept = solver.resolve(layers).keeps_states
@@ -85,8 +86,8 @@ def time(
         evaluations=_evaluations(solver, there, machine) + _evaluations(adjoint_solver, back, machine),
         messages=schedule.states * message,
         reductions=schedule.reductions * hops * message,
-        gradients=all_reduce(mine, data_workers, machine),
-        fixed=machine.fixed,
+        gradients=all_reduce(mine * machine.layer_bytes, data_workers, machine),
+        fixed=machine.fixed + mine * machine.update,
     )
 
 
@@ -119,14 +120,16 @@ def all_reduce(size: float, workers: int, machine: Machine) -> float:
     """
     if workers == 1:
         return 0.0
-    return 2 * (workers - 1).bit_length() * machine.latency + 2 * (workers - 1) / workers * size / machine.bandwidth
+    bandwidth = machine.bandwidth if machine.sum_bandwidth is None else machine.sum_bandwidth
+    return 2 * (workers - 1).bit_length() * machine.latency + 2 * (workers - 1) / workers * size / bandwidth
 
 
 def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> float:
     r"""Seconds of a training step of serial propagation, microbatches following each other from worker to worker.
 
     With M microbatches and P workers: :math:`(M + P - 1)` turns of :math:`\lceil N / P \rceil` layers, forward and backward, a
-    message after each. Its gradient is exact; :math:`(P - 1) / (M + P - 1)` of the time is its bubble.
+    message after each, and the gradients of all turns are added up. Its gradient is exact; :math:`(P - 1) / (M + P - 1)` of the
+    turns are its bubble.
 
     Args:
         layers: number of layers.
@@ -137,6 +140,7 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
     part = machine.share(microbatches)
-    turn = math.ceil(layers / workers) * sum(part.per_layer)
+    turns, mine = microbatches + workers - 1, math.ceil(layers / workers)
     sent = 2 * part.message(part.state_bytes) if workers > 1 else 0.0
-    return (microbatches + workers - 1) * (turn + sent) + machine.fixed
+    added = (turns - 1) * mine * machine.adding
+    return turns * (mine * sum(part.per_layer) + sent) + added + mine * machine.update + machine.fixed

@@ -129,6 +129,7 @@ def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) 
     newton = tuple(
         t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(layers, times, strict=True)
     )
+    layer_bytes = _tree.nbytes(first.params)
     return Machine(
         layers=layers,
         forward=times,
@@ -139,9 +140,10 @@ def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) 
         looped=looped,
         examples=examples,
         overhead=0.0 if looped else sheet.layer / (sheet.layer + alone),
+        adding=3 * layer_bytes / sheet.bandwidth,  # two are read, one is written
         state_bytes=_tree.nbytes(y),
         kept_bytes=kept_bytes(problem, operands),
-        layer_bytes=_tree.nbytes(first.params),
+        layer_bytes=layer_bytes,
     )
 
 

@@ -31,8 +31,11 @@ class Machine:
         looped: whether layers at once are evaluated one after another, as on a CPU. ``layers`` beyond 1 then serve solvers
             that are told not to.
         fixed: seconds of a training step beside its layers.
+        adding: seconds of adding a layer's gradient to another, as each further microbatch of a pipeline has to.
+        update: seconds of an optimizer's update of a layer's parameters.
         latency: seconds until an empty message has arrived.
         bandwidth: bytes per second of a message.
+        sum_bandwidth: bytes per second of a sum over workers, as of gradients; None for that of messages.
         state_bytes: of the state.
         layer_bytes: of a layer's parameters.
         kept_bytes: of what a layer's linearisation holds beside the state.
@@ -65,8 +68,11 @@ class Machine:
     interval: tuple[float, float, float] | None = None
     looped: bool = False
     fixed: float = 0.0
+    adding: float = 0.0
+    update: float = 0.0
     latency: float = 0.0
     bandwidth: float = math.inf
+    sum_bandwidth: float | None = None
     state_bytes: int = 0
     layer_bytes: int = 0
     kept_bytes: int = 0
@@ -85,12 +91,14 @@ class Machine:
                     f"{kind} must have a time for each of the {len(self.layers)} layers; got {getattr(self, kind)}."
                 )
         _numbers("bandwidth", (self.bandwidth,))
+        if self.sum_bandwidth is not None:
+            _numbers("sum_bandwidth", (self.sum_bandwidth,))
         for name in ("serial", "relaxation"):
             if getattr(self, name) is not None:
                 _numbers(name, getattr(self, name))
         if self.interval is not None and not all(isinstance(x, int | float) and x >= 0 for x in self.interval):
             raise ValueError(f"interval must be numbers of at least 0; got {self.interval!r}.")
-        for name in ("fixed", "latency", "state_bytes", "layer_bytes", "kept_bytes", "overhead"):
+        for name in ("fixed", "adding", "update", "latency", "state_bytes", "layer_bytes", "kept_bytes", "overhead"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")

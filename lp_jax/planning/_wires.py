@@ -1,11 +1,13 @@
 """What a message between workers takes."""
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax._mpi import MPIComm, layer_slices
 from lp_jax._picard import Picard
@@ -22,21 +24,23 @@ class Wires(NamedTuple):
     Attributes:
         latency: seconds until an empty message has arrived.
         bandwidth: bytes per second.
+        sum_bandwidth: bytes per second of a sum over all workers, as if each sent them to the next one round a ring and back.
     """
 
     latency: float
     bandwidth: float
+    sum_bandwidth: float
 
 
 def wires(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Wires:
     """Measure messages between workers by sweeps over a chain that computes next to nothing.
 
     A sweep sends a state to the neighbour, one more for each step of a prefix sum, and the residual's norm to all. The
-    same sweep without neighbours is subtracted.
+    same sweep without neighbours is subtracted. Sums over all of them, as of gradients, are measured apart: they add, too.
 
     Args:
         comm: `MeshComm` or `MPIComm`; all of its ranks call this together.
-        sizes: bytes of a small and of a large state.
+        sizes: bytes of a small and of a large state, and of what is summed.
 
     Raises:
         ValueError: for a single worker.
@@ -54,7 +58,9 @@ def wires(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Wires:
     small, large = (_sweep(comm, size) - _sweep(None, size) for size in sizes)
     latency = max(small, 1e-9) / (messages + hops)
     bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
-    return Wires(latency, bandwidth)
+    small, large = (_sum(comm, size) for size in sizes)
+    passed = 2 * (comm.size - 1) / comm.size * (sizes[1] - sizes[0])
+    return Wires(latency, bandwidth, passed / max(large - small, 1e-9))
 
 
 def _sweep(comm: Any, size: int) -> float:
@@ -69,16 +75,35 @@ def _sweep(comm: Any, size: int) -> float:
     def run(params: jax.Array, y0: jax.Array, atol: jax.Array) -> jax.Array:
         return solve(_step, params, y0, solver=Picard(sweeps=_SWEEPS, atol=atol), comm=comm).y1
 
-    def seconds(atol: float) -> float:
-        samples = []
-        for _ in range(_SAMPLES + 1):
-            start = time.perf_counter()
-            for _ in range(_REPEATS):  # as often on every rank
-                jax.block_until_ready(run(params, y0, jnp.float32(atol)))
-            samples.append((time.perf_counter() - start) / _REPEATS)
-        return float(np.median(samples[1:]))
+    often, once = (_seconds(run, params, y0, jnp.float32(atol)) for atol in (-1.0, 1e30))
+    return (often - once) / (_SWEEPS - 1)
 
-    return (seconds(-1.0) - seconds(1e30)) / (_SWEEPS - 1)
+
+def _sum(comm: Any, size: int) -> float:
+    """Seconds of a sum over all workers."""
+    x: Any = jnp.ones((1 if isinstance(comm, MPIComm) else comm.size, size // 4), jnp.float32)
+    if isinstance(comm, MPIComm):
+        return _seconds(jax.jit(comm.sum), x)
+    own = PartitionSpec(comm.axis)
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, comm.axis),
+        mesh=comm.mesh,
+        in_specs=own,
+        out_specs=PartitionSpec(),
+        axis_names={comm.axis},
+    )
+    return _seconds(jax.jit(total), jax.device_put(x, NamedSharding(comm.mesh, own)))
+
+
+def _seconds(f: Callable[..., Any], *args: Any) -> float:
+    """Median time of a call, after a first one."""
+    samples = []
+    for _ in range(_SAMPLES + 1):
+        start = time.perf_counter()
+        for _ in range(_REPEATS):  # as often on every rank
+            jax.block_until_ready(f(*args))
+        samples.append((time.perf_counter() - start) / _REPEATS)
+    return float(np.median(samples[1:]))
 
 
 def _step(y: jax.Array, layer: Layer) -> jax.Array:
