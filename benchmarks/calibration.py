@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import dense, gru, resnet, single
 from benchmarks.harness import Contender, measure
 from benchmarks.propagation import scan
-from lp_jax import planning
+from lp_jax import Serial, planning, solve_vjp
 from lp_jax.nn import GRU
 
 Sizes = tuple[str, int, int, int]
@@ -49,9 +51,8 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
     quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
     parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
     found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=", ".join(map(str, sizes)))
-    (timing,) = measure(
-        [Contender(name="lax.scan", call=scans(sizes, updates, 1))], rounds=9, warmup=2, min_time=0.05, budget=10.0
-    )
+    scanned = Contender(name="lax.scan", call=_scan(sizes, updates))
+    (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
     update = _UPDATE * found.adding if updates else 0.0
     beside = float(np.median(timing.seconds)) - layers * (sum(found.per_layer) + update)
     return dataclasses.replace(found, update=update, fixed=max(0.0, beside))
@@ -60,25 +61,29 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
 _UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
 
 
-def scans(sizes: Sizes, updates: bool, devices: int) -> Callable[[], Any]:
-    """A training step by a scan, or its gradient alone, on each of so many devices at the same time."""
-    calls = [_on(device, sizes, updates) for device in jax.devices()[:devices]]
+def _scan(sizes: Sizes, updates: bool) -> Any:
+    """A training step, or its gradient alone, by a scan."""
+    if updates:
+        return single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
+    return dense.Gradient(scan, dense.random_problem(sizes[2], sizes[1], sizes[3]))
+
+
+def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
+    """That of all layers, by serial propagation, on each of so many devices at the same time, in one program."""
+    given = problem(*sizes)
+    arrays = {name: given.pop(name) for name in ("params", "y0", "shared", "data") if name in given}
+
+    def gradient(arrays: dict[str, Any]) -> Any:
+        solution, pullback = solve_vjp(**given, **arrays, solver=Serial())
+        return pullback(solution.y1)[0]
+
     if devices == 1:
-        return calls[0]
-    pool = ThreadPoolExecutor(devices)
-    return lambda: list(pool.map(lambda call: jax.block_until_ready(call()), calls))
+        return functools.partial(jax.jit(gradient), jax.tree.map(jnp.asarray, arrays))
+    mesh = jax.make_mesh((devices,), ("copies",), axis_types=(AxisType.Auto,))
 
+    def own(copies: dict[str, Any]) -> Any:
+        return jax.tree.map(lambda x: x[None], gradient(jax.tree.map(lambda x: x[0], copies)))
 
-def _on(device: jax.Device, sizes: Sizes, updates: bool) -> Callable[[], Any]:
-    network, width, layers, batch = sizes
-    with jax.default_device(device):
-        if updates:
-            made: Any = single.NETWORKS[network](width, layers, batch)[0](None)
-        else:
-            made = dense.Gradient(scan, dense.random_problem(layers, width, batch))
-
-    def call() -> Any:
-        with jax.default_device(device):
-            return made()
-
-    return call
+    spread = jax.shard_map(own, mesh=mesh, in_specs=P("copies"), out_specs=P("copies"), check_vma=False)
+    copies = jax.tree.map(lambda x: jnp.stack([x] * devices), arrays)
+    return functools.partial(jax.jit(spread), jax.device_put(copies, NamedSharding(mesh, P("copies"))))

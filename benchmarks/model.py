@@ -2,9 +2,9 @@
 
 The layers of each row are calibrated here and now, in a process with as many threads as the row's; ratios to serial
 propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, resnet, single,
-ranks and pipeline. With two workers all takes as much longer as a scan of half of the layers on each of them, at the same
-time, takes longer than one alone; messages are measured between such workers. What a training step does beside its layers is
-the difference of the baseline and serial propagation.
+ranks and pipeline. With two workers all takes as much longer as the gradient of half of the layers on each of them, at the
+same time, takes longer than on one alone; messages are measured between such workers. What a training step does beside its
+layers is the difference of the baseline and serial propagation.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Machines:
         return self._file("alone", self._alone)
 
     def of(self, workers: int, kind: str) -> planning.Machine:
-        """For so many workers of a kind: as slow as a scan gets when each of them has one, and the wires between them."""
+        """For so many workers of a kind: as slow as layers get when each of them has its share, and the wires between them."""
         if workers == 1:
             return self.alone()
         return self._file(f"{workers} {kind}", functools.partial(self._together, workers, kind))
@@ -165,12 +165,12 @@ class Machines:
     def _together(self, workers: int, kind: str) -> planning.Machine:
         devices = workers if kind == "devices" else 1
         network, width, layers, batch = self._row.sizes
-        share = {"sizes": (network, width, layers // workers, batch), "updates": self._what["updates"]}
+        share = network, width, layers // workers, batch
         with self._one() as one, _group(kind, devices, workers, self._keep) as group:
             self._tell(f"a share of the layers on each of {workers} {kind}")
-            one.scan(_SCAN, **share, devices=1)
-            group.scan(_SCAN, **share, devices=devices)
-            contenders = [Contender(name=_SCAN, elsewhere=functools.partial(g.time, _SCAN)) for g in (one, group)]
+            one.gradients(_SHARE, share, 1)
+            group.gradients(_SHARE, share, devices)
+            contenders = [Contender(name=_SHARE, elsewhere=functools.partial(g.time, _SHARE)) for g in (one, group)]
             alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
         self._tell(f"messages between {kind}")
         wires = _wires(kind, devices, workers, self._keep)
@@ -197,7 +197,7 @@ def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Wires:
         return group.wires()  # type: ignore[no-any-return]
 
 
-_SCAN = "lax.scan"
+_SHARE = "a share of the layers"
 
 
 def slowed(machine: planning.Machine, by: float, wires: planning.Wires) -> planning.Machine:

@@ -99,9 +99,9 @@ class Group:
         """As `benchmarks.calibration.machine`, of the first of its processes."""
         return self._ask("calibrate", "", details)[0]  # type: ignore[no-any-return]
 
-    def scan(self, name: str, **details: Any) -> None:
-        """Make something to time: as `benchmarks.calibration.scans`, in each of its processes."""
-        self._ask("scan", name, details)
+    def gradients(self, name: str, row: Row, devices: int) -> None:
+        """Make something to time: as `benchmarks.calibration.gradients`, in each of its processes."""
+        self._ask("gradients", name, row, devices)
 
     def wires(self) -> planning.Wires:
         """What a message takes between its workers."""

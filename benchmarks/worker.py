@@ -93,8 +93,8 @@ def main() -> None:
                 orders.send((gradient, getattr(built[name], "facts", {})))
             elif what == "calibrate":
                 orders.send(calibration.machine(**details[0]))
-            elif what == "scan":
-                built[name] = calibration.scans(**details[0])
+            elif what == "gradients":
+                built[name] = calibration.gradients(*details)
                 orders.send(None)
             elif what == "wires":
                 orders.send(planning.wires(_comm(kind)))
