@@ -21,6 +21,8 @@ from lp_jax.nn import GRU
 Sizes = tuple[str, int, int, int]
 """Network, width, layers, batch."""
 
+_UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
+
 
 def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]:
     """The layers alone, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
@@ -56,9 +58,6 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
     update = _UPDATE * found.adding if updates else 0.0
     beside = float(np.median(timing.seconds)) - layers * (sum(found.per_layer) + update)
     return dataclasses.replace(found, update=update, fixed=max(0.0, beside))
-
-
-_UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
 
 
 def _scan(sizes: Sizes, updates: bool) -> Any:

@@ -116,11 +116,6 @@ def pipeline_loss(step: Step, mesh: Mesh, microbatches: int, *, looped: bool) ->
     return loss
 
 
-def pipeline_name(microbatches: int, looped: bool) -> str:
-    """Of a contender."""
-    return f"pipeline, {microbatches} microbatches{'' if looped else ', unrolled'}"
-
-
 def solved_loss(network: str, problem: Any, solvers: Any, comm: lp_jax.MeshComm) -> Loss:
     """Of layer-parallel propagation."""
 
@@ -169,9 +164,9 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     )
     for number in (m for m in MICROBATCHES if batch % m == 0):
         turns = number + WORKERS - 1
-        for looped in (True, False):
+        for looped, how in ((True, ""), (False, ", unrolled")):
             add(
-                pipeline_name(number, looped),
+                f"pipeline, {number} microbatches{how}",
                 pipeline_loss(step, mesh, number, looped=looped),
                 (P("layers"), P(), P()),
                 family="torch",
