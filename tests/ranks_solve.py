@@ -23,7 +23,7 @@ from flax import nnx
 from problems import dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
-from lp_jax import nn, train
+from lp_jax import nn, planning, train
 
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -300,6 +300,13 @@ def fail(how):
     solver = lp_jax.MGRIT(coarsening=2, interval_map="loop", coarse_step=mesh.INJECT)
     params = jnp.ones(16)[mine(16, solver)]
     print(lp_jax.solve(step, params, jnp.ones(()), solver=solver, comm=COMM).y1)
+
+
+@case
+def wires(_=None):
+    """Every rank measures as often as the others, or they wait for ever."""
+    found = planning.wires(COMM, sizes=(1 << 8, 1 << 16))
+    assert 0 < found.latency < 1 and min(found) > 0
 
 
 def main():

@@ -17,6 +17,7 @@ from problems import dense_params, dense_state, dense_step
 
 import lp_jax
 from benchmarks import (
+    calibration,
     dense,
     frontier,
     memory,
@@ -584,6 +585,38 @@ def test_predictions_are_ratios_and_winners_are_counted():
     assert model.winners(contenders) == (1, 2)
 
 
+def test_a_machine_of_two_workers_is_slower_in_all_that_it_computes():
+    times = {"relaxation": (1.0, 2.0, 3.0), "interval": (0.0, 4.0, 5.0), "fixed": 7.0, "adding": 0.5, "update": 0.25}
+    alone = dataclasses.replace(published.UNIT, newton=(9.0,), examples=8, overhead=0.5, layer_bytes=100, **times)
+    wires = planning.Wires(1e-3, 1e6, 1e5)
+    slowed = model.slowed(alone, 3.0, wires)
+    assert (slowed.latency, slowed.bandwidth, slowed.sum_bandwidth) == wires
+    for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), lp_jax.MGRIT(coarsening=4), lp_jax.Newton(batch_axes=1)):
+        before, after = (planning.time(solver, solver.for_adjoint(), 64, m) for m in (alone, slowed))
+        assert after.seconds == pytest.approx(3 * before.seconds, rel=1e-12), solver
+    free = dataclasses.replace(slowed, latency=0.0, bandwidth=float("inf"))
+    assert planning.pipeline(64, free, 2, 4) == pytest.approx(3 * planning.pipeline(64, alone, 2, 4), rel=1e-12)
+
+
+@pytest.mark.parametrize("network", ["dense", "gru"])
+def test_every_device_has_the_gradient_that_is_timed(network):
+    """Two copies in one program, each as a scan by JAX has it."""
+    sizes = (network, 4, 8, 4)
+    given = calibration.problem(*sizes)
+    copies = calibration.gradients(sizes, 2)()
+    alone = calibration.gradients(sizes, 1)()
+    for device in range(2):
+        assert relative_error(jax.tree.map(lambda x, i=device: x[i], copies), alone) < 1e-6
+    if network == "dense":
+
+        def run(weights):
+            layer = lambda y, w: (dense.residual_layer(y, w, jnp.float32(1 / 8)), None)  # noqa: E731
+            return jax.lax.scan(layer, given["y0"], weights)[0]
+
+        y1, pullback = jax.vjp(run, given["params"])
+        assert relative_error(alone.params, pullback(y1)[0]) < 1e-6
+
+
 @pytest.mark.slow
 def test_model_end_to_end(tmp_path):
     """Layers are timed alone, a scan alone and on each worker, messages between them; what was calibrated is kept."""
@@ -598,7 +631,7 @@ def test_model_end_to_end(tmp_path):
     machines = {path.stem.rpartition("_")[2]: planning.Machine.load(path) for path in (tmp_path / "machines").iterdir()}
     assert set(machines) == {"alone", "devices"}
     slower = machines["devices"].forward[0] / machines["alone"].forward[0]
-    assert slower > 0.2 and machines["devices"].serial[1] == pytest.approx(slower * machines["alone"].serial[1])
+    assert machines["devices"].serial[1] == pytest.approx(slower * machines["alone"].serial[1])
     assert machines["devices"].latency > 0 and machines["alone"].latency == 0
     again = subprocess.run([*command, "--kept"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and again.stdout == done.stdout

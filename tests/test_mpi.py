@@ -69,6 +69,10 @@ def test_messages():
     passes(3, "messages")
 
 
+def test_wires_are_measured_between_ranks():
+    passes(2, "wires")
+
+
 @pytest.mark.parametrize(
     "what, message",
     [
