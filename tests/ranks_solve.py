@@ -58,8 +58,8 @@ def solvers(names):
         wanted = jax.tree.map(np.asarray, mesh.everything(solver, None)) if COMM.rank == 0 else None
         wanted = COMM.comm.bcast(wanted)
         run = mine(battery.N, solver)
-        for coarsest in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
-            comm = lp_jax.MPIComm(coarsest=coarsest)
+        for sequential in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
+            comm = lp_jax.MPIComm(sequential=sequential)
             got = mesh.everything(solver, comm, operands=(cut(params, run), y0, shared, cut(data, run)))
             stride = solver.resolve(battery.N).stride(battery.N)
             points = slice(-(-run.start // stride), -(-run.stop // stride))
@@ -252,17 +252,17 @@ def messages(_=None):
     solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=mesh.INJECT)
     params = cut(dense_params(n, width), mine(n, solver))
     y0 = dense_state(batch, width)
-    for coarsest in ("relay", "gather"):
-        comm = lp_jax.MPIComm(coarsest=coarsest)
+    for sequential in ("relay", "gather"):
+        comm = lp_jax.MPIComm(sequential=sequential)
         run = functools.partial(lp_jax.solve, dense_step, solver=solver, comm=comm)
         counts = count(jax.make_jaxpr(run)(params, y0).jaxpr)
         assert counts.pop(("allreduce", f"float64[{batch * width}]")) == 1
         assert counts.pop(("allreduce", f"float64[{cycles}]")) == 1
         inner = 0 < COMM.rank < COMM.size - 1  # passes the relay's state on by two calls: it waits, works and sends
-        relayed = cycles * (2 if inner else 1) if coarsest == "relay" else 0
+        relayed = cycles * (2 if inner else 1) if sequential == "relay" else 0
         assert counts.pop(("sendrecv", f"float64[{batch * width}]")) == cycles * (1 + 2 + 1) + 1 + relayed
         # the right-hand side in every cycle, the parameters once
-        assert sum(counts.values()) == (0 if coarsest == "relay" else cycles + 1), counts
+        assert sum(counts.values()) == (0 if sequential == "relay" else cycles + 1), counts
         assert {name for name, _ in counts} <= {"allgather"}
 
 

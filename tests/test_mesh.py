@@ -35,7 +35,7 @@ SOLVERS = {
     "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
     "serial": lp_jax.Serial(),
     "serial checkpointed": lp_jax.Serial(checkpoint_every=5),
-    "Picard coarsest": lp_jax.MGRIT(coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=3)),
+    "Picard sequential": lp_jax.MGRIT(coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=3)),
 }
 
 
@@ -73,11 +73,11 @@ def on_one_device(name):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("coarsest", ["relay", "gather"])
+@pytest.mark.parametrize("sequential", ["relay", "gather"])
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["3 levels", "identity"])
-def test_numbers_do_not_depend_on_the_number_of_devices(name, workers, coarsest):
-    assert_same(everything(SOLVERS[name], line(workers, coarsest=coarsest)), on_one_device(name))
+def test_numbers_do_not_depend_on_the_number_of_devices(name, workers, sequential):
+    assert_same(everything(SOLVERS[name], line(workers, sequential=sequential)), on_one_device(name))
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -89,7 +89,7 @@ def test_no_solver_depends_on_the_number_of_devices(name, workers):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", ["Picard", "windows", "Newton", "Picard coarsest"])
+@pytest.mark.parametrize("name", ["Picard", "windows", "Newton", "Picard sequential"])
 def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch, name):
     """What an accelerator runs: sweeps are batches there, and prefix sums XLA's own."""
     wanted = on_one_device(name)
@@ -253,9 +253,9 @@ def collectives(compiled) -> collections.Counter:
     return counts
 
 
-@pytest.mark.parametrize("coarsest", ["relay", "gather"])
+@pytest.mark.parametrize("sequential", ["relay", "gather"])
 @pytest.mark.parametrize("relaxations", [0, 1])
-def test_collectives(relaxations, coarsest):
+def test_collectives(relaxations, sequential):
     """What algorithm.md section 6 implies: one state per relaxation, and the coarsest solve as chosen."""
     workers, cycles, levels, n, width, batch = 4, 5, 3, 64, 8, 3
     params, y0 = dense_params(n, width), dense_state(batch, width)
@@ -266,7 +266,7 @@ def test_collectives(relaxations, coarsest):
         skip_downcycle=False,
         coarse_step=INJECT,
     )
-    comm = line(workers, coarsest=coarsest)
+    comm = line(workers, sequential=sequential)
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
 
     def loss(params, y0):
@@ -278,7 +278,7 @@ def test_collectives(relaxations, coarsest):
     # finest: relaxations and residual; the level below: C-relaxation, residual, and F-relaxation after the correction
     per_cycle = (relaxations + 1) + (1 + 1) + 1
     wanted = collections.Counter({("collective-permute", state): cycles * per_cycle + 1, ("all-reduce", state): 1})
-    if coarsest == "relay":
+    if sequential == "relay":
         wanted["collective-permute", state] += cycles * (workers - 1)
     else:
         wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] = cycles  # the right-hand side
@@ -289,7 +289,7 @@ def test_collectives(relaxations, coarsest):
     # the adjoint needs the states that enter each device after the final sweep; those before it are the sweep's own
     wanted["collective-permute", state] = 2 * wanted["collective-permute", state] + 1
     wanted["all-reduce", state] *= 2
-    if coarsest == "gather":
+    if sequential == "gather":
         wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] += cycles + 1  # and the states linearised at
     assert both == wanted
 
@@ -404,8 +404,8 @@ def test_bad_meshes():
         lp_jax.MeshComm(jax.devices())
     with pytest.raises(ValueError, match=r"explicit axes.*axis_types=\(jax.sharding.AxisType.Auto,\)"):
         lp_jax.MeshComm(jax.make_mesh((2,), ("layers",)))
-    with pytest.raises(ValueError, match="coarsest"):
-        lp_jax.MeshComm(mesh, "a", coarsest="both")
+    with pytest.raises(ValueError, match="sequential"):
+        lp_jax.MeshComm(mesh, "a", sequential="both")
     comm = lp_jax.MeshComm(mesh, "a")
     with pytest.raises(ValueError, match=r"y0 and shared.*sharded over the axis 'a'"):
         lp_jax.solve(dense_step, params, jax.device_put(y0, NamedSharding(mesh, PartitionSpec(None, "a"))), comm=comm)
