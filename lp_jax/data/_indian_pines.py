@@ -67,8 +67,8 @@ def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, see
 
 def _variable(path: Path, name: str, *, axes: int) -> np.ndarray:
     loadmat = needed("scipy.io").loadmat
-    with reading(path, f"a MATLAB file before version 7.3 with a variable {name}"):
-        array = np.asarray(loadmat(path)[name])
+    with reading(path, f"a MATLAB file before version 7.3 with a variable {name}"), path.open("rb") as file:
+        array = np.asarray(loadmat(file)[name])
     if array.ndim != axes or array.size == 0 or array.dtype.kind not in "uif":
         raise wrong(path, f"variable {name}: {array.dtype} of shape {array.shape}", f"numbers along {axes} axes")
     return array

@@ -1,8 +1,9 @@
 """Tiny ImageNet, from its folders of JPEG files."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def tiny_imagenet(
     Reference:
         Le, Yang, "Tiny ImageNet visual recognition challenge", Stanford CS 231N, 2015.
     """
-    folder = Path(folder)
+    folder, opened = Path(folder), needed("PIL.Image").open
     if per_class is not None:
         _check.integer("per_class", per_class, least=1)
     known = sorted(path.parent.name for path in folder.glob("train/*/images") if path.is_dir())
@@ -61,7 +62,7 @@ def tiny_imagenet(
     test = [(path, name) for path, name in _held_out(folder, known) if name in names]
     if absent := set(names) - {name for _, name in test}:
         raise wrong(folder / _ANNOTATIONS, f"no image of class {min(absent)!r}", "at least one")
-    (train_x, train_y), (test_x, test_y) = (_images(files, names) for files in (train, test))
+    (train_x, train_y), (test_x, test_y) = (_images(files, names, opened) for files in (train, test))
     return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=(_SIDE, _SIDE, 3), names=names)
 
 
@@ -81,12 +82,11 @@ def _held_out(folder: Path, known: list[str]) -> Iterator[tuple[Path, str]]:
         yield folder / "val" / "images" / image, name
 
 
-def _images(files: list[tuple[Path, str]], names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    image_of = needed("PIL.Image").open
+def _images(files: list[tuple[Path, str]], names: tuple[str, ...], opened: Callable[[Path], Any]) -> tuple[np.ndarray, np.ndarray]:
     pixels = np.empty((len(files), _SIDE, _SIDE, 3), np.uint8)
     wanted = f"a JPEG file of {_SIDE} x {_SIDE} pixels"
     for row, (path, _) in zip(pixels, files, strict=True):
-        with reading(path, wanted), image_of(path) as image:
+        with reading(path, wanted), opened(path) as image:
             if image.size != (_SIDE, _SIDE):
                 raise wrong(path, f"{image.width} x {image.height} pixels", wanted)
             row[...] = np.asarray(image.convert("RGB"))
