@@ -73,8 +73,8 @@ def header(**keys):
         (header(classLabel="true a b a") + BODY, "classes a b a; wanted at least one"),
         (header(classLabel="yes a b") + BODY, "@classlabel 'yes'; wanted true or false"),
         (header(dimensions="two") + BODY, "@dimensions 'two'; wanted a number"),
-        (HEADER.replace("@data\n", "") + BODY, "'1,2,3:4,5,6:up' in the header; wanted a key"),
-        (HEADER.replace("@data\n", ""), "no line @data; wanted one after the header"),
+        (HEADER.replace("@data\n", "") + BODY, "no header, or more in it than keys and comments; wanted keys (@...)"),
+        (HEADER.replace("@data\n", BODY + "@data\n"), "no header, or more in it than keys and comments; wanted"),
         (HEADER, "no series; wanted one a line after @data"),
     ],
 )

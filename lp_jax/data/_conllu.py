@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from lp_jax.data._read import lines, needed, reading, wrong
 
-UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()
-_COLUMNS = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+_UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X"
+_COLUMNS = 10
 
 
 class Sentence(NamedTuple):
@@ -59,7 +59,7 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
         https://universaldependencies.org/format.html
     """
     path, wanted = Path(path), "a CoNLL-U file"
-    raw = dict.fromkeys(_COLUMNS[1:], lambda row, column: row[column])
+    raw = dict.fromkeys(("xpos", "feats", "head", "deps", "misc"), lambda row, column: row[column])
     parsed = needed("conllu").parse_incr(io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw)
     sentences: list[Sentence] = []
     with reading(path, wanted):
@@ -77,11 +77,11 @@ def _sentence(place: str, tokens: Any) -> Sentence:
     if not words or ids != list(range(1, len(ids) + 1)):
         raise wrong(place, f"ids {' '.join(map(str, ids))}", "1, 2, 3 and so on")
     for token in words:
-        if len(token) != len(_COLUMNS) or not token["form"]:
+        if len(token) != _COLUMNS or not token["form"]:
             raise wrong(
                 place, f"{len(token)} columns, word {token.get('form')!r}", "10 columns and a word in the second"
             )
-        if token["upos"] not in UPOS:
-            raise wrong(place, f"part of speech {token['upos']!r} of {token['form']!r}", f"one of {' '.join(UPOS)}")
+        if token["upos"] not in _UPOS.split():
+            raise wrong(place, f"part of speech {token['upos']!r} of {token['form']!r}", f"one of {_UPOS}")
     form, upos, feats = (tuple(token[column] for token in words) for column in ("form", "upos", "feats"))
     return Sentence(form, upos, feats, tokens.metadata.get("text") or " ".join(form))

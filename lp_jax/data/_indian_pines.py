@@ -11,10 +11,8 @@ from lp_jax.data._read import needed, reading, wrong
 from lp_jax.data._scale import scaler
 from lp_jax.data._split import stratified
 
-_NAMES = tuple(
-    "Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats "
-    "Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-Drives Stone-Steel-Towers".split()
-)
+_NAMES = """Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats
+Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-Drives Stone-Steel-Towers"""
 
 
 def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, seed: int = 0) -> Dataset:
@@ -49,20 +47,20 @@ def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, see
         3", Purdue University Research Repository, 2015.
     """
     _check.integer("seed", seed, least=0)
-    folder = Path(folder)
+    folder, names = Path(folder), tuple(_NAMES.split())
     truth_file = folder / "Indian_pines_gt.mat"
     image = _variable(folder / "Indian_pines_corrected.mat", "indian_pines_corrected", axes=3)
     truth = _variable(truth_file, "indian_pines_gt", axes=2)
     if truth.shape != image.shape[:2]:
         got, wanted = (" x ".join(map(str, array.shape[:2])) for array in (truth, image))
         raise wrong(truth_file, f"{got} pixels", f"{wanted}, like the image")
-    if truth.min() < 0 or truth.max() > len(_NAMES) or not truth.any():
-        raise wrong(truth_file, f"values {truth.min()} to {truth.max()}", f"0 to {len(_NAMES)}, not all of them 0")
+    if truth.min() < 0 or truth.max() > len(names) or not truth.any():
+        raise wrong(truth_file, f"values {truth.min()} to {truth.max()}", f"0 to {len(names)}, not all of them 0")
     known = truth != 0
     x, y = image[known].astype(np.float64), truth[known].astype(np.int32) - 1
     train, test = stratified(y, test_fraction, np.random.default_rng(seed))
     x = scaler(x[train])(x)
-    return Dataset(x[train], y[train], x[test], y[test], classes=len(_NAMES), shape=x.shape[1:], names=_NAMES)
+    return Dataset(x[train], y[train], x[test], y[test], classes=len(names), shape=x.shape[1:], names=names)
 
 
 def _variable(path: Path, name: str, *, axes: int) -> np.ndarray:

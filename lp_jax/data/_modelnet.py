@@ -96,9 +96,9 @@ def _ready(folder: Path, split: str, names: tuple[str, ...], *, size: int) -> tu
 
 def _arrays(folder: Path, split: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     path = folder / _READY.format(split)
-    with reading(path, "a NumPy archive with voxels, labels and classes"):
-        with np.load(path, allow_pickle=False) as archive:
-            voxels, labels, classes = (archive[name] for name in ("voxels", "labels", "classes"))
+    with reading(path, "a NumPy archive with voxels, labels and classes"), path.open("rb") as file:
+        archive = np.load(file, allow_pickle=False)
+        voxels, labels, classes = (archive[name] for name in ("voxels", "labels", "classes"))
     shape = (labels.size, size, size, size / 8)
     if voxels.dtype != np.uint8 or voxels.shape != shape or not labels.size:
         wanted = f"uint8 of shape (labels, {size}, {size}, {size / 8:g}), the last axis packed"

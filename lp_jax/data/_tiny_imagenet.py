@@ -62,7 +62,8 @@ def tiny_imagenet(
     test = [(path, name) for path, name in _held_out(folder, known) if name in names]
     if absent := set(names) - {name for _, name in test}:
         raise wrong(folder / _ANNOTATIONS, f"no image of class {min(absent)!r}", "at least one")
-    (train_x, train_y), (test_x, test_y) = (_images(files, names, opened) for files in (train, test))
+    train_x, test_x = (_images([path for path, _ in files], opened) for files in (train, test))
+    train_y, test_y = (np.array([names.index(name) for _, name in files], np.int32) for files in (train, test))
     return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=(_SIDE, _SIDE, 3), names=names)
 
 
@@ -82,12 +83,12 @@ def _held_out(folder: Path, known: list[str]) -> Iterator[tuple[Path, str]]:
         yield folder / "val" / "images" / image, name
 
 
-def _images(files: list[tuple[Path, str]], names: tuple[str, ...], opened: Callable[[Path], Any]) -> tuple[np.ndarray, np.ndarray]:
-    pixels = np.empty((len(files), _SIDE, _SIDE, 3), np.uint8)
+def _images(paths: list[Path], opened: Callable[[Path], Any]) -> np.ndarray:
+    pixels = np.empty((len(paths), _SIDE, _SIDE, 3), np.uint8)
     wanted = f"a JPEG file of {_SIDE} x {_SIDE} pixels"
-    for row, (path, _) in zip(pixels, files, strict=True):
+    for row, path in zip(pixels, paths, strict=True):
         with reading(path, wanted), opened(path) as image:
             if image.size != (_SIDE, _SIDE):
                 raise wrong(path, f"{image.width} x {image.height} pixels", wanted)
             row[...] = np.asarray(image.convert("RGB"))
-    return pixels, np.array([names.index(name) for _, name in files], np.int32)
+    return pixels

@@ -63,9 +63,10 @@ def read_ts(path: str | os.PathLike[str], *, fill: float | None = None) -> Serie
     """
     path = Path(path)
     content = lines(path, "a .ts file")
-    header = _header(path, content)
+    start = next((number for number, line in enumerate(content, 1) if line.lower().split() == ["@data"]), 0)
+    header = _header(path, content[:start])
     series = Series([], [], header.classes, header.name, [])
-    for number, line in enumerate(content[header.lines :], header.lines + 1):
+    for number, line in enumerate(content[start:], start + 1):
         if not line.strip() or line.startswith("#"):
             continue
         place, channels = f"{path}: line {number}", line.split(":")
@@ -93,24 +94,17 @@ class _Header(NamedTuple):
     channels: int  # 0 where the header does not say
     length: int
     equal: bool
-    lines: int
 
 
 def _header(path: Path, content: list[str]) -> _Header:
     """Return what the lines up to @data announce."""
-    keys: dict[str, list[str]] = {}
-    for number, line in enumerate(content, 1):
-        key, *values = line.split() or ["#"]
-        if not key.startswith(("#", "@")):
-            raise wrong(path, f"{line[:20]!r} in the header", "a key (@...), a comment (#...) or @data first")
-        keys[key.lower()] = values
-        if "@data" in keys:
-            break
-    else:
-        raise wrong(path, "no line @data", "one after the header")
+    entries = [line.split() for line in content if line.strip() and not line.startswith("#")]
+    if not entries or not all(key.startswith("@") for key, *_ in entries):
+        raise wrong(path, "no header, or more in it than keys and comments", "keys (@...), the last of them @data")
+    keys = {key.lower(): values for key, *values in entries}
 
     def value(key: str, default: str, allowed: str, wanted: str) -> str:
-        found = (keys.get(key) or [default if key not in keys else ""])[0].lower()
+        found = [*keys.get(key, [default]), ""][0].lower()
         if not re.fullmatch(allowed, found):
             raise wrong(path, f"{key} {found!r}", wanted)
         return found
@@ -132,7 +126,6 @@ def _header(path: Path, content: list[str]) -> _Header:
         channels=1 if flag("@univariate") else count("@dimensions") or count("@dimension"),
         length=count("@serieslength") if flag("@equallength", "true") else 0,
         equal=flag("@equallength"),
-        lines=number,
     )
 
 
