@@ -6,6 +6,7 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lp_jax import data
@@ -28,6 +29,13 @@ def refused(expected, call, *arguments, **options):
     message = str(caught.value)
     assert isinstance(caught.value, ValueError) and "\n" not in message and message.endswith(".")
     assert message.startswith(str(expected)) and "; wanted " in message
+
+
+def ragged(seed=0, count=103, longest=60):
+    """Sequences of many lengths and their labels, those of sequence i all i."""
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, count)
+    x = [np.stack([np.full(n, i + 1), np.arange(1, n + 1)], 1).astype(np.int32) for i, n in enumerate(lengths)]
+    return data.Sequences(x, [np.full(n, i, np.int32) for i, n in enumerate(lengths)])
 
 
 def same(datasets):

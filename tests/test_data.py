@@ -1,16 +1,18 @@
 """Data sets in general: digits and MNIST, the order of batches, what every loader says of missing files and packages."""
 
 import doctest
+import functools
 import gzip
 import importlib
 import itertools
 import pkgutil
+import re
 import struct
 import sys
 
 import numpy as np
 import pytest
-from data_files import PAGE, refused, run_page, same, write
+from data_files import PAGE, ragged, refused, run_page, same, write
 
 from lp_jax import data
 
@@ -209,24 +211,72 @@ def test_batches_keep_samples_lengths_and_labels_together():
         assert isinstance(got[0][0], tuple) and same((tuple(got), tuple(nested)))
 
 
+BATCHES = functools.partial(data.batches, data=(np.arange(5),), batch_size=2, seed=0, epoch=0)
+BUCKETED = functools.partial(data.bucketed, data=ragged(), batch_size=10, seed=0, epoch=0)
+VOXELIZE = functools.partial(data.voxelize, vertices=np.eye(3), faces=np.array([[0, 1, 2]]))
+FIVE, FOUR = np.arange(5), np.arange(4)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
+    ("call", "options", "message"),
     [
-        ((np.arange(5), 2), {}, TypeError, r"got one array: pass \(array,\)"),
-        (((np.arange(5), np.arange(4)), 2), {}, ValueError, r"one leading length, .*; got lengths \[5, 4\]"),
-        (((), 2), {}, ValueError, r"got lengths \[\]"),
-        ((((np.arange(5), np.arange(4)), np.arange(5)), 2), {}, ValueError, r"got lengths \[5, 4, 5\]"),
-        (([[1, 2, 3]], 2), {}, TypeError, "got a list: sequences of different lengths are for data.bucketed"),
-        (((np.arange(5),), 6), {}, ValueError, "batch_size must be at most the number of samples, 5; got 6"),
-        (((np.arange(5),), 0), {}, ValueError, "batch_size must be at least 1; got 0"),
-        (((np.arange(5),), 2.0), {}, TypeError, "batch_size must be an integer"),
-        (((np.arange(5),), 2), {"seed": -1}, ValueError, "seed must be at least 0; got -1"),
-        (((np.arange(5),), 2), {"epoch": 0.5}, TypeError, "epoch must be an integer"),
+        (BATCHES, {"data": FIVE}, r"got one array: pass \(array,\)"),
+        (BATCHES, {"data": [[1, 2, 3]]}, "arrays; got a list: sequences of different lengths are for data.bucketed"),
+        (BATCHES, {"data": (FIVE, FOUR)}, r"data must be arrays with one leading length, .*; got lengths \[5, 4\]"),
+        (BATCHES, {"data": ()}, r"got lengths \[\]"),
+        (BATCHES, {"data": ((FIVE, FOUR), FIVE)}, r"got lengths \[5, 4, 5\]"),
+        (BATCHES, {"batch_size": 6}, "batch_size must be at most the number of samples, 5; got 6"),
+        (BATCHES, {"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        (BATCHES, {"batch_size": 2.0}, "batch_size must be an integer"),
+        (BATCHES, {"seed": -1}, "seed must be at least 0; got -1"),
+        (BATCHES, {"epoch": 0.5}, "epoch must be an integer"),
+        (BUCKETED, {"lengths": (8, 32)}, "lengths must reach the longest sequence, 60; got at most 32"),
+        (BUCKETED, {"lengths": (64, 32)}, r"lengths must increase; got \(64, 32\)"),
+        (BUCKETED, {"lengths": ()}, r"lengths must increase; got \(\)"),
+        (BUCKETED, {"lengths": (64.0,)}, "lengths must be an integer"),
+        (BUCKETED, {"batch_size": 104}, "batch_size must be at most the number of sequences, 103; got 104"),
+        (BUCKETED, {"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        (BUCKETED, {"seed": -1}, "seed must be at least 0; got -1"),
+        (BUCKETED, {"epoch": 0.5}, "epoch must be an integer"),
+        (BUCKETED, {"data": data.Sequences(ragged().x, ragged().y[:-1])}, r"got 0 for the \d+ of sequence 102"),
+        (BUCKETED, {"data": data.Sequences(ragged().x, ragged().x[::-1])}, r"got \d+ for the \d+ of sequence 0"),
+        (data.padded, {"sequences": [FIVE[:1], FIVE], "length": 2}, "that of the longest sequence, 5; got 2"),
+        (data.padded, {"sequences": []}, "sequences must be at least one array; got none"),
+        (data.peaks, {"samples": 8}, "leaves class 0, of 2 samples, 0 of them to test with; wanted at least one to"),
+        (data.peaks, {"samples": 3}, "leaves class 0, of 1 samples"),
+        (data.peaks, {"samples": 0}, "samples must be at least 1; got 0"),
+        (data.peaks, {"samples": 10.0}, "samples must be an integer"),
+        (data.peaks, {"classes": 1}, "classes must be at least 2; got 1"),
+        (data.peaks, {"seed": -1}, "seed must be at least 0; got -1"),
+        (data.indian_pines, {"folder": "nowhere", "seed": 0.5}, "seed must be an integer"),
+        (data.tiny_imagenet, {"folder": "nowhere", "per_class": 0}, "per_class must be at least 1; got 0"),
+        (data.modelnet, {"folder": "nowhere", "size": 0}, "size must be at least 1; got 0"),
+        (data.modelnet, {"folder": "nowhere", "margin": 0.5}, "margin must be an integer"),
+        (data.gum, {"folder": "nowhere", "task": "xpos"}, "task must be 'upos' or 'feats'; got 'xpos'"),
+        (data.gum, {"folder": "nowhere", "longer": "drop"}, "longer must be 'split' or 'cut' or 'refuse'; got 'drop'"),
+        (data.gum, {"folder": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
+        (data.gum, {"folder": "nowhere", "max_length": 2.5}, "max_length must be an integer"),
+        (data.characters, {"path": "nowhere", "length": 0}, "length must be at least 1; got 0"),
+        (data.characters, {"path": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
+        (data.characters, {"path": []}, "path must be a file or several; got none"),
+        (VOXELIZE, {"vertices": np.zeros((3, 2))}, r"vertices must be of shape \(vertices, 3\), .*; got \(3, 2\)"),
+        (VOXELIZE, {"faces": np.eye(3)}, "faces must be integers; got float64"),
+        (VOXELIZE, {"faces": np.zeros((0, 3), int)}, r"at least one of them; got \(0, 3\)"),
+        (VOXELIZE, {"faces": np.array([[0, 1]])}, r"faces must be of shape \(faces, 3\)"),
+        (VOXELIZE, {"faces": np.array([[0, 1, 3]])}, "numbers of vertices, 0 to 2; got 0 to 3"),
+        (VOXELIZE, {"faces": np.array([[0, 1, -1]])}, "numbers of vertices, 0 to 2; got -1 to 1"),
+        (VOXELIZE, {"vertices": np.diag([1, np.inf, 1])}, "vertices must be finite and span a mesh"),
+        (VOXELIZE, {"vertices": np.ones((3, 3))}, "vertices must be finite and span a mesh"),
+        (VOXELIZE, {"size": 0}, "size must be at least 1; got 0"),
+        (VOXELIZE, {"size": 4, "margin": 2}, "less than half of the size, 4; got 2"),
+        (VOXELIZE, {"margin": 0.5}, "margin must be an integer"),
     ],
 )
-def test_batches_refuse_at_once(arguments, options, error, message):
-    with pytest.raises(error, match=message):
-        data.batches(*arguments, **({"seed": 0, "epoch": 0} | options))
+def test_senseless_arguments_are_refused_at_once(call, options, message):
+    kind = "must be (an )?integer|got one array|got a list"
+    with pytest.raises(TypeError if re.search(kind, message) else ValueError, match=message) as caught:
+        call(**options)
+    assert not isinstance(caught.value, data.DataError)
 
 
 @pytest.mark.parametrize(

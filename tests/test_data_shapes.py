@@ -127,27 +127,6 @@ def test_voxels_of_many_triangles_are_those_of_each():
     np.testing.assert_array_equal(data.voxelize(np.concatenate([vertices, [[99, 99, 99]]]), shuffled, 24), got)
 
 
-@pytest.mark.parametrize(
-    ("vertices", "faces", "options", "error", "message"),
-    [
-        (np.zeros((3, 2)), [[0, 1, 2]], {}, ValueError, r"vertices must be of shape \(vertices, 3\), .*; got \(3, 2\)"),
-        (np.eye(3), [[0.0, 1.0, 2.0]], {}, TypeError, "faces must be integers; got float64"),
-        (np.eye(3), np.zeros((0, 3), int), {}, ValueError, r"at least one of them; got \(0, 3\)"),
-        (np.eye(3), [[0, 1]], {}, ValueError, r"faces must be of shape \(faces, 3\)"),
-        (np.eye(3), [[0, 1, 3]], {}, ValueError, "numbers of vertices, 0 to 2; got 0 to 3"),
-        (np.eye(3), [[0, 1, -1]], {}, ValueError, "numbers of vertices, 0 to 2; got -1 to 1"),
-        (np.diag([1, np.inf, 1]), [[0, 1, 2]], {}, ValueError, "vertices must be finite and span a mesh"),
-        (np.ones((3, 3)), [[0, 1, 2]], {}, ValueError, "vertices must be finite and span a mesh"),
-        (np.eye(3), [[0, 1, 2]], {"size": 0}, ValueError, "size must be at least 1; got 0"),
-        (np.eye(3), [[0, 1, 2]], {"size": 4, "margin": 2}, ValueError, "less than half of the size, 4; got 2"),
-        (np.eye(3), [[0, 1, 2]], {"margin": 0.5}, TypeError, "margin must be an integer"),
-    ],
-)
-def test_meshes_that_are_none_are_refused(vertices, faces, options, error, message):
-    with pytest.raises(error, match=message):
-        data.voxelize(vertices, np.array(faces), **options)
-
-
 @pytest.fixture
 def meshes(tmp_path):
     """Two classes: cubes and squares."""

@@ -53,6 +53,7 @@ def modelnet(
     """
     folder = Path(folder)
     _check.integer("size", size, least=1)
+    _check.integer("margin", margin, least=0)
     if (folder / _READY.format("train")).exists():
         known: Sequence[str] = _arrays(folder, "train", size)[2].tolist()
         load = functools.partial(_ready, size=size)
@@ -60,9 +61,7 @@ def modelnet(
         known = sorted(path.parent.name for path in folder.glob("*/train") if path.is_dir())
         load = functools.partial(_meshes, size=size, margin=margin)
         if not known:
-            raise wrong(
-                folder, f"has no file {_READY.format('train')} and no folder */train of meshes", "one of the two"
-            )
+            raise wrong(folder, "has no file voxels_train.npz and no folder */train of meshes", "one of the two")
     names = chosen(classes, known, folder)
     (train_x, train_y), (test_x, test_y) = (load(folder, split, names) for split in ("train", "test"))
     return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=(size, size, size, 1), names=names)

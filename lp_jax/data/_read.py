@@ -21,7 +21,7 @@ def reading(path: Path, wanted: str) -> Iterator[None]:
     """Turn whatever a parser stumbles on in a missing or damaged file into a `DataError`."""
     try:
         yield
-    except DataError:
+    except (DataError, ImportError, MemoryError):
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -67,5 +67,5 @@ def needed(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"this data set needs {error.name}, of the extra lp_jax[data]: pip install 'lp_jax[data]'", name=error.name
+            f"lp_jax.data needs {error.name}, of the extra lp_jax[data]: pip install 'lp_jax[data]'", name=error.name
         ) from None

@@ -48,17 +48,14 @@ def uci_har(folder: str | os.PathLike[str]) -> Dataset:
         activities = dict(line.split() for line in lines(path, _WANTED))
     if len(activities) < len(lines(path, _WANTED)):
         raise wrong(path, "a number twice", "a new one for each activity")
-    train_x, train_y = _split(folder / "train", "train", tuple(activities))
-    test_x, test_y = _split(folder / "test", "test", tuple(activities))
-    if train_x.shape[1] != test_x.shape[1]:
-        raise wrong(
-            folder / "test", f"windows of {test_x.shape[1]} numbers", f"{train_x.shape[1]}, like those of train"
-        )
+    (train_x, train_y), (test_x, test_y) = (
+        _split(folder / split, split, (*activities,)) for split in ("train", "test")
+    )
+    scaled, names, length = scaler(train_x), tuple(activities.values()), train_x.shape[1]
+    if test_x.shape[1] != length:
+        raise wrong(folder / "test", f"windows of {test_x.shape[1]} numbers", f"{length}, like those of train")
     if absent := set(test_y.tolist()) - set(train_y.tolist()):
-        raise wrong(
-            folder / "test", f"activity {[*activities.values()][min(absent)]}", "one that a training window has"
-        )
-    scaled, names = scaler(train_x), tuple(activities.values())
+        raise wrong(folder / "test", f"activity {names[min(absent)]}", "one that a training window has")
     return Dataset(
         scaled(train_x), train_y, scaled(test_x), test_y, classes=len(names), shape=train_x.shape[1:], names=names
     )
