@@ -8,7 +8,7 @@ import numpy as np
 
 from lp_jax import _check
 from lp_jax.data._bucketed import UNLABELLED, Sequences
-from lp_jax.data._conllu import read_conllu
+from lp_jax.data._conllu import Sentence, read_conllu
 from lp_jax.data._read import wrong
 from lp_jax.data._vocabulary import FEATURES, Features
 
@@ -109,27 +109,28 @@ def gum(
     features = Features((word for sentence in sentences["train"] for word in sentence.words), min_count)
     tags = tuple(sorted({tag for sentence in sentences["train"] for tag in getattr(sentence, task)}))
     numbers = {tag: number for number, tag in enumerate(tags)}
-    parts: dict[str, Sequences] = {}
-    words: list[tuple[str, ...]] = []
     for split, path in paths.items():
-        part, words = Sequences([], []), []  # of the last split, test, in the end
         for at, sentence in enumerate(sentences[split], 1):
             place, given = f"{path}: sentence {at}", getattr(sentence, task)
-            if absent := set(given) - set(tags) if strict else ():
+            if strict and (absent := set(given) - set(tags)):
                 raise wrong(place, f"{task} {min(absent)!r}", "one that the training sentences have, as strict=True")
-            if max_length is not None and longer == "refuse" and len(given) > max_length:
+            if longer == "refuse" and len(given) > (max_length or len(given)):
                 found = f"{len(given)} words, beginning with {' '.join(sentence.words[:4])!r}"
                 raise wrong(place, found, f"at most {max_length}")
-            labels = np.array([numbers.get(tag, UNLABELLED) for tag in given], np.int32)
-            x = features(sentence.words)
-            for piece in _pieces(len(labels), max_length, longer):
-                part.x.append(x[piece])
-                part.y.append(labels[piece])
-                words.append(sentence.words[piece])
-        parts[split] = part
-    unseen = {split: sum(int(np.sum(y == UNLABELLED)) for y in part.y) for split, part in parts.items()}
+
+    def numbered(pieces: list[Sentence]) -> Sequences:
+        labels = [[numbers.get(tag, UNLABELLED) for tag in getattr(piece, task)] for piece in pieces]
+        return Sequences([features(piece.words) for piece in pieces], [np.array(row, np.int32) for row in labels])
+
+    pieces = {split: [piece for s in sentences[split] for piece in _pieces(s, max_length, longer)] for split in paths}
+    parts = {split: numbered(pieces[split]) for split in paths}
     return Tagging(
-        **parts, tags=tags, features=FEATURES, vocabularies=features.vocabularies, unseen=unseen, test_words=words
+        **parts,
+        tags=tags,
+        features=FEATURES,
+        vocabularies=features.vocabularies,
+        unseen={split: sum(int(np.sum(y == UNLABELLED)) for y in part.y) for split, part in parts.items()},
+        test_words=[piece.words for piece in pieces["test"]],
     )
 
 
@@ -141,8 +142,13 @@ def _find(folder: Path, split: str) -> Path:
     return found[0]
 
 
-def _pieces(words: int, max_length: int | None, longer: str) -> list[slice]:
+def _pieces(sentence: Sentence, max_length: int | None, longer: str) -> list[Sentence]:
     """Return the parts of a sentence to take."""
-    length = max_length or words
-    pieces = [slice(start, start + length) for start in range(0, words, length)]
+    length = max_length or len(sentence.words)
+    pieces = []
+    for start in range(0, len(sentence.words), length):
+        words, upos, feats = (
+            column[start : start + length] for column in (sentence.words, sentence.upos, sentence.feats)
+        )
+        pieces.append(sentence._replace(words=words, upos=upos, feats=feats))
     return pieces[:1] if longer == "cut" else pieces
