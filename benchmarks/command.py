@@ -67,11 +67,7 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     limit_jax_threads(options.threads)
     jax.config.update("jax_enable_compilation_cache", False)  # what takes time to compile shall take it
-    folder = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"cannot write to {folder}: {error.strerror}. Name another folder with --out.")
+    folder = results_folder(parser, options)
     _warn_if_busy()
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows", "add")}
     result: report.Result = {
@@ -97,6 +93,34 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         print(f"Left out: {left['name']} ({left['reason']}).")
     print("Wrote " + ", ".join(map(str, paths)))
     return 0
+
+
+def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return a parser with the options of every suite."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="something tiny, to see that all works; kept apart")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where the files go (default: benchmarks/results/DEVICE; --quick: benchmarks/scratch/DEVICE)",
+    )
+    return parser
+
+
+def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path:
+    """Make the folder of the result's files."""
+    folder: Path = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"cannot write to {folder}: {error.strerror}. Name another folder with --out.")
+    return folder
 
 
 def _keep(result: report.Result, path: Path) -> None:
@@ -199,12 +223,7 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     examples = "\n".join(
         f"  python -m benchmarks.{suite.name} {arguments:<{width}}  {what}" for arguments, what in suite.examples
     )
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{suite.name}",
-        description=suite.about,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common_parser(suite.name, suite.about, f"examples:\n{examples}")
     pair = ",".join(suite.sizes)
     rows = " ".join(",".join(map(str, row)) for row in suite.rows)
     parser.add_argument(
@@ -215,13 +234,6 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--add", action="store_true", help="keep the rows of an earlier result that are not measured now"
-    )
-    parser.add_argument("--quick", action="store_true", help="one tiny row, to see that all works; times mean nothing")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where the files go (default: benchmarks/results/DEVICE; --quick: scratch)",
     )
     parser.add_argument(
         "--rounds", type=positive, metavar="N", help=f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"

@@ -174,7 +174,7 @@ def summary(contenders: Sequence[Contender], timings: Sequence[Timing]) -> list[
             "ratio": Spread.of(ratios(timing, timings[0]))._asdict(),
             "cores": float(np.median(timing.cores)),
             "calls_per_sample": timing.calls,
-            "samples": timing.seconds,
+            "rounds": len(timing.rounds),
         }
         for contender, timing in zip(contenders, timings, strict=True)
     ]

@@ -7,7 +7,6 @@ same time, takes longer than on one alone; messages are measured between such wo
 layers is the difference of the baseline and serial propagation.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -23,12 +22,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import dense, pipeline, report, resnet, settings, single
-from benchmarks.command import Progress
+from benchmarks.command import Progress, common_parser, results_folder
+from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Spread, Tell, measure, ratios
-from benchmarks.manifest import device_slug, manifest
-from benchmarks.propagation import Pair
-from benchmarks.published import SERIAL
-from benchmarks.ranks import Group, why_no_mpi
+from benchmarks.manifest import manifest
+from benchmarks.networks import SERIAL, Pair
 from lp_jax import planning
 
 _CLOSE, _APART = 0.25, 0.15  # of a good prediction; of two times that are told apart
@@ -62,7 +60,7 @@ def solved(pair: Pair, layers: int, workers: int = 1, **spread: int) -> Predict:
 
 def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
-    for suite in ("dense", "resnet", "single", "ranks_dense", "ranks_conv", "ranks_gru", "pipeline"):
+    for suite in ("dense", "resnet", "single", "ranks", "pipeline"):
         path = folder / f"{suite}.json"
         if not path.exists():
             continue
@@ -71,7 +69,7 @@ def measured(folder: Path) -> Iterator[Measured]:
                 row.get("network", "conv" if suite == "resnet" else "dense"),
                 row.get("width", row.get("channels")),
                 row["layers"],
-                row.get("batch") or (50 if suite == "resnet" else dense.BATCH),
+                row.get("batch") or (resnet.BATCH if suite == "resnet" else dense.BATCH),
             )
             known = _known(suite, sizes)
             times = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
@@ -96,7 +94,7 @@ def _worker(name: str) -> tuple[str, int]:
 def _known(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Callable[[int], Predict]]:
     """From names to functions of the number of workers, of all whose effort does not depend on the problem."""
     layers = sizes[2]
-    if suite.startswith(("ranks", "pipeline")):
+    if suite in ("ranks", "pipeline"):
         head = "layer-parallel, " if suite == "pipeline" else ""
         found: dict[str, Callable[[int], Predict]] = {
             f"{head}{name}": lambda workers, make=make: solved(make(layers, workers), layers, workers)  # type: ignore[misc]
@@ -107,9 +105,7 @@ def _known(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Callable[[
                 planning.pipeline, layers, workers=workers, microbatches=m
             )
         return found | {"data parallel": lambda workers: solved(SERIAL, layers, data_workers=workers)}
-    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or {
-        name: pair for name, (_, pair) in single.known_solvers(*sizes[:1], sizes[2]).items()
-    }
+    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or single.pairs(sizes[0], layers)
     return {
         name: lambda workers, pair=pair: solved(pair, layers, workers)  # type: ignore[misc]
         for name, pair in pairs.items()
@@ -122,39 +118,39 @@ class Machines:
 
     Args:
         row: what was measured.
-        folder: of the machines' files, which are written, or read where they are there and ``kept``.
-        kept: whether those will do.
+        path: of the machines' file, to which those that are calibrated are added.
+        kept: whether machines that are there will do.
         tell: progress.
     """
 
-    def __init__(self, row: Measured, folder: Path, kept: bool, tell: Tell):
-        self._row, self._folder, self._kept, self._tell = row, folder, kept, tell
+    def __init__(self, row: Measured, path: Path, kept: bool, tell: Tell):
+        self._row, self._path, self._kept, self._tell = row, path, kept, tell
         self._what = {
             "sizes": row.sizes,
-            "updates": "dense" not in row.suite,
+            "updates": row.suite != "dense" and (row.suite, row.sizes[0]) != ("ranks", "dense"),
             "fewer": row.suite == "pipeline",
             "batched": row.suite == "dense",
         }
         self._found: dict[str, planning.Machine] = {}
-        folder.mkdir(parents=True, exist_ok=True)
 
     def alone(self) -> planning.Machine:
         """One worker."""
-        return self._file("alone", self._alone)
+        return self._known("alone", self._alone)
 
     def of(self, workers: int, kind: str) -> planning.Machine:
         """For so many workers of a kind: as slow as layers get when each of them has its share, and the wires between them."""
         if workers == 1:
             return self.alone()
-        return self._file(f"{workers} {kind}", functools.partial(self._together, workers, kind))
+        return self._known(f"{workers} {kind}", functools.partial(self._together, workers, kind))
 
-    def _file(self, name: str, make: Callable[[], planning.Machine]) -> planning.Machine:
-        words = (self._row.suite, *self._row.sizes, *name.split())
-        path = self._folder / f"{'_'.join(map(str, words))}.json"
+    def _known(self, name: str, make: Callable[[], planning.Machine]) -> planning.Machine:
         if name not in self._found:
-            if not (self._kept and path.exists()):
-                make().save(path)
-            self._found[name] = planning.Machine.load(path)
+            key = ", ".join(map(str, (self._row.suite, *self._row.sizes, name)))
+            stored = read(self._path)
+            if not (self._kept and key in stored):
+                stored = read(self._path) | {key: make()}
+                write(self._path, stored)
+            self._found[name] = stored[key]
         return self._found[name]
 
     def _alone(self) -> planning.Machine:
@@ -184,7 +180,25 @@ class Machines:
 
     @property
     def _keep(self) -> bool:
-        return self._row.suite.startswith(("ranks", "pipeline"))  # as these suites do
+        return self._row.suite in ("ranks", "pipeline")  # as these suites do
+
+
+def read(path: Path) -> dict[str, planning.Machine]:
+    """The machines of a file, by name; none where there is no file."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {
+        name: planning.Machine(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        for name, fields in found.items()
+    }
+
+
+def write(path: Path, machines: dict[str, planning.Machine]) -> None:
+    """Write a line for each machine."""
+    lines = []
+    for name, machine in machines.items():
+        fields = {k: v for k, v in dataclasses.asdict(machine).items() if v is not None and v != math.inf}
+        lines.append(f"{json.dumps(name)}: {json.dumps(fields)}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def _group(kind: str, threads: int, workers: int, keep: bool) -> Any:
@@ -242,26 +256,21 @@ def winners(contenders: Sequence[dict[str, Any]]) -> tuple[int, int]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each contender; at the end what share is close, and what pairs are in the right order."""
-    lines = [
-        "| suite | row | solver | workers | measured | predicted | predicted / measured |",
-        "|---|---|---|--:|--:|--:|--:|",
-    ]
+    cells = [["suite", "row", "solver", "workers", "measured", "predicted", "predicted / measured"]]
     pairs = [c for row in rows for c in row["contenders"]]
     for row in rows:
+        title = ", ".join(map(str, row["sizes"]))
         for c in row["contenders"]:
-            off = c["predicted"] / c["measured"]
-            title = ", ".join(map(str, row["sizes"]))
-            lines.append(
-                f"| {row['suite']} | {title} | {c['name']} | {c['workers']} | {c['measured']:.2f} | {c['predicted']:.2f} "
-                f"| {off:.2f} |"
-            )
+            said, found = c["predicted"], c["measured"]
+            ratios = f"{found:.2f}", f"{said:.2f}", f"{said / found:.2f}"
+            cells.append([row["suite"], title, c["name"], str(c["workers"]), *ratios])
     close = sum(1 / (1 + _CLOSE) <= c["predicted"] / c["measured"] <= 1 + _CLOSE for c in pairs)
     right, total = (sum(x) for x in zip(*(winners(row["contenders"]) for row in rows), strict=True))
-    lines.append(
-        f"\nRatios to serial propagation. {close} of {len(pairs)} predictions are within {_CLOSE:.0%}; of {total} pairs of "
-        f"solvers in a row that differ by more than {_APART:.0%}, {right} are in the right order."
+    return (
+        f"{report.pipes(cells)}\n\nRatios to serial propagation. {close} of {len(pairs)} predictions are within "
+        f"{_CLOSE:.0%}; of {total} pairs of solvers in a row that differ by more than {_APART:.0%}, {right} are in the "
+        "right order.\n"
     )
-    return "\n".join(lines) + "\n"
 
 
 def draw(result: report.Result) -> Figure:
@@ -305,21 +314,15 @@ def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, predict, compare."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_parser("model", __doc__ or "")
     parser.add_argument("--suites", nargs="+", metavar="NAME", help="results of these only")
     parser.add_argument(
-        "--results", type=Path, help="folder with the measured results (default: benchmarks/results/DEVICE)"
+        "--results", type=Path, metavar="FOLDER", help="with the measured results (default: where the files go)"
     )
-    parser.add_argument(
-        "--kept", action="store_true", help="use the machines' files that are there, and calibrate the others"
-    )
-    parser.add_argument("--out", type=Path, help="where the files go (default: the folder of the results)")
+    parser.add_argument("--kept", action="store_true", help="use the machines that are there, and calibrate the others")
     options = parser.parse_args(arguments)
-    folder = options.results or Path(__file__).parent / "results" / device_slug()
-    out = options.out or folder
-    out.mkdir(parents=True, exist_ok=True)
+    out = results_folder(parser, options)
+    folder = options.results or out
     kept = out / "model.json"
     rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
     wanted = list(measured(folder))
@@ -328,23 +331,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [row._replace(ratios=[r for r in row.ratios if not r[0].endswith("ranks")]) for row in wanted]
     wanted = [row for row in wanted if row.ratios]
     wanted = [row for row in wanted if not options.suites or row.suite in options.suites]
+    wanted = wanted[:1] if options.quick else wanted
     if not wanted:
-        parser.error(f"no result in {folder} has a row that can be predicted.")
+        parser.error(f"no result in {folder} has a row that can be predicted. Run another suite first.")
     progress, described = Progress(), manifest("benchmarks.model", arguments)
     for row in wanted:
         title = f"{row.suite}, {', '.join(map(str, row.sizes))}"
-        machines = Machines(row, out / "machines", options.kept, lambda text, title=title: progress(f"{title}: {text}"))
-        new = {
-            "suite": row.suite,
-            "sizes": list(row.sizes),
-            "threads": row.threads,
-            "contenders": compared(row, machines),
-        }
+        tell = functools.partial(_tell, progress, title)
+        found = compared(row, Machines(row, out / "machines.json", options.kept, tell))
+        new = {"suite": row.suite, "sizes": list(row.sizes), "threads": row.threads, "contenders": found}
         rows = [r for r in rows if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])] + [new]
         _save(out, rows, described)
     progress.clear()
     print(table(rows))
     return 0
+
+
+def _tell(progress: Progress, title: str, text: str) -> None:
+    progress(f"{title}: {text}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from rich.table import Table
 from benchmarks import single
 from benchmarks.command import network_row, positive
 from benchmarks.manifest import cores, limit_jax_threads
+from benchmarks.networks import NETWORKS
+from benchmarks.training import trainer
 
 
 class Event(NamedTuple):
@@ -147,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     parser.add_argument(
         "--row",
-        type=network_row(single.NETWORKS),
+        type=network_row(NETWORKS),
         default=("dense", 64, 1024, 32),
         metavar="network,width,layers,batch",
         help="as in suite single (default: dense,64,1024,32)",
@@ -163,20 +165,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=positive, metavar="N", default=12, help="operations shown (default: 12)")
     parser.add_argument("--kinds", action="store_true", help="take operations of a kind together")
     parser.add_argument("--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all)")
+    parser.add_argument("--quick", action="store_true", help="two steps of a tiny row, to see that all works")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.row, options.calls = ("dense", 8, 16, 4), 2
     limit_jax_threads(options.threads)
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
     network, width, layers, batch = options.row
-    train, _ = single.NETWORKS[network](width, layers, batch)
-    entries = {"lax.scan": None} | {name: pair for name, (_, pair) in single.known_solvers(network, layers).items()}
+    drawn = NETWORKS[network](width, layers, batch)
+    entries = {"lax.scan": None, **single.pairs(network, layers)}
     chosen = {name: p for name, p in entries.items() if any(text.lower() in name.lower() for text in options.only)}
     if not chosen:
         parser.error(f"no contender has {' or '.join(options.only)} in its name; there are {', '.join(entries)}.")
     for name, pair in chosen.items():
         with console.status(f"{name}: compiling"):
-            step = train(pair)
+            step = trainer(drawn, pair)
         with console.status(f"{name}: {options.calls} training steps"):
             jax.block_until_ready(step())
             found = costs(traced(step, options.calls), options.calls)

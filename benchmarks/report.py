@@ -1,5 +1,7 @@
 """A result as JSON, as a table and, by the suites' own drawings, as a picture."""
 
+import functools
+import io
 import json
 import math
 import os
@@ -9,6 +11,10 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 Result = dict[str, Any]
 """``suite``, ``title``, ``manifest``, ``settings``, ``rows`` and ``left_out``, as in the JSON file."""
@@ -77,39 +83,62 @@ LEGEND = (
 def save(
     result: Result,
     folder: Path,
-    draw: Callable[[Result], Figure],
+    draw: Callable[[Result], Figure] | None = None,
     text: Callable[[Result], str] | None = None,
 ) -> list[Path]:
-    """Write the three files, tables as `markdown` has them unless told; one that is there is replaced whole."""
-    paths = [folder / f"{result['suite']}{suffix}" for suffix in (".json", ".md", ".png")]
-    _replace(paths[0], (json.dumps(_plain(result), indent=1, ensure_ascii=False) + "\n").encode())
-    _replace(paths[1], (text or markdown)(result).encode())
-    part = paths[2].with_suffix(".part.png")
-    draw(result).savefig(part)
-    os.replace(part, paths[2])
-    return paths
+    """Write numbers, tables as `markdown` has them unless told, and a picture; one that is there is replaced whole."""
+    files = {".json": _json(result).encode(), ".md": (text or markdown)(result).encode()}
+    if draw is not None:
+        files[".png"] = picture(draw(result))
+    return [_replace(folder / f"{result['suite']}{suffix}", content) for suffix, content in files.items()]
 
 
-def _replace(path: Path, content: bytes) -> None:
+def picture(fig: Figure) -> bytes:
+    """Return a small PNG: few pixels per inch, and a palette."""
+    drawn, packed = io.BytesIO(), io.BytesIO()
+    fig.savefig(drawn, dpi=60)
+    Image.open(drawn).convert("RGB").quantize(32).save(packed, "png", optimize=True)
+    return packed.getvalue()
+
+
+def _replace(path: Path, content: bytes) -> Path:
     part = path.with_suffix(".part")
     part.write_bytes(content)
     os.replace(part, path)
+    return path
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _json(result: Result) -> str:
+    """A line for each entry of a row; floats with six digits, and null where they are not finite."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: short(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [short(v) for v in value]
+        if isinstance(value, float):
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        return value
+
+    def row(found: dict[str, Any]) -> str:
+        if "contenders" not in found:
+            return dump(found)
+        head = {k: v for k, v in found.items() if k != "contenders"}
+        lines = ",\n".join(f"   {dump(c)}" for c in found["contenders"])
+        return f'{dump(head)[:-1]}, "contenders": [\n{lines}\n  ]}}'
+
+    dump = functools.partial(json.dumps, ensure_ascii=False)
+    result = short(result)
+    parts = [f'"{name}": {dump(value)}' for name, value in result.items() if name != "rows"]
+    rows = ",\n".join(f"  {row(found)}" for found in result["rows"])
+    return "{\n" + ",\n".join([*parts, f'"rows": [\n{rows}\n ]']) + "\n}\n"
 
 
 def markdown(result: Result) -> str:
     """The tables, readable as they are and by a Markdown viewer."""
     parts = [f"# {result['title']}", origin(result)]
     for row in result["rows"]:
-        parts += [f"## {row['title']}", _pipes(_cells(row))]
+        parts += [f"## {row['title']}", pipes(_cells(row))]
         if "manifest" in row:  # it is from an earlier run
             parts.append(origin(row))
     parts.append(LEGEND)
@@ -136,7 +165,7 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
     return [["", *(column.title for column in columns)], *lines]
 
 
-def _pipes(cells: Sequence[Sequence[str]]) -> str:
+def pipes(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     head, *lines = ([_pad(i, text, w) for i, (text, w) in enumerate(zip(line, widths, strict=True))] for line in cells)
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
@@ -148,19 +177,12 @@ def _pad(column: int, text: str, width: int) -> str:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one row's table: with rich where it is installed."""
-    cells = _cells(row)
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        print(f"\n{row['title']}\n\n{_pipes(cells)}", flush=True)
-        return
+    """Print one row's table."""
+    head, *lines = _cells(row)
     table = Table(title=row["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for i, title in enumerate(cells[0]):
+    for i, title in enumerate(head):
         table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
-    for line in cells[1:]:
+    for line in lines:
         table.add_row(*line)
     terminal = Console()
     (terminal if terminal.is_terminal else Console(width=200)).print(table)
@@ -168,7 +190,7 @@ def show(row: dict[str, Any]) -> None:
 
 def figure(result: Result, *, width: float, height: float) -> Figure:
     """An empty figure with title and origin."""
-    fig = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    fig = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     fig.suptitle(result["title"], x=0.01, ha="left", fontsize=17, fontweight="bold", color=INK)
     m = result["manifest"]
     device = m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"]
@@ -218,7 +240,7 @@ def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
 _HIDES = 30
 
 
-def panels(result: Result, *, x: str) -> Figure:
+def panels(result: Result) -> Figure:
     """A panel of `bars` per row, three side by side."""
     rows = result["rows"]
     columns = min(3, len(rows))
@@ -231,6 +253,6 @@ def panels(result: Result, *, x: str) -> Figure:
             continue
         contenders = rows[number]["contenders"]
         bars(ax, contenders)
-        dress(ax, title=rows[number]["title"], x=x, grid="x")
+        dress(ax, title=rows[number]["title"], x="ms per call, × the first line, gradient error", grid="x")
         ax.set_yticks(range(len(contenders)), [c["name"] for c in contenders], color=INK)
     return fig
