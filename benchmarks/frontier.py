@@ -232,7 +232,7 @@ def front(rows: Sequence[Mapping[str, Any]], price: str) -> list[Mapping[str, An
 def _panels(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     for name, steps in dict.fromkeys((row["network"], row["steps"]) for row in rows):
         here = [row for row in rows if (row["network"], row["steps"]) == (name, steps)]
-        yield f"{name}, {steps} steps of training", here
+        yield f"{name}, {steps} training steps", here
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -255,27 +255,43 @@ _LEGEND = (
 )
 
 
-def draw(result: Mapping[str, Any]) -> Figure:
-    """A panel per network: error against depth, the front as a line."""
-    panels = list(_panels(result["rows"]))
+KINDS = (
+    "injection",
+    "mean",
+    "half of the layers",
+    "Picard 1",
+    "second order",
+    "Picard 2",
+    "Picard 3",
+    "global Picard",
+    "windows",
+    "tolerance",
+    "Newton, full",
+    "Newton, diagonal",
+)
+
+
+def draw(result: report.Result) -> Figure:
+    """A panel per network as it was trained longest: error against depth, the front as a line."""
+    panels = list({here[0]["network"]: (title, here) for title, here in _panels(result["rows"])}.values())
     columns = min(4, len(panels))
     lines = math.ceil(len(panels) / columns)
-    kinds = list(dict.fromkeys(row["setting"] for row in result["rows"]))
-    fig = report.figure(result, width=6 * columns, height=4.2 * lines + 3)
-    axes = fig.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat
-    for ax, (title, here) in itertools.zip_longest(axes, panels, fillvalue=("", [])):
-        for row in here:
-            style = kinds.index(row["setting"])
-            look = {"color": f"C{style % 10}", "marker": "os^DvP*"[style // 10], "markersize": 8, "linestyle": ""}
-            ax.plot(row["depth"], max(row["error"], 1e-7), label=row["setting"], **look)
+    fig = report.figure(result, width=2 + 5.2 * columns, height=1.5 + 4.2 * lines)
+    axes = fig.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    for ax in axes[len(panels) :]:
+        ax.set_visible(False)
+    for ax, (title, here) in zip(axes, panels, strict=False):
+        for number, kind in enumerate(KINDS):
+            points = [row for row in here if next(k for k in KINDS if k in row["setting"]) == kind]
+            look = {"color": f"C{number % 10}", "marker": "os^DvP*X"[number % 8], "markersize": 9, "linestyle": ""}
+            depths = [row["depth"] for row in points]
+            ax.plot(depths, [max(row["error"], 1e-7) for row in points], label=kind, **look)
         best = front(here, "depth")
         ax.step([row["depth"] for row in best], [row["error"] for row in best], where="post", color=report.INK)
-        ax.set_visible(bool(here))
         report.dress(ax, title=title, x="depth / serial", y="error of the gradient")
-    axes[0].set(xscale="log", yscale="log", ylim=(1e-7, 30))
+    axes[0].set(xscale="log", yscale="log", ylim=(5e-8, 30))
     axes[0].xaxis.set_major_formatter("{x:g}")
-    named = {label: mark for ax in axes for mark, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    fig.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, fontsize=11, frameon=False)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=13, frameon=False)
     return fig
 
 

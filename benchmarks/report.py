@@ -97,7 +97,7 @@ def picture(fig: Figure) -> bytes:
     """Return a small PNG: few pixels per inch, and a palette."""
     drawn, packed = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, dpi=60)
-    Image.open(drawn).convert("RGB").quantize(32).save(packed, "png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(48, Image.Quantize.MAXCOVERAGE).save(packed, "png", optimize=True)
     return packed.getvalue()
 
 
@@ -232,27 +232,31 @@ def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
     ax.set_ylim(len(contenders) - 0.4, -0.6)
     if longest > _HIDES * shortest:
         ax.set_xscale("log")
-        ax.set_xlim(shortest / 2, 2 * longest * (2 * longest / shortest))
+        ax.set_xlim(shortest / 2, 3 * longest * (2 * longest / shortest))
     else:
-        ax.set_xlim(0, 2 * longest)
+        ax.set_xlim(0, 2.3 * longest)
 
 
 _HIDES = 30
 
 
 def panels(result: Result) -> Figure:
-    """A panel of `bars` per row, three side by side."""
+    """A panel of `bars` per row, three side by side; names stand where they differ from those to the left."""
     rows = result["rows"]
     columns = min(3, len(rows))
     lines = math.ceil(len(rows) / columns)
     most = max(len(row["contenders"]) for row in rows)
-    fig = figure(result, width=3.2 + 6.8 * columns, height=1.6 + (1 + 0.5 * most) * lines)
+    fig = figure(result, width=3.2 + 6.4 * columns, height=1.6 + (1 + 0.4 * most) * lines)
+    before: list[str] = []
     for number, ax in enumerate(fig.subplots(lines, columns, squeeze=False).flat):
         if number >= len(rows):
             ax.set_visible(False)
             continue
         contenders = rows[number]["contenders"]
+        names = [c["name"] for c in contenders]
         bars(ax, contenders)
         dress(ax, title=rows[number]["title"], x="ms per call, × the first line, gradient error", grid="x")
-        ax.set_yticks(range(len(contenders)), [c["name"] for c in contenders], color=INK)
+        told = number % columns > 0 and names == before
+        ax.set_yticks(range(len(names)), [""] * len(names) if told else names, color=INK)
+        before = names
     return fig
