@@ -39,7 +39,7 @@ class Suite:
         about: what is measured, for ``--help``.
         examples: (arguments, what they do), for ``--help``.
         sizes: what the parts of a row are.
-        rows: what runs by default.
+        rows: what runs by default, as on the command line.
         quick_rows: what runs with ``--quick``.
         field: builds a row's contenders, the baseline first, each called once already.
         draw: the picture.
@@ -52,12 +52,16 @@ class Suite:
     about: str
     examples: Sequence[tuple[str, str]]
     sizes: tuple[str, ...]
-    rows: Sequence[Row]
-    quick_rows: Sequence[Row]
+    rows: str
+    quick_rows: str
     field: Callable[[Row, argparse.Namespace, Tell], Field]
     draw: Callable[[report.Result], Figure]
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     row: Callable[[str], Row] = lambda text: two_numbers(text)
+
+    def title_of(self, row: Row) -> str:
+        """Of a row, in words."""
+        return ", ".join(map(_words, self.sizes, row))
 
 
 def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +86,8 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         _keep(result, folder / f"{suite.name}.json")
     progress = Progress()
     try:
-        for row in options.rows or (suite.quick_rows if options.quick else suite.rows):
+        default = suite.quick_rows if options.quick else suite.rows
+        for row in options.rows or map(suite.row, default.split()):
             paths = _run_row(suite, row, options, result, folder, progress)
     except KeyboardInterrupt:
         progress.clear()
@@ -134,7 +139,7 @@ def _keep(result: report.Result, path: Path) -> None:
 def _run_row(
     suite: Suite, row: Row, options: argparse.Namespace, result: report.Result, folder: Path, progress: "Progress"
 ) -> list[Path]:
-    title = ", ".join(map(_words, suite.sizes, row))
+    title = suite.title_of(row)
 
     def tell(text: str) -> None:
         progress(f"{title}: {text}")
@@ -154,7 +159,7 @@ def _run_row(
         progress.clear()
     sizes = dict(zip(suite.sizes, row, strict=True))
     new = {"title": title, **sizes, "contenders": summary(field.contenders, timings)}
-    titles = [", ".join(map(_words, suite.sizes, row)) for row in suite.rows]
+    titles = [suite.title_of(suite.row(text)) for text in suite.rows.split()]
     kept = [row for row in result["rows"] if row["title"] != title]
     result["rows"] = sorted(
         [*kept, new], key=lambda row: titles.index(row["title"]) if row["title"] in titles else len(titles)
@@ -225,9 +230,12 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     )
     parser = common_parser(suite.name, suite.about, f"examples:\n{examples}")
     pair = ",".join(suite.sizes)
-    rows = " ".join(",".join(map(str, row)) for row in suite.rows)
     parser.add_argument(
-        "--rows", nargs="+", type=suite.row, metavar=pair, help=f"sizes, each {pair} without a space (default: {rows})"
+        "--rows",
+        nargs="+",
+        type=suite.row,
+        metavar=pair,
+        help=f"sizes, each {pair} without a space (default: {suite.rows})",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the baseline"
@@ -235,27 +243,14 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     parser.add_argument(
         "--add", action="store_true", help="keep the rows of an earlier result that are not measured now"
     )
-    parser.add_argument(
-        "--rounds", type=positive, metavar="N", help=f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"
-    )
-    parser.add_argument("--warmup", type=positive, metavar="N", default=2, help="uncounted calls (default: 2)")
-    parser.add_argument(
-        "--min-time",
-        type=_seconds,
-        metavar="S",
-        default=0.05,
-        help="seconds of a sample; shorter calls are repeated within it (default: 0.05)",
-    )
-    parser.add_argument(
-        "--budget",
-        type=_seconds,
-        metavar="S",
-        default=60.0,
-        help="seconds per row after which a contender sits out, the baseline excepted (default: 60)",
-    )
-    parser.add_argument(
-        "--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all cores)"
-    )
+    for flag, kind, default, about in (
+        ("--rounds", positive, None, f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"),
+        ("--warmup", positive, 2, "uncounted calls (default: 2)"),
+        ("--min-time", _seconds, 0.05, "seconds of a sample; shorter calls are repeated within it (default: 0.05)"),
+        ("--budget", _seconds, 60.0, "seconds per row after which others than the baseline sit out (default: 60)"),
+        ("--threads", positive, cores(), "threads of JAX on a CPU (default: all cores)"),
+    ):
+        parser.add_argument(flag, type=kind, metavar="N" if kind is positive else "S", default=default, help=about)
     suite.add_options(parser)
     return parser
 

@@ -55,8 +55,8 @@ SUITE = Suite(
         ("--only Serial '1 level'", "what the library costs over a scan"),
     ],
     sizes=("layers", "width"),
-    rows=[(n, width) for width in (16, 64) for n in (64, 256, 1024, 4096)],
-    quick_rows=[(32, 4)],
+    rows="64,16 256,16 1024,16 4096,16 64,64 256,64 1024,64 4096,64",
+    quick_rows="32,4",
     field=field,
     draw=report.panels,
 )

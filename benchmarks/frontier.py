@@ -30,7 +30,7 @@ from benchmarks.problems import Problem, load, taken
 from lp_jax.train import gradient_error, init_state, make_train_step
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Network:
     """A network, and the numbers of exact training steps after which gradients are compared, on so many examples."""
 
@@ -43,46 +43,18 @@ class Network:
     examples: int | None = None
 
 
+_GUM = "gum/en_gum-ud-train.conllu.gz"
 _ENCODER = {"layers": 32, "width": 32, "t1": 1.0}
 _DECODER = {"layers": 16, "width": 64, "t1": 16.0, "batch_size": 16}
-_GUM = "gum/en_gum-ud-train.conllu.gz"
-_MOTIONS = {"name": "BasicMotions"}
+_GRU = {"name": "BasicMotions"}
 
 NETWORKS = [
-    *(
-        Network(name=f"digits, dense, T = {t1}", problem="digits", model="dense", steps=(0, 840), options={"t1": t1})
-        for t1 in (1.0, 4.0, 16.0)
-    ),
-    Network(name="peaks, dense, T = 5", problem="peaks", model="dense", steps=(5000,)),
-    Network(
-        name="MNIST, convolutions, T = 1",
-        problem="mnist",
-        model="conv",
-        steps=(0, 400),
-        data="mnist10k",
-        options={"width": 4},
-        examples=10,
-    ),
-    Network(
-        name="GUM, encoder, T = 1", problem="gum", model="transformer", steps=(0, 200), data="gum", options=_ENCODER
-    ),
-    Network(
-        name="text, decoder, h = 1",
-        problem="text",
-        model="transformer",
-        steps=(0, 200, 1200),
-        data=_GUM,
-        options=_DECODER,
-        examples=4,
-    ),
-    Network(
-        name="BasicMotions, implicit GRU",
-        problem="timeseries",
-        model="gru",
-        steps=(0, 240),
-        data="ucr",
-        options=_MOTIONS,
-    ),
+    *(Network(f"digits, dense, T = {t1}", "digits", "dense", (0, 840), options={"t1": t1}) for t1 in (1.0, 4.0, 16.0)),
+    Network("peaks, dense, T = 5", "peaks", "dense", (5000,)),
+    Network("MNIST, convolutions, T = 1", "mnist", "conv", (0, 400), "mnist10k", {"width": 4}, 10),
+    Network("GUM, encoder, T = 1", "gum", "transformer", (0, 200), "gum", _ENCODER),
+    Network("text, decoder, h = 1", "text", "transformer", (0, 200, 1200), _GUM, _DECODER, 4),
+    Network("BasicMotions, implicit GRU", "timeseries", "gru", (0, 240), "ucr", _GRU),
 ]
 
 Step = Callable[[Any, lp_jax.Layer], Any]
@@ -255,20 +227,10 @@ _LEGEND = (
 )
 
 
-KINDS = (
-    "injection",
-    "mean",
-    "half of the layers",
-    "Picard 1",
-    "second order",
-    "Picard 2",
-    "Picard 3",
-    "global Picard",
-    "windows",
-    "tolerance",
-    "Newton, full",
-    "Newton, diagonal",
-)
+KINDS = [
+    *("injection", "mean", "half of the layers", "Picard 1", "second order", "Picard 2", "Picard 3", "global Picard"),
+    *("windows", "tolerance", "Newton, full", "Newton, diagonal"),
+]
 
 
 def draw(result: report.Result) -> Figure:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 
 import lp_jax
 from benchmarks import report
@@ -95,29 +94,8 @@ def table(result: dict[str, Any]) -> str:
     return f"# {result['title']}\n\n{report.origin(result)}\n\n{about}\n\n{report.pipes(cells)}\n"
 
 
-def draw(result: dict[str, Any]) -> Figure:
-    """Temporary memory over the number of layers."""
-    fig = report.figure(result, width=11, height=6)
-    ax = fig.subplots()
-    for number, name in enumerate(dict.fromkeys(row["name"] for row in result["rows"])):
-        here = [row for row in result["rows"] if row["name"] == name]
-        ax.plot(
-            [row["layers"] for row in here],
-            [row["temporary_bytes"] / 1e6 for row in here],
-            "-" if number < 3 else ("--" if "batched" in name else "-."),
-            color=report.INK if number == 0 else f"C{number % 10}",
-            marker="o",
-            label=name,
-        )
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    report.dress(ax, x="layers", y="temporary memory, MB")
-    ax.legend(fontsize=10, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    return fig
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile everything, and write numbers, table and picture."""
+    """Compile everything, and write numbers and table."""
     parser = common_parser("memory", __doc__ or "")
     parser.add_argument("--layers", nargs="+", type=int, metavar="N", help=f"two or more (default: {LAYERS})")
     parser.add_argument("--width", type=int, default=64, metavar="N", help="width of the state (default: 64)")
@@ -148,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "settings": {"width": options.width, "batch": options.batch, "capacity": capacity},
         "rows": rows,
     }
-    report.save(result, folder, draw, table)
+    report.save(result, folder, text=table)
     print(table(result))
     return 0
 

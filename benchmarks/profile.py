@@ -36,9 +36,9 @@ class Event(NamedTuple):
 class Operation(NamedTuple):
     """What the compiled program says of an operation."""
 
-    opcode: str
-    shape: str
-    source: str
+    opcode: str = ""
+    shape: str = ""
+    source: str = ""
 
 
 class Cost(NamedTuple):
@@ -130,7 +130,7 @@ def table(title: str, found: Sequence[Cost], program: str, most: int) -> Table:
     for column in ("ms", "share", "times", "operation", "makes", "from"):
         grid.add_column(column, justify="right" if column in ("ms", "share", "times") else "left", overflow="fold")
     for cost in found[:most]:
-        operation = known.get(cost.name, Operation("", "", ""))
+        operation = known.get(cost.name, Operation())
         numbers = f"{1e3 * cost.seconds:.3g}", f"{cost.seconds / total:.0%}", f"{cost.times:,.0f}"
         grid.add_row(*numbers, cost.name, operation.shape[:60], _shorter(operation.source))
     rest = total - sum(cost.seconds for cost in found[:most])

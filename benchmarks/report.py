@@ -1,6 +1,5 @@
 """A result as JSON, as a table and, by the suites' own drawings, as a picture."""
 
-import functools
 import io
 import json
 import math
@@ -108,8 +107,8 @@ def _replace(path: Path, content: bytes) -> Path:
     return path
 
 
-def _json(result: Result) -> str:
-    """A line for each entry of a row; floats with six digits, and null where they are not finite."""
+def _json(value: Any) -> str:
+    """Six digits of each float, and null for those that are not finite."""
 
     def short(value: Any) -> Any:
         if isinstance(value, dict):
@@ -120,18 +119,7 @@ def _json(result: Result) -> str:
             return float(f"{value:.6g}") if math.isfinite(value) else None
         return value
 
-    def row(found: dict[str, Any]) -> str:
-        if "contenders" not in found:
-            return dump(found)
-        head = {k: v for k, v in found.items() if k != "contenders"}
-        lines = ",\n".join(f"   {dump(c)}" for c in found["contenders"])
-        return f'{dump(head)[:-1]}, "contenders": [\n{lines}\n  ]}}'
-
-    dump = functools.partial(json.dumps, ensure_ascii=False)
-    result = short(result)
-    parts = [f'"{name}": {dump(value)}' for name, value in result.items() if name != "rows"]
-    rows = ",\n".join(f"  {row(found)}" for found in result["rows"])
-    return "{\n" + ",\n".join([*parts, f'"rows": [\n{rows}\n ]']) + "\n}\n"
+    return json.dumps(short(value), indent=1, ensure_ascii=False) + "\n"
 
 
 def markdown(result: Result) -> str:
