@@ -40,7 +40,7 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
     """
     network, width, layers, batch = sizes
     quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
-    parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
+    parts: dict[str, Any] = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
     found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=", ".join(map(str, sizes)))
     scanned = Contender(name="lax.scan", call=trainer(NETWORKS[network](*sizes[1:]), updates=updates))
     (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
-from matplotlib.figure import Figure
 
 from benchmarks import report
 from benchmarks.harness import LEAST_ROUNDS, Contender, Tell, measure, summary
@@ -42,7 +41,6 @@ class Suite:
         rows: what runs by default, as on the command line.
         quick_rows: what runs with ``--quick``.
         field: builds a row's contenders, the baseline first, each called once already.
-        draw: the picture.
         add_options: adds the suite's own options.
         row: reads a row from the command line.
     """
@@ -55,7 +53,6 @@ class Suite:
     rows: str
     quick_rows: str
     field: Callable[[Row, argparse.Namespace, Tell], Field]
-    draw: Callable[[report.Result], Figure]
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     row: Callable[[str], Row] = lambda text: two_numbers(text)
 
@@ -168,7 +165,7 @@ def _run_row(
         if {"name": name, "reason": reason} not in result["left_out"]:
             result["left_out"].append({"name": name, "reason": reason})
     report.show(new)
-    return report.save(result, folder, suite.draw)
+    return report.save(result, folder, report.panels)
 
 
 def _words(name: str, size: Any) -> str:
@@ -192,11 +189,8 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None, every: float = 5.0, clock: Callable[[], float] = time.monotonic):
-        self.stream = sys.stderr if stream is None else stream
-        self.every = every
-        self.clock = clock
-        self.start = clock()
-        self._last = self.start
+        self.stream, self.every, self.clock = stream or sys.stderr, every, clock
+        self.start = self._last = clock()
 
     def __call__(self, text: str) -> None:
         """Say what begins now."""

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import lp_jax
-from benchmarks import networks, one_device, report
+from benchmarks import networks, one_device
 from benchmarks.command import Field, Row, Suite, run
 from benchmarks.harness import Tell
 from benchmarks.networks import SERIAL, Pair
@@ -58,7 +58,6 @@ SUITE = Suite(
     rows="64,16 256,16 1024,16 4096,16 64,64 256,64 1024,64 4096,64",
     quick_rows="32,4",
     field=field,
-    draw=report.panels,
 )
 main = functools.partial(run, SUITE)
 

@@ -82,7 +82,7 @@ class Group:
 
     def machine(self, **details: Any) -> planning.Machine:
         """As `benchmarks.calibration.machine`, of the first of its processes."""
-        return self._ask("calibrate", "", details)[0]  # type: ignore[no-any-return]
+        return self._ask("calibrate", "", details)[0]
 
     def gradients(self, name: str, row: Row, devices: int) -> None:
         """Make something to time: as `benchmarks.calibration.gradients`, in each of its processes."""
@@ -90,7 +90,7 @@ class Group:
 
     def wires(self) -> planning.Wires:
         """What a message takes between its workers."""
-        return self._ask("wires", "")[0]  # type: ignore[no-any-return]
+        return self._ask("wires", "")[0]
 
     def close(self) -> None:
         """End the processes."""

@@ -30,7 +30,7 @@ def contenders(layers: int) -> dict[str, Pair | None]:
         "Serial, checkpoints": (checkpointed, checkpointed),
         "global Picard, 3/2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
     }
-    kinds = {"Picard 1": lp_jax.Picard(sweeps=1), "injection": lp_jax.Rediscretize()}
+    kinds: dict[str, Any] = {"Picard 1": lp_jax.Picard(sweeps=1), "injection": lp_jax.Rediscretize()}
     stored = {"one state per interval": "c_points", "all states": "all"}
     mapped = {"looped": "loop", "batched": "vmap"}
     for kind, kept, how in itertools.product(kinds, stored, mapped):

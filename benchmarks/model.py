@@ -13,23 +13,29 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks import dense, pipeline, report, resnet, settings, single
+from benchmarks import dense, pipeline, report, resnet, single
 from benchmarks.command import Progress, common_parser, results_folder
 from benchmarks.group import Group, why_no_mpi
-from benchmarks.harness import Contender, Spread, Tell, measure, ratios
+from benchmarks.harness import Contender, Tell, measure, ratios
 from benchmarks.manifest import manifest
 from benchmarks.networks import SERIAL, Pair
+from benchmarks.settings import SETTINGS
 from lp_jax import planning
 
 _CLOSE, _APART = 0.25, 0.15  # of a good prediction; of two times that are told apart
+
+Predict = Callable[[planning.Machine], float]
+"""Seconds of a training step."""
 
 
 class Measured(NamedTuple):
@@ -46,14 +52,10 @@ class Measured(NamedTuple):
     suite: str
     sizes: tuple[str, int, int, int]
     threads: int
-    ratios: list[tuple[str, "Predict", int, float]]
+    ratios: list[tuple[str, Predict, int, float]]
 
 
-Predict = Callable[[planning.Machine], float]
-"""Seconds of a training step."""
-
-
-def solved(pair: Pair, layers: int, workers: int = 1, **spread: int) -> Predict:
+def solved(pair: Pair, layers: int, workers: int = 1, **spread: Any) -> Predict:
     """By solvers, with so many workers; ``spread`` is for `planning.time`."""
     return lambda machine: planning.time(*pair, layers, machine, workers=workers, **spread).seconds
 
@@ -62,55 +64,44 @@ def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
     for suite in ("dense", "resnet", "single", "ranks", "pipeline"):
         path = folder / f"{suite}.json"
-        if not path.exists():
-            continue
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            sizes = (
-                row.get("network", "conv" if suite == "resnet" else "dense"),
-                row.get("width", row.get("channels")),
-                row["layers"],
-                row.get("batch") or (resnet.BATCH if suite == "resnet" else dense.BATCH),
-            )
-            known = _known(suite, sizes)
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
+            network = row.get("network", "conv" if suite == "resnet" else "dense")
+            batch = row.get("batch", resnet.BATCH if suite == "resnet" else dense.BATCH)
+            sizes = network, row.get("width", row.get("channels")), row["layers"], batch
             times = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
             serial = times.get("Serial", times.get("Serial, 1 thread", 1.0))
             found = []
-            for c in row["contenders"][1:]:
-                name, workers = _worker(c["name"])
-                if name in known:
-                    ratio = min(times[c["name"]], times.get(f"{c['name']}, unrolled", math.inf))  # of GPipe's
-                    found.append((c["name"], known[name](workers), workers, ratio / serial))
+            for name in list(times)[1:]:
+                setting, workers = _workers(suite, name)
+                seconds = _predictor(suite, sizes, setting, workers)
+                if seconds is not None:
+                    ratio = min(times[name], times.get(f"{name}, unrolled", math.inf))  # of GPipe's
+                    found.append((name, seconds, workers, ratio / serial))
             yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
 
 
-def _worker(name: str) -> tuple[str, int]:
+def _workers(suite: str, name: str) -> tuple[str, int]:
     """The setting, and the workers, of a contender's name."""
-    head, _, tail = name.rpartition(", ")
-    if tail in ("2 devices", "2 ranks"):
-        return head, int(tail.split()[0])
-    return name, pipeline.WORKERS if name.startswith(("layer-parallel", "data parallel", "pipeline")) else 1
+    if suite == "pipeline":
+        return name.removeprefix("layer-parallel, "), pipeline.WORKERS
+    match = re.fullmatch(r"(.*), (\d+) (devices|ranks)", name)
+    return (match[1], int(match[2])) if match else (name, 1)
 
 
-def _known(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Callable[[int], Predict]]:
-    """From names to functions of the number of workers, of all whose effort does not depend on the problem."""
-    layers = sizes[2]
+def _predictor(suite: str, sizes: tuple[str, int, int, int], setting: str, workers: int) -> Predict | None:
+    """What predicts the seconds; None for what is no setting of the suite, or takes an effort that depends on the problem."""
+    network, _, layers, _ = sizes
     if suite in ("ranks", "pipeline"):
-        head = "layer-parallel, " if suite == "pipeline" else ""
-        found: dict[str, Callable[[int], Predict]] = {
-            f"{head}{name}": lambda workers, make=make: solved(make(layers, workers), layers, workers)  # type: ignore[misc]
-            for name, make in settings.SETTINGS.items()
-        }
-        for m in pipeline.MICROBATCHES:
-            found[f"pipeline, {m} microbatches"] = lambda workers, m=m: functools.partial(  # type: ignore[misc]
-                planning.pipeline, layers, workers=workers, microbatches=m
-            )
-        return found | {"data parallel": lambda workers: solved(SERIAL, layers, data_workers=workers)}
-    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or single.pairs(sizes[0], layers)
-    return {
-        name: lambda workers, pair=pair: solved(pair, layers, workers)  # type: ignore[misc]
-        for name, pair in pairs.items()
-        if not any(s.has_tolerance for s in pair)
-    }
+        if setting in SETTINGS:
+            return solved(SETTINGS[setting](layers, workers), layers, workers)
+        if setting == "data parallel":
+            return solved(SERIAL, layers, data_workers=workers)
+        if match := re.fullmatch(r"pipeline, (\d+) microbatches", setting):
+            return functools.partial(planning.pipeline, layers, workers=workers, microbatches=int(match[1]))
+        return None
+    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or single.pairs(network, layers)
+    pair = pairs.get(setting)
+    return None if pair is None or any(s.has_tolerance for s in pair) else solved(pair, layers)
 
 
 class Machines:
@@ -156,7 +147,7 @@ class Machines:
     def _alone(self) -> planning.Machine:
         self._tell("calibrating")
         with self._one() as group:
-            return group.machine(**self._what)  # type: ignore[no-any-return]
+            return group.machine(**self._what)
 
     def _together(self, workers: int, kind: str) -> planning.Machine:
         devices = workers if kind == "devices" else 1
@@ -170,7 +161,7 @@ class Machines:
             alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
         self._tell(f"messages between {kind}")
         wires = _wires(kind, devices, workers, self._keep)
-        return slowed(self.alone(), Spread.of(ratios(together, alone)).median, wires)
+        return slowed(self.alone(), float(np.median(ratios(together, alone))), wires)
 
     def _one(self) -> Any:
         """The process of the baseline: that of the suite's other contenders, or one for itself."""
@@ -185,7 +176,7 @@ class Machines:
 
 def read(path: Path) -> dict[str, planning.Machine]:
     """The machines of a file, by name; none where there is no file."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {
         name: planning.Machine(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
         for name, fields in found.items()
@@ -208,7 +199,7 @@ def _group(kind: str, threads: int, workers: int, keep: bool) -> Any:
 @functools.cache
 def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Wires:
     with _group(kind, threads, workers, keep) as group:
-        return group.wires()  # type: ignore[no-any-return]
+        return group.wires()
 
 
 _SHARE = "a share of the layers"
@@ -216,11 +207,8 @@ _SHARE = "a share of the layers"
 
 def slowed(machine: planning.Machine, by: float, wires: planning.Wires) -> planning.Machine:
     """All that it computes takes so many times as long."""
-    times = {*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update"}
-    found = {name: getattr(machine, name) for name in times}
-    scaled = {
-        k: x if x is None else x * by if isinstance(x, float) else tuple(t * by for t in x) for k, x in found.items()
-    }
+    names = (*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update")
+    scaled: dict[str, Any] = jax.tree.map(lambda x: x * by, {name: getattr(machine, name) for name in names})
     return dataclasses.replace(machine, **scaled, **wires._asdict())
 
 
@@ -277,27 +265,18 @@ def draw(result: report.Result) -> Figure:
     """Predicted against measured, a colour per network."""
     fig = report.figure(result, width=8.5, height=8.0)
     ax = fig.subplots()
-    colours = dict(zip(("dense", "conv", "gru", "encoder", "voxels"), list(report.COLOURS.values())[2:], strict=False))
-    colours["voxels"] = report.COLOURS["other scan"]
-    for network, colour in colours.items():
+    points = [(row["sizes"][0], c) for row in result["rows"] for c in row["contenders"]]
+    for number, network in enumerate(dict.fromkeys(network for network, _ in points)):
         for many, marker in ((False, "o"), (True, "^")):
-            points = [
-                (c["measured"], c["predicted"])
-                for row in result["rows"]
-                for c in row["contenders"]
-                if row["sizes"][0] == network and (c["workers"] > 1) is many
-            ]
-            if points:
-                label = f"{network}, {'two workers' if many else 'one'}"
-                ax.plot(*zip(*points, strict=True), marker, color=colour, alpha=0.75, markersize=8, label=label)
-    values = [c[key] for row in result["rows"] for c in row["contenders"] for key in ("measured", "predicted")]
-    ends = np.array([min(values) / 1.2, max(values) * 1.2])
+            here = [c for name, c in points if name == network and (c["workers"] > 1) is many]
+            label = f"{network}, {'two workers' if many else 'one'}" if here else None
+            x, y = ([c[key] for c in here] for key in ("measured", "predicted"))
+            ax.plot(x, y, marker, color=f"C{number}", alpha=0.75, markersize=8, label=label)
+    ends = np.array([0.8 * min(c["measured"] for _, c in points), 1.2 * max(c["measured"] for _, c in points)])
     ax.plot(ends, ends, color=report.INK, linewidth=1)
-    ax.fill_between(
-        ends, ends / (1 + _CLOSE), ends * (1 + _CLOSE), color=report.FAINT, zorder=0, label=f"within {_CLOSE:.0%}"
-    )
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    band: dict[str, Any] = {"color": report.FAINT, "zorder": 0, "label": f"within {_CLOSE:.0%}"}
+    ax.fill_between(ends, ends / (1 + _CLOSE), ends * (1 + _CLOSE), **band)
+    ax.set(xscale="log", yscale="log")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("{x:g}")
@@ -337,18 +316,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress, described = Progress(), manifest("benchmarks.model", arguments)
     for row in wanted:
         title = f"{row.suite}, {', '.join(map(str, row.sizes))}"
-        tell = functools.partial(_tell, progress, title)
-        found = compared(row, Machines(row, out / "machines.json", options.kept, tell))
+        machines = Machines(row, out / "machines.json", options.kept, lambda text, of=title: progress(f"{of}: {text}"))
+        found = compared(row, machines)
         new = {"suite": row.suite, "sizes": list(row.sizes), "threads": row.threads, "contenders": found}
         rows = [r for r in rows if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])] + [new]
         _save(out, rows, described)
     progress.clear()
     print(table(rows))
     return 0
-
-
-def _tell(progress: Progress, title: str, text: str) -> None:
-    progress(f"{title}: {text}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lp_jax
-from benchmarks import report
 from benchmarks.command import Field, Row, Suite, network_row, run, wanted
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.networks import NETWORKS, Network, Weights, half_mean_square, through
@@ -176,7 +175,6 @@ SUITE = Suite(
     rows="dense,64,256,32 dense,128,256,32 dense,64,1024,32 encoder,128,64,4 encoder,64,64,16",
     quick_rows="dense,4,32,4 encoder,8,32,4",
     field=field,
-    draw=report.panels,
     row=network_row(("dense", "encoder")),
 )
 

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import single
-from benchmarks.command import network_row, positive
+from benchmarks import report, single
+from benchmarks.command import Progress, network_row, positive
 from benchmarks.manifest import cores, limit_jax_threads
 from benchmarks.networks import NETWORKS
 from benchmarks.training import trainer
@@ -122,21 +120,19 @@ def operations(program: str) -> dict[str, Operation]:
     return found
 
 
-def table(title: str, found: Sequence[Cost], program: str, most: int) -> Table:
+def table(found: Sequence[Cost], program: str, most: int) -> str:
     """The most expensive operations; the rest as a sum."""
     known = operations(program)
     total = sum(cost.seconds for cost in found)
-    grid = Table(title=title, title_justify="left")
-    for column in ("ms", "share", "times", "operation", "makes", "from"):
-        grid.add_column(column, justify="right" if column in ("ms", "share", "times") else "left", overflow="fold")
+    cells = [["operation", "ms", "share", "times", "makes", "from"]]
     for cost in found[:most]:
         operation = known.get(cost.name, Operation())
         numbers = f"{1e3 * cost.seconds:.3g}", f"{cost.seconds / total:.0%}", f"{cost.times:,.0f}"
-        grid.add_row(*numbers, cost.name, operation.shape[:60], _shorter(operation.source))
+        cells.append([cost.name, *numbers, operation.shape[:60], _shorter(operation.source)])
     rest = total - sum(cost.seconds for cost in found[:most])
-    grid.add_row(f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", f"{max(0, len(found) - most)} others")
-    grid.add_row(f"{1e3 * total:.3g}", "", "", "all threads together")
-    return grid
+    cells.append([f"{max(0, len(found) - most)} others", f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", "", ""])
+    cells.append(["all threads together", f"{1e3 * total:.3g}", "", "", "", ""])
+    return report.pipes(cells)
 
 
 def _shorter(source: str) -> str:
@@ -170,24 +166,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.row, options.calls = ("dense", 8, 16, 4), 2
     limit_jax_threads(options.threads)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
     network, width, layers, batch = options.row
     drawn = NETWORKS[network](width, layers, batch)
     entries = {"lax.scan": None, **single.pairs(network, layers)}
     chosen = {name: p for name, p in entries.items() if any(text.lower() in name.lower() for text in options.only)}
     if not chosen:
         parser.error(f"no contender has {' or '.join(options.only)} in its name; there are {', '.join(entries)}.")
+    progress = Progress()
     for name, pair in chosen.items():
-        with console.status(f"{name}: compiling"):
-            step = trainer(drawn, pair)
-        with console.status(f"{name}: {options.calls} training steps"):
-            jax.block_until_ready(step())
-            found = costs(traced(step, options.calls), options.calls)
+        progress(f"{name}: compiling")
+        step = trainer(drawn, pair)
+        progress(f"{name}: {options.calls} training steps")
+        jax.block_until_ready(step())
+        found = costs(traced(step, options.calls), options.calls)
         found = by_kind(found) if options.kinds else found
-        title = f"{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step"
-        console.print(table(title, found, step.program, options.most))
+        progress.clear()
+        print(f"\n{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step\n")
+        print(table(found, step.program, options.most), flush=True)
     return 0
 
 

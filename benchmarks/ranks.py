@@ -13,7 +13,6 @@ import itertools
 import sys
 from importlib.util import find_spec
 
-from benchmarks import report
 from benchmarks.command import Field, Row, Suite, network_row, positive, run, wanted
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, relative_error
@@ -107,7 +106,6 @@ SUITE = Suite(
     "gru,64,128,50 gru,100,128,100 gru,64,1024,50 gru,100,1024,100",
     quick_rows="conv,2,32,4 dense,4,32,4 gru,4,32,4",
     field=field,
-    draw=report.panels,
     add_options=_add_options,
     row=network_row(("conv", "dense", "gru")),
 )

@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 Result = dict[str, Any]
 """``suite``, ``title``, ``manifest``, ``settings``, ``rows`` and ``left_out``, as in the JSON file."""
@@ -166,14 +163,7 @@ def _pad(column: int, text: str, width: int) -> str:
 
 def show(row: dict[str, Any]) -> None:
     """Print one row's table."""
-    head, *lines = _cells(row)
-    table = Table(title=row["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for i, title in enumerate(head):
-        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    terminal = Console()
-    (terminal if terminal.is_terminal else Console(width=200)).print(table)
+    print(f"\n{row['title']}\n\n{pipes(_cells(row))}", flush=True)
 
 
 def figure(result: Result, *, width: float, height: float) -> Figure:

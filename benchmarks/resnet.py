@@ -9,7 +9,7 @@ import functools
 import sys
 
 import lp_jax
-from benchmarks import one_device, report
+from benchmarks import one_device
 from benchmarks.command import Field, Row, Suite, run
 from benchmarks.harness import Tell
 from benchmarks.networks import SERIAL, Pair, conv
@@ -31,7 +31,8 @@ PAIRS: dict[str, Pair] = {
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     """The baseline first: a scan with the chosen convolution."""
     size, batch = (8, 4) if options.quick else (28, BATCH)
-    drawn = {c: conv(*row, batch, size=size, formulation=c) for c in FORMULATIONS}
+    channels, layers = row
+    drawn = {c: conv(channels, layers, batch, size=size, formulation=c) for c in FORMULATIONS}
     network = drawn.pop(options.conv)
     scans = [Entry(f"lax.scan, {c}", other) for c, other in drawn.items() if c != "auto"]
     solvers = [Entry(name, network, pair) for name, pair in PAIRS.items()]
@@ -73,7 +74,6 @@ SUITE = Suite(
     rows="3,32 8,64 4,256",
     quick_rows="2,32",
     field=field,
-    draw=report.panels,
     add_options=_add_options,
 )
 main = functools.partial(run, SUITE)

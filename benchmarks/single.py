@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import lp_jax
-from benchmarks import one_device, report
+from benchmarks import one_device
 from benchmarks.command import Field, Row, Suite, network_row, run
 from benchmarks.harness import Tell
 from benchmarks.networks import NETWORKS, SERIAL, UNITS, Pair
@@ -93,7 +93,6 @@ SUITE = Suite(
     "gru,64,16384,16",
     quick_rows="dense,4,64,4 encoder,8,64,2 gru,4,64,4",
     field=field,
-    draw=report.panels,
     row=network_row(NETWORKS),
 )
 main = functools.partial(run, SUITE)

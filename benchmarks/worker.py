@@ -34,7 +34,7 @@ def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, con
 
         return Loop(network, 1 if "1 thread" in name else 2)
     comm = _comm(kind)
-    solvers = SERIAL if name.startswith("Serial") else None
+    solvers: Any = SERIAL if name.startswith("Serial") else None
     if comm is not None:
         solvers = SETTINGS[name](layers, comm.size)
 
