@@ -1,9 +1,7 @@
 """Small files for the loaders to read, and what they say about bad ones."""
 
 import contextlib
-import doctest
 import gzip
-import importlib
 import io
 import re
 from pathlib import Path
@@ -40,9 +38,3 @@ def run_page(package):
         exec(compile(code, f"docs/data.md: {package}", "exec"), {"__name__": "example"})
     promised = re.findall(r"print.*# (.*)", code)
     assert out.getvalue().splitlines() == promised and promised
-
-
-def run_examples(module):
-    """The examples in a module's docstrings."""
-    result = doctest.testmod(importlib.import_module(f"lp_jax.data.{module}"))
-    assert result.attempted and not result.failed

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import architectures
-import conftest  # noqa: F401  (float64, strict promotion)
 import digits_training
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ import test_spline
 from flax import nnx
 from problems import dense_params, dense_state, dense_step, relative_error
 
+import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
 from lp_jax import nn, planning, train
 

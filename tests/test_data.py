@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from data_files import refusal, run_examples
+from data_files import refusal
 
 from lp_jax import data
 
@@ -275,8 +275,3 @@ def test_batches_of_padded_samples_keep_their_lengths():
 def test_batches_refuse_at_once(arguments, options, error, message):
     with pytest.raises(error, match=message):
         data.batches(*arguments, **({"seed": 0, "epoch": 0} | options))
-
-
-@pytest.mark.parametrize("module", ["_digits", "_idx", "_mnist", "_batches"])
-def test_examples_run(module):
-    run_examples(module)

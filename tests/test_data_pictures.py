@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.io
-from data_files import refusal, run_examples, run_page, write
+from data_files import refusal, run_page, write
 from PIL import Image
 
 from lp_jax import data
@@ -257,8 +257,3 @@ def test_the_page_names_every_loader():
 def test_the_examples_of_the_page_run(package, standard_promotion):
     pytest.importorskip(package)
     run_page(package)
-
-
-@pytest.mark.parametrize("module", ["_peaks", "_indian_pines", "_tiny_imagenet"])
-def test_examples_run(module):
-    run_examples(module)

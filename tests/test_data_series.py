@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
-from data_files import refusal, run_examples, write
+from data_files import refusal, write
 
 from lp_jax import data
 
@@ -267,8 +267,3 @@ def test_a_missing_file_of_activities_is_named(har, name):
     assert refusal(data.uci_har, har).startswith(
         f"{path.parent}: has no file {path.name} or {path.name}.gz; wanted the"
     )
-
-
-@pytest.mark.parametrize("module", ["_ts", "_timeseries", "_uci_har"])
-def test_examples_run(module):
-    run_examples(module)

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from data_files import refusal, run_examples, run_page, write
+from data_files import refusal, run_page, write
 
 from lp_jax import data
 
@@ -287,8 +287,3 @@ def test_real_voxels(shared_data):
     assert np.mean(distance.argmin(1) == got.test_y) > 0.9
     small = data.modelnet(shared_data / "modelnet32", ["monitor"])
     assert len(small.test_x) == np.sum(got.test_y == 1)
-
-
-@pytest.mark.parametrize("module", ["_off", "_voxels", "_modelnet"])
-def test_examples_run(module):
-    run_examples(module)

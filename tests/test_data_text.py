@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from data_files import refusal, run_examples, write
+from data_files import refusal, write
 
 from lp_jax import data
 from lp_jax.data._vocabulary import SHAPES, shape
@@ -397,8 +397,3 @@ def test_a_text_too_short_for_a_window_is_refused(tmp_path):
     assert refusal(data.characters, path, length=10, test_fraction=0.1).startswith(f"{path}: {expected}")
     assert "10 characters to train with" in refusal(data.characters, path, length=10, test_fraction=0.9)
     assert "wanted text in UTF-8" in refusal(data.characters, tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("module", ["_conllu", "_gum", "_bucketed", "_characters"])
-def test_examples_run(module):
-    run_examples(module)
