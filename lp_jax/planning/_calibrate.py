@@ -14,9 +14,10 @@ from lp_jax import _tree
 from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import Picard
-from lp_jax._problem import Operands, Problem, prepare
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solve import solve, solve_vjp
+from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree, State
 from lp_jax.planning._machine import Machine
 
@@ -137,7 +138,7 @@ def calibrate(
         adding=_adding(whole["params"]) / count,
         state_bytes=_tree.nbytes(whole["y0"]),
         layer_bytes=_tree.nbytes(whole["params"]) // count,
-        kept_bytes=kept_bytes(*prepare(step, **whole, **run(count).options, comm=None, solvers=(Serial(),))),
+        kept_bytes=kept_bytes(*trace(Problem(step, **whole, **run(count).options), (Serial(),))),
         examples=examples,
         overhead=overhead,
         name=name,
@@ -185,11 +186,12 @@ def examples_of(y0: State) -> int:
     return leading.pop() if len(leading) == 1 else 1
 
 
-def kept_bytes(problem: Problem, operands: Operands) -> int:
+def kept_bytes(traced: Traced, operands: Operands) -> int:
     """Of what the linearisation of a layer holds beside its state."""
     first = jax.tree.map(lambda x: x[0], operands.slices)
     common = operands.common
-    kept = jax.eval_shape(problem.linearised.evaluate, common.y0, first, (common.shared, common.closed_over))[2]
+    linearised = traced.chain(*operands, traced.workers).linearised
+    kept = jax.eval_shape(linearised.evaluate, common.y0, first, (common.shared, common.closed_over))[2]
     return sum(x.size * x.dtype.itemsize for x in kept)
 
 

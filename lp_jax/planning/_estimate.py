@@ -11,8 +11,9 @@ import numpy as np
 
 from lp_jax import _tree
 from lp_jax._picard import Picard
-from lp_jax._problem import Operands, Problem, prepare
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
+from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree, State
 from lp_jax.planning._calibrate import examples_of, kept_bytes, small
 from lp_jax.planning._candidates import RECOMMENDED, Pair
@@ -102,29 +103,33 @@ def _estimated(
     found: list[tuple[Machine, int]] = []
     arrays = {"params": params, "y0": y0, "shared": options["shared"], "data": options["data"]}
 
-    def trace(arrays: dict[str, Any]) -> None:
-        problem, operands = prepare(step, **(options | arrays), solvers=(Serial(),))
-        found.append((_machine(problem, operands, *_device(device)), problem.steps))
+    def look(arrays: dict[str, Any]) -> None:
+        traced, operands = trace(Problem(step, **(options | arrays)), (Serial(),))
+        found.append((_machine(traced, operands, *_device(device)), traced.workers.layers))
 
-    jax.eval_shape(trace, arrays)
+    jax.eval_shape(look, arrays)
     return found[0]
 
 
-def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) -> Machine:
+def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) -> Machine:
     common = operands.common
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
-    counted: Any = jax.jit(problem.step(0)).lower(y, first, beside).cost_analysis() or {}
+    counted: Any = (
+        jax.jit(traced.chain(*operands, traced.workers).step(0)).lower(y, first, beside).cost_analysis() or {}
+    )
     moved = max(
         counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y)
     )  # a step that XLA sees nothing in moves its state
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
-    sizes = np.unique([1, max(1, problem.steps // 16), problem.steps])
+    sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     layers = (1,) if looped else tuple(int(n) for n in sizes)
     times = tuple(sheet.layer * (not looped) + n * alone for n in layers)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    steps = 2 * math.ceil(math.log2(problem.steps + 1)) * sheet.layer / _KERNELS  # of the scan, two products in each
+    steps = (
+        2 * math.ceil(math.log2(traced.workers.layers + 1)) * sheet.layer / _KERNELS
+    )  # of the scan, two products in each
     composed = 2 * 2 * examples * numbers**3 / sheet.flops
     newton = tuple(
         t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(layers, times, strict=True)
@@ -142,7 +147,7 @@ def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) 
         overhead=0.0 if looped else sheet.layer / (sheet.layer + alone),
         adding=3 * layer_bytes / sheet.bandwidth,  # two are read, one is written
         state_bytes=_tree.nbytes(y),
-        kept_bytes=kept_bytes(problem, operands),
+        kept_bytes=kept_bytes(traced, operands),
         layer_bytes=layer_bytes,
     )
 

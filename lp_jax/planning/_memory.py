@@ -79,7 +79,7 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
         jacobians = _OF_A_SCAN * mine * machine.examples * (numbers if solver.jacobian == "full" else 0)
         return Memory(parameters, kept, _OF_NEWTON * mine * state + math.ceil(jacobians))
     assert isinstance(solver, MGRIT)
-    levels = solver.plan(layers)[:-1]
+    levels = solver.grid(layers)[:-1]
     intervals = [math.ceil(math.ceil(steps / factor) / workers) for steps, factor in levels]
     working = _OF_A_CYCLE * sum(intervals) * state
     if solver.keeps_states:

@@ -179,7 +179,7 @@ class _Solve:
 
     def _mgrit(self) -> None:
         assert isinstance(self.solver, MGRIT)
-        plan = self.solver.plan(self.layers)
+        plan = self.solver.grid(self.layers)
         for number in range(self.solver.iterations):
             self._cycle(plan, 0, self.solver.cycle, cascade=self.solver.skip_downcycle and number == 0)
         fine, factor = self._intervals(plan, 0), plan[0][1]

@@ -45,7 +45,7 @@ def hierarchy(
     resolved = solver.resolve(num_layers)
     if not isinstance(resolved, MGRIT):
         return _single_level(resolved, num_layers, t0, t1)
-    plan = resolved.plan(num_layers)
+    plan = resolved.grid(num_layers)
     fig = figure(_title(resolved, plan), width=12, height=2.9 + 1.45 * len(plan))
     grid, route = fig.subplots(2, 1, height_ratios=[1, 1.5])
     _draw_grid(grid, _rows(plan), t0, t1)
