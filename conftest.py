@@ -55,9 +55,9 @@ def shared_data() -> Path:
     return _require("data")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def quick_compilation() -> Iterator[None]:
-    """For modules whose time is XLA's, spent on many small programs that run once each."""
+    """For tests whose time is XLA's, spent on many small programs that run once each."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -73,9 +73,8 @@ def on_one_device(name):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("coarsest", ["relay", "gather"])
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ["3 levels", "identity"])
+@pytest.mark.parametrize(("name", "coarsest"), [("3 levels", "relay"), ("3 levels", "gather"), ("identity", "auto")])
 def test_numbers_do_not_depend_on_the_number_of_devices(name, workers, coarsest):
     assert_same(everything(SOLVERS[name], line(workers, coarsest=coarsest)), on_one_device(name))
 
@@ -106,6 +105,7 @@ def test_forward_and_adjoint_may_coarsen_differently():
     assert_same(everything(lp_jax.Serial(), line(3), adjoint), everything(lp_jax.Serial(), None, adjoint))
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_one_device_in_the_mesh():
     assert_same(everything(SOLVERS["3 levels"], line(1)), on_one_device("3 levels"))
 
@@ -201,6 +201,7 @@ def test_vmap_eager_and_another_batch():
         np.testing.assert_allclose(jax.vmap(lambda y0: run(y0).y1)(many)[0], serial, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_arrays_may_be_anywhere():
     """On one device, on all, or spread already, committed or not."""
     comm, params, y0 = line(4), dense_params(16, 4), dense_state(3, 4)
@@ -211,6 +212,7 @@ def test_arrays_may_be_anywhere():
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_training_ends_with_the_same_parameters(workers):
     """200 steps on real digits, 22 layers."""
