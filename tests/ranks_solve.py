@@ -1,6 +1,10 @@
-"""What every MPI rank of a test runs: solves on this many ranks, against the same solve on one device."""
+"""What every MPI rank of a test runs: solves on this many ranks, against the same solve on one device.
+
+Arguments: cases, each with its own argument after ``=``. One job runs several, as starting the ranks takes seconds.
+"""
 
 import collections
+import doctest
 import functools
 import os
 import signal
@@ -8,7 +12,6 @@ import sys
 from pathlib import Path
 
 import architectures
-import conftest  # noqa: F401  (float64, strict promotion)
 import digits_training
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ import test_spline
 from flax import nnx
 from problems import dense_params, dense_state, dense_step, relative_error
 
+import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
 from lp_jax import nn, planning, train
 
@@ -143,9 +147,9 @@ def training(_=None):
 
 
 @case
+@jax.numpy_dtype_promotion("standard")  # optax's Adam
 def grid(copies):
     """Layers x data: three steps and a probe have the numbers of one device; states are gathered and scattered whole."""
-    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's Adam
     ranks = train.Ranks.grid(data=int(copies))
     n, width, batch = 12, 5, 8
     run = lp_jax.layer_slices(n, ranks.layers.size, digits_training.SOLVER, digits_training.ADJOINT)[ranks.layers.rank]
@@ -266,21 +270,41 @@ def messages(_=None):
         assert {name for name, _ in counts} <= {"allgather"}
 
 
+DISAGREE = {
+    "dtype": r"the ranks disagree on the layers: params, data\[0\] is float64\[\] on rank 0 and float32\[\] on rank 1",
+    "shape": r"disagree on what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1",
+    "layers": r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
+    "solver": r"disagree on the solvers",
+}
+
+
 @case
-def disagree(what):
-    solver = lp_jax.MGRIT(coarsening=2)
-    params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(3)
-    if what == "layers" and COMM.rank == 0:
-        params = params[1:]
-    if COMM.rank == 1:
-        if what == "dtype":
-            params = params.astype(jnp.float32)
-        elif what == "shape":
-            y0 = jnp.ones(4)
-        elif what == "solver":
-            solver = lp_jax.MGRIT(coarsening=4)
+def disagree(_=None):
+    """Every rank says what the ranks disagree on."""
     step = lambda y, layer: y + layer.dt.astype(y.dtype) * layer.params.astype(y.dtype) * y  # noqa: E731
-    lp_jax.solve(step, params, y0, solver=solver, comm=COMM)
+    for what, message in DISAGREE.items():
+        solver = lp_jax.MGRIT(coarsening=2)
+        params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(3)
+        if what == "layers" and COMM.rank == 0:
+            params = params[1:]
+        if COMM.rank == 1:
+            if what == "dtype":
+                params = params.astype(jnp.float32)
+            elif what == "shape":
+                y0 = jnp.ones(4)
+            elif what == "solver":
+                solver = lp_jax.MGRIT(coarsening=4)
+        with pytest.raises((TypeError, ValueError), match=message):
+            lp_jax.solve(step, params, y0, solver=solver, comm=COMM)
+
+
+@case
+def examples(_=None):
+    """The examples in docstrings that start MPI; in the process of pytest they are skipped."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        for module in (lp_jax._mpi, train._ranks):
+            result = doctest.testmod(module)
+            assert result.attempted and not result.failed
 
 
 @case
@@ -310,10 +334,11 @@ def wires(_=None):
 
 
 def main():
-    name, *arguments = sys.argv[1:]
-    CASES[name](*arguments)
-    if COMM.rank == 0:
-        print(f"passed on {COMM.size} ranks")
+    for argument in sys.argv[1:]:
+        name, _, detail = argument.partition("=")
+        CASES[name](*([detail] if detail else []))
+        if COMM.rank == 0:
+            print(f"passed on {COMM.size} ranks: {argument}", flush=True)
 
 
 if __name__ == "__main__":

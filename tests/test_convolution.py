@@ -1,7 +1,5 @@
 """Convolutions: every formulation against the sum written out."""
 
-import doctest
-import importlib
 import itertools
 
 import jax
@@ -74,9 +72,3 @@ def test_bad_input_is_refused():
         nn.convolve(x, jnp.ones((3, 3, 3, 4)), formulation="fft")
     with pytest.raises(ValueError, match=r"odd number of taps along each axis of space; got \(2, 2\)"):
         nn.convolve(x, jnp.ones((2, 2, 3, 4)))
-
-
-def test_examples_run():
-    with jax.enable_x64(False):
-        outcome = doctest.testmod(importlib.import_module("lp_jax.nn._convolution"))
-    assert outcome.attempted and not outcome.failed

@@ -1,11 +1,8 @@
 """Data sets in general: digits and MNIST, the order of batches, what every loader says of missing files and packages."""
 
-import doctest
 import functools
 import gzip
-import importlib
 import itertools
-import pkgutil
 import re
 import struct
 import sys
@@ -304,12 +301,3 @@ def test_the_page_names_every_loader():
 def test_the_examples_of_the_page_run(package, standard_promotion):
     pytest.importorskip(package)
     run_page(package)
-
-
-@pytest.mark.parametrize("module", [module.name for module in pkgutil.iter_modules(data.__path__)])
-def test_examples_run(module):
-    module = importlib.import_module(f"lp_jax.data.{module}")
-    result = doctest.testmod(module)
-    assert not result.failed
-    public = [value for value in vars(data).values() if getattr(value, "__module__", "") == module.__name__]
-    assert result.attempted or all(isinstance(value, type) for value in public)

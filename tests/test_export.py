@@ -1,8 +1,6 @@
 """Layers one by one, networks without a solver, and files of parameters."""
 
 import builtins
-import doctest
-import importlib
 import json
 import sys
 
@@ -332,9 +330,3 @@ def test_without_safetensors_the_extra_is_named(file, monkeypatch):
     for call in (lambda: nn.save(file, PARAMS), lambda: nn.load(file)):
         with pytest.raises(ImportError, match=r'pip install "lp_jax\[nn\]"'):
             call()
-
-
-def test_examples_run():
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        result = doctest.testmod(importlib.import_module("lp_jax.nn._export"))
-    assert result.attempted and not result.failed

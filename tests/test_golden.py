@@ -337,7 +337,9 @@ def on_workers(golden, comm=None, run=slice(None), every=1):
     looked_at = 0
     for case in by_structure(cases(golden, "dense_xbraid_forward.json"))[::every]:
         solver, m = xbraid_solver(case, iterations=8), case["cf"]
-        points = initial_guess(dense, case["option"], m)[run.start // m if run.start else 0 :][: -(-len(params[0]) // m)]
+        points = initial_guess(dense, case["option"], m)[run.start // m if run.start else 0 :][
+            : -(-len(params[0]) // m)
+        ]
         solution, _ = solved(solver, solver, None if solver.skip_downcycle else points, case["T"])
         agree(solution.stats.residual_norms, case["rnorm"], f"rnorm of {solver}")
         error = jnp.linalg.norm(solution.y1 - dense.serial[case["T"]][-1])

@@ -1,8 +1,5 @@
 """Recurrent networks: against a plain loop with every gate written out, on one device, a mesh and MPI ranks."""
 
-import doctest
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,9 +160,3 @@ def test_a_step_may_have_a_state_of_several_parts():
 def test_bad_input_is_refused(build, error, message):
     with pytest.raises(error, match=message):
         build(nnx.Rngs(0))
-
-
-def test_examples_run():
-    with jax.enable_x64(False):
-        outcome = doctest.testmod(importlib.import_module("lp_jax.nn._gru"))
-    assert outcome.attempted and not outcome.failed

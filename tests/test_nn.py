@@ -1,6 +1,5 @@
 """Flax modules: the same numbers as a loop over layers, and good manners under NNX's and JAX's transformations."""
 
-import doctest
 import functools
 import importlib
 import math
@@ -623,13 +622,6 @@ def test_without_flax_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(ImportError, match=r'pip install "lp_jax\[nn\]"'):
         importlib.import_module("lp_jax.nn")
-
-
-@pytest.mark.parametrize("module", ["", "._stack", "._layer_parallel", "._residual", "._ends", "._classifier"])
-def test_examples_run(module):
-    with jax.numpy_dtype_promotion("standard"):
-        result = doctest.testmod(importlib.import_module(f"lp_jax.nn{module}"))
-    assert result.attempted and not result.failed
 
 
 LOW = {

@@ -1,8 +1,5 @@
 """Weights as functions of depth, and networks made deeper: against SciPy's B-splines, plain loops, and orders."""
 
-import doctest
-import importlib
-
 import jax
 import jax.numpy as jnp
 import launch
@@ -371,10 +368,3 @@ def test_running_statistics_are_repeated(standard_promotion):
 def test_bad_refinements_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.parametrize("module", ["_spline", "_refine"])
-def test_examples_run(module):
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        result = doctest.testmod(importlib.import_module(f"lp_jax.nn.{module}"))
-    assert result.attempted and not result.failed

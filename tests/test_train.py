@@ -1,7 +1,5 @@
 """Training: the step, the probe, the loop, checkpoints, and what happens when things go wrong."""
 
-import doctest
-import importlib
 import json
 import os
 import signal
@@ -578,13 +576,3 @@ def test_residuals_are_those_of_both_solves(classifier, samples):
     for stats, scale in ((found.forward, found.forward_scale), (found.adjoint, found.adjoint_scale)):
         # two intervals: finite termination after two cycles
         assert 1e-4 * scale < stats.residual_norms[0] < 10 * scale and stats.residual_norms[2] < 1e-6 * scale
-
-
-# --- examples -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", ["_step", "_loop", "_probe", "_checkpoint", "_classification", "_log"])
-def test_examples_run(module):
-    with jax.enable_x64(False):
-        result = doctest.testmod(importlib.import_module(f"lp_jax.train.{module}"))
-    assert result.attempted and not result.failed

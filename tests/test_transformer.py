@@ -1,8 +1,6 @@
 """Transformers: against a plain implementation with every head written out, layer-parallel against serial."""
 
 import dataclasses
-import doctest
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -337,10 +335,3 @@ def test_tokens_in_columns():
 def test_bad_input_is_refused(build, error, message):
     with pytest.raises(error, match=message):
         build()
-
-
-@pytest.mark.parametrize("module", ["_transformer", "_tokens", "_network", "_transition", "_norm"])
-def test_examples_run(module):
-    with jax.enable_x64(False):
-        outcome = doctest.testmod(importlib.import_module(f"lp_jax.nn.{module}"))
-    assert outcome.attempted and not outcome.failed

@@ -1,6 +1,6 @@
-"""What every test runs under: eight CPU devices, float64, strict promotion.
+"""Settings of every test: eight CPU devices, float64, strict promotion. Examples in docstrings run under JAX's defaults.
 
-Warnings are errors too; that is set in pyproject.toml.
+Warnings are errors; pyproject.toml says so.
 """
 
 import os
@@ -24,7 +24,10 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-_BESIDE = Path(__file__).resolve().parents[2] / "shared"
+# The programs that tests start are not collected: the search for examples would import them.
+collect_ignore_glob = ["tests/[!t]*.py"]
+
+_BESIDE = Path(__file__).resolve().parents[1] / "shared"
 
 
 def _folder(name: str) -> tuple[str, Path]:
@@ -52,9 +55,9 @@ def shared_data() -> Path:
     return _require("data")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def quick_compilation() -> Iterator[None]:
-    """For modules whose time is XLA's, spent on many small programs that run once each."""
+    """For tests whose time is XLA's, spent on many small programs that run once each."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -65,6 +68,20 @@ def standard_promotion() -> Iterator[None]:
     """Lets optax run: its Adam raises floats to an integer step count, which strict promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def users_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the examples in docstrings under JAX's own defaults, compiled quickly."""
+    if not isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    if any(name in request.node.dtest.docstring for name in ("MPIComm()", "Ranks.grid()")):
+        pytest.skip("starts MPI; test_mpi.py runs it in MPI jobs")
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)
