@@ -36,7 +36,7 @@ def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]
         return {"step": lambda y, at: layer(y, at.params, at.dt), "params": drawn.network.layers, "y0": y}
     if network == "gru":
         module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
-        return module.problem(drawn.x)
+        return vars(module.problem(drawn.x))
     return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
 
 
