@@ -72,7 +72,7 @@ class DenseResidual(nnx.Module):
         self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
-        """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
+        """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
         return y + dt * _to_dtype_of(self.outer(self.activation(self.inner(self.norm(y)))), y, self.dtype)
 
 
@@ -132,7 +132,7 @@ class ConvResidual(nnx.Module):
         self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
-        """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
+        """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
         hidden = self.activation(self.norm1(self.conv1(y)))
         return y + dt * _to_dtype_of(self.activation(self.norm2(self.conv2(hidden))), y, self.dtype)
 
