@@ -529,8 +529,8 @@ def test_negative_labels_do_not_count(loss_and_params, samples):
 
 
 def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
-    rngs = nnx.Rngs(0)
-    trunk = nn.LayerParallel(Restless, LAYERS, rngs=rngs)
+    rngs, depth = nnx.Rngs(0), 4
+    trunk = nn.LayerParallel(Restless, depth, rngs=rngs)
     model = nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), trunk, nn.DenseClosing((6,), 3, rngs=rngs))
     (loss_fn, params), optimizer = train.classification(model), optax.adamw(1e-2, weight_decay=0.1)
     batch = (*samples, jax.random.key(1))
@@ -540,16 +540,16 @@ def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
 
     def loss(layers):
         (y, stats) = model.opening(samples[0]), []
-        for n in range(LAYERS):
+        for n in range(depth):
             layer = Restless(nnx.Rngs(0))
             nnx.update(layer, jax.tree.map(lambda x, n=n: x[n], layers))
-            y = layer(y, n / LAYERS, 1 / LAYERS, key=jax.random.fold_in(batch[2], n))
+            y = layer(y, n / depth, 1 / depth, key=jax.random.fold_in(batch[2], n))
             stats.append(nnx.to_pure_dict(nnx.state(layer, nnx.BatchStat)))
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(model.closing(y), samples[1])
         return jnp.mean(losses), jax.tree.map(lambda *x: jnp.stack(x), *stats)
 
     layers = params["trunk"]["layers"]
-    (wanted, stats), gradient = jax.value_and_grad(loss, has_aux=True)(layers)
+    (wanted, stats), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(layers)
     np.testing.assert_allclose(metrics.loss, wanted, rtol=1e-5)
     new = state.params["trunk"]["layers"]
     for name in ("mean", "var"):
