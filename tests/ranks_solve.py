@@ -168,11 +168,11 @@ def grid(copies):
         )  # fmt: skip
         return jnp.mean(right**2), info
 
-    def three_steps(loss_fn, params, batch, whole):
+    def three_steps(loss_fn, params, batch, global_sums):
         optimizer = optax.adam(0.01)
         state = train.init_state(params, optimizer)
-        step_fn = train.make_train_step(loss_fn, optimizer, whole=whole)
-        seen = [train.gradient_error(loss_fn, params, batch, *solvers, whole=whole)]
+        step_fn = train.make_train_step(loss_fn, optimizer, global_sums=global_sums)
+        seen = [train.gradient_error(loss_fn, params, batch, *solvers, global_sums=global_sums)]
         for _ in range(3):
             state, metrics = step_fn(state, batch, *solvers)
             seen.append(metrics)
@@ -180,9 +180,9 @@ def grid(copies):
 
     wanted = three_steps(functools.partial(loss_fn, None), params, (inputs, answers), None)
     here = {"trunk": cut(params["trunk"], run), "closing": params["closing"]}
-    share = ranks.share((inputs, answers))
-    assert len(share[0]) == batch // int(copies)
-    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, share, ranks.whole)
+    local = ranks.local_batch((inputs, answers))
+    assert len(local[0]) == batch // int(copies)
+    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks.global_sums)
     for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11)
     whole = ranks.gather(state)
@@ -202,7 +202,7 @@ def grid(copies):
         train.Ranks.grid(data=3)
     if int(copies) > 1:
         with pytest.raises(ValueError, match="a batch of 7 examples cannot be split evenly over 2"):
-            ranks.share(inputs[:7])
+            ranks.local_batch(inputs[:7])
 
 
 @case
