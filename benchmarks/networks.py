@@ -244,7 +244,7 @@ def gru(hidden: int, steps: int, batch: int) -> Network:
         for number, unit in enumerate(weights.layers):
             for part, (kernel, bias) in zip((module.inputs[number], module.recurrent[number]), unit, strict=True):
                 part.kernel, part.bias = nnx.Param(kernel), nnx.Param(bias)
-        return module.problem(x)
+        return vars(module.problem(x))
 
     units = [(gates(FEATURES if number == 0 else hidden), gates(hidden)) for number in range(UNITS)]
     x = _normal(rng, batch, steps, FEATURES)
