@@ -196,6 +196,19 @@ class MGRIT(Solver):
         single = len(self.spatial) == 2 and all(map(callable, self.spatial))
         return cast(tuple[Transfer | None, ...], (self.spatial,) if single else self.spatial)
 
+    iteration_name = "cycle"
+
+    def variants(self) -> dict[str, Solver]:
+        others: dict[str, Rediscretize | Solver] = {
+            "injection": Rediscretize(params="inject"),
+            "mean of parameters": Rediscretize(params="mean"),
+            "1 Picard sweep": Picard(sweeps=1),
+            "2 Picard sweeps": Picard(sweeps=2),
+        }
+        if self.coarse_step not in others.values():
+            others["this run's coarse step"] = self.coarse_step
+        return {name: dataclasses.replace(self, coarse_step=step) for name, step in others.items()}
+
 
 def _per_level(setting: Any) -> tuple:
     return setting if isinstance(setting, tuple) else (setting,)

@@ -14,7 +14,7 @@ from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._level import Advance, Level, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import Solver, constant
+from lp_jax._solver import Solver, constant, counted
 from lp_jax._types import PyTree, State
 
 JACOBIANS = ("full", "diagonal", "identity")
@@ -213,6 +213,11 @@ class Newton(Solver):
             return u_next, lax.stop_gradient(jacobian)
 
         return advance
+
+    def summary(self) -> str:
+        kind = "" if self.jacobian == "full" else f" with {self.jacobian} Jacobians"
+        before = f" after {counted(self.relaxations, 'relaxation')}" if self.relaxations else ""
+        return f"{super().summary()}{before}{kind}"
 
 
 _ROWS = 32

@@ -183,6 +183,14 @@ class Picard(Solver):
             entries = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
         return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments(entries))
 
+    iteration_name = "sweep"
+
+    def with_effort(self, iterations: int) -> Solver:
+        return dataclasses.replace(self, sweeps=iterations, rtol=None, atol=None)
+
+    def summary(self) -> str:
+        return f"{super().summary()} over the layers"
+
 
 def _in_turn(level: Level, entries: State, u: State) -> tuple[State, jax.Array]:
     """A sweep whose layers are evaluated one after another: increments are added up, and residuals squared, on the way.

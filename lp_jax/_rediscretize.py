@@ -64,6 +64,11 @@ class Rediscretize:
         )
         return {"step": chain.step_on(level), "xs": coarse}
 
+    def summary(self) -> str:
+        """Return a few words for titles and notes."""
+        rule = self.params if isinstance(self.params, str) else "a function"
+        return f"the layer with the interval's dt, parameters by {rule}"
+
 
 def _inject(tree: PyTree, span: int) -> PyTree:
     """The first of each group of ``span``."""

@@ -64,6 +64,16 @@ class Serial(Solver):
     def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
         return march(levels[0], advance=advance)
 
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def with_effort(self, iterations: int) -> Solver:
+        return self
+
+    def summary(self) -> str:
+        return "serial"
+
 
 def propagate(chain: Chain, advance: Advance, checkpoint_every: int | None) -> tuple[State, tuple[State, Any]]:
     """A ``lax.scan`` over the layers, to be differentiated by JAX.

@@ -1,9 +1,10 @@
 """What every solver is: settings, and four small methods on a chain of layers."""
 
 import abc
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
@@ -109,6 +110,40 @@ class Solver(abc.ABC):
                 f"coarse_step={type(self).__name__}(...) got a tolerance, rtol={self.rtol}, atol={self.atol}; a coarse "
                 "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."
             )
+
+    iteration_name: ClassVar[str] = "iteration"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the states are those of serial propagation, whatever the settings."""
+        return False
+
+    def with_effort(self, iterations: int) -> "Solver":
+        """Return this solver with a fixed number of iterations and no tolerance.
+
+        Raises:
+            TypeError: for a solver without a field ``iterations``, which overrides this.
+        """
+        names = [field.name for field in dataclasses.fields(cast(Any, self))]
+        if "iterations" not in names:
+            raise TypeError(
+                f"{type(self).__name__} has no field `iterations`; let its `with_effort` set the number of iterations."
+            )
+        without = {name: None for name in ("rtol", "atol") if name in names}
+        return dataclasses.replace(cast(Any, self), iterations=iterations, **without)
+
+    def summary(self) -> str:
+        """Return a few words for titles and notes."""
+        return counted(self.iterations, f"{type(self).__name__} {self.iteration_name}")
+
+    def variants(self) -> "dict[str, Solver]":
+        """Return the solvers, by name, that a picture of the gradient's error compares."""
+        return {type(self).__name__: self}
+
+
+def counted(number: int, what: str) -> str:
+    """Return "1 sweep", "2 sweeps"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def common_unit(solvers: Sequence[Solver], steps: int) -> int:

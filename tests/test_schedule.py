@@ -138,3 +138,31 @@ def test_rows_by_hand():
     injected = solve(dataclasses.replace(solver, coarse_step=INJECT), N, looped=True)
     assert injected.rows["forward"] == 1 + (16 + 16 + 1) + 16  # the coarsest level is one row
     assert not training_step(solver, solver, N).rows.total()
+
+
+# --- what solvers say of themselves ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
+def test_a_fixed_effort_replaces_a_tolerance(kind):
+    loose = kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6)
+    fixed = loose.with_effort(7)
+    assert type(fixed) is kind and not fixed.has_tolerance
+    assert fixed.iterations == (0 if fixed.exact else 7) and fixed.exact == (kind is lp_jax.Serial)
+
+
+def test_summaries_and_variants():
+    said = {solver.summary() for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())}
+    assert said == {
+        "2 Picard sweeps over the layers",
+        "1 Picard sweep over the layers",
+        "serial",
+        "the layer with the interval's dt, parameters by inject",
+        "2 MGRIT cycles",
+    }
+    newton = lp_jax.Newton(iterations=1, relaxations=3, jacobian="diagonal")
+    assert newton.summary() == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
+    assert newton.variants() == {"Newton": newton}
+    variants = lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()).variants()
+    assert variants["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
+    assert len(variants) == 5 and len(lp_jax.MGRIT(coarse_step=INJECT).variants()) == 4
