@@ -13,6 +13,7 @@ from lp_jax._chain import Chain
 from lp_jax._cycle import VISITS, cascade, fas_cycle
 from lp_jax._level import Advance, Level, Transfer, sweep
 from lp_jax._newton import Newton
+from lp_jax._path import Stop, cascade_stops, cycle_stops, path
 from lp_jax._picard import Picard
 from lp_jax._pytree import register
 from lp_jax._rediscretize import Rediscretize
@@ -20,6 +21,7 @@ from lp_jax._serial import Serial
 from lp_jax._solver import Solver, constant
 from lp_jax._transfer import fitted
 from lp_jax._types import State
+from lp_jax._work import Held, Sizes, Work
 
 
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
@@ -208,6 +210,96 @@ class MGRIT(Solver):
         if self.coarse_step not in others.values():
             others["this run's coarse step"] = self.coarse_step
         return {name: dataclasses.replace(self, coarse_step=step) for name, step in others.items()}
+
+    evaluates = "intervals"
+
+    def grid(self, steps: int) -> list[tuple[int, int]]:
+        return self.plan(steps)
+
+    def _relaxations(self, levels: int) -> tuple[str, ...]:
+        return tuple("F" + "CF" * self.c_relaxations(level) for level in range(levels))
+
+    def stops(self, steps: int, iterations: int) -> list[Stop]:
+        relaxations = self._relaxations(len(self.grid(steps)))
+        return path(relaxations, self.cycle, iterations, skip=self.skip_downcycle)
+
+    def loops(self, looped: bool) -> bool:
+        return looped if self.interval_map == "auto" else self.interval_map == "loop"
+
+    def count(self, work: Work) -> None:
+        work = dataclasses.replace(work, looped=self.loops(work.looped), in_rows=True)
+        grid = self.grid(work.layers)
+        relaxations = self._relaxations(len(grid))
+        first = cascade_stops if self.skip_downcycle else cycle_stops
+        for stops, times in ((first, 1), (cycle_stops, self.iterations - 1)):
+            once = work.apart()
+            self._count_stops(once, grid, stops(relaxations, self.cycle))
+            work.schedule.include(once.schedule, times)
+        intervals, factor = _intervals(grid[0], work.workers), grid[0][1]
+        work.evaluate(factor, intervals, gradient=True)
+        work.sent(1)
+        work.evaluate_again(factor - 1, intervals)
+
+    def _count_stops(self, work: Work, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]) -> None:
+        """Record a cycle, up to where its last F-points would be interpolated."""
+        spans = [math.prod(factor for _, factor in grid[:level]) for level in range(len(grid))]
+        levels = [work, *(work.on(grid[n][0], self.coarse_step, spans[n]) for n in range(1, len(grid)))]
+        for stop, following in zip(stops, [*stops[1:], None], strict=True):
+            at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
+            intervals = _intervals(grid[at], work.workers)
+            if stop.label == "solve":
+                self._count_coarsest(level)
+            elif following is not None and following.level > at:
+                sweeps = stop.label.count("F")
+                for _ in range(sweeps):
+                    level.steps(factor, intervals)
+                    if at == 0 and level.looped:  # states at F-points, in every sweep
+                        level.evaluate_again(factor - 1, intervals)
+                level.sent(sweeps)
+                levels[at + 1].steps(1, intervals)
+            elif at > 0:
+                level.steps(factor - 1, intervals)
+                level.sent(1)
+
+    def _count_coarsest(self, level: Work) -> None:
+        if self.coarse_step.is_identity:
+            level.sent(level.prefix)
+        else:
+            self.coarsest.count(level)
+
+    def held(self, sizes: Sizes) -> Held:
+        grid = self.grid(sizes.layers)[:-1]
+        intervals = [_intervals(level, sizes.workers) for level in grid]
+        working = _OF_A_CYCLE * sum(intervals) * sizes.state
+        if self.keeps_states:
+            return Held(sizes.mine * sizes.linearised, working)
+        looped = self.loops(sizes.looped)
+        recomputed = grid[0][1] * sizes.linearised if looped else _F_POINTS * sizes.mine * sizes.state
+        return Held(intervals[0] * sizes.state, working + recomputed)
+
+    def describe(self, steps: int) -> tuple[str, str]:
+        grid = self.grid(steps)
+        rest = f"only {grid[-1][0]} coarse steps remain one after another"
+        if self.coarse_step.is_identity:
+            rest = "the coarse solve is a prefix sum"
+        note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
+        return f"{steps} layers on {len(grid)} levels: {rest}", f"{note} Coarse step: {self.coarse_step.summary()}."
+
+    def label(self, adjoint: Solver) -> str:
+        coarse = "identity" if self.coarse_step.is_identity else type(self.coarse_step).__name__
+        if isinstance(self.coarse_step, Solver) and self.coarse_step.iterations:
+            coarse = f"{coarse} {self.coarse_step.iterations}"
+        return f"{self.iterations}/{adjoint.iterations} cycles, {coarse}, m = {self.coarsening}"
+
+
+_OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
+_F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
+
+
+def _intervals(level: tuple[int, int], workers: int) -> int:
+    """Return the number of intervals of a level on the busiest worker."""
+    steps, factor = level
+    return math.ceil(math.ceil(steps / factor) / workers)
 
 
 def _per_level(setting: Any) -> tuple:

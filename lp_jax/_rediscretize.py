@@ -12,6 +12,7 @@ from lp_jax._chain import Chain
 from lp_jax._comm import select
 from lp_jax._pytree import register
 from lp_jax._types import PyTree, Slices
+from lp_jax._work import Work
 
 
 @register()
@@ -68,6 +69,15 @@ class Rediscretize:
         """Return a few words for titles and notes."""
         rule = self.params if isinstance(self.params, str) else "a function"
         return f"the layer with the interval's dt, parameters by {rule}"
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it does nothing, so that the coarse problem is a prefix sum."""
+        return False
+
+    def count_steps(self, work: Work, count: int, at_once: int) -> None:
+        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals."""
+        work.evaluate(count, at_once)
 
 
 def _inject(tree: PyTree, span: int) -> PyTree:

@@ -10,7 +10,9 @@ from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._iterate import iterate
 from lp_jax._level import Advance, Level, Operand, Transfer
+from lp_jax._path import Stop
 from lp_jax._types import PyTree, State
+from lp_jax._work import Held, Sizes, Uncounted, Work
 
 
 class Solver(abc.ABC):
@@ -139,6 +141,64 @@ class Solver(abc.ABC):
     def variants(self) -> "dict[str, Solver]":
         """Return the solvers, by name, that a picture of the gradient's error compares."""
         return {type(self).__name__: self}
+
+    evaluates: ClassVar[str] = "batches"
+    """How layers are evaluated where they run one after another: "batches", all of a sweep; "intervals"; or "series"."""
+
+    def count(self, work: Work) -> None:
+        """Record what a solve does, its last sweep and the gradient included.
+
+        Raises:
+            Uncounted: where the program is to be read instead, which is the default.
+        """
+        raise Uncounted
+
+    def count_steps(self, work: Work, count: int, at_once: int) -> None:
+        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
+
+        Raises:
+            Uncounted: where the program is to be read instead, which is the default.
+        """
+        raise Uncounted
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
+        return False
+
+    def loops(self, looped: bool) -> bool:
+        """Whether layers at once are evaluated one after another, given whether they are by default."""
+        return looped
+
+    def held(self, sizes: Sizes) -> Held:
+        """Return what a training step with this solver holds: by default, what a sweep over all layers does."""
+        if self.keeps_states:
+            kept = sizes.mine * sizes.linearised
+        else:
+            kept = math.ceil(sizes.mine / self.stride(sizes.layers)) * sizes.state
+        return Held(kept, _OF_A_SWEEP * sizes.mine * sizes.state)
+
+    def grid(self, steps: int) -> list[tuple[int, int]]:
+        """Return (steps, coarsening factor) of every level, finest first; the coarsest has factor 1."""
+        return [(steps, 1)]
+
+    def stops(self, steps: int, iterations: int) -> list[Stop]:
+        """Return the path of ``iterations`` iterations through the levels; nothing where there is one level."""
+        return []
+
+    def describe(self, steps: int) -> tuple[str, str]:
+        """Return a title and a note for a picture of a solve of ``steps`` layers."""
+        return f"{steps} layers, {self.summary()}: no coarse level", ""
+
+    def label(self, adjoint: "Solver") -> str:
+        """Return a few words on this solver and its adjoint one, for the title of a plan."""
+        if not self.has_tolerance:
+            return self.summary()
+        limit = f"{self.atol:.0e} absolute" if self.rtol is None else f"{self.rtol:.0e}"
+        return f"{type(self).__name__} {self.iteration_name}s to {limit}"
+
+
+_OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
 
 
 def counted(number: int, what: str) -> str:

@@ -16,7 +16,7 @@ from lp_jax._serial import Serial
 from lp_jax._types import PyTree, State
 from lp_jax.planning._calibrate import examples_of, kept_bytes, small
 from lp_jax.planning._candidates import RECOMMENDED, Pair
-from lp_jax.planning._cost import time
+from lp_jax.planning._cost import predict
 from lp_jax.planning._machine import Machine
 
 _KERNELS = 3  # of the smallest layer
@@ -174,9 +174,9 @@ def auto(step: Callable[..., Any], params: PyTree, y0: State, *, device: str | N
     defaults: dict[str, Any] = {"shared": None, "data": None, "t0": 0.0, "t1": 1.0, "has_aux": False, "comm": None}
     machine, layers = _estimated(step, params, y0, defaults | problem, device)
     workers = 1 if problem.get("comm") is None else problem["comm"].size
-    serial = time(Serial(), Serial(), layers, machine, workers=workers).seconds
+    serial = predict(Serial(), Serial(), layers, machine, workers=workers).seconds
     forward, adjoint = (Picard(sweeps=sweeps) for sweeps in _SWEEPS)
-    parallel = time(forward, adjoint, layers, machine, workers=workers).seconds
+    parallel = predict(forward, adjoint, layers, machine, workers=workers).seconds
     if parallel < serial:
         return RECOMMENDED
     where = "layers run one after another on it" if machine.looped else "a layer fills it, or there are few of them"

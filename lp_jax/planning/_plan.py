@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax import _tree
-from lp_jax._newton import Newton
-from lp_jax._picard import Picard
 from lp_jax._serial import Serial
 from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 from lp_jax.planning._calibrate import calibrate, small
 from lp_jax.planning._candidates import Pair, cycles, exact_cycles, newton, sweeps
-from lp_jax.planning._cost import Time, pipeline, time
+from lp_jax.planning._cost import Time, pipeline, predict
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._memory import Memory, memory
 from lp_jax.planning._text import WORTH, code, table
@@ -67,7 +65,7 @@ class Choice(NamedTuple):
     @property
     def error(self) -> float | None:
         """Of the gradient: 0 for serial propagation, None if nobody looked."""
-        if isinstance(self.solver, Serial) and isinstance(self.adjoint_solver, Serial):
+        if self.solver.exact and self.adjoint_solver.exact:
             return 0.0
         return None if self.probed is None else self.probed.error
 
@@ -129,7 +127,7 @@ class Plan:
     @property
     def alone(self) -> float:
         """Seconds of a training step with serial propagation on one worker, as predicted."""
-        return time(*SERIAL, self.layers, self.machine).seconds
+        return predict(*SERIAL, self.layers, self.machine).seconds
 
     @property
     def speedup(self) -> float:
@@ -164,12 +162,12 @@ class Plan:
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
             known = [*pairs, *exact_cycles(self.layers, workers)]
-            spent = (time(*p, self.layers, self.machine, workers=workers, data_workers=data_workers) for p in known)
+            spent = (predict(*p, self.layers, self.machine, workers=workers, data_workers=data_workers) for p in known)
             return min(t.seconds for t in spent)
 
         data = None
         if devices <= self.machine.examples:
-            data = time(*SERIAL, self.layers, self.machine, data_workers=devices).seconds
+            data = predict(*SERIAL, self.layers, self.machine, data_workers=devices).seconds
         splits = [(p, devices // p) for p in range(1, devices + 1) if devices % p == 0]
         options = [(seconds, split) for split in splits if (seconds := best(*split)) is not None]
         both, split = min(options, default=(None, (devices, 1)))
@@ -276,7 +274,7 @@ def choose(
     _refuse(layers, workers, error)
 
     def choice(pair: Pair, probed: Probed | None = None) -> Choice:
-        spent = time(*_counted(pair, probed), layers, machine, workers=workers)
+        spent = predict(*_counted(pair, probed), layers, machine, workers=workers)
         return Choice(*pair, spent, memory(pair[0], layers, machine, workers=workers), probed)
 
     serial = choice(SERIAL)
@@ -313,14 +311,10 @@ def _counted(pair: Pair, probed: Probed | None) -> Pair:
     """The solvers with as many iterations as were taken where a tolerance ends them; few, if nobody looked."""
     _, *taken = Probed(0.0, _UNKNOWN, _UNKNOWN) if probed is None else probed
 
-    def fixed(solver: Solver, iterations: int) -> Solver:
-        if isinstance(solver, Picard) and solver.has_tolerance:
-            return dataclasses.replace(solver, sweeps=iterations, rtol=None, atol=None)
-        if isinstance(solver, Newton) and solver.has_tolerance:
-            return dataclasses.replace(solver, iterations=iterations, rtol=None, atol=None)
-        return solver
-
-    forward, adjoint = (fixed(solver, max(1, count)) for solver, count in zip(pair, taken, strict=True))
+    forward, adjoint = (
+        solver.with_effort(max(1, count)) if solver.has_tolerance else solver
+        for solver, count in zip(pair, taken, strict=True)
+    )
     return forward, adjoint
 
 

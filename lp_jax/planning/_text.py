@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def table(plan: "Plan") -> str:
 
 def reason(plan: "Plan") -> str:
     """Why this one."""
-    if not isinstance(plan.solver, Serial):
+    if not plan.solver.exact:
         text = f"predicted {_times(plan.speedup)} times as fast as serial propagation on one worker"
         if plan.speedup < 1:
             text += ", which is the better place for all layers"
