@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from benchmarks.propagation import Pair
 from lp_jax import MGRIT, Rediscretize, Serial
-from lp_jax.planning import Machine, time
+from lp_jax.planning import Machine, predict
 
-UNIT = Machine(layers=(1,), forward=(1,), linearise=(1,), adjoint=(1,), gradient=(1,), serial=(1, 2), looped=True)
+UNIT = Machine(at_once=(1,), forward=(1,), linearise=(1,), adjoint=(1,), gradient=(1,), serial=(1, 2), looped=True)
 SERIAL = Serial(), Serial()
 
 
@@ -52,8 +52,8 @@ class Published:
 
     def predicted(self, workers: int | None = None) -> float:
         """Speedup, as counted."""
-        alone = time(*SERIAL, self.layers, UNIT)
-        return alone.seconds / time(*self.solvers, self.layers, UNIT, workers=workers or self.workers).seconds
+        alone = predict(*SERIAL, self.layers, UNIT)
+        return alone.seconds / predict(*self.solvers, self.layers, UNIT, workers=workers or self.workers).seconds
 
     @property
     def crossover(self) -> int:

@@ -97,7 +97,7 @@ def main() -> None:
                 built[name] = calibration.gradients(*details)
                 orders.send(None)
             elif what == "wires":
-                orders.send(planning.wires(_comm(kind)))
+                orders.send(planning.interconnect(_comm(kind)))
             else:
                 if kind == "torch":
                     built[name].take_threads()

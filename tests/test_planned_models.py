@@ -19,7 +19,7 @@ from lp_jax.cli import main
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 
 FLAT = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-UNFILLED = planning.Machine(layers=(1, 1024), **FLAT, examples=8)
+UNFILLED = planning.Machine(at_once=(1, 1024), **FLAT, examples=8)
 
 
 def trunk(layers=16, **options):
@@ -144,7 +144,7 @@ def test_a_plan_is_a_picture(tmp_path, workers):
     found = lp_jax.plan(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4)), machine=UNFILLED, workers=workers)
     viz.plan(found).savefig(tmp_path / "plan.png")
     assert imread(tmp_path / "plan.png").std() > 0.05
-    nothing = planning.choose(16, planning.Machine(layers=(1,), **{k: v[:1] for k, v in FLAT.items()}, looped=True))
+    nothing = planning.choose(16, planning.Machine(at_once=(1,), **{k: v[:1] for k, v in FLAT.items()}, looped=True))
     assert "serial propagation" in viz.plan(nothing).get_suptitle()
 
 

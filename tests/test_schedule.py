@@ -6,10 +6,13 @@ import itertools
 
 import pytest
 from problems import INJECT
+from relaxation import Relaxation
 
 import lp_jax
 from benchmarks.critical_path import training_step as counted
-from lp_jax.planning import solve, training_step
+from lp_jax import planning, viz
+from lp_jax.planning import count, training_step
+from lp_jax.planning._program import read
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (0, 1, 2)}
@@ -86,7 +89,7 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
 def test_work_is_divided_and_messages_are_those_of_the_design(workers):
     """Sweeps go over a worker's part; the coarsest level is everybody's. As the messages of a V-cycle are counted on a mesh."""
     solver = lp_jax.MGRIT(levels=3, iterations=5, skip_downcycle=False, coarse_step=INJECT)
-    alone, shared = solve(solver, N), solve(solver, N, workers=workers)
+    alone, shared = count(solver, N), count(solver, N, workers=workers)
     coarsest = 5 * 4
     assert shared.work() - coarsest == (alone.work() - coarsest) / workers
     assert shared.states == 5 * (1 + 2 + 1) + 1 + 5 * (workers - 1)
@@ -135,7 +138,7 @@ def test_rows_by_hand():
     looped = training_step(solver, dataclasses.replace(solver, iterations=1), N, looped=True)
     assert looped.rows["forward"] == 16 * 5 + 16  # and the states at F-points again, which nobody kept
     assert looped.rows["adjoint"] == 16 * 2 and looped.rows["gradient"] == 16 and not looped.rows["linearise"]
-    injected = solve(dataclasses.replace(solver, coarse_step=INJECT), N, looped=True)
+    injected = count(dataclasses.replace(solver, coarse_step=INJECT), N, looped=True)
     assert injected.rows["forward"] == 1 + (16 + 16 + 1) + 16  # the coarsest level is one row
     assert not training_step(solver, solver, N).rows.total()
 
@@ -166,3 +169,61 @@ def test_summaries_and_variants():
     variants = lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()).variants()
     assert variants["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
     assert len(variants) == 5 and len(lp_jax.MGRIT(coarse_step=INJECT).variants()) == 4
+
+
+# --- solvers that count nothing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
+    """Sweeps like Picard's, a message each instead of a prefix sum; its program is read, on one worker and on four."""
+    solver, adjoint_solver, mine = Relaxation(iterations=3, keep=keep), Relaxation(iterations=2), N // workers
+    said = training_step(solver, adjoint_solver, N, workers=workers)
+    forward = {("forward", mine): 3 + keep}
+    adjoint = {("adjoint", mine): 2, ("gradient", mine): 1} | ({} if keep else {("linearise", mine): 2 + 1})
+    assert said.batches == forward | adjoint
+    assert said.work() == training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), N, workers=workers).work() + (
+        0 if keep else 2 * mine
+    )
+    assert (said.states, said.reductions) == ((0, 0) if workers == 1 else (3 + keep + 2 + 1, 4))
+    looped = training_step(solver, adjoint_solver, N, workers=workers, looped=True)
+    assert looped.work() == said.work() and all(batch.layers == 1 for batch in looped.batches)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("storage", ["all", "c_points"])
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_what_solvers_count_is_what_is_read(workers, storage, adjoint):
+    """Evaluations and, on four workers, messages, in the program that the reader sees; of Picard all batches."""
+    options = {"workers": workers, "looped": False, "kept": storage == "all", "adjoint": adjoint}
+    picard = lp_jax.Picard(sweeps=3, storage=storage)
+    assert read(picard, N, **options) == count(picard, N, **options)
+    for solver in (
+        lp_jax.Serial(),
+        lp_jax.MGRIT(levels=3, iterations=2, coarse_step=INJECT, storage=storage),
+        lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=PICARD[0], skip_downcycle=False, storage=storage),
+    ):
+        found, said = read(solver, N, **options), count(solver, N, **options)
+        evaluated = "forward", "linearise", "adjoint"
+        assert found.work(*evaluated) == said.work(*evaluated)
+        assert found.work("gradient") == (N // workers if adjoint else 0)
+        assert abs(found.states - said.states) <= 2 * solver.iterations + 1  # some wait for nothing on coarse levels
+
+
+def test_a_coarse_step_from_outside_is_counted_by_the_whole_program():
+    """An interval of four layers is relaxed twice on each of two cycles."""
+    fields = {"levels": 2, "coarsening": 4, "iterations": 2, "storage": "all"}
+    said = count(lp_jax.MGRIT(coarse_step=Relaxation(iterations=2), **fields), N)
+    assert said.work() == count(lp_jax.MGRIT(coarse_step=PICARD[2], **fields), N).work()
+
+
+def test_a_solver_from_outside_is_planned_and_drawn():
+    times = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+    machine = planning.Machine(at_once=(1, 1024), **times, state_bytes=4, layer_bytes=8)
+    solver = Relaxation(iterations=3)
+    assert planning.predict(solver, solver, N, machine).evaluations == pytest.approx((3 + 3 + 4 + 1) * 1e-5)
+    assert planning.memory(solver, N, machine) == (2 * N * 8, N * 4, 3 * N * 4)
+    assert planning.code(solver) == "Relaxation(iterations=3)" and solver.label(solver) == solver.summary()
+    figure = viz.hierarchy(solver, N)
+    assert figure.get_suptitle() == f"{N} layers, 3 Relaxation iterations: no coarse level" and len(figure.axes) == 1

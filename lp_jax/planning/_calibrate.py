@@ -71,7 +71,7 @@ def calibrate(
         name: of the result.
 
     Returns:
-        A `Machine` without wires: ``latency`` and ``bandwidth`` are those of a single worker.
+        A `Machine` without an interconnect: messages take no time.
 
     Raises:
         ValueError: for a ``comm``.
@@ -124,7 +124,7 @@ def calibrate(
     if looped and newton:
         iterations = {size: iterations[most] / most * size for size in rows}
     return Machine(
-        layers=tuple(rows),
+        at_once=tuple(rows),
         forward=forwards,
         linearise=forwards,
         adjoint=adjoints,

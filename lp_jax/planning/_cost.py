@@ -64,7 +64,7 @@ def predict(
         >>> import lp_jax
         >>> from lp_jax import planning
         >>> flat = {kind: (1e-5, 1e-5) for kind in ("forward", "linearise", "adjoint", "gradient")}
-        >>> gpu = planning.Machine(layers=(1, 1024), **flat)  # that a layer does not fill
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
         >>> serial, picard = lp_jax.Serial(), lp_jax.Picard(sweeps=6)
         >>> serial, picard = (planning.predict(s, s, 1024, gpu).seconds for s in (serial, picard))
         >>> round(serial / picard)
@@ -73,7 +73,7 @@ def predict(
     if data_workers > machine.examples:
         raise ValueError(f"data_workers={data_workers} is more than the {machine.examples} examples.")
     mine = math.ceil(layers / workers)
-    machine = machine.share(data_workers)
+    machine = machine.divided(data_workers)
     message = machine.message(machine.state_bytes)
     kept = solver.resolve(layers).keeps_states
     spread: dict[str, Any] = {"workers": workers, "looped": machine.looped, "kept": kept}
@@ -138,7 +138,7 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
 
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
-    part = machine.share(microbatches)
+    part = machine.divided(microbatches)
     turns, mine = microbatches + workers - 1, math.ceil(layers / workers)
     sent = 2 * part.message(part.state_bytes) if workers > 1 else 0.0
     added = (turns - 1) * mine * machine.adding

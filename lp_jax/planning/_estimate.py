@@ -81,7 +81,7 @@ def estimate(
         comm: where the layers live.
 
     Returns:
-        A `Machine` without wires. On a CPU layers run one after another (``looped``), and only ratios mean anything.
+        A `Machine` without an interconnect. On a CPU layers run one after another (``looped``), and only ratios mean anything.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,18 +120,18 @@ def _machine(problem: Problem, operands: Operands, sheet: Device, looped: bool) 
     )  # a step that XLA sees nothing in moves its state
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, problem.steps // 16), problem.steps])
-    layers = (1,) if looped else tuple(int(n) for n in sizes)
-    times = tuple(sheet.layer * (not looped) + n * alone for n in layers)
+    at_once = (1,) if looped else tuple(int(n) for n in sizes)
+    times = tuple(sheet.layer * (not looped) + n * alone for n in at_once)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
     steps = 2 * math.ceil(math.log2(problem.steps + 1)) * sheet.layer / _KERNELS  # of the scan, two products in each
     composed = 2 * 2 * examples * numbers**3 / sheet.flops
     newton = tuple(
-        t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(layers, times, strict=True)
+        t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(at_once, times, strict=True)
     )
     layer_bytes = _tree.nbytes(first.params)
     return Machine(
-        layers=layers,
+        at_once=at_once,
         forward=times,
         linearise=times,
         adjoint=times,

@@ -44,13 +44,13 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
-        >>> times = dict.fromkeys(("layers", "forward", "linearise", "adjoint", "gradient"), (1,))
+        >>> times = dict.fromkeys(("at_once", "forward", "linearise", "adjoint", "gradient"), (1,))
         >>> machine = planning.Machine(**times, looped=True, state_bytes=8192, kept_bytes=16384, layer_bytes=16640)
         >>> scan, picard = lp_jax.Serial(), lp_jax.Picard()
         >>> [planning.memory(solver, 4096, machine).bytes // 10**6 for solver in (scan, picard)]
         [236, 337]
     """
-    machine = machine.share(data_workers)
+    machine = machine.divided(data_workers)
     sizes = Sizes(
         layers=layers,
         workers=workers,

@@ -72,7 +72,7 @@ def plan(
     error: float = 1e-2,
     workers: int = 1,
     machine: planning.Machine | None = None,
-    wires: planning.Wires | None = None,
+    interconnect: planning.Interconnect | None = None,
     seconds: float = 10.0,
 ) -> planning.Plan:
     """`lp_jax.plan` for a classifier as a batch reaches its layers, with the cotangent that its loss gives.
@@ -84,7 +84,7 @@ def plan(
         error: as for `lp_jax.plan`.
         workers: as for `lp_jax.plan`.
         machine: as for `lp_jax.plan`.
-        wires: as for `lp_jax.plan`.
+        interconnect: as for `lp_jax.plan`.
         seconds: as for `lp_jax.plan`.
 
     Example:
@@ -107,6 +107,6 @@ def plan(
         error=error,
         workers=workers,
         machine=machine,
-        wires=wires,
+        interconnect=interconnect,
         seconds=seconds,
     )

@@ -20,7 +20,7 @@ def plan(found: Plan) -> Figure:
     Example:
         >>> from lp_jax import planning, viz
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> found = planning.choose(64, planning.Machine(layers=(1, 1024), **flat))
+        >>> found = planning.choose(64, planning.Machine(at_once=(1, 1024), **flat))
         >>> [ax.get_xlabel() for ax in viz.plan(found).axes]
         ['ms per training step, predicted', 'devices']
     """

@@ -18,7 +18,7 @@ from lp_jax._work import prefix_messages
 _SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5
 
 
-class Wires(NamedTuple):
+class Interconnect(NamedTuple):
     """Between neighbours among the workers; fields of `Machine`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Wires(NamedTuple):
     sum_bandwidth: float
 
 
-def wires(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Wires:
+def interconnect(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
     """Measure messages between workers by sweeps over a chain that computes next to nothing.
 
     A sweep sends a state to the neighbour, one more for each step of a prefix sum, and the residual's norm to all. The
@@ -50,17 +50,17 @@ def wires(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Wires:
         >>> from lp_jax import planning
         >>> workers = jax.device_count()
         >>> mesh = jax.make_mesh((workers,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> found = planning.wires(lp_jax.MeshComm(mesh)) if workers > 1 else None
+        >>> found = planning.interconnect(lp_jax.MeshComm(mesh)) if workers > 1 else None
     """
     if comm.size == 1:
-        raise ValueError("wires got a comm of one worker, which has nobody to send to; give one of several.")
+        raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")
     messages, hops = 1 + prefix_messages(comm.size), (comm.size - 1).bit_length()
     small, large = (_sweep(comm, size) - _sweep(None, size) for size in sizes)
     latency = max(small, 1e-9) / (messages + hops)
     bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
     small, large = (_sum(comm, size) for size in sizes)
     passed = 2 * (comm.size - 1) / comm.size * (sizes[1] - sizes[0])
-    return Wires(latency, bandwidth, passed / max(large - small, 1e-9))
+    return Interconnect(latency, bandwidth, passed / max(large - small, 1e-9))
 
 
 def _sweep(comm: Any, size: int) -> float:
