@@ -10,25 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lp_jax import _tree
 from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
-from lp_jax._types import PyTree, State
-from lp_jax.planning._calibrate import calibrate, small
+from lp_jax._types import State
+from lp_jax.planning._calibrate import calibrate
 from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
 from lp_jax.planning._cost import predict
 from lp_jax.planning._interconnect import Interconnect
+from lp_jax.planning._layers import small
 from lp_jax.planning._machine import Machine
+from lp_jax.planning._measure import arrays
 from lp_jax.planning._memory import memory
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, counted
+from lp_jax.planning._stand_in import Problem
 
 Probe = Callable[[Solver, Solver], Probed]
 
 
 def plan(
-    step: Callable[..., Any],
-    params: PyTree,
-    y0: State,
+    problem: Problem,
     *,
     cotangent: State | None = None,
     error: float = 1e-2,
@@ -36,39 +36,25 @@ def plan(
     machine: Machine | None = None,
     interconnect: Interconnect | None = None,
     seconds: float = 10.0,
-    shared: PyTree = None,
-    data: PyTree = None,
-    t0: float = 0.0,
-    t1: Any = 1.0,
-    has_aux: bool = False,
-    comm: Any = None,
     fewer: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Recommend solvers: calibrate, predict times, probe gradients in their order until one is exact enough.
 
     Args:
-        step: as for `lp_jax.solve`, like ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1`` and ``has_aux``.
-        params: leaves ``(N, ...)``.
-        y0: a typical state: times and errors are those of this batch.
+        problem: the network, on one device, and a typical state: times and errors are those of this batch.
         cotangent: of the last state, as a loss gives it; None is that state itself, as a sum of squares gives it.
         error: largest relative error of the gradient, in the 2-norm.
-        workers: number of workers that the layers will be spread over; all runs here on one.
+        workers: number of workers that the layers will be spread over; all runs here are on one.
         machine: what layers take; None measures it (`calibrate`).
         interconnect: what messages take, by `planning.interconnect`; None leaves that to ``machine``.
-        seconds: after so many no further gradient is compiled; what was not looked at is told.
-        shared: what all layers see.
-        data: leaves ``(N, ...)``.
-        t0: time at which the first layer starts.
-        t1: time at which the last one ends.
-        has_aux: whether the step returns ``(y_next, aux)``.
-        comm: None: where the layers will live is what ``workers`` says.
+        seconds: time after which no further gradient is compiled; how many were left out is told.
         fewer: as for `calibrate`.
 
     Returns:
         The `Plan`; serial propagation where nothing that is exact enough is predicted to be faster by 15 %.
 
     Raises:
-        ValueError: for an error that is not positive, for more workers than layers, for a ``comm``.
+        ValueError: for an error that is not positive, for more workers than layers, for a problem with a ``comm``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -76,20 +62,21 @@ def plan(
         >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
-        >>> plan = planning.plan(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)), machine=gpu)
-        >>> plan.solver
+        >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
+        >>> lp_jax.plan(problem, machine=gpu).solver
         Picard(sweeps=32, windows=1, rtol=0.01, atol=None, around='start', storage='all')
     """
-    if comm is not None:
-        raise ValueError("plan got a comm; it works on one device. Pass comm=None, and workers=P for the prediction.")
-    problem = {"shared": shared, "data": data, "t0": t0, "t1": t1, "has_aux": has_aux}
+    if problem.comm is not None:
+        raise ValueError(
+            "plan got a problem with a comm; it works on one device. Leave the comm out, and pass workers=P for the prediction."
+        )
     if machine is None:
-        worth = small(y0) and jax.default_backend() != "cpu"  # Newton's method is depth for much work
-        machine = calibrate(step, params, y0, fewer=fewer, newton=worth, **problem)
+        worth = small(problem.y0) and jax.default_backend() != "cpu"  # Newton's method is depth for much work
+        machine = calibrate(problem, fewer=fewer, newton=worth)
     if interconnect is not None:
         machine = dataclasses.replace(machine, **interconnect._asdict())
-    probe = _probe(step, params, y0, cotangent, problem)
-    return choose(_tree.leading((params, data)), machine, error=error, workers=workers, probe=probe, seconds=seconds)
+    probe = _probe(problem, cotangent)
+    return choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds)
 
 
 def choose(
@@ -162,15 +149,13 @@ def _refuse(layers: int, workers: int, error: float) -> None:
         raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
 
-def _probe(step: Callable[..., Any], params: PyTree, y0: State, cotangent: State | None, problem: Mapping) -> Probe:
-    """Of the gradient by all parameters and shared values of a network."""
-    static = {name: problem[name] for name in ("t0", "t1", "has_aux")}
-    arrays = {"params": params, "y0": y0, "shared": problem["shared"], "data": problem["data"]}
+def _probe(problem: Problem, cotangent: State | None) -> Probe:
+    """Compare gradients of all parameters and shared values of a network with the exact ones."""
     fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None  # it runs a few times only
 
     @functools.partial(jax.jit, compiler_options=fast)
-    def gradient(arrays: dict[str, Any], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Any:
-        solution, pullback = solve_vjp(step, **arrays, **static, solver=solver, adjoint_solver=adjoint_solver)
+    def gradient(values: dict[str, Any], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Any:
+        solution, pullback = solve_vjp(**(vars(problem) | values), solver=solver, adjoint_solver=adjoint_solver)
         found, stats = pullback(solution.y1 if cotangent is None else cotangent)
         leaves = [x for x in jax.tree.leaves((found.params, found.shared)) if x.dtype != jax.dtypes.float0]
         return leaves, solution.stats.iterations, stats.iterations
@@ -184,8 +169,8 @@ def _probe(step: Callable[..., Any], params: PyTree, y0: State, cotangent: State
 
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:
         if not exact:
-            exact.append(gradient(arrays, cotangent, *SERIAL)[0])
-        found, iterations, adjoint_iterations = gradient(arrays, cotangent, solver, adjoint_solver)
+            exact.append(gradient(arrays(problem), cotangent, *SERIAL)[0])
+        found, iterations, adjoint_iterations = gradient(arrays(problem), cotangent, solver, adjoint_solver)
         return Probed(float(distance(found, exact[0])), int(iterations), int(adjoint_iterations))
 
     return probe
