@@ -6,9 +6,10 @@ sweeps or Newton's method, forward and adjoint, to the same answer as one after 
 
 from importlib.metadata import version
 
+from lp_jax._comm import Comm as Comm
+from lp_jax._comm import Workers as Workers
 from lp_jax._cycle import cascade as cascade
 from lp_jax._cycle import cycle as cycle
-from lp_jax._iterate import Stats as Stats
 from lp_jax._level import Level as Level
 from lp_jax._mesh import MeshComm as MeshComm
 from lp_jax._mgrit import MGRIT as MGRIT
@@ -19,7 +20,8 @@ from lp_jax._newton import Damping as Damping
 from lp_jax._newton import Newton as Newton
 from lp_jax._newton import Shrink as Shrink
 from lp_jax._picard import Picard as Picard
-from lp_jax._problem import hierarchy as hierarchy
+from lp_jax._problem import Problem as Problem
+from lp_jax._pytree import register as register
 from lp_jax._rediscretize import Rediscretize as Rediscretize
 from lp_jax._relax import c_relax as c_relax
 from lp_jax._relax import f_relax as f_relax
@@ -31,10 +33,16 @@ from lp_jax._solution import SolveError as SolveError
 from lp_jax._solve import Gradients as Gradients
 from lp_jax._solve import solve as solve
 from lp_jax._solve import solve_vjp as solve_vjp
+from lp_jax._solver import Coarse as Coarse
+from lp_jax._solver import CoarseStep as CoarseStep
+from lp_jax._solver import Solver as Solver
+from lp_jax._solver import Stats as Stats
 from lp_jax._spatial import spatial as spatial
+from lp_jax._traced import hierarchy as hierarchy
 from lp_jax._transfer import coarse_rhs as coarse_rhs
 from lp_jax._transfer import correct as correct
 from lp_jax._transfer import restrict as restrict
+from lp_jax._tree import sum_of_squares as sum_of_squares
 from lp_jax._types import Layer as Layer
 from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan

@@ -21,17 +21,16 @@ from jax import lax
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
-from lp_jax._iterate import Stats, iterate
-from lp_jax._level import Advance, Level, Operand, Transfer, identity
+from lp_jax._level import Level, identity
 from lp_jax._linear import Linearised
 from lp_jax._relax import entering
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree, Slices, State
+from lp_jax._solver import Solver, Stats, iterate
+from lp_jax._types import Advance, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
 
 _AT_ONCE = 4  # layers
 
 
-class Checkpoints(NamedTuple):
+class Forward(NamedTuple):
     """What the forward solve leaves for the adjoint.
 
     Attributes:
@@ -40,13 +39,13 @@ class Checkpoints(NamedTuple):
         swept_from: the same before the final sweep: from these all states that it met can be recomputed. None where they
             are ``c_points``.
         states: states that entered every layer in the final sweep, ``(N, ...)``; None where they are to be recomputed.
-        kept: what `Linearised` keeps of every layer at those states, ``(N, ...)``; None with them.
+        linearisations: what `Linearised` keeps of every layer at those states, ``(N, ...)``; None with them.
     """
 
-    c_points: State
-    swept_from: State | None = None
-    states: State | None = None
-    kept: PyTree = None
+    c_points: CPoints
+    swept_from: CPoints | None = None
+    states: Stacked | None = None
+    linearisations: PyTree = None
 
 
 class Cotangents(NamedTuple):
@@ -60,83 +59,72 @@ class Cotangents(NamedTuple):
 def solve_adjoint(
     chain: Chain,
     solver: Solver,
-    checkpoints: Checkpoints,
+    left: Forward,
     stride: int,
     y1_cotangent: State,
-    guess: str,
-    linearised: Linearised,
+    *,
+    zeros: bool,
 ) -> tuple[Cotangents, Stats, jax.Array]:
     """Solve the adjoint system and form the gradient.
 
     Args:
         chain: the forward problem.
         solver: settings of the adjoint solve.
-        checkpoints: of the forward solve.
-        stride: number of layers between two C-points of the checkpoints.
+        left: what the forward solve left.
+        stride: number of layers between two C-points of the forward solve.
         y1_cotangent: cotangent of the state after the last layer.
-        guess: "constant" or "zeros", where the first down-cycle is not skipped.
-        linearised: a layer, as the forward solve evaluated it; used where the checkpoints hold what it kept.
+        zeros: whether the solve starts from zeros, not from the solver's own start.
 
     Returns:
         The gradients, the adjoint solve's stats, and whether its tolerances were met.
     """
-    forward = solver.discretize(chain)
+    forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
-    swept_from = checkpoints.c_points if checkpoints.swept_from is None else checkpoints.swept_from
-    anchored = any(level.anchor for level in forward)  # coarse steps linearised at all states
-    recompute = checkpoints.states is None and stride == fine.factor > 1 and fine.looped and not anchored
+    swept_from = left.c_points if left.swept_from is None else left.swept_from
+    around = any(level.around for level in forward)  # coarse steps linearised at all states
+    recompute = left.states is None and stride == fine.factor > 1 and fine.looped and not around
     if recompute:
-        states = fine.entries(swept_from)
-    elif checkpoints.states is not None:
-        states = checkpoints.states
+        states = fine.incoming(swept_from)
+    elif left.states is not None:
+        states = left.states
     else:
         states = entering(chain.finest(stride, looped=fine.looped), swept_from)
     if not recompute:
-        forward = tuple(level.anchored(states) for level in forward)
+        forward = tuple(level.taken_around(states) for level in forward)
 
-    def entering_coarse(span: int) -> State:
+    def entering_coarse(span: int) -> Points:
         """States that enter every ``span``-th layer, C-relaxed where they are C-points of the forward solve."""
         if span % stride:
             return jax.tree.map(lambda x: x[::span], states)
-        c_points = chain.comm.shift(checkpoints.c_points, chain.y0, -(-chain.total // stride), reverse=False)
+        c_points = chain.workers.incoming(left.c_points, chain.y0, stride, reverse=False)
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
-    levels = _transposed(forward, states, entering_coarse, y1_cotangent, recompute=recompute)
-    emit_gradient = _emit_gradient(chain, fine)
-    if checkpoints.kept is not None:
-        levels = tuple(
-            _transpose_kept(level, linearised, states, checkpoints.kept, y1_cotangent)
-            if level.span == 1
-            else transposed
-            for level, transposed in zip(forward, levels, strict=True)
-        )
-        emit_gradient = _emit_kept_gradient(linearised)
+    if left.linearisations is None:
+        finest = transpose(fine, states, y1_cotangent, recompute=recompute)
+        emit_gradient = _emit_gradient(chain, fine)
+    else:
+        finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
+        emit_gradient = _emit_linearised_gradient(linearised)
+    levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
 
-    start = None if guess == "constant" else _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
+    start = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals)) if zeros else None
     lam, stats, met = iterate(solver, levels, start)
     differentiable, _ = _tree.partition(fine.shared)
     lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(differentiable)))
-    return (
-        Cotangents(
-            y0=levels[0].exit(lam),
-            slices=fine.merge(slices),
-            shared=_shared_gradient(fine, levels[0], cotangents, None if checkpoints.kept is None else linearised),
-        ),
-        stats,
-        met,
+    at_hand = None if left.linearisations is None else linearised
+    gradients = Cotangents(
+        y0=finest.last(lam),
+        slices=fine.merge(slices),
+        shared=_shared_gradient(fine, finest, cotangents, at_hand),
     )
+    return gradients, stats, met
 
 
-def _transposed(
-    forward: Sequence[Level],
-    states: State,
-    entering_coarse: Callable[[int], State],
-    cotangent: State,
-    *,
-    recompute: bool = False,
-) -> tuple[Level, ...]:
-    """Every level's adjoint: the finest linearised at ``states``, a coarse one at ``entering_coarse(span)``."""
-    levels = [_transpose(forward[0], states, cotangent, recompute=recompute)]
+def transpose_coarse(
+    forward: Sequence[Level], entering_coarse: Callable[[int], Points], cotangent: State
+) -> list[Level]:
+    """The adjoints of all levels but the finest, each linearised at ``entering_coarse(span)``."""
+    levels = []
     transfers: list[Callable[[State], State]] = []
     for finer, level in itertools.pairwise(forward):
         if finer.transfer is not None:
@@ -144,66 +132,52 @@ def _transposed(
             restrict, _ = _transposed_transfer(finer)
             cotangent = restrict(cotangent)
         at = functools.reduce(lambda u, transfer: transfer(u), transfers, entering_coarse(level.span))
-        levels.append(_transpose(level, at, cotangent))
-    return tuple(levels)
+        levels.append(transpose(level, at, cotangent))
+    return levels
 
 
-def _transpose(level: Level, states: State, cotangent: State, *, recompute: bool = False) -> Level:
+def transpose(level: Level, states: Points, cotangent: State, *, recompute: bool = False) -> Level:
     """The adjoint of a level at ``states``, those that enter its steps.
 
     With ``recompute`` these are only the states that enter its intervals; those that enter the other steps are recomputed
     from them, interval by interval, whenever they are needed.
     """
 
-    def step(lam: State, x: tuple[Operand, State], shared: PyTree) -> State:
+    def step(lam: State, x: tuple[PyTree, State], shared: PyTree) -> State:
         operand, u = x
         return jax.vjp(lambda u: level.step(u, operand, shared), u)[1](lam)[0]
 
-    def expand(x: tuple[Operand, State], shared: PyTree) -> tuple[Operand, State]:
+    def expand(x: tuple[PyTree, State], shared: PyTree) -> tuple[PyTree, Points]:
         operands, u = x
         return operands, _interval_states(level, operands, u, shared)
 
     states = states if recompute else level.split(states)
+    everywhere = None if level.gathered is None else (level.gathered, level.workers.gather(states, level.span))
     return dataclasses.replace(
-        level,
+        _reversed(level, cotangent),
         xs=(level.xs, states),
-        gathered=None if level.gathered is None else (level.gathered, level.comm.gather(states, level.span)),
-        y0=cotangent,
+        gathered=everywhere,
         step=identity if level.step is identity else step,
-        reverse=True,
-        transfer=None if level.transfer is None else _transposed_transfer(level),
         expand=expand if recompute else None,
     )
 
 
-def _transpose_kept(level: Level, linearised: Linearised, states: State, kept: PyTree, cotangent: State) -> Level:
-    """The adjoint of the finest level from what was kept of its steps: no step is evaluated again."""
+def _transpose_linearised(
+    level: Level, linearised: Linearised, states: Points, kept: PyTree, cotangent: State
+) -> Level:
+    """The adjoint of the finest level from linearisations of its steps: no step is evaluated again."""
 
-    def step(lam: State, x: tuple[Operand, tuple[State, PyTree]], shared: PyTree) -> State:
-        operand, at = x
-        return _guarded(operand, linearised, at, shared, lam)[0]
+    def step(lam: State, x: tuple[Slices, tuple[State, PyTree]], shared: PyTree) -> State:
+        operand, (u, kept) = x
+        return linearised.transpose(u, operand, shared, kept)(lam)[0]
 
-    return dataclasses.replace(
-        level,
-        xs=(level.xs, level.split((states, kept))),
-        gathered=None,
-        y0=cotangent,
-        step=step,
-        reverse=True,
-        transfer=None if level.transfer is None else _transposed_transfer(level),
-    )
+    return dataclasses.replace(_reversed(level, cotangent), xs=(level.xs, level.split((states, kept))), step=step)
 
 
-def _guarded(
-    operand: Operand, linearised: Linearised, at: tuple[State, PyTree], shared: PyTree, lam: State
-) -> tuple[State, list[jax.Array]]:
-    """Cotangents of the state and of the slice; on padding the identity and zeros."""
-    u, kept = at
-    u_bar, leaves, _ = linearised.transpose(u, operand.x._replace(valid=None), shared, kept)(lam)
-    for valid in (operand.valid, operand.x.valid):
-        if valid is not None:
-            u_bar, leaves = _tree.where(valid, u_bar, lam), _tree.where(valid, leaves, _tree.zeros_like(leaves))
-    return u_bar, leaves
+def _reversed(level: Level, cotangent: State) -> Level:
+    """What the adjoint of a level has in common with it."""
+    transfer = None if level.transfer is None else _transposed_transfer(level)
+    return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer)
 
 
 def _transposed_transfer(level: Level) -> Transfer:
@@ -218,12 +192,12 @@ def _transposed_transfer(level: Level) -> Transfer:
     )
 
 
-def _interval_states(level: Level, operands: Operand, u: State, shared: PyTree) -> State:
+def _interval_states(level: Level, operands: PyTree, u: State, shared: PyTree) -> Points:
     """States that enter each step of one interval, ``(factor, ...)``."""
     last = level.factor - 1
     states = jax.tree.map(lambda x: jnp.zeros((level.factor, *x.shape), x.dtype), u)
 
-    def body(i: jax.Array, carry: tuple[State, State]) -> tuple[State, State]:
+    def body(i: jax.Array, carry: tuple[State, Points]) -> tuple[State, Points]:
         u, states = carry
         return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
 
@@ -232,7 +206,7 @@ def _interval_states(level: Level, operands: Operand, u: State, shared: PyTree) 
 
 
 def _with_cotangent(advance: Advance, *, keep: bool) -> Advance:
-    """``advance``, emitting the cotangent that enters beside what it emits, if that is to be kept."""
+    """``advance``, emitting the cotangent that enters along with its own output, if that is to be kept."""
 
     def both(lam: State, x: PyTree, shared: PyTree) -> tuple[State, Any]:
         lam_next, emitted = advance(lam, x, shared)
@@ -241,14 +215,13 @@ def _with_cotangent(advance: Advance, *, keep: bool) -> Advance:
     return both
 
 
-def _emit_kept_gradient(linearised: Linearised) -> Advance:
+def _emit_linearised_gradient(linearised: Linearised) -> Advance:
     """`_emit_gradient` from what was kept of the step."""
 
-    def advance(lam: State, x: tuple[Operand, tuple[State, PyTree]], shared: PyTree) -> tuple[State, Slices]:
-        operand, at = x
-        lam_next, leaves = _guarded(operand, linearised, at, shared, lam)
-        slices = linearised.combine(operand.x._replace(valid=None), leaves, fill=None)
-        return lam_next, slices
+    def advance(lam: State, x: tuple[Slices, tuple[State, PyTree]], shared: PyTree) -> tuple[State, Slices]:
+        operand, (u, kept) = x
+        lam_next, leaves, _ = linearised.transpose(u, operand, shared, kept)(lam)
+        return lam_next, linearised.combine(operand, leaves, fill=None)
 
     return advance
 
@@ -256,12 +229,12 @@ def _emit_kept_gradient(linearised: Linearised) -> Advance:
 def _emit_gradient(chain: Chain, fine: Level) -> Advance:
     """One adjoint step of the finest level that emits the gradient of its slice."""
 
-    def advance(lam: State, x: tuple[Operand, State], shared: PyTree) -> tuple[State, Slices]:
+    def advance(lam: State, x: tuple[Slices, State], shared: PyTree) -> tuple[State, Slices]:
         operand, u = x
-        leaves, combine = _tree.partition(operand.x, chain.differentiable)
+        leaves, combine = _tree.partition(operand, chain.differentiable)
 
         def forward(u: State, leaves: list[jax.Array]) -> State:
-            return fine.step(u, operand._replace(x=combine(leaves)), shared)
+            return fine.step(u, combine(leaves), shared)
 
         lam_next, gradient = jax.vjp(forward, u, leaves)[1](lam)
         slices: Slices = combine(gradient, fill=None)
@@ -270,7 +243,7 @@ def _emit_gradient(chain: Chain, fine: Level) -> Advance:
     return advance
 
 
-def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, linearised: Linearised | None) -> PyTree:
+def _shared_gradient(fine: Level, adjoint: Level, cotangents: Stacked | None, linearised: Linearised | None) -> PyTree:
     """Gradient of what all layers share, as one contraction over all layers.
 
     Where intervals are looped over, over a few layers at a time, which stay in a processor's cache. ``linearised`` is a
@@ -280,13 +253,12 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, line
     if not leaves:
         return combine([], fill=None)
 
-    def layers(operands: Operand, states: Any, lams: State) -> list[jax.Array]:
+    def layers(operands: Slices, states: Any, lams: Stacked) -> list[jax.Array]:
         if linearised is not None:
             states, kept = states
             if linearised.weights:
-                lams = _masked(operands, lams)
                 try:
-                    return linearised.contract(states, operands.x._replace(valid=None), fine.shared, kept, lams)
+                    return linearised.contract(states, operands, fine.shared, kept, lams)
                 except NotImplementedError:  # a custom gradient in the step cannot be transposed
                     pass
 
@@ -295,7 +267,7 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, line
 
         return jax.vjp(forward, leaves)[1](lams)[0]
 
-    def expand(xs: PyTree) -> tuple[Operand, Any]:
+    def expand(xs: PyTree) -> tuple[Slices, Any]:
         return adjoint.expand(xs, fine.shared) if adjoint.expand else xs
 
     def interval(xs: PyTree, lams: State) -> list[jax.Array]:
@@ -312,13 +284,5 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: State | None, line
     elif adjoint.looped:
         total = summed(interval, (adjoint.xs, cotangents))
     else:
-        total = layers(*_tree.merge((*jax.vmap(expand)(adjoint.xs), cotangents), None))
-    return combine(fine.comm.sum(total), fill=None)
-
-
-def _masked(operands: Operand, lams: State) -> State:
-    """The cotangents of all steps, zero where there is nothing but padding."""
-    for valid in (operands.valid, operands.x.valid):
-        if valid is not None:
-            lams = jax.vmap(lambda valid, lam: _tree.where(valid, lam, _tree.zeros_like(lam)))(valid, lams)
-    return lams
+        total = layers(*_tree.merge((*jax.vmap(expand)(adjoint.xs), cotangents)))
+    return combine(fine.workers.sum(total), fill=None)

@@ -2,71 +2,114 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from lp_jax import _tree
 from lp_jax._comm import Local, Workers
-from lp_jax._level import Level, Operand, Transfer, grouped
-from lp_jax._types import PyTree, Slices, SliceStep, State
+from lp_jax._level import Level
+from lp_jax._linear import Linearised
+from lp_jax._types import PyTree, Slices, SliceStep, Stacked, State, Transfer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chain:
-    """``steps`` layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
+    """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
 
     Attributes:
-        step_on: the step on each level, ``step_on(level)(u, slice, shared) -> u_next``.
-        slices: stacked operands, leaves ``(steps, ...)``.
+        call: the layer as a function of level, state, slice and shared; returns ``(u_next, aux)``.
+        slices: stacked operands of this worker's layers. What only pads has an index of at least ``layers``.
         shared: operand of every step.
         y0: the state that enters.
-        steps: number of layers that this worker holds.
-        total: number of layers of all workers.
+        layers: number of layers of the whole network.
+        padded: whether some of the slices may only pad.
+        workers: where the layers live.
         differentiable: which leaves of ``slices`` have a gradient.
+        recurrent: whether all other leaves that have one are in ``shared``: the weights of a recurrent network.
         looped: what ``interval_map="auto"`` means here: loop (True) or batch.
-        comm: where the layers live.
     """
 
-    step_on: Callable[[int], SliceStep]
+    call: Callable[[int, State, Slices, PyTree], tuple[State, PyTree]]
     slices: Slices
     shared: PyTree
     y0: State
-    steps: int
-    total: int
+    layers: int
+    padded: bool
+    workers: Workers
     differentiable: tuple[bool, ...] = ()
+    recurrent: bool = False
     looped: bool = False
-    comm: Workers = Local()
 
-    def finest(self, factor: int, *, looped: bool = False, transfer: Transfer | None = None) -> Level:
+    @property
+    def total(self) -> int:
+        """Number of layers of the chain, of all workers."""
+        return self.workers.layers
+
+    @property
+    def steps(self) -> int:
+        """Number of slices on this worker."""
+        return self.slices.index.shape[0]
+
+    def step_with_aux(self, level: int) -> Callable[[State, Slices, PyTree], tuple[State, PyTree]]:
+        """The step on ``level``, returning ``(u_next, aux)``; the identity on what only pads."""
+
+        def step(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+            u_next, aux = self.call(level, u, x, shared)
+            return (_tree.where(x.index < self.layers, u_next, u) if self.padded else u_next), aux
+
+        return step
+
+    def step(self, level: int) -> SliceStep:
+        """`step_with_aux`, aux dropped."""
+        call = self.step_with_aux(level)
+        return lambda u, x, shared: call(u, x, shared)[0]
+
+    @property
+    def linearised(self) -> Linearised:
+        """A layer of the finest level, to be transposed."""
+        return Linearised(self.step_with_aux(0), self.differentiable, weights=self.recurrent)
+
+    def finest(self, factor: int, *, looped: bool, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""
-        return Level.of(
-            step=self.step_on(0),
-            xs=self.slices,
-            steps=self.steps,
-            total=self.total,
-            factor=factor,
+        return Level(
+            xs=self.slices if factor == 1 else _tree.split(self.slices, factor),
             shared=self.shared,
             y0=self.y0,
+            step=self.step(0),
+            steps=self.steps,
+            factor=factor,
+            workers=self.workers,
             looped=looped,
             transfer=transfer,
-            comm=self.comm,
         )
 
-    def grouped(self, level: int, span: int) -> tuple[SliceStep, Operand]:
-        """The layers in groups of ``span``, and the step on ``level`` through one of them."""
-        return grouped(self.step_on(level), self.slices, self.steps, span, cut=self.comm.cuts(self.total, span))
-
-    def interval(self, step: SliceStep, operands: Operand, shared: PyTree, y0: State) -> "Chain":
-        """One group of layers as a chain of its own, for a solver that stands in for a coarse step."""
-        slices = operands.x._replace(valid=operands.valid)
-
-        def guarded(u: State, x: Slices, shared: PyTree) -> State:
-            return step(u, Operand(x, x.valid), shared)
-
-        steps = slices.index.shape[0]
+    def interval(self, level: int, slices: Slices, shared: PyTree, y0: State, unit: int) -> "Chain":
+        """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
+        layers = slices.index.shape[0]
+        workers = Local(layers=layers, held=(layers,)).fit(unit)
+        call = self.call
         return Chain(
-            step_on=lambda _: guarded,
-            slices=slices,
+            call=lambda _, u, x, shared: call(level, u, x, shared),
+            slices=pad_slices(slices, workers.held[0], self.layers),
             shared=shared,
             y0=y0,
-            steps=steps,
-            total=steps,
+            layers=self.layers,
+            padded=self.padded or workers.padded,
+            workers=workers,
             looped=self.looped,
         )
+
+
+def pad_slices(slices: Slices, n: int, layers: int) -> Slices:
+    """``n`` slices; those added to the given ones are inert, as their index is the number of layers."""
+    given: int = slices.index.shape[0]
+    if n == given:
+        return slices
+
+    def rest(x: jax.Array, value: Any) -> Stacked:
+        return jnp.concatenate([x, jnp.full((n - given,), value, x.dtype)])
+
+    padded: Slices = _tree.resize(slices, n)
+    return padded._replace(index=rest(slices.index, layers), dt=rest(slices.dt, 0))

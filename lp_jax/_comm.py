@@ -1,131 +1,250 @@
 """Where the layers live. The one place in which a state may cross from one worker to another.
 
-The layers are spread over a row of workers in contiguous runs. The solver sees its own worker's intervals only and
-asks its ``comm`` for what lies beyond them. An engine gives a few primitives (`Workers.neighbour`, `Workers.sum`,
-`Workers.broadcast`, `Workers.gather`, `Workers.relay`); all else is written once, on top of them.
+The layers are spread over a row of workers in contiguous runs. A `Comm` is what the user names: it says which layers
+each worker holds. `Workers` is the same row seen from one of them, inside a solve: a solver sees its own worker's
+intervals only, and asks for what lies beyond them. An engine implements the abstract methods of both; all else is
+written once, on top of them.
 """
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _tree
-from lp_jax._types import PyTree, State
+from lp_jax import _tree, _wire
+from lp_jax._types import CPoints, PyTree, Scalar, Stacked, State
+
+
+class Unit(Protocol):
+    """What a `Comm` asks of a solver: how many layers must stay together on one worker."""
+
+    def unit(self, steps: int) -> int:
+        """Number of layers that one step of the coarsest level stands for, in a network of ``steps`` layers."""
+
 
 Compose = Callable[[PyTree, PyTree], PyTree]
-"""An associative operation: what comes first, and what follows."""
+"""An associative operation ``compose(first, second)``."""
 
-Run = Callable[[State], tuple[State, Any]]
+Run = Callable[[State], tuple[CPoints, Any]]
 """A worker's part of a sequential solve: from the state that enters to its points, and whatever else it returns."""
+
+SEQUENTIAL = ("auto", "relay", "gather")
+
+
+class Comm(abc.ABC):
+    """Where the layers of a network live: what ``solve(comm=...)`` takes.
+
+    Subclasses are frozen and hashable. `place` decides which layers each worker holds; the other methods have a meaning
+    for engines whose workers do not share their arrays, and return their arguments by default.
+    """
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Number of workers."""
+
+    @abc.abstractmethod
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
+        """Decide which layers each worker holds.
+
+        Args:
+            given: number of layers that the caller of `solve` passed.
+            solvers: forward and adjoint; no worker may hold a part of their ``unit`` of layers.
+            stacked: ``params`` and ``data``, leaves ``(given, ...)``.
+            common: ``y0`` and ``shared``.
+        """
+
+    def adopt(self, tree: PyTree) -> PyTree:
+        """Move arrays that lie elsewhere to the workers."""
+        return tree
+
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
+        """Return ``make(keys)``, stacked over the layers, made where it will be used. ``solvers=None``: not spread."""
+        return make(keys)
+
+    def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
+        """Return the part of arrays over all layers that the caller of `solve` passes on this worker."""
+        return stacked
+
+    def replicate(self, tree: PyTree) -> PyTree:
+        """Return the tree; its gradient is summed over the workers, each of which uses it for its own layers."""
+        return tree
+
+    def spread(self, stacked: Stacked) -> Stacked:
+        """Return arrays over all layers, made under jit, each worker holding its own layers where they divide evenly."""
+        return stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice(Comm):
+    """All layers on one device: what ``comm=None`` means."""
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
+        return Local(layers=given, held=(given,))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workers(abc.ABC):
-    """A row of workers, seen from one of them. Lists of states are spread over it in contiguous runs.
+    """A row of workers, seen from one of them. Stacked arrays are spread over it in contiguous runs.
+
+    A worker may hold slots beyond the last layer. Such a slot is inert: its step is the identity, and the state that
+    enters it is its own. Methods with an argument ``span`` take arrays with an entry for every ``span`` layers.
 
     Attributes:
-        size: number of workers.
-        active: number of workers that have layers; they come first.
-        padded: whether workers may hold list entries beyond the end of the list. Such an entry is inert: its step is
-            the identity, and what enters it is its own state.
-        coarsest: how a sequential level is solved: "relay", "gather" or "auto".
+        layers: number of layers, of all workers.
+        held: number of slots for layers on each worker. Workers without layers come last.
+        sequential: how a level is solved step after step: "relay", "gather" or "auto".
     """
 
-    size: int = 1
-    active: int = 1
-    padded: bool = False
-    coarsest: str = "relay"
+    layers: int
+    held: tuple[int, ...]
+    sequential: str = "relay"
 
     @abc.abstractmethod
     def index(self) -> Any:
-        """Number of this worker."""
+        """Return the number of this worker."""
+
+    @property
+    @abc.abstractmethod
+    def rows(self) -> tuple[int, int]:
+        """Length of stacked arrays as the caller of `solve` passes them, and with all slots."""
 
     @abc.abstractmethod
-    def neighbour(self, tree: PyTree, by: int) -> PyTree:
-        """What the active worker ``by`` places earlier in the row holds (one message); zeros where there is none."""
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        """Run ``body(stacked, common) -> (stacked, common)`` on every worker, on its part of what is stacked."""
+
+    @abc.abstractmethod
+    def shift(self, tree: PyTree, by: int) -> PyTree:
+        """Return what the worker ``by`` places earlier in the row passed (one message); zeros where there is none."""
 
     @abc.abstractmethod
     def sum(self, tree: PyTree) -> PyTree:
-        """Sum over the workers, on each of them."""
+        """Return the sum over the workers, on each of them."""
 
     @abc.abstractmethod
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        """What worker ``root`` holds, on each of them."""
+        """Return what worker ``root`` holds, on each of them."""
 
     @abc.abstractmethod
     def gather(self, tree: PyTree, span: int) -> PyTree:
-        """The lists of all workers, with an entry for every ``span`` layers, as one list on each of them."""
+        """Return the stacked arrays of all workers, on each of them."""
 
     @abc.abstractmethod
-    def own(self, tree: PyTree, span: int) -> PyTree:
-        """This worker's entries of what `gather` gives."""
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        """Return this worker's part of what `gather` returns."""
 
     @abc.abstractmethod
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
-        """``run`` on one worker after the other, each from the last state of the one before; ``size - 1`` messages."""
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+        """``run`` on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self.held)
+
+    @property
+    def active(self) -> int:
+        """Number of workers that hold layers."""
+        starts = itertools.accumulate(self.held, initial=0)
+        return sum(n > 0 and start < self.layers for n, start in zip(self.held, starts, strict=False))
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are slots beyond the last layer."""
+        return sum(self.held) > self.layers
+
+    def fit(self, unit: int) -> "Workers":
+        """Return these workers with slots for whole units of layers."""
+        return dataclasses.replace(self, held=tuple(-(-n // unit) * unit for n in self.held))
+
+    def pad(self, tree: Stacked, span: int = 1) -> Stacked:
+        """Extend arrays as the caller passes them to all slots, by copies of their last entry."""
+        return _tree.resize(tree, self.rows[1] // span)
+
+    def trim(self, tree: Stacked, span: int = 1) -> Stacked:
+        """Undo `pad`."""
+        return _tree.resize(tree, -(-self.rows[0] // span))
+
+    def start(self, span: int) -> Any:
+        """Return the number of this worker's first entry among those of all workers."""
+        starts = [n // span for n in itertools.accumulate(self.held, initial=0)]
+        index = self.index()
+        return starts[index] if isinstance(index, int) else jnp.asarray(starts, jnp.int32)[index]
+
+    def total(self, span: int) -> int:
+        """Number of entries of all workers, inert ones aside."""
+        return -(-self.layers // span)
 
     def first(self, reverse: bool) -> int:
-        """The worker where a chain begins."""
+        """Return the number of the worker where a chain begins."""
         return self.active - 1 if reverse else 0
 
-    def end(self, total: int, n: int) -> tuple[Any, int]:
-        """Where the last of ``total`` entries is: whether on this worker, and at which of its ``n`` positions."""
-        return self.index() == self.active - 1, (total - 1) % n if self.padded else n - 1
+    def end(self, span: int, n: int) -> tuple[Any, int]:
+        """Return whether the last entry is on this worker, and at which of its ``n`` positions."""
+        at = self.total(span) - 1 - sum(self.held[: self.active - 1]) // span
+        return self.index() == self.active - 1, min(at, n - 1)
 
-    def shift(self, exits: State, y0: State, total: int, *, reverse: bool) -> State:
-        """States that enter: ``y0`` for the first of ``total``, its predecessor's exit for every other one.
+    def incoming(self, u: CPoints, y0: State, span: int, *, reverse: bool) -> CPoints:
+        """Return the states that enter: ``y0`` for the first entry, its predecessor's ``u`` for every other one.
 
-        Leaves of ``exits`` are ``(n, ...)`` for the n entries of this worker. A reversed chain begins with the last
-        one. One message of one state.
+        Leaves ``(n, ...)`` for the n entries of this worker. A reversed chain begins with the last one. One message of
+        one state.
         """
-        n = _tree.leading(exits)
+        n = _tree.leading(u)
         if n == 0:
-            return exits
+            return u
         entered = y0
         if self.active > 1:
-            edge = jax.tree.map(lambda u: u[0 if reverse else -1], exits)
-            received = self.neighbour(edge, -1 if reverse else 1)
-            entered = self.first_or(y0, received, reverse=reverse)
+            edge = jax.tree.map(lambda x: x[0 if reverse else -1], u)
+            entered = self._first_or(y0, self.shift(edge, -1 if reverse else 1), reverse=reverse)
 
-        def leaf(first: jax.Array, u: jax.Array) -> jax.Array:
-            first = first[None].astype(u.dtype)
-            return jnp.concatenate([u[1:], first] if reverse else [first, u[:-1]])
+        def leaf(first: jax.Array, x: jax.Array) -> jax.Array:
+            first = first[None].astype(x.dtype)
+            return jnp.concatenate([x[1:], first] if reverse else [first, x[:-1]])
 
-        entries = jax.tree.map(leaf, entered, exits)
-        if not self.padded:
-            return entries
+        states = jax.tree.map(leaf, entered, u)
+        if sum(self.held) // span == self.total(span):
+            return states
         if reverse:
-            here, at = self.end(total, n)
-            entries = _tree.put(entries, select(here, y0, _tree.take(entries, at)), at)
-        inside = self.index() * n + jnp.arange(n, dtype=jnp.int32) < total
-        return jax.tree.map(lambda e, u: jnp.where(inside.reshape(n, *[1] * (u.ndim - 1)), e, u), entries, exits)
+            here, at = self.end(span, n)
+            states = _tree.put(states, select(here, y0, _tree.take(states, at)), at)
+        inside = self.start(span) + jnp.arange(n, dtype=jnp.int32) < self.total(span)
+        return jax.tree.map(lambda s, x: jnp.where(inside.reshape(n, *[1] * (x.ndim - 1)), s, x), states, u)
 
-    def first_or(self, y0: State, received: State, *, reverse: bool) -> State:
+    def _first_or(self, y0: State, received: State, *, reverse: bool) -> State:
         """``y0`` on the worker where a chain begins, what was received on every other one."""
-        return select(self.index() == self.first(reverse), y0, received)
+        here = self.index() == self.first(reverse)
+        if isinstance(here, bool):  # what follows a message depends on it, see `_wire.after`
+            return _wire.after(y0, received) if here else received
+        return _tree.where(here, y0, received)
 
-    def last(self, exits: State, total: int, *, reverse: bool) -> State:
-        """The state that leaves the chain of ``total`` entries, on every worker."""
-        n = _tree.leading(exits)
+    def last(self, u: CPoints, span: int, *, reverse: bool) -> State:
+        """Return the state that leaves the chain, on every worker."""
+        n = _tree.leading(u)
         if n:
-            edge = _tree.take(exits, 0 if reverse else self.end(total, n)[1])
+            edge = _tree.take(u, 0 if reverse else self.end(span, n)[1])
         else:
-            edge = jax.tree.map(lambda u: jnp.zeros(u.shape[1:], u.dtype), exits)
+            edge = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), u)
         return self.broadcast(edge, 0 if reverse else self.active - 1)
 
-    def cumsum(self, increments: State, y0: State, *, reverse: bool) -> State:
-        """``y0`` plus the sum of all increments up to and including each one."""
+    def cumsum(self, increments: CPoints, y0: State, *, reverse: bool) -> CPoints:
+        """Return ``y0`` plus the inclusive prefix sums of the increments."""
         if self.active > 1 and _tree.leading(increments):
-            y0 = _tree.add(y0, self.before(_tree.total(increments), reverse=reverse))
+            y0 = _tree.add(y0, self.exclusive_scan(_tree.total(increments), reverse=reverse))
         return _tree.cumsum(increments, y0, reverse=reverse)
 
-    def accumulate(self, values: PyTree, compose: Compose, *, reverse: bool) -> PyTree:
-        """All values up to and including each one, composed in the order of the chain.
+    def scan(self, values: PyTree, compose: Compose, *, reverse: bool) -> PyTree:
+        """Return the inclusive scan of ``values``, composed in the order of the chain.
 
         ``compose(first, second)`` is associative; composing with zeros in front must be what the beginning of the chain
         means.
@@ -133,26 +252,22 @@ class Workers(abc.ABC):
         out = lax.associative_scan(jax.vmap(compose), values, reverse=reverse)
         if self.active > 1 and _tree.leading(out):
             edge = jax.tree.map(lambda x: x[0 if reverse else -1], out)
-            before = self.before(edge, reverse=reverse, compose=compose)
+            before = self.exclusive_scan(edge, reverse=reverse, compose=compose)
             out = jax.vmap(compose, in_axes=(None, 0))(before, out)
         return out
 
-    def before(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:
-        """The values of all workers before this one, composed (added up), in ``1 + ceil(log2(active - 1))`` messages."""
+    def exclusive_scan(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:
+        """Compose (add up) the values of all workers before this one, in ``1 + ceil(log2(active - 1))`` messages."""
         by = -1 if reverse else 1
-        total = self.neighbour(value, by)
+        total = self.shift(value, by)
         distance = 1
         while distance < self.active - 1:
-            total = compose(self.neighbour(total, by * distance), total)
+            total = compose(self.shift(total, by * distance), total)
             distance *= 2
         return total
 
-    def cuts(self, total: int, size: int) -> bool:
-        """Whether the last of groups of ``size`` among ``total`` entries is to be padded."""
-        return not self.padded and total % size > 0
-
-    def gathers(self, operands: PyTree, state: State, total: int, solves: int) -> bool:
-        """Whether a sequential level is solved on every worker, from a copy of all its operands.
+    def prefers_gather(self, operands: PyTree, state: State, total: int, solves: int) -> bool:
+        """Whether a level of ``total`` sequential steps is solved on every worker, from a copy of all its operands.
 
         Args:
             operands: this worker's, leaves ``(n, ...)``.
@@ -160,23 +275,26 @@ class Workers(abc.ABC):
             total: number of steps of the level.
             solves: how often the level is solved.
         """
-        if self.size == 1 or self.coarsest != "auto":
-            return self.size > 1 and self.coarsest == "gather"
+        if self.size == 1 or self.sequential != "auto":
+            return self.size > 1 and self.sequential == "gather"
         one = _tree.nbytes(state)
         each = _tree.nbytes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands))
         relayed = solves * (self.active - 1) * (_LATENCY + one)
         gathered = total * (each + solves * one) + (solves + 1) * _LATENCY
         return gathered < relayed
 
-    def norm(self, squares: jax.Array) -> jax.Array:
-        """2-norm, from every worker's sum of squares."""
+    def norm(self, squares: jax.Array) -> Scalar:
+        """Return the 2-norm, from every worker's sum of squares."""
         return jnp.sqrt(self.sum(squares))
 
 
-COARSEST = ("auto", "relay", "gather")
-
 _LATENCY = 100_000
 """Bytes that could be sent in the time that an empty message takes: 10 us at 10 GB/s, assumed for all engines."""
+
+
+def common_unit(solvers: Sequence[Unit], steps: int) -> int:
+    """Number of layers that must live on one worker for all of these solvers of ``steps`` layers."""
+    return math.lcm(*(solver.unit(steps) for solver in solvers))
 
 
 def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:
@@ -193,7 +311,14 @@ class Local(Workers):
     def index(self) -> int:
         return 0
 
-    def neighbour(self, tree: PyTree, by: int) -> PyTree:
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.layers, self.held[0]
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        return body(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
         return _tree.zeros_like(tree)
 
     def sum(self, tree: PyTree) -> PyTree:
@@ -205,47 +330,8 @@ class Local(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
-    def own(self, tree: PyTree, span: int) -> PyTree:
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
         return run(y0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Which layers a worker holds. Here: all that it is given, as they are.
-
-    Attributes:
-        workers: what the solver asks for all that lies on other workers.
-        total: number of layers, on all workers.
-        steps: number of layers that this worker holds.
-    """
-
-    workers: Workers = Local()
-    total: int
-    steps: int
-
-    def share(self, tree: PyTree) -> PyTree:
-        """Of lists over all layers, the part that the caller of `solve` passes."""
-        return tree
-
-    def shared(self, x: Any) -> Any:
-        """A value that every worker has and uses for its own layers only: its gradient is the sum over the workers."""
-        return x
-
-    def pad(self, tree: PyTree, span: int = 1) -> PyTree:
-        """Lists with an entry for every ``span`` layers, extended to a length that can be spread."""
-        return tree
-
-    def trim(self, tree: PyTree, span: int = 1) -> PyTree:
-        """Undo `pad`."""
-        return tree
-
-    def valid(self) -> jax.Array | None:
-        """Which entries of a padded list of layers are layers; None if all are."""
-        return None
-
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], lists: PyTree, common: PyTree) -> Any:
-        """``body(lists, common) -> (lists, common)`` on every worker, on its part of the lists."""
-        return body(lists, common)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._mesh import MeshComm
-from lp_jax._mpi import MPIComm
+from lp_jax._comm import Comm
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 
@@ -94,7 +93,7 @@ def _known(value: Any) -> bool:
 
 def comm(value: Any) -> None:
     """Where the layers live."""
-    if value is not None and not isinstance(value, MeshComm | MPIComm):
+    if value is not None and not isinstance(value, Comm):
         raise TypeError(
             f"comm must be None (one device), MeshComm(mesh, axis=...) or MPIComm(comm); got {value!r} ({type(value).__name__})."
         )

@@ -5,27 +5,22 @@ right-hand side; a coarse level is the same thing with another step and the righ
 it, so nothing in the solver asks which level it is on. The adjoint system is a level too, reversed: its chain runs
 from the last step to the first.
 
-C-points are the states that leave the intervals ("exits"), stacked along a leading axis of length ``intervals``. The
-F-points between them are functions of the C-points and are never stored by the solver.
+C-points are the states that leave the intervals, stacked along a leading axis of length ``intervals``. The F-points
+between them are functions of the C-points and are never stored by the solver.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from lp_jax import _tree
-from lp_jax._comm import Local, Run, Workers, select
-from lp_jax._types import PyTree, SliceStep, State
-
-Transfer = tuple[Callable[[State], State], Callable[[State], State]]
-Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
-"""A step that also emits something: ``advance(u, x, shared) -> (u_next, emitted)``."""
+from lp_jax._comm import Run, Workers, select
+from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Transfer
 
 
 @functools.partial(
@@ -34,40 +29,39 @@ Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
     meta_fields=[
         "step",
         "steps",
-        "total",
         "factor",
+        "workers",
+        "number",
         "span",
         "reverse",
         "looped",
         "transfer",
         "expand",
-        "anchor",
-        "comm",
+        "around",
     ],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """A chain of ``steps`` steps in ``ceil(steps / factor)`` intervals. See the module's text.
+    """A chain of ``steps`` steps in ``steps / factor`` intervals. See the module's text.
 
     Attributes:
-        xs: operands of the steps, as `split` groups them; what only pads the last interval carries ``valid=False`` and its
-            step is the identity.
+        xs: operands of the steps, as `split` groups them.
         shared: operand of every step.
         y0: the state that enters the chain.
         rhs: right-hand side, as `split` groups it, or None for zero.
-        step: ``step(u, x, shared) -> u_next``.
-        steps: number of steps that this worker holds.
-        total: number of steps of all workers.
+        step: ``step(u, x, shared) -> u_next``; the identity beyond the last layer.
+        steps: number of steps on this worker, a multiple of ``factor``.
         factor: coarsening factor to the next level; 1 on the coarsest.
-        span: number of finest-level layers that one step stands for.
+        workers: where the intervals live.
+        number: 0 is the finest level.
+        span: number of layers that one step stands for.
         reverse: whether the chain runs from the last step to the first.
         looped: intervals one after another (True) or as one batch.
         transfer: (restrict, prolong) of the state between this level and the next coarser one, or None.
         expand: turns one interval's ``xs`` into the per-step operands, ``(factor, ...)``, or None where they are that.
-        anchor: ``anchor(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
+        around: ``around(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
             does not ask for them.
-        gathered: operands of all workers' steps, where the level is to be marched through on every worker; else None.
-        comm: where the intervals live.
+        gathered: operands of all workers' steps, where the level is solved on every worker; else None.
     """
 
     xs: PyTree
@@ -75,130 +69,102 @@ class Level:
     y0: State
     step: SliceStep
     steps: int
-    total: int
     factor: int
+    workers: Workers
+    number: int = 0
     span: int = 1
-    rhs: State | None = None
+    rhs: Points | None = None
     reverse: bool = False
     looped: bool = False
     transfer: Transfer | None = None
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
-    anchor: Callable[[PyTree, State], PyTree] | None = None
+    around: Callable[[PyTree, Points], PyTree] | None = None
     gathered: PyTree = None
-    comm: Workers = Local()
 
     @property
     def intervals(self) -> int:
-        """Number of intervals that this worker holds."""
-        return -(-self.steps // self.factor)
+        """Number of intervals on this worker."""
+        return self.steps // self.factor
 
     @property
-    def total_intervals(self) -> int:
-        """Number of intervals of all workers."""
-        return -(-self.total // self.factor)
+    def interval_span(self) -> int:
+        """Number of layers that one interval stands for."""
+        return self.span * self.factor
 
-    @classmethod
-    def of(
-        cls, *, step: SliceStep, xs: PyTree, steps: int, total: int, factor: int, comm: Workers, **fields: Any
-    ) -> "Level":
-        """A level from operands that are stacked, ``(steps, ...)``, but not grouped into intervals yet."""
-        step, xs = grouped(step, xs, steps, factor, cut=comm.cuts(total, factor))
-        xs = _tree.merge(xs, None) if factor == 1 else xs
-        return cls(step=step, xs=xs, steps=steps, total=total, factor=factor, comm=comm, **fields)
-
-    def split(self, tree: PyTree, *, fill: str = "edge") -> PyTree:
+    def split(self, tree: Points) -> PyTree:
         """Leaves ``(steps, ...)`` by intervals, ``(intervals, factor, ...)``; as they are where an interval is one step.
 
         XLA copies what enters a loop with an axis of length 1.
         """
-        return tree if self.factor == 1 else _tree.split(tree, self.factor, fill=fill)
+        return tree if self.factor == 1 else _tree.split(tree, self.factor)
 
-    def merge(self, tree: PyTree) -> PyTree:
+    def merge(self, tree: PyTree) -> Points:
         """Undo `split`."""
-        return tree if self.factor == 1 else _tree.merge(tree, self.steps)
+        return tree if self.factor == 1 else _tree.merge(tree)
 
-    def entries(self, u: State) -> State:
-        """States that enter the intervals, given those that leave them."""
-        return self.comm.shift(u, self.y0, self.total_intervals, reverse=self.reverse)
+    def incoming(self, u: CPoints) -> CPoints:
+        """States that enter the intervals, given the C-points that leave them."""
+        return self.workers.incoming(u, self.y0, self.interval_span, reverse=self.reverse)
 
-    def exit(self, u: State) -> State:
-        """The state that leaves the chain, given those that leave the intervals."""
-        return self.comm.last(u, self.total_intervals, reverse=self.reverse)
+    def incoming_points(self, points: Points) -> Points:
+        """States that enter the steps, given those that leave them."""
+        return self.workers.incoming(points, self.y0, self.span, reverse=self.reverse)
+
+    def last(self, u: CPoints) -> State:
+        """The state that leaves the chain, given the C-points."""
+        return self.workers.last(u, self.interval_span, reverse=self.reverse)
+
+    def cumsum(self, increments: CPoints, y0: State) -> CPoints:
+        """Prefix sums of increments in the order of the chain, from ``y0``."""
+        return self.workers.cumsum(increments, y0, reverse=self.reverse)
 
     @property
     def ends_short(self) -> bool:
         """Whether the chain ends within an interval; its last step is a C-point nevertheless."""
-        return bool(self.total % self.factor) and not self.reverse and self.steps > 0
+        return bool(self.workers.total(self.span) % self.factor) and not self.reverse and self.steps > 0
 
-    def c_points(self, points: State) -> State:
+    def c_points(self, points: Points) -> CPoints:
         """The C-points among the states after every step, leaves ``(steps, ...)``."""
         edge = 0 if self.reverse else -1
         u = jax.tree.map(lambda x: x[:, edge], _tree.split(points, self.factor))
         if self.ends_short:
-            here, at = self.comm.end(self.total, self.steps)
+            here, at = self.workers.end(self.span, self.steps)
             last = at // self.factor
             u = _tree.put(u, select(here, _tree.take(points, at), _tree.take(u, last)), last)
         return u
 
-    def with_c_points(self, points: State, u: State) -> State:
+    def with_c_points(self, points: Points, u: CPoints) -> Points:
         """``points`` with the last one set to the last C-point where that is not the end of a full interval."""
         if not self.ends_short:
             return points
-        here, at = self.comm.end(self.total, self.steps)
+        here, at = self.workers.end(self.span, self.steps)
         return _tree.put(points, select(here, _tree.take(u, at // self.factor), _tree.take(points, at)), at)
 
-    def with_rhs(self, rhs: State) -> "Level":
+    def with_rhs(self, rhs: Points) -> "Level":
         """This level with a right-hand side, leaves ``(steps, ...)``."""
-        return dataclasses.replace(self, rhs=self.split(rhs, fill="constant"))
+        return dataclasses.replace(self, rhs=self.split(rhs))
 
-    def anchored(self, states: State) -> "Level":
-        """This level with its steps taken around ``states`` (those that enter every finest-level layer)."""
-        if self.anchor is None:
+    def taken_around(self, states: Points) -> "Level":
+        """This level with its steps taken around ``states`` (those that enter every layer), if they ask for them."""
+        if self.around is None:
             return self
         states = self.split(_tree.split(states, self.span))
-        return dataclasses.replace(self, xs=self.xs._replace(x=self.anchor(self.xs.x, states)), anchor=None)
+        return dataclasses.replace(self, xs=self.around(self.xs, states), around=None)
 
     def collected(self, solves: int) -> "Level":
         """This level with all workers' operands at hand, if solving it so takes less time; it is solved ``solves`` times.
 
         Never where the operands change from cycle to cycle, nor where the solution is a prefix sum.
         """
-        if (
-            self.step is identity
-            or self.anchor is not None
-            or not self.comm.gathers(self.xs, self.y0, self.total, solves)
-        ):
+        total = self.workers.total(self.span)
+        stays = self.step is identity or self.around is not None
+        if stays or not self.workers.prefers_gather(self.xs, self.y0, total, solves):
             return self
-        return dataclasses.replace(self, gathered=self.comm.gather(self.xs, self.span))
+        return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
 
     def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
         """The step, emitting nothing."""
         return self.step(u, x, shared), None
-
-
-class Operand(NamedTuple):
-    """What one step of a group takes: its own operand, and whether it is a step or only pads (None: all are)."""
-
-    x: PyTree
-    valid: jax.Array | None
-
-
-def grouped(step: SliceStep, xs: PyTree, n: int, size: int, *, cut: bool) -> tuple[SliceStep, Operand]:
-    """Operands ``(n, ...)`` in groups ``(ceil(n / size), size, ...)``, and the step that takes one of them.
-
-    Where some worker's last group is cut short, it is padded, and the step is the identity on the padding.
-    """
-    valid = None
-    if cut:
-        valid = jnp.asarray((np.arange(-(-n // size) * size) < n).reshape(-1, size))
-    if step is identity:
-        return identity, Operand(_tree.split(xs, size), valid)
-
-    def guarded(u: State, operand: Operand, shared: PyTree) -> State:
-        u_next = step(u, operand.x, shared)
-        return u_next if operand.valid is None else _tree.where(operand.valid, u_next, u)
-
-    return guarded, Operand(_tree.split(xs, size), valid)
 
 
 def identity(u: State, x: PyTree, shared: PyTree) -> State:
@@ -207,13 +173,13 @@ def identity(u: State, x: PyTree, shared: PyTree) -> State:
 
 
 def sweep(
-    level: Level, entries: State, *, advance: Advance | None = None, count: int | None = None
-) -> tuple[State, Any]:
+    level: Level, incoming: CPoints, *, advance: Advance | None = None, count: int | None = None
+) -> tuple[CPoints, Any]:
     """Propagate states through the first ``count`` steps of their intervals (all by default), all at once.
 
     Args:
         level: the level.
-        entries: states that enter the intervals, leaves ``(intervals, ...)``.
+        incoming: states that enter the intervals, leaves ``(intervals, ...)``.
         advance: the step to take, where more than ``level.step`` is wanted.
         count: number of steps, in the direction of the chain.
 
@@ -223,33 +189,33 @@ def sweep(
     """
     advance = advance or level.advance
     if level.factor == 1:
-        one, operands = single(level, advance), (entries, (level.xs, level.rhs))
+        one, operands = single(level, advance), (incoming, (level.xs, level.rhs))
         return lax.map(lambda x: one(*x), operands) if level.looped else jax.vmap(one)(*operands)
     run = functools.partial(_interval, level, advance, level.factor if count is None else count)
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (entries, level.xs))
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (incoming, level.xs))
     emitted = _tree.repeat(_room(level, advance, *first), level.intervals)
     if not level.intervals:  # a worker without layers
-        return entries, emitted
+        return incoming, emitted
     if not (level.looped or level.intervals == 1):
-        return jax.vmap(run)(entries, level.xs, level.rhs, emitted)
+        return jax.vmap(run)(incoming, level.xs, level.rhs, emitted)
 
-    def interval(k: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
-        exits, emitted = carry
-        u, emitted = run(_tree.take(entries, k), level.xs, level.rhs, emitted, k)
-        return _tree.put(exits, u, k), emitted
+    def interval(k: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+        reached, emitted = carry
+        u, emitted = run(_tree.take(incoming, k), level.xs, level.rhs, emitted, k)
+        return _tree.put(reached, u, k), emitted
 
-    carry = (_tree.zeros_like(entries), emitted)
+    carry = (_tree.zeros_like(incoming), emitted)
     return interval(0, carry) if level.intervals == 1 else lax.fori_loop(0, level.intervals, interval, carry)
 
 
-def march(level: Level, *, advance: Advance | None = None) -> tuple[State, Any]:
+def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any]:
     """Solve the level step after step. Same results as `sweep` from exact C-points."""
     if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
-        return level.comm.cumsum(level.rhs, level.y0, reverse=level.reverse), None
+        return level.cumsum(level.rhs, level.y0), None
     if level.gathered is None:
-        return level.comm.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
-    whole = dataclasses.replace(level, xs=level.gathered, rhs=level.comm.gather(level.rhs, level.span))
-    return level.comm.own(_marcher(whole, advance)(level.y0), level.span)
+        return level.workers.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
+    everywhere = dataclasses.replace(level, xs=level.gathered, rhs=level.workers.gather(level.rhs, level.span))
+    return level.workers.local_slice(_marcher(everywhere, advance)(level.y0), level.span)
 
 
 def _marcher(level: Level, advance: Advance | None) -> Run:
@@ -257,13 +223,13 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     advance = advance or level.advance
     run = functools.partial(_interval, level, advance, level.factor)
 
-    def interval(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
+    def interval(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, PyTree]:
         xs, rhs = operands
         return run(u, xs, rhs, _room(level, advance, u, xs))
 
     through = single(level, advance) if level.factor == 1 else interval
 
-    def body(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, tuple[State, PyTree]]:
+    def body(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, PyTree]]:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
@@ -287,7 +253,7 @@ def _interval(
     count: int,
     u: State,
     xs: PyTree,
-    rhs: State | None,
+    rhs: PyTree,
     emitted: PyTree,
     *at: jax.Array | int,
 ) -> tuple[State, PyTree]:

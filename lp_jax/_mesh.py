@@ -12,13 +12,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import _check, _tree
-from lp_jax._comm import COARSEST, Placement, Run, Workers
-from lp_jax._solver import Solver, common_unit
-from lp_jax._types import PyTree, State
+from lp_jax._comm import SEQUENTIAL, Comm, Local, Run, Unit, Workers, common_unit
+from lp_jax._types import CPoints, PyTree, Stacked, State
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshComm:
+class MeshComm(Comm):
     """Spread the layers over one axis of a device mesh.
 
     Every device of the axis holds a contiguous run of layers: their parameters, gradients and states. What crosses
@@ -28,9 +27,9 @@ class MeshComm:
     Args:
         mesh: a device mesh, of one host or of all processes of ``jax.distributed``.
         axis: name of its axis that the layers are spread over.
-        coarsest: how the coarsest level, which is sequential, is solved: "relay", one device after the other, while the
-            parameters stay where they are; "gather", on every device at once, from a copy of the coarsest level's
-            parameters; or "auto", whichever needs less time by the bytes and the number of messages.
+        sequential: how a level is solved step after step: "relay", one device after the other, while the parameters stay
+            where they are; "gather", on every device at once, from a copy of the level's parameters; or "auto", whichever
+            needs less time by the bytes and the number of messages.
 
     Raises:
         ValueError: for a mesh without the axis, or with explicit axes (``AxisType.Explicit``).
@@ -46,7 +45,7 @@ class MeshComm:
 
     mesh: Mesh
     axis: str = "layers"
-    coarsest: str = "auto"
+    sequential: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -62,31 +61,25 @@ class MeshComm:
                 "jax.make_mesh gives if not told otherwise; the compiler needs them automatic: "
                 "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
             )
-        _check.one_of("coarsest", self.coarsest, COARSEST)
+        _check.one_of("sequential", self.sequential, SEQUENTIAL)
 
     @property
     def size(self) -> int:
         """Number of workers."""
         return int(self.mesh.shape[self.axis])
 
-    def place(self, total: int, solvers: Sequence[Solver], lists: PyTree, common: PyTree) -> Placement:
-        """Runs of whole intervals, equally long; the last ones may be padding."""
-        self._check(lists, common)
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+        """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
+        self._check(stacked, common)
         if self.size == 1:
-            return Placement(total=total, steps=total)
-        unit = common_unit(solvers, total)
-        units = math.ceil(math.ceil(total / unit) / self.size)
-        steps = units * unit
-        workers = OnMesh(
-            size=self.size,
-            active=math.ceil(total / steps),
-            padded=steps * self.size != total,
-            axis=self.axis,
-            coarsest=self.coarsest,
+            return Local(layers=given, held=(given,))
+        unit = common_unit(solvers, given)
+        steps = unit * math.ceil(math.ceil(given / unit) / self.size)
+        return OnMesh(
+            layers=given, held=(steps,) * self.size, sequential=self.sequential, mesh=self.mesh, axis=self.axis
         )
-        return MeshPlacement(workers=workers, total=total, steps=steps, mesh=self.mesh, axis=self.axis)
 
-    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver] | None) -> PyTree:
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         """``make(keys)``, lists over the layers, made where they will be used.
 
         An array can be split into equal parts only: where the number of workers does not divide the number of layers, every
@@ -103,15 +96,7 @@ class MeshComm:
 
         return jax.jit(build, out_shardings=NamedSharding(self.mesh, spread))(words)
 
-    def share(self, lists: PyTree, solvers: Sequence[Solver]) -> PyTree:
-        """Lists over all layers as they are: arrays are global."""
-        return lists
-
-    def shared(self, tree: PyTree) -> PyTree:
-        """What every worker has, as it is: arrays are global."""
-        return tree
-
-    def spread(self, lists: PyTree) -> PyTree:
+    def spread(self, stacked: Stacked) -> Stacked:
         """Lists over all layers that a compiled function makes, each device having its own, if they can be split evenly."""
 
         def leaf(x: jax.Array) -> jax.Array:
@@ -120,7 +105,7 @@ class MeshComm:
             others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
             return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.axis, *others)))
 
-        return jax.tree.map(leaf, lists)
+        return jax.tree.map(leaf, stacked)
 
     def adopt(self, tree: PyTree) -> PyTree:
         """Arrays that are committed to other devices, on those of the mesh; all others as they are."""
@@ -132,14 +117,14 @@ class MeshComm:
 
         return jax.tree.map(leaf, tree)
 
-    def _check(self, lists: PyTree, common: PyTree) -> None:
+    def _check(self, stacked: Stacked, common: PyTree) -> None:
         """Refuse arrays for which the axis means something else already."""
         if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one of its own. Call it outside, "
                 "with the whole stacks."
             )
-        for name, tree, first in (("params and data", lists, 1), ("y0 and shared", common, 0)):
+        for name, tree, first in (("params and data", stacked, 1), ("y0 and shared", common, 0)):
             for path, leaf in jax.tree.leaves_with_path(tree):
                 sharding = getattr(leaf, "sharding", None)
                 if not isinstance(sharding, NamedSharding):
@@ -159,14 +144,36 @@ def _describe(path: Any, leaf: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnMesh(Workers):
-    """The devices along one axis of a mesh, inside a ``shard_map`` over it."""
+    """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots.
 
+    Inside the ``shard_map`` every value counts as different from device to device (``check_vma=False``): a step may then
+    have loops of its own that start from constants, and no sum over devices is slipped into its derivative. Nothing is
+    differentiated through the ``shard_map`` itself, since forward and adjoint solve open one each, so the transposition
+    that the check is there for never happens.
+    """
+
+    mesh: Mesh
     axis: str
 
     def index(self) -> jax.Array:
         return lax.axis_index(self.axis)
 
-    def neighbour(self, tree: PyTree, by: int) -> PyTree:
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.layers, sum(self.held)
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        spread, same = PartitionSpec(self.axis), PartitionSpec()
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(spread, same),
+            out_specs=(spread, same),
+            axis_names={self.axis},
+            check_vma=False,
+        )(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
         pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
 
@@ -184,18 +191,18 @@ class OnMesh(Workers):
 
         return jax.tree.map(leaf, tree)
 
-    def own(self, tree: PyTree, span: int) -> PyTree:
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
         def leaf(x: jax.Array) -> jax.Array:
             n = x.shape[0] // self.size
             return lax.dynamic_slice_in_dim(x, self.index() * n, n)
 
         return jax.tree.map(leaf, tree)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
         first, by = self.first(reverse), -1 if reverse else 1
         out = _tree.zeros_like(jax.eval_shape(run, y0))
 
-        def turn(entry: State, out: tuple[State, Any], number: Any) -> tuple[State, Any]:
+        def turn(entry: State, out: tuple[CPoints, Any], number: Any) -> tuple[CPoints, Any]:
             # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
             mine = (self.index() == first + by * number).astype(jnp.int32)
             return lax.fori_loop(0, mine, lambda _, __: run(entry), out)
@@ -203,48 +210,7 @@ class OnMesh(Workers):
         def body(carry: tuple[State, Any], number: jax.Array) -> tuple[tuple[State, Any], None]:
             out = turn(*carry, number)
             edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
-            return (self.neighbour(edge, by), out), None
+            return (self.shift(edge, by), out), None
 
         carry, _ = lax.scan(body, (y0, out), jnp.arange(self.active - 1, dtype=jnp.int32))
         return turn(*carry, self.active - 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshPlacement(Placement):
-    """The same number of layer slots on every device; those beyond the last layer are padding.
-
-    Inside the ``shard_map`` every value counts as different from device to device (``check_vma=False``): a step may then
-    have loops of its own that start from constants, and no sum over devices is slipped into its derivative. Nothing is
-    differentiated through the ``shard_map`` itself, since forward and adjoint solve open one each, so the transposition
-    that the check is there for never happens.
-    """
-
-    mesh: Mesh
-    axis: str
-
-    def pad(self, tree: PyTree, span: int = 1) -> PyTree:
-        slots = self.workers.size * self.steps // span
-        missing = slots - math.ceil(self.total / span)
-
-        def leaf(x: jax.Array) -> jax.Array:
-            return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))]) if missing else x
-
-        return jax.tree.map(leaf, tree)
-
-    def trim(self, tree: PyTree, span: int = 1) -> PyTree:
-        entries = math.ceil(self.total / span)
-        return jax.tree.map(lambda x: x if x.shape[0] == entries else x[:entries], tree)
-
-    def valid(self) -> jax.Array | None:
-        return jnp.arange(self.workers.size * self.steps) < self.total if self.workers.padded else None
-
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], lists: PyTree, common: PyTree) -> Any:
-        spread, same = PartitionSpec(self.axis), PartitionSpec()
-        return jax.shard_map(
-            body,
-            mesh=self.mesh,
-            in_specs=(spread, same),
-            out_specs=(spread, same),
-            axis_names={self.axis},
-            check_vma=False,
-        )(lists, common)

@@ -3,25 +3,28 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._cycle import VISITS, cascade, fas_cycle
-from lp_jax._level import Advance, Level, Transfer, sweep
-from lp_jax._newton import Newton
-from lp_jax._path import Stop, cascade_stops, cycle_stops, path
+from lp_jax._cycle import cascade, fas_cycle
+from lp_jax._level import Level, sweep
+from lp_jax._path import VISITS, Stop, cascade_stops, cycle_stops, path
 from lp_jax._picard import Picard
 from lp_jax._pytree import register
 from lp_jax._rediscretize import Rediscretize
+from lp_jax._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
 from lp_jax._serial import Serial
-from lp_jax._solver import Solver, constant
+from lp_jax._solver import CoarseStep, PerInterval, Solver, constant
 from lp_jax._transfer import fitted
-from lp_jax._types import State
-from lp_jax._work import Held, Sizes, Work
+from lp_jax._types import Advance, CPoints, Scalar, State, Transfer
+from lp_jax._work import Held, Sizes, Uncounted, Work
+
+Relaxation = Callable[[Level, CPoints], CPoints]
+"""``r(level, u) -> u``: improves the C-points of a level."""
 
 
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
@@ -36,15 +39,17 @@ class MGRIT(Solver):
         iterations: number of cycles; with a tolerance their largest number.
         rtol: stop when the residual norm is at most this times the first one that was measured.
         atol: stop when the residual norm is at most this.
-        relaxation: "F", "FCF", "FCFCF", ..., or one per level, finest first (the last one repeats).
+        relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
+            level, finest first (the last one repeats).
         c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.
         cycle: "V", "F" or "W".
         skip_downcycle: make the first iteration the coarse-to-fine cascade: solve the coarsest level, then inject and
-            F-relax level by level. It needs no guess and uses none.
+            F-relax level by level. It needs no guess; where a trajectory is given, the first iteration is a
+            cycle that starts there.
         min_coarse: fewest steps of the coarsest level.
-        coarse_step: what stands in for the layers of an interval on the coarse levels: `Rediscretize`, or any solver
-            with fixed effort: `Picard`, `Newton`, `Serial`.
-        coarsest: solver of the coarsest level: `Serial`, `Picard` or `Newton`.
+        coarse_step: what stands in for the layers of an interval on the coarse levels: `Rediscretize`; any solver
+            with fixed effort, run on the interval's own layers; or a function ``f(step, y, layers) -> y``, see `PerInterval`.
+        coarsest: solver of the coarsest level.
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
             or None where the state keeps its size; `spatial` makes such pairs. Needs C-relaxation there ("FCF"): what a
             restriction drops is corrected by nothing else.
@@ -75,26 +80,31 @@ class MGRIT(Solver):
     iterations: int = 2
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
-    relaxation: str | tuple[str, ...] = ("F", "FCF")
+    relaxation: str | Relaxation | tuple[str | Relaxation, ...] = ("F", "FCF")
     c_weight: float | jax.Array = 1.0
     cycle: str = "V"
     skip_downcycle: bool = True
     min_coarse: int = 2
-    coarse_step: Rediscretize | Solver = Picard(sweeps=1)
-    coarsest: Serial | Picard | Newton = Serial()
+    coarse_step: CoarseStep | Callable[..., State] = Picard(sweeps=1)
+    coarsest: Solver = Serial()
     spatial: Transfer | tuple[Transfer | None, ...] | None = None
     storage: str = "c_points"
     interval_map: str = "auto"
 
     def __post_init__(self) -> None:
+        if callable(self.coarse_step) and not isinstance(self.coarse_step, type | CoarseStep):
+            object.__setattr__(self, "coarse_step", PerInterval(self.coarse_step))
         _check.integer("levels", self.levels, least=1)
         _check.integer("iterations", self.iterations, least=1)
         _check.integer("min_coarse", self.min_coarse, least=1)
         for factor in _per_level(self.coarsening):
             _check.integer("coarsening", factor, least=2)
         for relaxation in _per_level(self.relaxation):
-            if not (isinstance(relaxation, str) and re.fullmatch("F(CF)*", relaxation)):
-                raise ValueError(f'relaxation must be "F", "FCF", "FCFCF", ... (or one per level); got {relaxation!r}.')
+            if not (callable(relaxation) or (isinstance(relaxation, str) and re.fullmatch("F(CF)*", relaxation))):
+                raise ValueError(
+                    'relaxation must be "F", "FCF", "FCFCF", ..., or a function r(level, u) -> u (or one per level); got '
+                    f"{relaxation!r}."
+                )
         _check.one_of("cycle", self.cycle, VISITS)
         _check.one_of("storage", self.storage, ("c_points", "all"))
         _check.one_of("interval_map", self.interval_map, ("vmap", "loop", "auto"))
@@ -106,10 +116,10 @@ class MGRIT(Solver):
 
     def c_relaxations(self, level: int) -> int:
         """Number of C-relaxations (each followed by F) in the pre-relaxation on ``level``."""
-        return _at(_per_level(self.relaxation), level).count("C")
+        relaxation = _at(_per_level(self.relaxation), level)
+        return 0 if callable(relaxation) else relaxation.count("C")
 
-    def plan(self, steps: int) -> list[tuple[int, int]]:
-        """(steps, coarsening factor) of every level, finest first; the coarsest has factor 1."""
+    def grid(self, steps: int) -> list[tuple[int, int]]:
         sizes: list[tuple[int, int]] = []
         while len(sizes) + 1 < self.levels:
             factor = _at(_per_level(self.coarsening), len(sizes))
@@ -125,72 +135,84 @@ class MGRIT(Solver):
         return self.storage == "all"
 
     def resolve(self, steps: int) -> Solver:
-        return self if len(self.plan(steps)) > 1 else Serial()
+        return self if len(self.grid(steps)) > 1 else Serial()
+
+    def warm_started(self) -> Solver:
+        return dataclasses.replace(self, skip_downcycle=False)
 
     def check(self) -> None:
-        if not isinstance(self.coarse_step, Rediscretize | Solver):
+        if not isinstance(self.coarse_step, CoarseStep):
             raise TypeError(
-                "coarse_step must be Rediscretize(...) or a solver with fixed effort, like Picard(sweeps=1) or Serial(); got "
-                f"{self.coarse_step!r}. Injection is Rediscretize(params='inject')."
+                "coarse_step must be Rediscretize(...), a solver with fixed effort, like Picard(sweeps=1) or Serial(), or a "
+                f'function f(step, y, layers) -> y; got {self.coarse_step!r}. Injection is Rediscretize("inject").'
             )
-        if not isinstance(self.coarsest, Serial | Picard | Newton):
-            raise TypeError(f"coarsest must be Serial(), Picard(...) or Newton(...); got {self.coarsest!r}.")
-        if getattr(self.coarsest, "windows", 1) > 1:
-            raise ValueError(f"coarsest must sweep over its whole level; got {self.coarsest!r}. Leave windows out.")
-        if getattr(self.coarse_step, "around", None) == "trajectory" and any(self._transfers()):
-            raise ValueError(
-                'coarse_step=Picard(around="trajectory") takes the states of the finest level, which do not fit on a level that '
-                "`spatial` made smaller. Leave one of the two out."
-            )
-
-    def stride(self, steps: int) -> int:
-        return self.plan(steps)[0][1]
-
-    def unit(self, steps: int) -> int:
-        return math.prod(factor for _, factor in self.plan(steps))
+        if not isinstance(self.coarsest, Solver):
+            raise TypeError(f"coarsest must be a solver, like Serial() or Picard(...); got {self.coarsest!r}.")
 
     def transfers(self, steps: int) -> list[Transfer | None]:
-        return [_at(self._transfers(), level) for level in range(len(self.plan(steps)) - 1)]
+        return [_at(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        plan = self.plan(chain.total)
         looped = chain.looped if self.interval_map == "auto" else self.interval_map == "loop"
+        coarse_step = cast(CoarseStep, self.coarse_step)
         transfer = [*self.transfers(chain.total), None]
-        levels = [chain.finest(plan[0][1], looped=looped, transfer=fitted(transfer[0], chain.y0))]
-        for number, (total, factor) in enumerate(plan[1:], 1):
+        (_, factor), *coarser = self.grid(chain.total)
+        levels = [chain.finest(factor, looped=looped, transfer=fitted(transfer[0], chain.y0))]
+        for number, (_, factor) in enumerate(coarser, 1):
             finer = levels[-1]
-            span = finer.span * finer.factor
             y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
-            parts = self.coarse_step.coarsen(chain, number, span, looped=looped)
+            step, xs, around = coarse_step.coarsen(chain, number, finer.interval_span, looped=looped)
+            if around is not None and any(transfer):
+                raise ValueError(
+                    f"coarse_step={coarse_step!r} takes the states of the finest level, which do not fit on a level that "
+                    "`spatial` made smaller. Leave one of the two out."
+                )
             levels.append(
-                Level.of(
-                    **parts,
-                    shared=chain.shared,
+                dataclasses.replace(
+                    finer,
+                    xs=xs if factor == 1 else _tree.split(xs, factor),
+                    step=step,
                     y0=y0,
                     steps=finer.intervals,
-                    total=total,
                     factor=factor,
-                    span=span,
-                    looped=looped,
+                    number=number,
+                    span=finer.interval_span,
                     transfer=fitted(transfer[number], y0),
-                    comm=chain.comm,
+                    around=around,
                 )
             )
-        if len(levels) > 1 and isinstance(self.coarsest, Serial):
+        (steps, _), at_bottom = self.grid(chain.total)[-1], self.coarsest
+        if len(at_bottom.grid(steps)) > 1 or at_bottom.resolve(steps) is not at_bottom:
+            raise ValueError(
+                f"coarsest must be a solver on one level, like Serial() or Picard(...); got {at_bottom!r}."
+            )
+        if at_bottom.exact:
             levels[-1] = levels[-1].collected(self.iterations)
         return tuple(levels)
 
-    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
-        if self.skip_downcycle and len(levels) > 1:
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
+        if self.skip_downcycle:
             return cascade(self, levels), 1
         return constant(levels[0], guess), 0
 
-    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
-        return fas_cycle(self, levels, u)
+    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
+        return fas_cycle(self, levels, u, self.cycle)
 
-    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
-        swept, emitted = sweep(levels[0], levels[0].entries(u), advance=advance)
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+        swept, emitted = sweep(levels[0], levels[0].incoming(u), advance=advance)
         return _tree.blend(self.c_weight, swept, u), emitted
+
+    def pre_relax(self, level: Level, u: CPoints, *, points: bool) -> Relaxed:
+        """Relax, and take the residual; with the states that enter every step, if ``points``."""
+        relaxation = _at(_per_level(self.relaxation), level.number)
+        count = 0 if callable(relaxation) else relaxation.count("C")
+        if callable(relaxation):
+            u = relaxation(level, u)
+        elif not points:
+            return fcf_relax(level, u, count, self.c_weight)
+        for _ in range(count):
+            u = c_relax(level, u, self.c_weight)
+        return with_points(level, u) if points else with_residual(level, u)
 
     def _transfers(self) -> tuple[Transfer | None, ...]:
         if self.spatial is None:
@@ -201,23 +223,26 @@ class MGRIT(Solver):
     iteration_name = "cycle"
 
     def variants(self) -> dict[str, Solver]:
-        others: dict[str, Rediscretize | Solver] = {
+        others: dict[str, CoarseStep] = {
             "injection": Rediscretize(params="inject"),
             "mean of parameters": Rediscretize(params="mean"),
             "1 Picard sweep": Picard(sweeps=1),
             "2 Picard sweeps": Picard(sweeps=2),
         }
-        if self.coarse_step not in others.values():
-            others["this run's coarse step"] = self.coarse_step
+        if self._coarse not in others.values():
+            others["this run's coarse step"] = self._coarse
         return {name: dataclasses.replace(self, coarse_step=step) for name, step in others.items()}
+
+    @property
+    def _coarse(self) -> CoarseStep:
+        return cast(CoarseStep, self.coarse_step)
 
     evaluates = "intervals"
 
-    def grid(self, steps: int) -> list[tuple[int, int]]:
-        return self.plan(steps)
-
     def _relaxations(self, levels: int) -> tuple[str, ...]:
-        return tuple("F" + "CF" * self.c_relaxations(level) for level in range(levels))
+        """Labels of the relaxation on every level: "FCF", or the name of a function."""
+        each = (_at(_per_level(self.relaxation), level) for level in range(levels))
+        return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
 
     def stops(self, steps: int, iterations: int) -> list[Stop]:
         relaxations = self._relaxations(len(self.grid(steps)))
@@ -228,6 +253,8 @@ class MGRIT(Solver):
 
     def count(self, work: Work) -> None:
         work = dataclasses.replace(work, looped=self.loops(work.looped), in_rows=True)
+        if any(map(callable, _per_level(self.relaxation))):
+            raise Uncounted
         grid = self.grid(work.layers)
         relaxations = self._relaxations(len(grid))
         first = cascade_stops if self.skip_downcycle else cycle_stops
@@ -243,7 +270,7 @@ class MGRIT(Solver):
     def _count_stops(self, work: Work, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]) -> None:
         """Record a cycle, up to where its last F-points would be interpolated."""
         spans = [math.prod(factor for _, factor in grid[:level]) for level in range(len(grid))]
-        levels = [work, *(work.on(grid[n][0], self.coarse_step, spans[n]) for n in range(1, len(grid)))]
+        levels = [work, *(work.on(grid[n][0], self._coarse, spans[n]) for n in range(1, len(grid)))]
         for stop, following in zip(stops, [*stops[1:], None], strict=True):
             at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
             intervals = _intervals(grid[at], work.workers)
@@ -262,7 +289,7 @@ class MGRIT(Solver):
                 level.sent(1)
 
     def _count_coarsest(self, level: Work) -> None:
-        if self.coarse_step.is_identity:
+        if self._coarse.is_identity:
             level.sent(level.prefix)
         else:
             self.coarsest.count(level)
@@ -280,15 +307,15 @@ class MGRIT(Solver):
     def describe(self, steps: int) -> tuple[str, str]:
         grid = self.grid(steps)
         rest = f"only {grid[-1][0]} coarse steps remain one after another"
-        if self.coarse_step.is_identity:
+        if self._coarse.is_identity:
             rest = "the coarse solve is a prefix sum"
         note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
-        return f"{steps} layers on {len(grid)} levels: {rest}", f"{note} Coarse step: {self.coarse_step.summary()}."
+        return f"{steps} layers on {len(grid)} levels: {rest}", f"{note} Coarse step: {self._coarse.summary()}."
 
     def label(self, adjoint: Solver) -> str:
-        coarse = "identity" if self.coarse_step.is_identity else type(self.coarse_step).__name__
-        if isinstance(self.coarse_step, Solver) and self.coarse_step.iterations:
-            coarse = f"{coarse} {self.coarse_step.iterations}"
+        coarse = "identity" if self._coarse.is_identity else type(self._coarse).__name__
+        if isinstance(self._coarse, Solver) and self._coarse.iterations:
+            coarse = f"{coarse} {self._coarse.iterations}"
         return f"{self.iterations}/{adjoint.iterations} cycles, {coarse}, m = {self.coarsening}"
 
 

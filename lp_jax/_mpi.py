@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax import _check, _tree, _wire
-from lp_jax._comm import COARSEST, Placement, Run, Workers
-from lp_jax._solver import Solver, common_unit
-from lp_jax._types import PyTree, State
+from lp_jax._comm import SEQUENTIAL, Comm, Local, Run, Unit, Workers, common_unit
+from lp_jax._solver import Solver
+from lp_jax._types import CPoints, PyTree, Stacked, State
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MPIComm:
+class MPIComm(Comm):
     """Spread the layers over the ranks of an MPI communicator, one device per rank.
 
     Every rank calls `solve` at the same time, with its own run of layers (`layer_slices` says which) in ``params`` and
@@ -31,9 +31,9 @@ class MPIComm:
     Args:
         comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates
             of it, made when it is first used here, by all ranks together; so none is taken for one of the caller's.
-        coarsest: how the coarsest level, which is sequential, is solved: "relay", one rank after the other, while the
-            parameters stay where they are; "gather", on every rank at once, from a copy of the coarsest level's parameters;
-            or "auto", whichever needs less time by the bytes and the number of messages.
+        sequential: how a level is solved step after step: "relay", one rank after the other, while the parameters stay
+            where they are; "gather", on every rank at once, from a copy of the level's parameters; or "auto", whichever
+            needs less time by the bytes and the number of messages.
 
     Raises:
         ModuleNotFoundError: without mpi4py or mpi4jax.
@@ -50,10 +50,10 @@ class MPIComm:
     """
 
     comm: Any = None
-    coarsest: str = "auto"
+    sequential: str = "auto"
 
     def __post_init__(self) -> None:
-        _check.one_of("coarsest", self.coarsest, COARSEST)
+        _check.one_of("sequential", self.sequential, SEQUENTIAL)
         mpi, _ = _modules()
         if self.comm is None:
             object.__setattr__(self, "comm", mpi.COMM_WORLD)
@@ -74,7 +74,7 @@ class MPIComm:
         return int(self.comm.Get_rank())
 
     def _key(self) -> tuple[int, str]:
-        return int(self.comm.py2f()), self.coarsest
+        return int(self.comm.py2f()), self.sequential
 
     @property
     def device(self) -> Any:
@@ -110,38 +110,30 @@ class MPIComm:
 
         return _wire.merged(tree, reduce)
 
-    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Solver] | None) -> PyTree:
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         """``make(keys)`` of this rank's layers; ``keys`` are those of all layers. Without solvers all of it."""
         return make(keys if solvers is None else self.share(keys, solvers))
 
-    def share(self, lists: PyTree, solvers: Sequence[Solver]) -> PyTree:
-        """Of lists over all layers, this rank's."""
+    def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
+        """This rank's part of arrays over all layers."""
 
         def leaf(x: Any) -> Any:
-            return x[layer_slices(len(x), self.size, *solvers)[self.rank]]
+            return x[_runs(len(x), self.size, common_unit(solvers, len(x)))[self.rank]]
 
-        return jax.tree.map(leaf, lists)
+        return jax.tree.map(leaf, stacked)
 
-    def shared(self, tree: PyTree) -> PyTree:
-        """What every rank has and uses for its own layers only: its gradient is the sum over the ranks."""
-        return _shared(tree, self) if self.size > 1 else tree
+    def replicate(self, tree: PyTree) -> PyTree:
+        """The tree, as every rank has it; its gradient is the sum over the ranks, each of which uses its own layers."""
+        return _replicate(tree, self) if self.size > 1 else tree
 
-    def spread(self, lists: PyTree) -> PyTree:
-        """This rank's lists as they are."""
-        return lists
-
-    def adopt(self, tree: PyTree) -> PyTree:
-        """Arrays as they are: every rank has its own."""
-        return tree
-
-    def place(self, given: int, solvers: Sequence[Solver], lists: PyTree, common: PyTree) -> Placement:
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """The layers of this rank, once all ranks have been seen to mean the same network."""
-        counts = self._agree(given, solvers, lists, common)
+        counts = self._agree(given, solvers, stacked, common)
         total = sum(counts)
         if total == 0:
             raise ValueError("params and data have leading length 0 on every rank; a network needs at least one layer.")
         if self.size == 1:
-            return Placement(total=total, steps=total)
+            return Local(layers=total, held=(total,))
         unit, active = common_unit(solvers, total), sum(n > 0 for n in counts)
         if any(n % unit for n in counts[: active - 1]) or not all(counts[:active]):
             wanted = [s.stop - s.start for s in _runs(total, self.size, unit)]
@@ -150,16 +142,9 @@ class MPIComm:
                 f"multiple of {unit}, so that no interval is cut, like {wanted}. "
                 f"lp_jax.layer_slices({total}, {self.size}, solver, adjoint_solver)[rank] gives such runs."
             )
-        workers = OnRanks(
-            size=self.size,
-            active=active,
-            coarsest=self.coarsest,
-            comm=self,
-            counts=tuple(counts),
-        )
-        return RankPlacement(workers=workers, total=total, steps=given, first=sum(counts[: self.rank]))
+        return OnRanks(layers=total, held=tuple(counts), sequential=self.sequential, comm=self)
 
-    def _agree(self, given: int, solvers: Sequence[Solver], lists: PyTree, common: PyTree) -> list[int]:
+    def _agree(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> list[int]:
         """Number of layers on every rank; raises, on all ranks alike, where they do not fit together."""
 
         def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
@@ -169,7 +154,7 @@ class MPIComm:
             }
 
         facts = {
-            "the layers": describe("params, data", lists, 1),
+            "the layers": describe("params, data", stacked, 1),
             "what all layers share": describe("y0, shared", common, 0),
             "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
         }
@@ -186,11 +171,11 @@ class MPIComm:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _shared(tree: PyTree, comm: MPIComm) -> PyTree:
+def _replicate(tree: PyTree, comm: MPIComm) -> PyTree:
     return tree
 
 
-_shared.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (comm.sum(cotangent),))
+_replicate.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (comm.sum(cotangent),))
 
 
 def layer_slices(num_layers: int, workers: int, solver: Solver, adjoint_solver: Solver | None = None) -> list[slice]:
@@ -226,15 +211,23 @@ def _runs(total: int, workers: int, unit: int) -> list[slice]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnRanks(Workers):
-    """The ranks of a communicator, seen from this one. ``counts`` is the number of layers on each."""
+    """The ranks of a communicator, seen from this one."""
 
     comm: MPIComm
-    counts: tuple[int, ...]
 
     def index(self) -> int:
         return self.comm.rank
 
-    def neighbour(self, tree: PyTree, by: int) -> PyTree:
+    @property
+    def rows(self) -> tuple[int, int]:
+        rank = self.comm.rank
+        here = self.layers - sum(self.held[:rank])
+        return max(0, min(self.held[rank], here)), self.held[rank]
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        return body(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
         source, dest = (w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by))
         if self.comm.rank >= self.active:
             source = dest = None
@@ -244,16 +237,13 @@ class OnRanks(Workers):
     def sum(self, tree: PyTree) -> PyTree:
         return self.comm.sum(tree)
 
-    def first_or(self, y0: State, received: State, *, reverse: bool) -> State:
-        return _wire.after(y0, received) if self.comm.rank == self.first(reverse) else received
-
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
         # a sum, as the root's own copy would not wait for the message, nor the others' share for their work, see `_wire.after`
         return self.sum(tree if self.comm.rank == root else _wire.nothing(tree))
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
-        lengths = [-(-n // span) for n in self.counts]
+        lengths = [n // span for n in self.held]
         rows = [rank * max(lengths) + i for rank, n in enumerate(lengths) for i in range(n)]
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
@@ -262,12 +252,11 @@ class OnRanks(Workers):
 
         return _wire.packed(tree, everyone, listed=True)
 
-    def own(self, tree: PyTree, span: int) -> PyTree:
-        before = sum(-(-n // span) for n in self.counts[: self.comm.rank])
-        n = -(-self.counts[self.comm.rank] // span)
-        return jax.tree.map(lambda x: x[before : before + n], tree)
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        start, n = self.start(span), self.held[self.comm.rank] // span
+        return jax.tree.map(lambda x: x[start : start + n], tree)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
         if rank >= self.active:
             return _tree.zeros_like(jax.eval_shape(run, y0))
@@ -298,20 +287,6 @@ class OnRanks(Workers):
             )
 
         return _wire.packed(tree, sendrecv)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RankPlacement(Placement):
-    """This rank's layers, ``first`` the first of them."""
-
-    workers: OnRanks
-    first: int
-
-    def share(self, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x[self.first : self.first + self.steps], tree)
-
-    def shared(self, x: Any) -> Any:
-        return self.workers.comm.shared(x)
 
 
 def _modules() -> tuple[Any, Any]:

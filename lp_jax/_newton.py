@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _check, _tree
-from lp_jax._chain import Chain
-from lp_jax._level import Advance, Level, sweep
+from lp_jax._level import Level, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant, counted
-from lp_jax._types import PyTree, State
+from lp_jax._types import Advance, CPoints, PyTree, Scalar, State
 from lp_jax._work import Held, Sizes, Work
 
 JACOBIANS = ("full", "diagonal", "identity")
@@ -153,36 +152,31 @@ class Newton(Solver):
             return self
         return dataclasses.replace(self, iterations=1, relaxations=0, rtol=None, atol=None)
 
-    def stride(self, steps: int) -> int:
-        return 1
-
-    def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        return (chain.finest(1, looped=chain.looped),)
-
-    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
         level = levels[0]
 
-        def relaxed(_: int, u: State) -> State:
-            return sweep(level, level.entries(u))[0]
+        def relaxed(_: int, u: CPoints) -> CPoints:
+            return sweep(level, level.incoming(u))[0]
 
-        return lax.fori_loop(0, min(self.relaxations, level.total), relaxed, constant(level, guess)), 0
+        relaxations = min(self.relaxations, level.workers.total(level.span))
+        return lax.fori_loop(0, relaxations, relaxed, constant(level, guess)), 0
 
-    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
+    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
         level = levels[0]
-        stepped, jacobians = sweep(level, level.entries(u), advance=self._linearised(level))
+        stepped, jacobians = sweep(level, level.incoming(u), advance=self._linearised(level))
         residuals = _tree.sub(stepped, u)
         if jacobians is None:
-            change = level.comm.cumsum(residuals, _tree.zeros_like(level.y0), reverse=level.reverse)
+            change = level.cumsum(residuals, _tree.zeros_like(level.y0))
         else:
             vectors = _Vectors(level.y0, self.batch_axes)
             maps = jacobians, jax.vmap(vectors.join)(residuals)
             compose = _compose_matrices if self.jacobian == "full" else _compose_diagonals
-            _, change = level.comm.accumulate(maps, compose, reverse=level.reverse)
+            _, change = level.workers.scan(maps, compose, reverse=level.reverse)
             change = jax.vmap(vectors.part)(change)
-        return _tree.add(u, change), _tree.square(residuals)
+        return _tree.add(u, change), _tree.sum_of_squares(residuals)
 
-    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
-        return u, None if advance is None else sweep(levels[0], levels[0].entries(u), advance=advance)[1]
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+        return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
     def _linearised(self, level: Level) -> Advance:
         """The step of ``level``, emitting its Jacobian: ``(*batch, d, d)``, its diagonal ``(*batch, d)``, or None."""

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lp_jax._cycle import VISITS
+VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
+"""The cycles that a cycle of each kind makes on the next coarser level, one after the other."""
 
 
 class Stop(NamedTuple):

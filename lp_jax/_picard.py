@@ -11,10 +11,10 @@ from jax import lax
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._comm import Local
-from lp_jax._level import Advance, Level, identity, single, sweep
+from lp_jax._level import Level, identity, single, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import Solver, constant
-from lp_jax._types import PyTree, SliceStep, State
+from lp_jax._solver import Coarse, Solver, constant, require_fixed_effort, solve_intervals
+from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._work import Work
 
 
@@ -93,79 +93,82 @@ class Picard(Solver):
                 "MGRIT(coarse_step=Picard(sweeps=0))."
             )
 
-    def stride(self, steps: int) -> int:
-        return 1
+    def warm_started(self) -> Solver:
+        if self.windows > 1:
+            raise ValueError(
+                f"guess is not used by Picard(windows={self.windows}), whose windows start from the state that leaves the "
+                "one before. Leave the guess out, or set windows=1."
+            )
+        return self
 
     def unit(self, steps: int) -> int:
         return -(-steps // self.windows) if self.windows > 1 else 1
 
-    def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        factors = (1, self.unit(chain.total)) if self.windows > 1 else (1,)
-        return tuple(chain.finest(factor, looped=chain.looped) for factor in factors)
-
-    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
         if self.windows == 1:
             return constant(levels[0], guess), 0
-        return self._march(levels[1]), self.sweeps - 1
+        if levels[0].number > 0:
+            raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
+        return self._march(levels[0]), self.sweeps - 1
 
-    def _march(self, level: Level) -> State:
-        """The states after every step, window after window; an interval of ``level`` is a window."""
+    def _march(self, level: Level) -> Points:
+        """The states after every step, window after window."""
+        size = self.unit(level.workers.total(level.span))
+        alone = Local(layers=size, held=(size,))
 
-        def window(u: State, xs: PyTree) -> tuple[State, tuple[State, State]]:
-            alone = dataclasses.replace(
-                level, xs=xs, y0=u, steps=level.factor, total=level.factor, factor=1, comm=Local()
-            )
-            points = constant(alone, None)
+        def window(u: State, xs: PyTree) -> tuple[State, tuple[State, Points]]:
+            inside = dataclasses.replace(level, xs=xs, y0=u, steps=size, workers=alone)
+            points = constant(inside, None)
             for _ in range(self.sweeps - 1):
-                points, _ = self.improve((alone,), points)
-            u = alone.exit(points)
+                points, _ = self.improve((inside,), points)
+            u = inside.last(points)
             return u, (u, points)
 
-        windows = _tree.split(level.xs, 1) if level.factor == 1 else level.xs
+        windows = _tree.split(level.xs, size)
 
-        def run(y0: State) -> tuple[State, State]:
+        def run(y0: State) -> tuple[CPoints, Points]:
             return lax.scan(window, y0, windows, reverse=level.reverse)[1]
 
-        _, points = level.comm.relay(run, level.y0, reverse=level.reverse)
-        return _tree.merge(points, level.steps)
+        _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
+        return _tree.merge(points)
 
-    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, jax.Array]:
+    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
         level = levels[0]
-        entries = level.entries(u)
+        incoming = level.incoming(u)
         if level.looped:
-            return _in_turn(level, entries, u)
-        stepped, _ = sweep(level, entries)
-        new = level.comm.cumsum(_tree.sub(stepped, entries), level.y0, reverse=level.reverse)
-        return new, _tree.square(_tree.sub(stepped, u))
+            return _in_turn(level, incoming, u)
+        stepped, _ = sweep(level, incoming)
+        new = level.cumsum(_tree.sub(stepped, incoming), level.y0)
+        return new, _tree.sum_of_squares(_tree.sub(stepped, u))
 
-    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
-        return u, None if advance is None else sweep(levels[0], levels[0].entries(u), advance=advance)[1]
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+        return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
         if self.windows > 1:
-            return super().coarsen(chain, level, span, looped=looped)
-        self.require_fixed_effort()
-        step, xs = chain.grouped(level, span)
+            return solve_intervals(self, chain, level, span)
+        require_fixed_effort(self)
+        xs, step = _tree.split(chain.slices, span), chain.step(level)
         if self.sweeps == 0:
-            return {"step": identity, "xs": xs}
+            return Coarse(identity, xs)
 
         def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
             x, states = x
             return self._interval(step, u, x, states, shared, looped)
 
-        def anchor(xs: PyTree, states: State) -> PyTree:
+        def around(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
 
-        return {"step": solve_interval, "xs": (xs, None), "anchor": anchor if self.around == "trajectory" else None}
+        return Coarse(solve_interval, (xs, None), around if self.around == "trajectory" else None)
 
     def _interval(
         self, step: SliceStep, u: State, xs: PyTree, states: State | None, shared: PyTree, looped: bool
     ) -> State:
         """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
         if states is None:
-            entries = _tree.repeat(u, _tree.leading(xs))
+            incoming = _tree.repeat(u, _tree.leading(xs))
         else:  # moved by the change of the state that enters
-            entries = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
+            incoming = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
         if looped:
 
             def add(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
@@ -173,16 +176,16 @@ class Picard(Solver):
                 return _tree.add(total, _tree.sub(step(y, x, shared), y)), total
 
             for _ in range(self.sweeps - 1):
-                entries = lax.scan(add, u, (entries, xs))[1]
-            return lax.scan(add, u, (entries, xs))[0]
+                incoming = lax.scan(add, u, (incoming, xs))[1]
+            return lax.scan(add, u, (incoming, xs))[0]
 
-        def increments(entries: State) -> State:
-            return jax.vmap(lambda y, x: _tree.sub(step(y, x, shared), y))(entries, xs)
+        def increments(incoming: Points) -> Points:
+            return jax.vmap(lambda y, x: _tree.sub(step(y, x, shared), y))(incoming, xs)
 
         for _ in range(self.sweeps - 1):
-            points = _tree.cumsum(increments(entries), u)
-            entries = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
-        return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments(entries))
+            points = _tree.cumsum(increments(incoming), u)
+            incoming = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
+        return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments(incoming))
 
     iteration_name = "sweep"
 
@@ -220,12 +223,12 @@ class Picard(Solver):
         return f"{steps} layers at once, {most}: no coarse level", note
 
 
-def _in_turn(level: Level, entries: State, u: State) -> tuple[State, jax.Array]:
+def _in_turn(level: Level, incoming: Points, u: Points) -> tuple[Points, Scalar]:
     """A sweep whose layers are evaluated one after another: increments are added up, and residuals squared, on the way.
 
     The states of all layers pass through memory once, not four times.
     """
-    step, first = single(level, level.advance), level.comm.active == 1
+    step, first = single(level, level.advance), level.workers.active == 1
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
 
     def square(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -240,9 +243,9 @@ def _in_turn(level: Level, entries: State, u: State) -> tuple[State, jax.Array]:
 
     start = level.y0 if first else _tree.zeros_like(level.y0)
     squares = jax.tree.map(lambda y: jnp.zeros(y.shape, dtype), start)  # of each number: sums over a state take time
-    operands = entries, (level.xs, level.rhs), u
+    operands = incoming, (level.xs, level.rhs), u
     (total, squares), new = lax.scan(layer, (start, squares), operands, reverse=level.reverse)
     if not first and _tree.leading(u):
-        before = _tree.add(level.y0, level.comm.before(total, reverse=level.reverse))
+        before = _tree.add(level.y0, level.workers.exclusive_scan(total, reverse=level.reverse))
         new = jax.tree.map(lambda x, y: x + y[None], new, before)
     return new, jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))

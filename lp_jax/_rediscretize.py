@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +10,14 @@ from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._comm import select
 from lp_jax._pytree import register
-from lp_jax._types import PyTree, Slices
+from lp_jax._solver import Coarse, CoarseStep
+from lp_jax._types import PyTree, Slices, Stacked
 from lp_jax._work import Work
 
 
 @register()
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rediscretize:
+@dataclasses.dataclass(frozen=True)
+class Rediscretize(CoarseStep):
     """The field's standard coarse step: the user's own step, once per interval, with the interval's whole dt.
 
     It needs a step that is a one-step method of an ODE, so that dt can be stretched, and costs one evaluation.
@@ -43,73 +43,63 @@ class Rediscretize:
         if not callable(self.params):
             _check.one_of("params", self.params, ("inject", "mean"), otherwise="or a function")
 
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
-        """The step and operands of the coarse level whose steps span ``span`` layers."""
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
         slices = chain.slices
         if callable(self.params):
             params = _per_interval(self.params, slices.params, chain, span)
             data = _inject(slices.data, span)
         elif self.params == "mean":
-            weights = _weights(slices, span)
+            weights = _weights(chain, span)
             params, data = (_mean(tree, weights, span) for tree in (slices.params, slices.data))
         else:
             params, data = (_inject(tree, span) for tree in (slices.params, slices.data))
-        dt = slices.dt if slices.valid is None else jnp.where(slices.valid, slices.dt, 0)
         coarse = Slices(
             params=params,
             data=data,
             t=slices.t[::span],
-            dt=jnp.sum(_tree.split(dt, span, fill="constant"), axis=1),
+            dt=jnp.sum(_tree.split(slices.dt, span), axis=1),
             index=slices.index[::span],
-            valid=_inject(slices.valid, span),
         )
-        return {"step": chain.step_on(level), "xs": coarse}
+        return Coarse(chain.step(level), coarse)
 
     def summary(self) -> str:
-        """Return a few words for titles and notes."""
         rule = self.params if isinstance(self.params, str) else "a function"
         return f"the layer with the interval's dt, parameters by {rule}"
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether it does nothing, so that the coarse problem is a prefix sum."""
-        return False
-
     def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals."""
         work.evaluate(count, at_once)
 
 
-def _inject(tree: PyTree, span: int) -> PyTree:
+def _inject(tree: Stacked, span: int) -> Stacked:
     """The first of each group of ``span``."""
     return jax.tree.map(lambda x: x[::span], tree)
 
 
-def _weights(slices: Slices, span: int) -> jax.Array:
+def _weights(chain: Chain, span: int) -> jax.Array:
     """Weights ``(groups, span)`` of the layers in the mean over their group."""
-    ones = jnp.ones_like(slices.dt) if slices.valid is None else slices.valid.astype(slices.dt.dtype)
-    grouped = _tree.split(ones, span, fill="constant")
-    return grouped / jnp.maximum(1, jnp.sum(grouped, axis=1, keepdims=True))
+    real = (chain.slices.index < chain.layers).astype(chain.slices.dt.dtype)
+    groups = _tree.split(real, span)
+    return groups / jnp.maximum(1, jnp.sum(groups, axis=1, keepdims=True))
 
 
-def _mean(tree: PyTree, weights: jax.Array, span: int) -> PyTree:
+def _mean(tree: Stacked, weights: jax.Array, span: int) -> Stacked:
     """Mean over each group of layers; what cannot be averaged is injected."""
 
     def leaf(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[::span]
-        groups = _tree.split(x, span, fill="constant")
+        groups = _tree.split(x, span)
         return jnp.sum(groups * weights.astype(x.dtype).reshape(*weights.shape, *[1] * (x.ndim - 1)), axis=1)
 
     return jax.tree.map(leaf, tree)
 
 
-def _per_interval(rule: Callable[[PyTree], PyTree], params: PyTree, chain: Chain, span: int) -> PyTree:
+def _per_interval(rule: Callable[[PyTree], PyTree], params: Stacked, chain: Chain, span: int) -> Stacked:
     """``rule`` on every interval; on the true layers alone where the last interval is short."""
     values = jax.vmap(rule)(_tree.split(params, span))
     if chain.total % span == 0 or chain.steps == 0:
         return values
-    here, at = chain.comm.end(chain.total, chain.steps)
+    here, at = chain.workers.end(1, chain.steps)
     last = at // span
     short = rule(jax.tree.map(lambda x: x[last * span : at + 1], params))
     return _tree.put(values, select(here, short, _tree.take(values, last)), last)

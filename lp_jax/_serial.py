@@ -11,10 +11,10 @@ from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._level import Advance, Level, march
+from lp_jax._level import Level, march
 from lp_jax._pytree import register
 from lp_jax._solver import Solver
-from lp_jax._types import PyTree, State
+from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._work import Held, Sizes, Work
 
 
@@ -48,27 +48,28 @@ class Serial(Solver):
         return 0
 
     @property
+    def exact(self) -> bool:
+        return True
+
+    @property
     def keeps_states(self) -> bool:
         return self.checkpoint_every is None
 
-    def stride(self, steps: int) -> int:
-        return min(self.checkpoint_every or 1, steps)
+    def grid(self, steps: int) -> list[tuple[int, int]]:
+        return [(steps, min(self.checkpoint_every or 1, steps))]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         return (chain.finest(self.stride(chain.total), looped=True),)
 
-    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[Any, int]:
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Any, int]:
         return None, 0
 
-    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, Any]:
-        raise NotImplementedError("Serial propagation has no iterations; this is a bug in lp_jax.")
+    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
+        u = march(levels[0])[0]
+        return u, jnp.zeros((), _tree.real_dtype(u, at_least=jnp.float32))
 
-    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return march(levels[0], advance=advance)
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     def with_effort(self, iterations: int) -> Solver:
         return self
@@ -99,16 +100,17 @@ class Serial(Solver):
         return f"{steps} layers one after another: serial propagation", "exact, and the baseline"
 
 
-def propagate(chain: Chain, advance: Advance, checkpoint_every: int | None) -> tuple[State, tuple[State, Any]]:
+def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, Any]]:
     """A ``lax.scan`` over the layers, to be differentiated by JAX.
 
     Returns:
-        The last state, and stacked over the layers: the states after each, and what ``advance`` emitted.
+        The last state, and stacked over the layers: the states after each, and aux.
     """
+    step = chain.step_with_aux(0)
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
-        u, emitted = advance(u, x, chain.shared)
-        return u, (u, emitted)
+        u, aux = step(u, x, chain.shared)
+        return u, (u, aux)
 
     if checkpoint_every is None or checkpoint_every >= chain.steps:
         return lax.scan(body, chain.y0, chain.slices)
@@ -118,10 +120,10 @@ def propagate(chain: Chain, advance: Advance, checkpoint_every: int | None) -> t
     def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, Any]]:
         return lax.scan(body, u, xs)
 
-    whole = n - n % size
-    u, out = lax.scan(segment, chain.y0, _tree.split(jax.tree.map(lambda x: x[:whole], chain.slices), size))
-    out = _tree.merge(out, whole)
-    if whole < n:
-        u, rest = segment(u, jax.tree.map(lambda x: x[whole:], chain.slices))
+    full = n - n % size
+    u, out = lax.scan(segment, chain.y0, _tree.split(jax.tree.map(lambda x: x[:full], chain.slices), size))
+    out = _tree.merge(out)
+    if full < n:
+        u, rest = segment(u, jax.tree.map(lambda x: x[full:], chain.slices))
         out = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
     return u, out

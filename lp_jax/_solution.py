@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lp_jax._iterate import Stats
+from lp_jax._solver import Stats
 from lp_jax._types import PyTree, State
 
 DONE, NOT_CONVERGED, NON_FINITE = 0, 1, 2

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import _inputs, _tree
-from lp_jax._adjoint import Checkpoints, solve_adjoint
-from lp_jax._iterate import Stats, iterate
-from lp_jax._level import Advance, Operand
+from lp_jax._adjoint import Forward, solve_adjoint
+from lp_jax._chain import Chain
+from lp_jax._comm import Comm, Workers
 from lp_jax._mgrit import MGRIT
-from lp_jax._problem import Common, Operands, Problem, prepare
-from lp_jax._serial import Serial, propagate
+from lp_jax._problem import Problem
+from lp_jax._serial import propagate
 from lp_jax._solution import Solution, result_code
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree, Slices, State, Step
+from lp_jax._solver import Solver, Stats, iterate
+from lp_jax._traced import Common, Operands, Traced, trace
+from lp_jax._types import Advance, CPoints, PyTree, Slices, Stacked, State, Step
 
 
 class Gradients(NamedTuple):
@@ -36,17 +37,17 @@ class Gradients(NamedTuple):
 
 def solve(
     step: Step,
-    params: PyTree,
+    params: Stacked,
     y0: State,
     *,
     shared: PyTree = None,
-    data: PyTree = None,
+    data: Stacked = None,
     t0: Any = 0.0,
     t1: Any = 1.0,
     solver: Solver = MGRIT(),
     adjoint_solver: Solver | None = None,
-    guess: str | State = "constant",
-    comm: Any = None,
+    guess: str | CPoints = "constant",
+    comm: Comm | None = None,
     has_aux: bool = False,
 ) -> Solution:
     """Propagate ``y0`` through N layers, all of them at once, and differentiate likewise.
@@ -71,9 +72,10 @@ def solve(
         solver: `MGRIT`, `Picard`, `Newton` or `Serial`.
         adjoint_solver: the same for the adjoint system; None means the settings of ``solver`` (and a single iteration of
             `Newton`, as that system is linear).
-        guess: where the first down-cycle is not skipped: "constant" (``y0`` at every point), "zeros", or a trajectory:
-            states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for example
-            ``Solution.trajectory`` of an earlier call. The adjoint solve takes the constant for a trajectory.
+        guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a skipped
+            down-cycle; or a trajectory: states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for
+            example ``Solution.trajectory`` of an earlier call. With a trajectory `MGRIT` skips no down-cycle. The adjoint
+            solve takes the constant for a trajectory.
         comm: where the layers live: None is one device; `MeshComm` spreads them over an axis of a device mesh, `MPIComm` over
             MPI ranks, each of which passes its own layers (`layer_slices`).
         has_aux: whether ``step`` returns ``(y_next, aux)``.
@@ -100,13 +102,21 @@ def solve(
         Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
         Math. Data Sci. 2 (2020).
     """
-    spec, arrays = _prepare(step, params, y0, shared, data, t0, t1, solver, adjoint_solver, guess, comm, has_aux)
-    y1, rest = _program(spec).run(*arrays)
+    problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=comm, has_aux=has_aux)
+    program, arrays = _prepare(problem, solver, adjoint_solver, guess)
+    y1, rest = program.run(arrays)
     return Solution(y1, **jax.lax.stop_gradient(rest))
 
 
 def solve_vjp(
-    step: Step, params: PyTree, y0: State, **arguments: Any
+    step: Step,
+    params: Stacked,
+    y0: State,
+    *,
+    solver: Solver = MGRIT(),
+    adjoint_solver: Solver | None = None,
+    guess: str | CPoints = "constant",
+    **problem: Any,
 ) -> tuple[Solution, Callable[[State], tuple[Gradients, Stats]]]:
     """`solve`, and the pullback of ``y1`` that also tells how the adjoint solve converged.
 
@@ -114,7 +124,10 @@ def solve_vjp(
         step: as for `solve`, like all other arguments.
         params: as for `solve`.
         y0: as for `solve`.
-        **arguments: as for `solve`.
+        solver: as for `solve`.
+        adjoint_solver: as for `solve`.
+        guess: as for `solve`.
+        **problem: ``shared``, ``data``, ``t0``, ``t1``, ``comm`` and ``has_aux``, as for `solve`.
 
     Returns:
         The solution, and ``pullback(y1_cotangent) -> (gradients, adjoint_stats)``, with `Gradients` exactly those that
@@ -129,239 +142,194 @@ def solve_vjp(
         >>> adjoint_stats.residual_norms.shape
         (3,)
     """
-    defaults = {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY}
-    if unknown := arguments.keys() - defaults:
-        raise TypeError(f"solve_vjp got an unexpected argument {sorted(unknown)[0]!r}; it takes those of solve.")
-    spec, (differentiable, other) = _prepare(step, params, y0, **(defaults | arguments))
-    program = _program(spec)
-    (y1, rest), pull = program.vjp(differentiable, other)
+    program, arrays = _prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess)
+    (y1, rest), pull = program.vjp(arrays)
 
     def pullback(y1_cotangent: State) -> tuple[Gradients, Stats]:
-        cotangents, stats = pull(y1_cotangent)
-        operands = spec.operands(cotangents, [_float0(x) for x in other.leaves])
-        slices, common = operands
+        operands, stats = pull(y1_cotangent)
+        slices, common = jax.tree.map(_or_float0, operands, arrays.operands, is_leaf=lambda x: x is None)
         return Gradients(slices.params, common.y0, common.shared, slices.data), stats
 
     return Solution(y1, **rest), pullback
 
 
+def _or_float0(cotangent: Any, x: jax.Array) -> Any:
+    return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+
 Output = tuple[State, dict[str, Any]]
 
 
-class _Other(NamedTuple):
-    """Operands that are not differentiated."""
+class _Arrays(NamedTuple):
+    """Everything of a solve that is an array, and the two solvers, whose tolerances are."""
 
-    leaves: list[jax.Array]
+    operands: Operands
     solver: Solver
     adjoint_solver: Solver
-    guess: State | None
+    guess: CPoints | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
+class _Static:
     """Everything static about a solve: the key of its compiled program."""
 
-    problem: Problem
-    structure: Any
-    differentiable: tuple[bool, ...]
-    guess: str
+    traced: Traced
+    zeros: bool  # both solves start from zeros
 
-    def operands(self, differentiable: Sequence[Any], other: Sequence[Any]) -> Operands:
-        d, o = iter(differentiable), iter(other)
-        return self.structure.unflatten([next(d) if mask else next(o) for mask in self.differentiable])
+    def forward_workers(self, solver: Solver) -> Workers:
+        """The workers, with slots for whole intervals of the forward solver."""
+        return self.traced.workers.fit(solver.unit(self.traced.workers.layers))
 
-
-def _prepare(
-    step: Step,
-    params: PyTree,
-    y0: State,
-    shared: PyTree,
-    data: PyTree,
-    t0: Any,
-    t1: Any,
-    solver: Solver,
-    adjoint_solver: Solver | None,
-    guess: Any,
-    comm: Any,
-    has_aux: bool,
-) -> tuple[_Spec, tuple[list[jax.Array], _Other]]:
-    _inputs.solver("solver", solver)
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    _inputs.solver("adjoint_solver", adjoint_solver)
-    problem, operands = prepare(
-        step,
-        params,
-        y0,
-        shared=shared,
-        data=data,
-        t0=t0,
-        t1=t1,
-        has_aux=has_aux,
-        comm=comm,
-        solvers=(solver, adjoint_solver),
-    )
-    intervals = -(-operands.slices.index.shape[0] // solver.stride(problem.steps))
-    guess = _inputs.guess(guess, operands.common.y0, intervals)
-    given, kind = (None, guess) if isinstance(guess, str) else (guess, "constant")
-    leaves, structure = jax.tree.flatten(operands)
-    inexact = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact)), operands)
-    slices = jax.tree.unflatten(jax.tree.structure(operands.slices), problem.differentiable)
-    mask = tuple(jax.tree.leaves(inexact._replace(slices=slices)))
-    differentiable = [x for x, m in zip(leaves, mask, strict=True) if m]
-    other = _Other([x for x, m in zip(leaves, mask, strict=True) if not m], solver, adjoint_solver, given)
-    return _Spec(problem, structure, mask, kind), (differentiable, other)
+    def adjoint_workers(self, arrays: _Arrays) -> Workers:
+        """The workers, with slots for whole intervals of the adjoint solver, and of the forward solver's finest level."""
+        layers = self.traced.workers.layers
+        return self.traced.workers.fit(math.lcm(arrays.solver.stride(layers), arrays.adjoint_solver.unit(layers)))
 
 
 class _Program(NamedTuple):
-    run: Callable  # differentiable
-    vjp: Callable  # with the adjoint's stats
+    run: Callable[[_Arrays], Output]  # differentiable
+    vjp: Callable[[_Arrays], tuple[Output, Callable[[State], tuple[Operands, Stats]]]]  # with the adjoint's stats
 
 
-def _program(spec: _Spec) -> _Program:
+def _prepare(
+    problem: Problem, solver: Solver, adjoint_solver: Solver | None, guess: str | CPoints
+) -> tuple[_Program, _Arrays]:
+    """Refuse what does not fit, trace the step, and find the program."""
+    _inputs.solver("solver", solver)
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    _inputs.solver("adjoint_solver", adjoint_solver)
+    traced, operands = trace(problem, (solver, adjoint_solver))
+    layers = traced.workers.layers
+    solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
+    intervals = -(-traced.workers.rows[0] // solver.stride(layers))
+    guess = _inputs.guess(guess, operands.common.y0, intervals)
+    static = _Static(traced, isinstance(guess, str) and guess == "zeros")
+    if isinstance(guess, str):
+        arrays = _Arrays(operands, solver, adjoint_solver, None)
+    else:
+        arrays = _Arrays(operands, solver.warm_started(), adjoint_solver, guess)
     try:
-        return _cached_program(spec)
+        return _program(static), arrays
     except TypeError:  # a step that cannot be hashed
-        return _build(spec)
+        return _program.__wrapped__(static), arrays
 
 
 @functools.lru_cache(maxsize=128)
-def _cached_program(spec: _Spec) -> _Program:
-    return _build(spec)
-
-
-def _build(spec: _Spec) -> _Program:
+def _program(static: _Static) -> _Program:
     """The jitted functions of a solve. Compiling is JAX's to cache; this only keeps their identity."""
-    forward = jax.jit(functools.partial(_forward, spec), static_argnames="keep")
-    backward = jax.jit(functools.partial(_backward, spec))
+    forward = jax.jit(functools.partial(_forward, static), static_argnames="keep")
+    backward = jax.jit(functools.partial(_backward, static))
+    scan = jax.jit(functools.partial(_scan, static))
 
     @jax.custom_vjp
-    def iterated(differentiable: list[jax.Array], other: _Other) -> Output:
-        return forward(differentiable, other, keep=False)[0]
+    def iterated(arrays: _Arrays) -> Output:
+        return forward(arrays, keep=False)[0]
 
-    def fwd(differentiable: list[jax.Array], other: _Other) -> tuple[Output, Any]:
-        out, checkpoints = forward(differentiable, other, keep=True)
-        return out, (differentiable, other, checkpoints)
+    def fwd(arrays: _Arrays) -> tuple[Output, Any]:
+        out, kept = forward(arrays, keep=True)
+        return out, (arrays, kept)
 
-    def bwd(residuals: Any, cotangents: Output) -> tuple[Any, None]:
-        return backward(*residuals, cotangents[0])[0], None
+    def bwd(residuals: tuple[_Arrays, Forward], cotangents: Output) -> tuple[Any]:
+        operands, _ = backward(*residuals, cotangents[0])
+        return (_Arrays(operands, None, None, None),)  # type: ignore[arg-type]
 
     iterated.defvjp(fwd, bwd)
-    serial = jax.jit(functools.partial(_serial, spec))
 
-    def run(differentiable: list[jax.Array], other: _Other) -> Output:
-        return (serial if _is_scan(spec, other) else iterated)(differentiable, other)
+    def run(arrays: _Arrays) -> Output:
+        return (scan if _is_scan(static, arrays) else iterated)(arrays)
 
-    def vjp(differentiable: list[jax.Array], other: _Other) -> tuple[Output, Callable[[State], Any]]:
-        if _is_scan(spec, other):
-            y1, pull, rest = jax.vjp(lambda d: serial(d, other), differentiable, has_aux=True)
-            return (y1, rest), lambda ct: (pull(ct)[0], _no_stats(ct))
-        out, checkpoints = forward(differentiable, other, keep=True)
-        return out, functools.partial(backward, differentiable, other, checkpoints)
+    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State], tuple[Operands, Stats]]]:
+        if not _is_scan(static, arrays):
+            out, kept = forward(arrays, keep=True)
+            return out, functools.partial(backward, arrays, kept)
+        leaves, combine = _tree.partition(arrays.operands)
+        y1, pull, rest = jax.vjp(lambda x: scan(arrays._replace(operands=combine(x))), leaves, has_aux=True)
+        return (y1, rest), lambda cotangent: (combine(pull(cotangent)[0], fill=None), _no_stats(cotangent))
 
     return _Program(run, vjp)
 
 
-def _is_scan(spec: _Spec, other: _Other) -> bool:
+def _is_scan(static: _Static, arrays: _Arrays) -> bool:
     """Whether this is a ``lax.scan`` that JAX differentiates."""
-    solvers = [solver.resolve(spec.problem.steps) for solver in (other.solver, other.adjoint_solver)]
-    if spec.problem.placement.workers.size > 1 or not all(isinstance(solver, Serial) for solver in solvers):
+    traced = static.traced
+    if traced.workers.size > 1 or not (arrays.solver.exact and arrays.adjoint_solver.exact):
         return False
-    return spec.problem.looped or not (spec.problem.recurrent and solvers[0].keeps_states)
+    return traced.looped or not (traced.recurrent and arrays.solver.keeps_states)
 
 
-def _serial(spec: _Spec, differentiable: list[jax.Array], other: _Other) -> Output:
-    operands = spec.operands(differentiable, other.leaves)
-    chain = spec.problem.chain(*operands)
-    solver = other.solver.resolve(chain.steps)
-    assert isinstance(solver, Serial)
-    y1, (states, aux) = propagate(chain, spec.problem.step_with_aux(0), solver.checkpoint_every)
-    stride = solver.stride(chain.steps)
+def _scan(static: _Static, arrays: _Arrays) -> Output:
+    """Serial propagation."""
+    solver, workers = arrays.solver, static.traced.workers
+    stride = solver.stride(workers.layers)
+    chain = static.traced.chain(*arrays.operands, workers)
+    y1, (states, aux) = propagate(chain, None if solver.keeps_states else stride)
     kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
-    trajectory = jax.tree.map(lambda x: x[: -(-chain.steps // stride)], kept)
-    return y1, _rest(y1, trajectory, aux, _no_stats(y1), jnp.asarray(True))
+    return y1, _rest(y1, workers.trim(kept, stride), aux, _no_stats(y1), jnp.asarray(True))
 
 
-def _forward(
-    spec: _Spec, differentiable: list[jax.Array], other: _Other, *, keep: bool
-) -> tuple[Output, Checkpoints | None]:
-    operands = spec.operands(differentiable, other.leaves)
-    problem, placement = spec.problem, spec.problem.placement
-    stride = other.solver.resolve(problem.steps).stride(problem.steps)
+def _forward(static: _Static, arrays: _Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
+    """The forward solve, and what it leaves for the adjoint."""
+    traced, (slices, common) = static.traced, arrays.operands
+    workers = static.forward_workers(arrays.solver)
+    stride = arrays.solver.stride(workers.layers)
 
-    def body(lists: tuple[Slices, State | None], others: tuple[Common, Solver]) -> tuple[Any, Any]:
-        (slices, guess), (common, solver) = lists, others
-        chain = problem.chain(slices, common)
-        solver = solver.resolve(chain.total)
+    def body(stacked: tuple[Slices, CPoints | None], others: tuple[Common, Solver]) -> tuple[Any, Any]:
+        (slices, guess), (common, solver) = stacked, others
+        chain = traced.chain(slices, common, workers)
         levels = solver.discretize(chain)
-        if guess is None and spec.guess == "zeros":
+        if static.zeros:
             guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
         before, stats, met = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
-        advance = _emit(problem, keep_states) if keep_states or problem.has_aux else None
+        advance = _emit(chain, keep_states) if keep_states or traced.has_aux else None
         u, emitted = solver.finish(levels, before, advance)
-        states, kept, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
+        states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         swept_from = before if keep and not keep_states and before is not u else None
-        return (Checkpoints(u, swept_from, states, kept), aux), (levels[0].exit(u), stats, met)
+        return (Forward(u, swept_from, states, linearisations), aux), (levels[0].last(u), stats, met)
 
-    guess = None if other.guess is None else placement.pad(other.guess, stride)
-    lists = (problem.spread(operands.slices), guess)
-    (checkpoints, aux), (y1, stats, met) = placement.run(body, lists, (operands.common, other.solver))
-    trajectory = placement.trim(checkpoints.c_points, stride)
-    out = (y1, _rest(y1, trajectory, placement.trim(aux), stats, met))
-    return out, checkpoints if keep else None
+    stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
+    (left, aux), (y1, stats, met) = workers.run(body, stacked, (common, arrays.solver))
+    out = y1, _rest(y1, workers.trim(left.c_points, stride), workers.trim(aux), stats, met)
+    return out, left if keep else None
 
 
-def _backward(
-    spec: _Spec, differentiable: list[jax.Array], other: _Other, checkpoints: Checkpoints, cotangent: State
-) -> tuple[list[jax.Array], Stats]:
-    operands = spec.operands(differentiable, other.leaves)
-    problem = spec.problem
-    stride = other.solver.resolve(problem.steps).stride(problem.steps)
+def _backward(static: _Static, arrays: _Arrays, left: Forward, cotangent: State) -> tuple[Operands, Stats]:
+    """The adjoint solve and the gradient; None in the place of leaves that are not differentiated."""
+    traced, (slices, common) = static.traced, arrays.operands
+    stride = arrays.solver.stride(traced.workers.layers)
+    before, workers = static.forward_workers(arrays.solver), static.adjoint_workers(arrays)
 
-    def body(lists: tuple[Slices, Checkpoints], others: tuple[Common, Solver, State]) -> tuple[Any, Any]:
-        (slices, checkpoints), (common, solver, cotangent) = lists, others
-        chain = problem.chain(slices, common)
-        solver = solver.resolve(chain.total)
-        gradient, stats, _ = solve_adjoint(
-            chain, solver, checkpoints, stride, cotangent, spec.guess, problem.linearised
-        )
+    def body(stacked: tuple[Slices, Forward], others: tuple[Common, Solver, State]) -> tuple[Any, Any]:
+        (slices, left), (common, solver, cotangent) = stacked, others
+        chain = traced.chain(slices, common, workers)
+        gradient, stats, _ = solve_adjoint(chain, solver, left, stride, cotangent, zeros=static.zeros)
         return gradient.slices, (gradient.y0, gradient.shared, stats)
 
-    slices, (y0, shared, stats) = problem.placement.run(
-        body,
-        (problem.spread(operands.slices), checkpoints),
-        (operands.common, other.adjoint_solver, cotangent),
-    )
-    return jax.tree.leaves(Operands(problem.placement.trim(slices), Common(y0, *shared))), stats
+    if workers.rows != before.rows:
+        spans = Forward(stride, stride, 1, 1)
+        left = Forward(*(workers.pad(before.trim(x, span), span) for x, span in zip(left, spans, strict=True)))
+    stacked = traced.spread(slices, workers), left
+    slices, (y0, shared, stats) = workers.run(body, stacked, (common, arrays.adjoint_solver, cotangent))
+    return Operands(workers.trim(slices), Common(y0, *shared)), stats
 
 
-def _emit(problem: Problem, keep_states: bool) -> Advance:
+def _emit(chain: Chain, keep_states: bool) -> Advance:
     """A step of the finest level that emits aux, and, if asked to, the state it got and what its transpose needs."""
+    step, linearised = chain.step_with_aux(0), chain.linearised
 
-    def advance(u: State, operand: Operand, shared: PyTree) -> tuple[State, Any]:
-        x = operand.x._replace(valid=None)
+    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
         if keep_states:
-            u_next, aux, kept = problem.linearised.evaluate(u, x, shared)
-        else:
-            (u_next, aux), kept = problem.step_with_aux(0)(u, x, shared), None
-        for valid in (operand.valid, operand.x.valid):
-            if valid is not None:
-                u_next = _tree.where(valid, u_next, u)
-        return u_next, (u if keep_states else None, kept, aux)
+            u_next, aux, kept = linearised.evaluate(u, x, shared)
+            return u_next, (u, kept, aux)
+        u_next, aux = step(u, x, shared)
+        return u_next, (None, None, aux)
 
     return advance
 
 
-def _rest(y1: State, trajectory: State, aux: PyTree, stats: Stats, met: jax.Array) -> dict[str, Any]:
+def _rest(y1: State, trajectory: CPoints, aux: Stacked, stats: Stats, met: jax.Array) -> dict[str, Any]:
     return {"stats": stats, "result": result_code(y1, stats, met), "trajectory": trajectory, "aux": aux}
 
 
 def _no_stats(y1: State) -> Stats:
     return Stats(jnp.int32(0), jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32)))
-
-
-def _float0(x: jax.Array) -> np.ndarray:
-    return np.zeros(jnp.shape(x), jax.dtypes.float0)
-
-
-_SIGNATURE = inspect.signature(solve).parameters

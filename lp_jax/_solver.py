@@ -1,25 +1,111 @@
-"""What every solver is: settings, and four small methods on a chain of layers."""
+"""What every solver is: settings, and a few small methods on the levels of a chain; and the one driver.
+
+`Solver` and `CoarseStep` are the doors through which a method from outside comes in. The built-in ones use no other.
+"""
 
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
-from lp_jax._iterate import iterate
-from lp_jax._level import Advance, Level, Operand, Transfer
+from lp_jax._level import Level, sweep
 from lp_jax._path import Stop
-from lp_jax._types import PyTree, State
+from lp_jax._pytree import register
+from lp_jax._types import Advance, CPoints, Layer, Points, PyTree, Scalar, Slices, SliceStep, State, Transfer
 from lp_jax._work import Held, Sizes, Uncounted, Work
 
 
-class Solver(abc.ABC):
+class Coarse(NamedTuple):
+    """The steps of a coarse level.
+
+    Attributes:
+        step: ``step(u, x, shared) -> u_next``, through one interval.
+        xs: its operands, leaves ``(intervals, ...)``.
+        around: puts the F-point states of the last relaxation into the operands, where the step asks for them.
+    """
+
+    step: SliceStep
+    xs: PyTree
+    around: Callable[[PyTree, Points], PyTree] | None = None
+
+
+class CoarseStep(abc.ABC):
+    """What stands in for the layers of an interval on a coarse level of `MGRIT`."""
+
+    @abc.abstractmethod
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+        """Make the steps of a coarse level.
+
+        Args:
+            chain: all layers.
+            level: number of the coarse level.
+            span: number of layers in an interval.
+            looped: whether layers that do not depend on each other run one after another or as a batch.
+        """
+
+    def count_steps(self, work: Work, count: int, at_once: int) -> None:
+        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
+
+        Raises:
+            Uncounted: where the program is to be read instead, which is the default.
+        """
+        raise Uncounted
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
+        return False
+
+    def summary(self) -> str:
+        """Return a few words for titles and notes."""
+        return type(self).__name__
+
+
+@register()
+@dataclasses.dataclass(frozen=True)
+class PerInterval(CoarseStep):
+    """A plain function ``f(step, y, layers) -> y`` as a coarse step.
+
+    Args:
+        function: ``layers`` is a `Layer` whose leaves have the interval's layers as leading axis; ``shared`` and
+            ``level`` are None there. ``step(y, layer)`` is the user's own step with the two filled in.
+    """
+
+    function: Callable[[Callable[[State, Layer], State], State, Layer], State]
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+        step = chain.step(level)
+
+        def through(u: State, x: Slices, shared: PyTree) -> State:
+            def one(y: State, layer: Layer) -> State:
+                return step(y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared)
+
+            return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
+
+        return Coarse(through, _tree.split(chain.slices, span))
+
+    def summary(self) -> str:
+        return f"the function {getattr(self.function, '__name__', self.function)}"
+
+
+class Solver(CoarseStep):
     """Solves a chain of layers, forward or adjoint, without knowing which.
 
-    Subclasses are frozen, keyword-only dataclasses and pytrees: tolerances and weights are leaves, all else is
-    structure. A solver with fixed effort also stands in for the coarse steps of `MGRIT` (`coarsen`).
+    A subclass is a frozen, keyword-only dataclass and a pytree (`lp_jax.register`): tolerances and weights are leaves,
+    all else is structure. It has a field or property `iterations` and a method `improve`; all else has a default. On a
+    level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``. A solver with fixed effort also stands in
+    for the coarse steps of `MGRIT`.
+
+    Attributes:
+        rtol: stop when the residual norm is at most this times the first one that was measured; None: no such test.
+        atol: stop when the residual norm is at most this; None: no such test.
     """
 
     rtol: Any = None
@@ -28,97 +114,88 @@ class Solver(abc.ABC):
     @property
     @abc.abstractmethod
     def iterations(self) -> int:
-        """Number of cycles, or their cap where there is a tolerance."""
+        """Number of iterations, or their cap where there is a tolerance."""
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether the forward solve leaves all states to the adjoint, or only one per stride."""
-        return False
+    @abc.abstractmethod
+    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
+        """One iteration.
 
-    def check(self) -> None:  # noqa: B027 (most have nothing to refuse)
+        Args:
+            levels: of `discretize`, finest first.
+            u: C-points of ``levels[0]``, leaves ``(intervals, ...)``.
+
+        Returns:
+            The new C-points, and this worker's sum of squared residuals (`lp_jax.sum_of_squares`) before they were
+            corrected.
+        """
+
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
+        """First C-points, and how many of the iterations they cost. The guess, or ``y0`` at every C-point."""
+        return constant(levels[0], guess), 0
+
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+        """The final sweep: last C-points, and what ``advance`` emitted at each step of the finest level."""
+        return sweep(levels[0], levels[0].incoming(u), advance=advance)
+
+    def grid(self, steps: int) -> list[tuple[int, int]]:
+        """(number of steps, coarsening factor) of every level for a network of ``steps`` layers, finest first."""
+        return [(steps, 1)]
+
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        """The levels that the solver works on, finest first."""
+        return (chain.finest(self.stride(chain.total), looped=chain.looped),)
+
+    def check(self) -> None:
         """Refuse settings that cannot solve a network, in words for the user."""
 
     def resolve(self, steps: int) -> "Solver":
-        """The solver that this one comes down to for so many layers."""
+        """The solver that this one comes down to for ``steps`` layers."""
         return self
 
     def for_adjoint(self) -> "Solver":
-        """What solves the adjoint system, which is linear, where no other solver is named."""
+        """The solver of the adjoint system, which is linear, where no other one is named."""
         return self
 
-    @abc.abstractmethod
-    def stride(self, steps: int) -> int:
-        """Number of layers between two states that the solver keeps, for a network of ``steps`` layers."""
-
-    def unit(self, steps: int) -> int:
-        """Number of layers that must live on one worker: the steps of the coarsest level, in layers."""
-        return self.stride(steps)
+    def warm_started(self) -> "Solver":
+        """The solver, made to start from a trajectory that is given as ``guess``; refuses one that it would ignore."""
+        return self
 
     def transfers(self, steps: int) -> list[Transfer | None]:
         """How the state gets from each level to the next coarser one; None where it keeps its size."""
         return []
 
-    @abc.abstractmethod
-    def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        """The levels that the solver works on, finest first."""
+    @property
+    def exact(self) -> bool:
+        """Whether the states are those of serial propagation, whatever the settings."""
+        return False
 
-    @abc.abstractmethod
-    def start(self, levels: Sequence[Level], guess: State | None) -> tuple[State, int]:
-        """First C-points (leaves ``(intervals, ...)``), and how many of the iterations they cost."""
-
-    @abc.abstractmethod
-    def improve(self, levels: Sequence[Level], u: State) -> tuple[State, Any]:
-        """One iteration on the C-points; also this worker's sum of squared residuals before its correction."""
-
-    @abc.abstractmethod
-    def finish(self, levels: Sequence[Level], u: State, advance: Advance | None) -> tuple[State, Any]:
-        """The final sweep: last C-points, and what ``advance`` emitted at each step of the finest level."""
-
-    def run(self, levels: Sequence[Level], guess: State | None = None) -> State:
-        """C-points of the solution, with nothing measured."""
-        u, _, _ = iterate(self, levels, guess)
-        return self.finish(levels, u, None)[0]
-
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> dict[str, Any]:
-        """This solver, run on the ``span`` layers of each interval, as the step of a coarse level.
-
-        Args:
-            chain: all layers.
-            level: number of the coarse level.
-            span: number of layers in an interval.
-            looped: whether layers that do not depend on each other run one after another or as a batch.
-
-        Returns:
-            Fields of the `Level`: ``step``, ``xs`` and, where the step asks for states, ``anchor``.
-        """
-        self.require_fixed_effort()
-        step, slices = chain.grouped(level, span)
-
-        def solve_interval(u: State, xs: Operand, shared: PyTree) -> State:
-            levels = self.discretize(chain.interval(step, xs, shared, u))
-            return levels[0].exit(self.run(levels))
-
-        return {"step": solve_interval, "xs": slices}
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the forward solve leaves all states to the adjoint, or only one per interval."""
+        return False
 
     @property
     def has_tolerance(self) -> bool:
         """Whether iterations end when a tolerance is met."""
         return self.rtol is not None or self.atol is not None
 
-    def require_fixed_effort(self) -> None:
-        """Refuse tolerances where the solver must be a function of the state."""
-        if self.has_tolerance:
-            raise ValueError(
-                f"coarse_step={type(self).__name__}(...) got a tolerance, rtol={self.rtol}, atol={self.atol}; a coarse "
-                "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."
-            )
+    def stride(self, steps: int) -> int:
+        """Number of layers between two C-points of the finest level."""
+        return self.grid(steps)[0][1]
+
+    def unit(self, steps: int) -> int:
+        """Number of layers that must live on one worker: those of one step of the coarsest level."""
+        return math.prod(factor for _, factor in self.grid(steps))
+
+    def run(self, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
+        """C-points of the solution, with nothing measured."""
+        u, _, _ = iterate(self, levels, guess)
+        return self.finish(levels, u, None)[0]
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+        return solve_intervals(self, chain, level, span)
 
     iteration_name: ClassVar[str] = "iteration"
-
-    @property
-    def exact(self) -> bool:
-        """Whether the states are those of serial propagation, whatever the settings."""
-        return False
 
     def with_effort(self, iterations: int) -> "Solver":
         """Return this solver with a fixed number of iterations and no tolerance.
@@ -135,7 +212,6 @@ class Solver(abc.ABC):
         return dataclasses.replace(cast(Any, self), iterations=iterations, **without)
 
     def summary(self) -> str:
-        """Return a few words for titles and notes."""
         return counted(self.iterations, f"{type(self).__name__} {self.iteration_name}")
 
     def variants(self) -> "dict[str, Solver]":
@@ -153,19 +229,6 @@ class Solver(abc.ABC):
         """
         raise Uncounted
 
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
-
-        Raises:
-            Uncounted: where the program is to be read instead, which is the default.
-        """
-        raise Uncounted
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
-        return False
-
     def loops(self, looped: bool) -> bool:
         """Whether layers at once are evaluated one after another, given whether they are by default."""
         return looped
@@ -177,10 +240,6 @@ class Solver(abc.ABC):
         else:
             kept = math.ceil(sizes.mine / self.stride(sizes.layers)) * sizes.state
         return Held(kept, _OF_A_SWEEP * sizes.mine * sizes.state)
-
-    def grid(self, steps: int) -> list[tuple[int, int]]:
-        """Return (steps, coarsening factor) of every level, finest first; the coarsest has factor 1."""
-        return [(steps, 1)]
 
     def stops(self, steps: int, iterations: int) -> list[Stop]:
         """Return the path of ``iterations`` iterations through the levels; nothing where there is one level."""
@@ -206,11 +265,83 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def common_unit(solvers: Sequence[Solver], steps: int) -> int:
-    """Number of layers that must live on one worker for all of these solvers of ``steps`` layers."""
-    return math.lcm(*(solver.unit(steps) for solver in solvers))
+def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coarse:
+    """``solver``, run on the layers of each interval, as the steps of a coarse level."""
+    require_fixed_effort(solver)
+    solver = solver.resolve(span)
+
+    def through(u: State, xs: Slices, shared: PyTree) -> State:
+        levels = solver.discretize(chain.interval(level, xs, shared, u, solver.unit(span)))
+        return levels[0].last(solver.run(levels))
+
+    return Coarse(through, _tree.split(chain.slices, span))
 
 
-def constant(level: Level, guess: State | None) -> State:
+def require_fixed_effort(solver: Solver) -> None:
+    """Refuse tolerances where a solver must be a function of the state."""
+    if solver.has_tolerance:
+        raise ValueError(
+            f"coarse_step={type(solver).__name__}(...) got a tolerance, rtol={solver.rtol}, atol={solver.atol}; a coarse "
+            "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."
+        )
+
+
+def constant(level: Level, guess: CPoints | None) -> CPoints:
     """The guess, or ``y0`` at every C-point."""
     return _tree.repeat(level.y0, level.intervals) if guess is None else guess
+
+
+class Stats(NamedTuple):
+    """What a solve measured.
+
+    Attributes:
+        iterations: number of cycles (of sweeps, for `Picard`) that were done, an int32 scalar.
+        residual_norms: 2-norm of the residual over the C-points of the finest level, all leaves of the state and the
+            whole batch, taken during each cycle after its pre-relaxation and before its coarse correction. Fixed
+            length; NaN for a skipped down-cycle and for cycles that were not needed.
+    """
+
+    iterations: jax.Array
+    residual_norms: jax.Array
+
+
+def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats, jax.Array]:
+    """Run ``solver`` on ``levels``, to a fixed number of iterations or to a tolerance.
+
+    Args:
+        solver: gives the start, one iteration, the number of iterations and the tolerances.
+        levels: finest first.
+        guess: C-points, leaves ``(intervals, ...)``, or None for the solver's own start.
+
+    Returns:
+        The C-points, what was measured, and whether the tolerances (if any) were met.
+    """
+    workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
+    u, spent = solver.start(levels, guess)
+    cycles = solver.iterations - spent
+    skipped = jnp.full((spent,), jnp.nan, dtype)
+    if cycles <= 0:
+        return u, Stats(jnp.asarray(spent, jnp.int32), skipped), jnp.asarray(not solver.has_tolerance)
+    if not solver.has_tolerance:
+        u, squares = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
+        norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
+        return u, Stats(jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms])), jnp.asarray(True)
+
+    atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
+
+    def tolerance(norms: jax.Array) -> jax.Array:
+        return atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * norms[0])
+
+    def unfinished(carry: tuple[CPoints, jax.Array, jax.Array]) -> jax.Array:
+        _, k, norms = carry
+        # a NaN compares false, so a diverged solve stops at once
+        return (k < cycles) & ((k == 0) | (norms[k - 1] > tolerance(norms)))
+
+    def body(carry: tuple[CPoints, jax.Array, jax.Array]) -> tuple[CPoints, jax.Array, jax.Array]:
+        u, k, norms = carry
+        u, squares = solver.improve(levels, u)
+        return u, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
+
+    u, k, norms = lax.while_loop(unfinished, body, (u, jnp.int32(0), jnp.full((cycles,), jnp.nan, dtype)))
+    met = norms[k - 1] <= tolerance(norms)
+    return u, Stats(k + spent, jnp.concatenate([skipped, norms])), met

@@ -7,8 +7,8 @@ the optional transfer of the state itself (spatial coarsening).
 import jax
 
 from lp_jax import _tree
-from lp_jax._level import Level, Transfer, identity
-from lp_jax._types import State
+from lp_jax._level import Level, identity
+from lp_jax._types import CPoints, Points, State, Transfer
 
 
 def fitted(transfer: Transfer | None, fine: State) -> Transfer | None:
@@ -18,41 +18,41 @@ def fitted(transfer: Transfer | None, fine: State) -> Transfer | None:
     return transfer[0], transfer[1].fit(fine)
 
 
-def restrict(level: Level, u: State) -> State:
+def restrict(level: Level, u: CPoints) -> Points:
     """C-points of ``level`` as the points of the next coarser one, ``v_j = R u[jm]``. Leaves ``(intervals, ...)``."""
     return u if level.transfer is None else jax.vmap(level.transfer[0])(u)
 
 
-def prolong(level: Level, v: State) -> State:
+def prolong(level: Level, v: Points) -> CPoints:
     """Points of the next coarser level as C-points of ``level``, ``P v_j``. Leaves ``(intervals, ...)``."""
     return v if level.transfer is None else jax.vmap(level.transfer[1])(v)
 
 
-def coarse_rhs(coarse: Level, v: State, r: State, entries: State | None = None) -> State:
+def coarse_rhs(coarse: Level, v: Points, r: Points, incoming: Points | None = None) -> Points:
     """Right-hand side of the coarse problem, ``g'_j = r_j + v_j - Phi'(v_{j-1})``.
 
     Args:
         coarse: the coarse level (its own right-hand side is not used).
         v: restricted states, leaves ``(coarse.steps, ...)``.
         r: restricted residuals, same shapes.
-        entries: ``v_{j-1}``, the restricted states that enter the finer level's intervals, where they are at hand.
+        incoming: ``v_{j-1}``, the restricted states that enter the finer level's intervals, where they are at hand.
     """
-    if entries is None:
-        entries = coarse.comm.shift(v, coarse.y0, coarse.total, reverse=coarse.reverse)
-    return _tree.add(r, _tree.sub(v, _coarse_steps(coarse, entries)))
+    if incoming is None:
+        incoming = coarse.incoming_points(v)
+    return _tree.add(r, _tree.sub(v, _coarse_steps(coarse, incoming)))
 
 
-def correct(level: Level, u: State, new: State, old: State) -> State:
+def correct(level: Level, u: CPoints, new: Points, old: Points) -> CPoints:
     """Coarse-grid correction of the C-points, ``u_c + P(u'_j - v_j)``."""
     return _tree.add(u, prolong(level, _tree.sub(new, old)))
 
 
-def _coarse_steps(coarse: Level, entries: State) -> State:
+def _coarse_steps(coarse: Level, incoming: Points) -> Points:
     """``Phi'(v_{j-1})`` for every coarse step at once."""
     if coarse.step is identity:
-        return entries
+        return incoming
     xs = coarse.merge(coarse.xs)
 
     if coarse.looped:
-        return jax.lax.map(lambda operands: coarse.step(operands[0], operands[1], coarse.shared), (entries, xs))
-    return jax.vmap(lambda u, x: coarse.step(u, x, coarse.shared))(entries, xs)
+        return jax.lax.map(lambda operands: coarse.step(operands[0], operands[1], coarse.shared), (incoming, xs))
+    return jax.vmap(lambda u, x: coarse.step(u, x, coarse.shared))(incoming, xs)

@@ -1,6 +1,5 @@
 """Arithmetic on pytrees, and the stacking of layers into intervals."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,26 +97,38 @@ def nbytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def resize(tree: PyTree, n: int) -> PyTree:
+    """The leading axis of n entries: cut off, or extended by copies of the last entry. As it is where it has n."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        missing = n - x.shape[0]
+        if missing <= 0:
+            return x if missing == 0 else x[:n]
+        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
+
+    return jax.tree.map(leaf, tree)
+
+
 def leading(tree: PyTree) -> int:
     """Length of the leading axis."""
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def squares(tree: PyTree) -> PyTree:
+def leaf_squares(tree: PyTree) -> PyTree:
     """Sum of squared magnitudes of each leaf, in at least single precision."""
     dtype = real_dtype(tree, at_least=jnp.float32)
     return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x)).astype(dtype)), tree)
 
 
-def square(tree: PyTree) -> jax.Array:
+def sum_of_squares(tree: PyTree) -> jax.Array:
     """Sum of squared magnitudes over all leaves, in at least single precision."""
     zero = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
-    return jax.tree.reduce(jnp.add, squares(tree), zero)
+    return jax.tree.reduce(jnp.add, leaf_squares(tree), zero)
 
 
 def norm(tree: PyTree) -> jax.Array:
     """2-norm over all leaves, in at least single precision."""
-    return jnp.sqrt(square(tree))
+    return jnp.sqrt(sum_of_squares(tree))
 
 
 def real_dtype(tree: PyTree, at_least: Any = None) -> Any:
@@ -127,27 +138,14 @@ def real_dtype(tree: PyTree, at_least: Any = None) -> Any:
         return jnp.result_type(*dtypes, *([] if at_least is None else [at_least]))
 
 
-def split(tree: PyTree, size: int, *, fill: str = "edge") -> PyTree:
-    """Group the leading axis: ``(n, ...) -> (ceil(n / size), size, ...)``.
-
-    A short last group is padded with copies of the last entry (``fill="edge"``) or zeros (``fill="constant"``).
-    Where ``size`` divides ``n`` this is a reshape and costs nothing.
-    """
-
-    def leaf(x: jax.Array) -> jax.Array:
-        n = x.shape[0]
-        groups = math.ceil(n / size)
-        if missing := groups * size - n:
-            tail = x[-1:] if fill == "edge" else jnp.zeros_like(x[-1:])
-            x = jnp.concatenate([x, jnp.broadcast_to(tail, (missing, *x.shape[1:]))])
-        return x.reshape(groups, size, *x.shape[1:])
-
-    return jax.tree.map(leaf, tree)
+def split(tree: PyTree, size: int) -> PyTree:
+    """Group the leading axis, whose length ``size`` divides: ``(n, ...) -> (n / size, size, ...)``."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]), tree)
 
 
-def merge(tree: PyTree, n: int | None) -> PyTree:
-    """Undo `split`: ``(groups, size, ...) -> (n, ...)``, or all of them where n is None."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:n], tree)
+def merge(tree: PyTree) -> PyTree:
+    """Undo `split`: ``(groups, size, ...) -> (n, ...)``."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
 def partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:

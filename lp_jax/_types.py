@@ -1,12 +1,28 @@
-"""What a step sees, and what the solver carries for it."""
+"""What a step sees, and the names of the trees that the solver works on, with their shapes.
+
+A state is any pytree of inexact arrays. The names below say what the leaves of a tree have as their leading axis; to a
+type checker they are trees of such arrays, at run time they are `Any`.
+"""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 
 PyTree = Any
-State = PyTree  # the activations between two layers: any pytree of inexact arrays
+
+if TYPE_CHECKING:
+    from jaxtyping import Inexact, Shaped
+    from jaxtyping import PyTree as Tree
+
+    State: TypeAlias = Tree[Inexact[jax.Array, "..."]]
+    Points: TypeAlias = Tree[Inexact[jax.Array, "steps ..."]]
+    CPoints: TypeAlias = Tree[Inexact[jax.Array, "intervals ..."]]
+    Stacked: TypeAlias = Tree[Shaped[jax.Array, "layers ..."]]
+    Scalar: TypeAlias = Inexact[jax.Array, ""]
+else:
+    State = Points = CPoints = Stacked = Any
+    Scalar = jax.Array
 
 
 class Layer(NamedTuple):
@@ -34,15 +50,14 @@ class Layer(NamedTuple):
 class Slices(NamedTuple):
     """The stacked part of `Layer`; every leaf has the layers as its leading axis.
 
-    ``valid`` is False for layers that only pad a short interval (their step is the identity); None where there are none.
+    What only pads the last interval has an ``index`` that is not below the number of layers, and ``dt`` zero.
     """
 
-    params: PyTree
-    data: PyTree
+    params: Stacked
+    data: Stacked
     t: jax.Array
     dt: jax.Array
     index: jax.Array  # type: ignore[assignment]
-    valid: jax.Array | None = None
 
 
 Step = Callable[[State, Layer], State]
@@ -50,3 +65,9 @@ Step = Callable[[State, Layer], State]
 
 SliceStep = Callable[[State, PyTree, PyTree], State]
 """What the solver runs: ``step(u, x, shared) -> u_next``, with ``x`` one slice of a level's stacked operands."""
+
+Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
+"""A step that also emits something: ``advance(u, x, shared) -> (u_next, emitted)``."""
+
+Transfer = tuple[Callable[[State], State], Callable[[State], State]]
+"""(restrict, prolong) of the state between two levels."""

@@ -30,7 +30,7 @@ def dense(golden):
 @functools.partial(jax.jit, static_argnames=("step", "cycles", "nested"))
 def history(solver, step, params, y0, guess, t1, data=None, *, cycles, nested=False):
     """After each cycle: norm during it, norm after it, all states after F-relaxation, and the final sweep's last state."""
-    levels = lp_jax.hierarchy(step, params, y0, data=data, t1=t1, solver=solver)
+    levels = lp_jax.hierarchy(lp_jax.Problem(step, params, y0, data=data, t1=t1), solver)
     # PyMGRIT's nested iteration makes a V-cycle on every level on the way up: the cascade of an F-cycle
     u, spent = (lp_jax.cascade(solver, levels, kind="F"), 0) if nested else solver.start(levels, guess)
 

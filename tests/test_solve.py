@@ -185,7 +185,7 @@ def test_unhashable_steps_work():
 def test_pieces_compose_under_jit():
     """The public pieces make up a cycle by hand."""
     solver = lp_jax.MGRIT(coarsening=4, relaxation="FCF", coarse_step=INJECT)
-    fine, coarse = lp_jax.hierarchy(dense_step, PARAMS, Y0, solver=solver)
+    fine, coarse = lp_jax.hierarchy(lp_jax.Problem(dense_step, PARAMS, Y0), solver)
 
     @jax.jit
     def by_hand(u):

@@ -29,7 +29,7 @@ COARSE_STEPS = {
 
 
 def levels_of(solver, step, params, y0, t1=1.0):
-    return lp_jax.hierarchy(step, params, y0, t1=t1, solver=solver)
+    return lp_jax.hierarchy(lp_jax.Problem(step, params, y0, t1=t1), solver)
 
 
 def serial_states(step, params, y0, t1):
@@ -154,9 +154,10 @@ def test_two_level_bound(m, z, relaxation, printed, adjoint):
 
 
 def transposed(levels, states):
-    from lp_jax._adjoint import _transposed
+    from lp_jax._adjoint import transpose, transpose_coarse
 
-    return _transposed(levels, states, lambda span: states[::span], jnp.zeros(()))
+    zero = jnp.zeros(())
+    return transpose(levels[0], states, zero), *transpose_coarse(levels, lambda span: states[::span], zero)
 
 
 def test_picard_is_the_truncated_binomial():

@@ -20,11 +20,10 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _check, _inputs
-from lp_jax._iterate import Stats
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
-from lp_jax._solver import Solver
+from lp_jax._solver import Solver, Stats
 from lp_jax._types import Layer
 from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
@@ -220,8 +219,8 @@ class GRU(nnx.Module):
         x = jnp.swapaxes(x, 0, 1)
         if comm is not None:
             solvers = (self.solver, self.adjoint_solver or self.solver)
-            x, going_on = comm.share(comm.shared(x), solvers), comm.share(going_on, solvers)
-            first = comm.shared(first)
+            x, going_on = comm.share(comm.replicate(x), solvers), comm.share(going_on, solvers)
+            first = comm.replicate(first)
         zeros = jnp.zeros((batch, self.hidden), x.dtype)
         return {
             "step": GRUStep(self.implicit),

@@ -8,12 +8,11 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _inputs, planning
-from lp_jax._iterate import Stats
 from lp_jax._mgrit import MGRIT
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
-from lp_jax._solver import Solver
+from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree, State
 from lp_jax.nn._spline import Spline, coefficients, expand
 from lp_jax.nn._stack import Beside, Context, MakeModule, TrunkStep, stacked_module, trunk_step

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax._iterate import Stats
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
-from lp_jax._solver import Solver
+from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree, State
 
 Pullback = Callable[[State], tuple[State, Stats]]

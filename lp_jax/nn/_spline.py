@@ -137,7 +137,7 @@ def expand(
     rows = spline.basis(layers)
     if comm is not None:
         rows = comm.share(rows, solvers)
-        coefficients = comm.shared(comm.adopt(coefficients))
+        coefficients = comm.replicate(comm.adopt(coefficients))
     return _products(rows, coefficients, comm)
 
 

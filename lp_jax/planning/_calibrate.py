@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from lp_jax import _tree
-from lp_jax._problem import prepare
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
+from lp_jax._traced import trace
 from lp_jax.planning import _measure
 from lp_jax.planning._layers import examples_of, kept_bytes
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._stand_in import Problem
 
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
 _BATCHES = (4, 16)  # layers at once, beside as many as there are
@@ -99,7 +99,7 @@ def calibrate(
         adding=_measure.adding(problem.params) / count,
         state_bytes=_tree.nbytes(problem.y0),
         layer_bytes=_tree.nbytes(problem.params) // count,
-        kept_bytes=kept_bytes(*prepare(**vars(problem), solvers=(Serial(),))),
+        kept_bytes=kept_bytes(*trace(problem, (Serial(),))),
         examples=examples_of(problem.y0),
         overhead=overhead,
         name=name,

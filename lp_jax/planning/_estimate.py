@@ -10,16 +10,15 @@ import numpy as np
 
 from lp_jax import _tree
 from lp_jax._picard import Picard
-from lp_jax._problem import Operands, prepare
-from lp_jax._problem import Problem as Traced
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
+from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree
 from lp_jax.planning._candidates import RECOMMENDED, Pair
 from lp_jax.planning._cost import predict
 from lp_jax.planning._layers import examples_of, kept_bytes, small
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays
-from lp_jax.planning._stand_in import Problem
 
 _KERNELS = 3  # of the smallest layer
 
@@ -81,8 +80,8 @@ def _estimated(problem: Problem, device: str | None) -> tuple[Machine, int]:
     found: list[tuple[Machine, int]] = []
 
     def look(arrays: dict[str, PyTree]) -> None:
-        traced, operands = prepare(**(vars(problem) | arrays), solvers=(Serial(),))
-        found.append((_machine(traced, operands, *_device(device)), traced.steps))
+        traced, operands = trace(dataclasses.replace(problem, **arrays), (Serial(),))
+        found.append((_machine(traced, operands, *_device(device)), traced.workers.layers))
 
     jax.eval_shape(look, arrays(problem))
     return found[0]
@@ -92,17 +91,21 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     common = operands.common
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
-    counted: Any = jax.jit(traced.step(0)).lower(y, first, beside).cost_analysis() or {}
+    counted: Any = (
+        jax.jit(traced.chain(*operands, traced.workers).step(0)).lower(y, first, beside).cost_analysis() or {}
+    )
     moved = max(
         counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y)
     )  # a step that XLA sees nothing in moves its state
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
-    sizes = np.unique([1, max(1, traced.steps // 16), traced.steps])
+    sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     at_once = (1,) if looped else tuple(int(n) for n in sizes)
     times = tuple(sheet.layer * (not looped) + n * alone for n in at_once)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    steps = 2 * math.ceil(math.log2(traced.steps + 1)) * sheet.layer / _KERNELS  # of the scan, two products in each
+    steps = (
+        2 * math.ceil(math.log2(traced.workers.layers + 1)) * sheet.layer / _KERNELS
+    )  # of the scan, two products in each
     composed = 2 * 2 * examples * numbers**3 / sheet.flops
     newton = tuple(
         t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(at_once, times, strict=True)

@@ -2,7 +2,7 @@
 
 import jax
 
-from lp_jax._problem import Operands, Problem
+from lp_jax._traced import Operands, Traced
 from lp_jax._types import State
 
 _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
@@ -20,9 +20,10 @@ def examples_of(y0: State) -> int:
     return leading.pop() if len(leading) == 1 else 1
 
 
-def kept_bytes(traced: Problem, operands: Operands) -> int:
+def kept_bytes(traced: Traced, operands: Operands) -> int:
     """Return the bytes that the linearisation of a layer holds besides its state."""
     first = jax.tree.map(lambda x: x[0], operands.slices)
     common = operands.common
-    kept = jax.eval_shape(traced.linearised.evaluate, common.y0, first, (common.shared, common.closed_over))[2]
+    linearised = traced.chain(*operands, traced.workers).linearised
+    kept = jax.eval_shape(linearised.evaluate, common.y0, first, (common.shared, common.closed_over))[2]
     return sum(x.size * x.dtype.itemsize for x in kept)

@@ -12,11 +12,11 @@ import numpy as np
 from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import Picard
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.planning._stand_in import Problem
 
 LEAST = 1e-9  # seconds; what noise may leave of a difference
 

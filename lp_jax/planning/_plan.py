@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lp_jax._problem import Problem
 from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import State
@@ -22,7 +23,6 @@ from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays
 from lp_jax.planning._memory import memory
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, counted
-from lp_jax.planning._stand_in import Problem
 
 Probe = Callable[[Solver, Solver], Probed]
 

@@ -14,17 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _tree
-from lp_jax._adjoint import Checkpoints, solve_adjoint
+from lp_jax._adjoint import Forward, solve_adjoint
 from lp_jax._chain import Chain
 from lp_jax._comm import Run, Workers
-from lp_jax._iterate import iterate
-from lp_jax._level import Operand
-from lp_jax._linear import Linearised
 from lp_jax._picard import Picard
 from lp_jax._products import cost_of
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree, Slices, State
+from lp_jax._solver import Solver, iterate
+from lp_jax._types import CPoints, PyTree, Slices, Stacked, State
 from lp_jax._work import Schedule
 
 _STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in products of each kind; in a gradient it is 1
@@ -46,8 +42,8 @@ def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool,
         ValueError: for a tolerance, which makes the number of iterations depend on numbers.
     """
     unit = solver.unit(layers)
-    mine = min(layers, math.ceil(layers / unit / workers) * unit)
-    chain = functools.partial(_chain, layers, _Counted(size=workers, active=math.ceil(layers / mine)))
+    mine = math.ceil(layers / unit / workers) * unit
+    chain = functools.partial(_chain, _Counted(layers=layers, held=(mine,) * math.ceil(layers / mine)))
     before = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "c_points")
     forward = functools.partial(_forward, before, chain, kept=kept)
     arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))
@@ -69,56 +65,48 @@ def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool,
     return schedule
 
 
-def _step(y: State, x: Slices, shared: PyTree) -> State:
-    return y + x.dt * jnp.sum(jnp.tanh(x.params @ y))
+def _layer(level: int, y: State, x: Slices, shared: PyTree) -> tuple[State, None]:
+    return y + x.dt * jnp.sum(jnp.tanh(x.params @ y)), None
 
 
-_LAYER = Linearised(lambda y, x, shared: (_step(y, x, shared), None), (True, False, False, False))
-
-
-def _chain(total: int, workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
+def _chain(workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
     """The model network, as one of the workers sees it."""
     steps = len(matrices)
-    dt = jnp.full(steps, 1 / total, jnp.float32)
+    dt = jnp.full(steps, 1 / workers.layers, jnp.float32)
     return Chain(
-        step_on=lambda level: _step,
+        call=_layer,
         slices=Slices(matrices, None, jnp.cumsum(dt), dt, jnp.arange(steps, dtype=jnp.int32)),
         shared=(),
         y0=y0,
-        steps=steps,
-        total=total,
-        differentiable=_LAYER.differentiable,
-        looped=False,
-        comm=workers,
+        layers=workers.layers,
+        padded=workers.padded,
+        workers=workers,
+        differentiable=(True, False, False, False),
     )
 
 
 def _forward(
     solver: Solver, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, *, kept: bool
-) -> tuple[Any, Checkpoints]:
+) -> tuple[Any, Forward]:
     """A forward solve: its result, and what it leaves to the adjoint."""
+    network = chain(matrices, y0)
 
-    def keep(u: State, operand: Operand, shared: PyTree) -> tuple[State, Any]:
-        u_next, _, found = _LAYER.evaluate(u, operand.x, shared)
-        return u_next if operand.valid is None else _tree.where(operand.valid, u_next, u), (u, found)
+    def keep(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
+        u_next, _, found = network.linearised.evaluate(u, x, shared)
+        return u_next, (u, found)
 
-    levels = solver.discretize(chain(matrices, y0))
+    levels = solver.discretize(network)
     u, stats, _ = iterate(solver, levels, None)
     u, emitted = solver.finish(levels, u, keep if kept else None)
     states, found = levels[0].merge(emitted) if kept else (None, None)
-    return (levels[0].exit(u), stats), Checkpoints(u, states=states, kept=found)
+    return (levels[0].last(u), stats), Forward(u, states=states, linearisations=found)
 
 
 def _backward(
-    solver: Solver,
-    stride: int,
-    chain: Callable[..., Chain],
-    matrices: jax.Array,
-    y0: jax.Array,
-    left: Checkpoints,
+    solver: Solver, stride: int, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, left: Forward
 ) -> Any:
     """The adjoint solve, and the gradient."""
-    return solve_adjoint(chain(matrices, y0), solver, left, stride, y0, "constant", _LAYER)[:2]
+    return solve_adjoint(chain(matrices, y0), solver, left, stride, y0, zeros=False)[:2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +116,14 @@ class _Counted(Workers):
     def index(self) -> jax.Array:
         return jnp.int32(0)
 
-    def neighbour(self, tree: PyTree, by: int) -> PyTree:
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.held[0], self.held[0]
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        return body(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
         return _marked(tree, _MESSAGE)
 
     def sum(self, tree: PyTree) -> PyTree:
@@ -140,12 +135,12 @@ class _Counted(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _marked(tree, _REDUCTION))
 
-    def own(self, tree: PyTree, span: int) -> PyTree:
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[State, Any]:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
         def turn(_: Any, u: State) -> State:
-            return self.neighbour(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
+            return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
 
         return run(lax.fori_loop(1, self.active, turn, y0))
 

@@ -11,9 +11,8 @@ import optax
 from flax import nnx
 
 from lp_jax import _tree
-from lp_jax._iterate import Stats
 from lp_jax._serial import Serial
-from lp_jax._solver import Solver
+from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
 from lp_jax.nn import Classifier
 from lp_jax.train._step import Batch, Info, LossFn

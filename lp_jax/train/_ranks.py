@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import MPIComm
-from lp_jax._iterate import Stats
+from lp_jax._solver import Stats
 from lp_jax._types import PyTree
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._step import Batch, Info, LossFn, TrainState

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from lp_jax import _tree
-from lp_jax._iterate import Stats
-from lp_jax._solver import Solver
+from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
 
 Batch: TypeAlias = Any
@@ -123,7 +122,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = _replaced(optax.apply_updates(state.params, updates), info.replace)
         info = info._replace(replace=None)
-        squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.squares(gradient), _tree.squares(params))
+        squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
         gradient_norm, norm = jnp.sqrt(jax.tree.reduce(jnp.add, squares if whole is None else whole(squares)))
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
         return TrainState(state.step + 1, params, opt_state), Metrics(loss, gradient_norm, finite, info)

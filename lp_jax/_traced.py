@@ -1,0 +1,212 @@
+"""A `Problem` as a program works on it: the step traced, what it closes over among the operands, the layers placed.
+
+Everything static is one hashable `Traced`; everything else is an array in `Operands`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from lp_jax import _inputs, _tree
+from lp_jax._chain import Chain, pad_slices
+from lp_jax._comm import OneDevice, Workers
+from lp_jax._level import Level
+from lp_jax._problem import Problem
+from lp_jax._solver import Solver
+from lp_jax._types import Layer, PyTree, Slices, State, Step
+
+
+class Common(NamedTuple):
+    """The arrays that every worker has. ``closed_over`` are the traced values that the step closes over."""
+
+    y0: State
+    shared: PyTree
+    closed_over: tuple[jax.Array, ...]
+
+
+class Operands(NamedTuple):
+    """The arrays of a solve: those that are spread over the workers, and those that all of them have."""
+
+    slices: Slices
+    common: Common
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStep:
+    """The user's step on one level, as a function of (state, slice, (shared, closed-over values))."""
+
+    step: Step
+    level: int
+
+    def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
+        return self.step(u, Layer(x.params, shared[0], x.data, x.t, x.dt, x.index, self.level))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HoistedStep:
+    """The same for a step that closes over traced values: they become operands, so that they can be differentiated.
+
+    ``custom_vjp`` refuses functions that close over tracers; a jaxpr whose constants are arguments closes over none.
+    """
+
+    jaxpr: jex_core.Jaxpr
+    positions: tuple[int, ...]  # of its constants among the closed-over operands
+    out_tree: Any
+
+    def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
+        constants = [shared[1][i] for i in self.positions]
+        call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(self.jaxpr, constants))
+        return jax.tree.unflatten(self.out_tree, call(*jax.tree.leaves((u, x, shared[0]))))
+
+
+Signature = tuple[int, tuple]  # level, and the shapes and dtypes of the state there
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What is static about a solve.
+
+    Attributes:
+        table: the step for every level, and for every state where levels differ in size.
+        workers: how many layers there are, and which of them each worker holds.
+        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
+        padded: whether a worker may hold slots beyond the last layer in either solve.
+        has_aux: whether the step returns ``(y_next, aux)``.
+        looped: what ``interval_map="auto"`` means here.
+        recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
+            network. Their gradient is then one contraction over all steps.
+    """
+
+    table: tuple[tuple[Signature, Callable], ...]
+    workers: Workers
+    differentiable: tuple[bool, ...]
+    padded: bool
+    has_aux: bool
+    looped: bool
+    recurrent: bool
+
+    def call(self, level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+        """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
+        out = dict(self.table)[level, signature(u)](u, x, shared)
+        return out if self.has_aux else (out, None)
+
+    def spread(self, slices: Slices, workers: Workers) -> Slices:
+        """The layers with all slots of ``workers``."""
+        return pad_slices(slices, workers.rows[1], workers.layers)
+
+    def chain(self, slices: Slices, common: Common, workers: Workers) -> Chain:
+        """The chain of this worker's layers."""
+        return Chain(
+            call=self.call,
+            slices=slices,
+            shared=(common.shared, common.closed_over),
+            y0=common.y0,
+            layers=workers.layers,
+            padded=self.padded,
+            workers=workers,
+            differentiable=self.differentiable,
+            recurrent=self.recurrent,
+            looped=self.looped,
+        )
+
+
+def signature(u: State) -> tuple:
+    """Shapes and dtypes of a state, hashable."""
+    return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(u))
+
+
+def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands]:
+    """Place the layers, trace the step once per level of each solver, and hoist what it closes over."""
+    comm = problem.comm or OneDevice()
+    params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
+    workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
+    steps, t0, t1 = workers.layers, problem.t0, problem.t1
+    traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
+    if traced_times:
+        t0, t1 = comm.replicate((t0, t1))
+    t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
+    first = 0 if workers.rows[0] == steps else workers.start(1)
+    t, dt, index = (x[first : first + workers.rows[0]] for x in (t, dt, jnp.arange(steps, dtype=jnp.int32)))
+    slices = Slices(params, data, t, dt, index)
+    mask = jax.tree.map(_is_inexact, slices)
+    differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
+    closed_over: list[jax.Array] = []
+    table: dict[Signature, Callable] = {}
+    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slices)
+    for solver in solvers:
+        for level, u in enumerate(_states_on_levels(solver, steps, y0)):
+            key = (level, signature(u))
+            if key not in table:
+                table[key] = _trace(LayerStep(problem.step, level), u, x, shared, problem.has_aux, closed_over)
+    common = Common(y0, shared, tuple(closed_over))
+    weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, (common.shared, common.closed_over))))
+    traced = Traced(
+        table=tuple(table.items()),
+        workers=workers,
+        differentiable=differentiable,
+        padded=any(workers.fit(solver.resolve(steps).unit(steps)).padded for solver in solvers),
+        has_aux=problem.has_aux,
+        looped=jax.default_backend() == "cpu",
+        recurrent=weights and not any(jax.tree.leaves(mask.params)),
+    )
+    return traced, Operands(slices, common)
+
+
+def _is_inexact(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
+    states = [jax.eval_shape(lambda y: y, y0)]
+    for transfer in solver.resolve(steps).transfers(steps):
+        states.append(states[-1] if transfer is None else jax.eval_shape(transfer[0], states[-1]))
+    return states
+
+
+def _trace(
+    step: LayerStep, u: State, x: Slices, shared: PyTree, has_aux: bool, closed_over: list[jax.Array]
+) -> LayerStep | HoistedStep:
+    closed, out = jax.make_jaxpr(step, return_shape=True)(u, x, (shared, ()))
+    _inputs.step_output(out, u, has_aux)
+    if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        return step
+    positions = []
+    for constant in closed.consts:
+        known = [i for i, c in enumerate(closed_over) if c is constant]
+        positions.append(known[0] if known else len(closed_over))
+        if not known:
+            closed_over.append(constant)
+    return HoistedStep(closed.jaxpr, tuple(positions), jax.tree.structure(out))
+
+
+def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
+    """The levels that `solve` works on, for building cycles by hand from `f_relax`, `c_relax`, `residual`, ...
+
+    Args:
+        problem: what is solved; without aux, on one device.
+        solver: gives the coarsening and the coarse steps.
+
+    Returns:
+        The levels, finest first.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> problem = lp_jax.Problem(step, jnp.ones(64), jnp.ones(()))
+        >>> solver = lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize())
+        >>> levels = lp_jax.hierarchy(problem, solver)
+        >>> [level.steps for level in levels]
+        [64, 16, 4]
+        >>> u, residual_norm = lp_jax.cycle(solver, levels, lp_jax.cascade(solver, levels))
+        >>> u.shape
+        (16,)
+    """
+    _inputs.solver("solver", solver)
+    traced, (slices, common) = trace(dataclasses.replace(problem, comm=None), (solver,))
+    solver = solver.resolve(traced.workers.layers)
+    workers = traced.workers.fit(solver.unit(traced.workers.layers))
+    return solver.discretize(traced.chain(traced.spread(slices, workers), common, workers))
