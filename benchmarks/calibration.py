@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import dense, gru, resnet, single
 from benchmarks.harness import Contender, measure
 from benchmarks.propagation import scan
-from lp_jax import Serial, planning, solve_vjp
+from lp_jax import Problem, Serial, planning, solve_vjp
 from lp_jax.nn import GRU
 
 Sizes = tuple[str, int, int, int]
@@ -24,20 +24,20 @@ Sizes = tuple[str, int, int, int]
 _UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
 
 
-def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]:
-    """The layers alone, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
+def problem(network: str, width: int, layers: int, batch: int) -> Problem:
+    """The layers alone, with weights as the suites draw them."""
     _, drawn = single.NETWORKS[network](width, layers, batch)
     if network == "dense":
         weights, y, _ = drawn
-        return {"step": lambda y, at: dense.residual_layer(y, at.params, at.dt), "params": weights, "y0": y}
+        return Problem(lambda y, at: dense.residual_layer(y, at.params, at.dt), weights, y)
     if network == "conv":
         y = np.random.default_rng(0).normal(size=(batch, 28, 28, width)).astype(np.float32)
         layer = functools.partial(resnet.residual_layer, "auto")
-        return {"step": lambda y, at: layer(y, at.params, at.dt), "params": drawn.network.layers, "y0": y}
+        return Problem(lambda y, at: layer(y, at.params, at.dt), drawn.network.layers, y)
     if network == "gru":
         module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
         return module.problem(drawn.x)
-    return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
+    return Problem(drawn.step, drawn.params, drawn.y)
 
 
 def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
@@ -50,9 +50,11 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
         batched: whether to measure layers at once, too.
     """
     network, width, layers, batch = sizes
-    quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
-    parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
-    found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=", ".join(map(str, sizes)))
+    parts = None
+    if fewer:
+        quarter = problem(network, width, layers, max(1, batch // 4))
+        parts = {name: getattr(quarter, name) for name in ("y0", "shared", "data")}
+    found = planning.calibrate(problem(*sizes), fewer=parts, batched=batched, name=", ".join(map(str, sizes)))
     scanned = Contender(name="lax.scan", call=_scan(sizes, updates))
     (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
     update = _UPDATE * found.adding if updates else 0.0
@@ -70,10 +72,10 @@ def _scan(sizes: Sizes, updates: bool) -> Any:
 def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
     """That of all layers, by serial propagation, on each of so many devices at the same time, in one program."""
     given = problem(*sizes)
-    arrays = {name: given.pop(name) for name in ("params", "y0", "shared", "data") if name in given}
+    arrays = {name: getattr(given, name) for name in ("params", "y0", "shared", "data")}
 
     def gradient(arrays: dict[str, Any]) -> Any:
-        solution, pullback = solve_vjp(**given, **arrays, solver=Serial())
+        solution, pullback = solve_vjp(**(vars(given) | arrays), solver=Serial())
         return pullback(solution.y1)[0]
 
     if devices == 1:

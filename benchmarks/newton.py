@@ -47,7 +47,7 @@ Problem = dict[str, Any]
 def drawn(width: int, steps: int) -> Problem:
     """Two stacked units at their initial parameters."""
     module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
-    return module.problem(jnp.asarray(gru.Problem.random(width, steps, BATCH).x))
+    return vars(module.problem(jnp.asarray(gru.Problem.random(width, steps, BATCH).x)))
 
 
 def trained(data: Path) -> Iterator[tuple[str, Problem]]:
@@ -59,7 +59,7 @@ def trained(data: Path) -> Iterator[tuple[str, Problem]]:
     for steps, params in frontier.trained(network, settings.learning_rate, made):
         model = nnx.merge(nnx.graphdef(made.model), params)
         title = f"{settings.name}, {settings.width} units, {settings.layers} steps, "
-        yield title + (f"trained for {steps}" if steps else "at its start"), model.trunk.problem(model.opening(x))
+        yield title + (f"trained for {steps}" if steps else "at its start"), vars(model.trunk.problem(model.opening(x)))
 
 
 def errors(problem: Problem, solver: lp_jax.Newton, iterations: int) -> list[float]:

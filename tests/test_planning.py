@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import lp_jax
-from lp_jax import _work, planning
-from lp_jax.planning import _calibrate, _candidates, _interconnect, _plan
+from lp_jax import _comm, _work, planning
+from lp_jax.planning import _calibrate, _candidates, _interconnect, _measure, _plan
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
 
@@ -146,8 +146,8 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path, text):
 @pytest.fixture
 def few_samples(monkeypatch):
     """Times are positive after one short sample, too."""
-    monkeypatch.setattr(_calibrate, "_SAMPLES", 1)
-    monkeypatch.setattr(_calibrate, "_SAMPLE", 1e-3)
+    monkeypatch.setattr(_measure, "_SAMPLES", 1)
+    monkeypatch.setattr(_measure, "_SAMPLE", 1e-3)
 
 
 @pytest.mark.usefixtures("quick_compilation", "few_samples")
@@ -155,19 +155,19 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
     def step(y, layer):
         return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + layer.data[None])
 
-    options = {"shared": jnp.ones(()), "data": jnp.zeros((12, 4)), "t1": 3.0}
-    machine = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), name="small", **options)
+    problem = lp_jax.Problem(
+        step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), shared=jnp.ones(()), data=jnp.zeros((12, 4)), t1=3.0
+    )
+    machine = planning.calibrate(problem, name="small")
     assert machine.looped and machine.at_once == (1,) and min(machine.interval) >= 0 and machine.name == "small"
     assert (machine.state_bytes, machine.layer_bytes) == (2 * 4 * 8, 4 * 4 * 8)
     assert machine.newton is None and min(machine.relaxation) > 0
     assert machine.adding > 0 and machine.update == 0
-    assert (
-        planning.calibrate(step, jnp.zeros((3, 4, 4)), jnp.ones((2, 4)), shared=1.0, data=jnp.zeros((3, 4))).relaxation
-        is None
-    )
+    few = dataclasses.replace(problem, params=jnp.zeros((3, 4, 4)), data=jnp.zeros((3, 4)))
+    assert planning.calibrate(few).relaxation is None
     machine.save(tmp_path / "machine.json")
     assert json.loads((tmp_path / "machine.json").read_text())["forward"] == list(machine.forward)
-    counted = planning.calibrate(step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), newton=True, **options)
+    counted = planning.calibrate(problem, newton=True)
     assert counted.newton is not None and len(counted.newton) == 1 and counted.newton[0] > 0
 
 
@@ -177,34 +177,32 @@ def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
     """However few intervals there are: none is exact before the second cycle, which would be left out."""
     seen = []
     params = jax.random.normal(jax.random.key(0), (layers, 4, 4))
-    run = _calibrate._Run(
-        lambda y, at: y + at.dt * jnp.tanh(y @ at.params), {"params": params, "data": None, "y0": jnp.ones((2, 4))}, {}
-    )
+    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
 
     def count(solved, calls):
         seen.extend((int(a), int(b)) for _, a, b in (solved(*call) for call in calls))
         return [1.0, 1.0, 1.0]
 
-    monkeypatch.setattr(_calibrate, "_seconds", count)
-    _calibrate._relaxation(run, span)
+    monkeypatch.setattr(_measure, "seconds", count)
+    _measure.relaxation(problem, span)
     assert seen == [(1, 1), (2, 1), (1, 2)]
 
 
 @pytest.mark.usefixtures("quick_compilation", "few_samples")
 def test_calibration_tells_what_an_interval_takes_beside_its_layers():
     params = jax.random.normal(jax.random.key(0), (128, 4, 4))
-    problem = (lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
-    machine = planning.calibrate(*problem)
+    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
+    machine = planning.calibrate(problem)
     assert machine.at_once == (1,) and min(machine.relaxation) > 0 and machine.interval is not None
-    batched = planning.calibrate(*problem, batched=True)
+    batched = planning.calibrate(problem, batched=True)
     assert batched.at_once == (1, 4, 16, 32) and len(batched.gradient) == 4
 
 
 def test_a_layer_and_its_interval_are_told_apart_by_two_lengths(monkeypatch):
     """Layers of a, b and c, and what their intervals take beside them."""
     layer, interval = np.array([1.0, 2.0, 3.0]), np.array([4.0, 0.0, 8.0])
-    monkeypatch.setattr(_calibrate, "_relaxation", lambda run, span: layer + interval / span)
-    long, short = (_calibrate._Run(None, {"params": np.zeros(n), "data": None}, {}) for n in (64, 32))
+    monkeypatch.setattr(_measure, "relaxation", lambda problem, span: layer + interval / span)
+    long, short = (lp_jax.Problem(None, np.zeros(n), np.zeros(2)) for n in (64, 32))
     for found, wanted in zip(_calibrate._intervals(long, (0.0, 0.0)), (layer, interval), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-14)
     serial = 1.5, 5.0  # of few layers: one interval of all 32, its gradient in the parts of a short one, 2 to 5
@@ -392,15 +390,16 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
         y1, _ = jax.lax.scan(lambda y, w: (y + 2.0 / 32 * jnp.tanh(y @ w), None), y0, params)
         return 0.5 * jnp.sum(y1**2)
 
+    problem = lp_jax.Problem(step, params, y0, t1=2.0)
     monkeypatch.setattr(_plan, "cycles", lambda *args: _candidates.cycles(*args)[:1])  # each is a program
-    found = lp_jax.plan(step, params, y0, t1=2.0, machine=UNFILLED, error=1e-12, seconds=1e9)
+    found = lp_jax.plan(problem, machine=UNFILLED, error=1e-12, seconds=1e9)
     e = jax.grad(exact)(params)
     looked_at = {type(c.solver): c for c in found.choices if c.probed is not None}
     assert len(looked_at) == 2  # sweeps and cycles
     for choice in looked_at.values():
         g = jax.grad(loss)(params, choice.solver, choice.adjoint_solver)
         assert float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e)) == pytest.approx(choice.error, rel=0.1)
-    chosen = lp_jax.plan(step, params, y0, t1=2.0, machine=UNFILLED, error=1e-2)
+    chosen = lp_jax.plan(problem, machine=UNFILLED, error=1e-2)
     assert isinstance(chosen.solver, lp_jax.Picard) and chosen.best.error <= 1e-2
     assert eval(f"dict({chosen.code})") == {"solver": chosen.solver, "adjoint_solver": chosen.adjoint_solver}
     assert chosen.best.probed.iterations < 32  # and so many are counted
@@ -473,7 +472,7 @@ def test_nonsense_is_refused(name):
 
 def test_a_plan_runs_on_one_device():
     with pytest.raises(ValueError, match="works on one device"):
-        lp_jax.plan(lambda y, layer: y, jnp.ones(4), jnp.ones(2), comm=object())
+        lp_jax.plan(lp_jax.Problem(lambda y, layer: y, jnp.ones(4), jnp.ones(2), comm=_comm.OneDevice()))
 
 
 # --- estimates and "auto" -------------------------------------------------------------------------------------------
@@ -485,7 +484,7 @@ def dense(width, layers=256):
 
 def test_an_estimate_counts_operations():
     step, params = dense(512)
-    machine = planning.estimate(step, params, jnp.zeros((64, 512), "float32"), device="V100")
+    machine = planning.estimate(lp_jax.Problem(step, params, jnp.zeros((64, 512), "float32")), device="V100")
     slope = (machine.seconds("forward", 256) - machine.seconds("forward", 1)) / 255
     product = 2 * 64 * 512 * 512 / 1.57e13
     assert product <= slope < 1.5 * product
@@ -495,18 +494,19 @@ def test_an_estimate_counts_operations():
 
 def test_auto_sweeps_where_a_layer_leaves_the_device_idle_and_says_where_not():
     step, params = dense(64)
-    assert planning.auto(step, params, jnp.zeros((32, 64), "float32"), device="H100") == planning.RECOMMENDED
-    step, params = dense(8192, layers=8)
-    wide = jnp.zeros((8192, 8192), "float32")
+    problem = lp_jax.Problem(step, params, jnp.zeros((32, 64), "float32"))
+    assert planning.auto(problem, device="H100") == planning.RECOMMENDED
+    shapes = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 8192, 8192), (8192, 8192)))
+    wide = lp_jax.Problem(step, *shapes)
     with pytest.warns(UserWarning, match=r"solver='auto' is Serial\(\).*a layer fills it"):
-        assert planning.auto(step, params, wide, device="H100") == (lp_jax.Serial(), lp_jax.Serial())
+        assert planning.auto(wide, device="H100") == (lp_jax.Serial(), lp_jax.Serial())
 
 
 def test_auto_is_serial_on_one_cpu():
     step, params = dense(16)
     y0 = jnp.zeros((4, 16), "float32")
     with pytest.warns(UserWarning, match="one after another"):
-        assert planning.auto(step, params, y0)[0] == lp_jax.Serial()
+        assert planning.auto(lp_jax.Problem(step, params, y0))[0] == lp_jax.Serial()
 
 
 def test_wires_are_measured_between_the_devices_that_there_are():
@@ -517,7 +517,9 @@ def test_wires_are_measured_between_the_devices_that_there_are():
     with pytest.raises(ValueError, match="one worker"):
         planning.interconnect(lp_jax.MeshComm(alone))
     step, params = dense(4, layers=8)
-    plan = lp_jax.plan(step, params, jnp.ones((2, 4), "float32"), machine=UNFILLED, interconnect=found, workers=2)
+    plan = lp_jax.plan(
+        lp_jax.Problem(step, params, jnp.ones((2, 4), "float32")), machine=UNFILLED, interconnect=found, workers=2
+    )
     assert (plan.machine.latency, plan.machine.bandwidth, plan.machine.sum_bandwidth) == found
 
 
@@ -547,7 +549,7 @@ def test_the_part_that_does_not_shrink_is_read_off_the_curve():
 
 
 def test_a_step_without_a_product_has_an_estimate():
-    machine = planning.estimate(lambda y, layer: y, jnp.zeros(8), jnp.zeros(3), device="H100")
+    machine = planning.estimate(lp_jax.Problem(lambda y, layer: y, jnp.zeros(8), jnp.zeros(3)), device="H100")
     assert machine.seconds("forward", 1) > 0 and machine.newton is None  # a state of one axis has no examples
 
 
@@ -555,10 +557,10 @@ def test_shapes_are_enough_for_an_estimate():
     step, params = dense(64)
     y0 = jnp.zeros((32, 64), "float32")
     shapes = jax.eval_shape(lambda: (params, y0))
-    machine = planning.estimate(step, params, y0, device="H100")
-    assert planning.estimate(step, *shapes, device="H100") == machine
+    machine = planning.estimate(lp_jax.Problem(step, params, y0), device="H100")
+    assert planning.estimate(lp_jax.Problem(step, *shapes), device="H100") == machine
     assert (
-        jax.jit(lambda *arrays: planning.estimate(step, *arrays, device="H100").state_bytes)(params, y0)
+        jax.jit(lambda *arrays: planning.estimate(lp_jax.Problem(step, *arrays), device="H100").state_bytes)(params, y0)
         == machine.state_bytes
     )
     assert machine.examples == 32 and 0.9 < machine.overhead < 1

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _check, _inputs
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
@@ -185,7 +186,7 @@ class GRU(nnx.Module):
             The `Solution`; ``y1`` is a tuple of the units' last states.
         """
         problem = self.problem(x)
-        return solve(**problem, **solvers_of(self, solver, adjoint_solver, problem))
+        return solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
 
     def solve_vjp(
         self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
@@ -198,17 +199,17 @@ class GRU(nnx.Module):
             adjoint_solver: as for `solve`.
         """
         problem = self.problem(x)
-        solution, pullback = solve_vjp(**problem, **solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = solve_vjp(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
         return solution, lambda cotangent: (None, pullback(cotangent)[1])
 
-    def problem(self, x: Any) -> dict[str, Any]:
+    def problem(self, x: Any) -> Problem:
         """What `solve` hands to `lp_jax.solve`, solvers aside: for `lp_jax.plan`, `lp_jax.calibrate` and solves of your own.
 
         Args:
             x: as for `solve`.
 
         Returns:
-            Arguments by name; the gates of each unit's inputs are ``data``, the recurrent weights ``shared``.
+            The `lp_jax.Problem`; the gates of each unit's inputs are ``data``, the recurrent weights ``shared``.
         """
         x, lengths = x if isinstance(x, tuple) else (x, None)
         self._check(x, lengths)
@@ -222,15 +223,15 @@ class GRU(nnx.Module):
             x, going_on = comm.share(comm.replicate(x), solvers), comm.share(going_on, solvers)
             first = comm.replicate(first)
         zeros = jnp.zeros((batch, self.hidden), x.dtype)
-        return {
-            "step": GRUStep(self.implicit),
-            "params": None,
-            "y0": (zeros,) * len(self.recurrent),
-            "shared": (recurrent, between),
-            "data": (tuple(each(first(x))), going_on),  # one product for all times
-            "t1": np.asarray(steps * self.dt),
-            "comm": comm,
-        }
+        return Problem(
+            GRUStep(self.implicit),  # type: ignore[arg-type]  # a tuple, and callable
+            None,
+            (zeros,) * len(self.recurrent),
+            shared=(recurrent, between),
+            data=(tuple(each(first(x))), going_on),  # one product for all times
+            t1=np.asarray(steps * self.dt),
+            comm=comm,
+        )
 
     def _check(self, x: jax.Array, lengths: jax.Array | None) -> None:
         features = self.inputs[0].kernel.shape[0]

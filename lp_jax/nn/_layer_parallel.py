@@ -9,6 +9,7 @@ from flax import nnx
 
 from lp_jax import _inputs, planning
 from lp_jax._mgrit import MGRIT
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
@@ -34,7 +35,7 @@ class LayerParallel(nnx.Module):
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
         solver: `MGRIT`, `Picard`, `Newton` or `Serial`; or "auto": sweeps to a tolerance, or `Serial` with a warning where
             these cannot be faster, by the shapes of a call and the devices at hand (`planning.auto`). To measure, and know
-            the gradient's error: ``lp_jax.plan(**trunk.problem(y))``.
+            the gradient's error: ``lp_jax.plan(trunk.problem(y))``.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
         weights: None for parameters of each layer's own; or a `Spline`, whose coefficients then are the parameters. Every
             worker makes of them the weights of its own layers. Not for layers with running statistics.
@@ -135,7 +136,7 @@ class LayerParallel(nnx.Module):
             True
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solution = solve(**problem, **solvers_of(self, solver, adjoint_solver, problem), guess=guess)
+        solution = solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem), guess=guess)
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
@@ -174,7 +175,7 @@ class LayerParallel(nnx.Module):
             2
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solution, pullback = solve_vjp(**problem, **solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = solve_vjp(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)
@@ -182,9 +183,7 @@ class LayerParallel(nnx.Module):
 
         return solution, pull
 
-    def problem(
-        self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None
-    ) -> dict[str, Any]:
+    def problem(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> Problem:
         """What `solve` hands to `lp_jax.solve`, solvers aside: for `lp_jax.plan`, `lp_jax.calibrate` and solves of your own.
 
         Args:
@@ -194,7 +193,7 @@ class LayerParallel(nnx.Module):
             key: as for `solve`.
 
         Returns:
-            Arguments by name: ``step``, ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1``, ``comm``, ``has_aux``.
+            The `lp_jax.Problem`.
 
         Raises:
             ValueError: for both data and key.
@@ -205,23 +204,23 @@ class LayerParallel(nnx.Module):
             >>> from lp_jax import nn
             >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
             >>> problem = trunk.problem(jnp.ones((4, 8), "float32"))
-            >>> bool((lp_jax.solve(**problem).y1 == trunk(problem["y0"])).all())
+            >>> bool((lp_jax.solve(**vars(problem)).y1 == trunk(problem.y0)).all())
             True
         """
         if data is not None and key is not None:
             raise ValueError("data and key were both given, and layers take one of them as `key`. Leave one out.")
         step, params, stats = stacks(self)
-        return {
-            "step": step,
-            "params": params,
-            "y0": y,
-            "shared": Context(shared, key),
-            "data": Beside(data, stats),
-            "t0": self.t0,
-            "t1": np.asarray(self.t1),
-            "comm": self.comm,
-            "has_aux": step.updates,
-        }
+        return Problem(
+            step,
+            params,
+            y,
+            shared=Context(shared, key),
+            data=Beside(data, stats),
+            t0=self.t0,
+            t1=np.asarray(self.t1),
+            comm=self.comm,
+            has_aux=step.updates,
+        )
 
 
 def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
@@ -244,15 +243,13 @@ def static_solver(name: str, solver: Any) -> Any:
     return nnx.static(jax.tree.map(float, solver))
 
 
-def solvers_of(
-    trunk: Any, solver: Solver | None, adjoint_solver: Solver | None, problem: dict[str, Any]
-) -> dict[str, Any]:
+def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None, problem: Problem) -> dict[str, Any]:
     """The solvers of a call: those given, or the trunk's own, which may be left to the problem's shapes."""
     if solver is None:
         solver = trunk.solver
         adjoint_solver = trunk.adjoint_solver if adjoint_solver is None else adjoint_solver
     if solver == AUTO:
-        solver, adjoint = planning.auto(**problem)
+        solver, adjoint = planning.auto(problem)
         adjoint_solver = adjoint if adjoint_solver is None else adjoint_solver
     return {"solver": solver, "adjoint_solver": adjoint_solver}
 
