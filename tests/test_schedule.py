@@ -177,16 +177,17 @@ def test_summaries_and_variants():
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
-    """Sweeps like Picard's, a message each instead of a prefix sum; its program is read, on one worker and on four."""
+    """Its program is read: three sweeps and a last one, two adjoint ones and a last one, which gives the gradient.
+
+    A sweep is one batch, as Picard's, and takes a message, where Picard's takes a prefix sum's besides.
+    """
     solver, adjoint_solver, mine = Relaxation(iterations=3, keep=keep), Relaxation(iterations=2), N // workers
     said = training_step(solver, adjoint_solver, N, workers=workers)
-    forward = {("forward", mine): 3 + keep}
-    adjoint = {("adjoint", mine): 2, ("gradient", mine): 1} | ({} if keep else {("linearise", mine): 2 + 1})
-    assert said.batches == forward | adjoint
-    assert said.work() == training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), N, workers=workers).work() + (
-        0 if keep else 2 * mine
-    )
-    assert (said.states, said.reductions) == ((0, 0) if workers == 1 else (3 + keep + 2 + 1, 4))
+    again = {} if keep else {("linearise", mine): 2 + 1}
+    assert said.batches == {("forward", mine): 3 + 1, ("adjoint", mine): 2 + 1, ("gradient", mine): 1} | again
+    assert (said.states, said.reductions) == ((0, 0) if workers == 1 else (4 + 3, 4))
+    sweeps = training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), N, workers=workers)
+    assert said.work("forward", "gradient") == sweeps.work("forward", "gradient")
     looped = training_step(solver, adjoint_solver, N, workers=workers, looped=True)
     assert looped.work() == said.work() and all(batch.layers == 1 for batch in looped.batches)
 
@@ -212,18 +213,37 @@ def test_what_solvers_count_is_what_is_read(workers, storage, adjoint):
 
 
 def test_a_coarse_step_from_outside_is_counted_by_the_whole_program():
-    """An interval of four layers is relaxed twice on each of two cycles."""
+    """Its two iterations and the last one, on all layers of an interval at once, are what three Picard sweeps take."""
     fields = {"levels": 2, "coarsening": 4, "iterations": 2, "storage": "all"}
     said = count(lp_jax.MGRIT(coarse_step=Relaxation(iterations=2), **fields), N)
-    assert said.work() == count(lp_jax.MGRIT(coarse_step=PICARD[2], **fields), N).work()
+    assert said.work() == count(lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=3), **fields), N).work()
 
 
 def test_a_solver_from_outside_is_planned_and_drawn():
     times = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
     machine = planning.Machine(at_once=(1, 1024), **times, state_bytes=4, layer_bytes=8)
     solver = Relaxation(iterations=3)
-    assert planning.predict(solver, solver, N, machine).evaluations == pytest.approx((3 + 3 + 4 + 1) * 1e-5)
+    assert planning.predict(solver, solver, N, machine).evaluations == pytest.approx((4 + 4 + 4 + 1) * 1e-5)
     assert planning.memory(solver, N, machine) == (2 * N * 8, N * 4, 3 * N * 4)
     assert planning.code(solver) == "Relaxation(iterations=3)" and solver.label(solver) == solver.summary()
     figure = viz.hierarchy(solver, N)
     assert figure.get_suptitle() == f"{N} layers, 3 Relaxation iterations: no coarse level" and len(figure.axes) == 1
+
+
+def test_plain_functions_are_counted_by_the_program():
+    """A coarse step that is the identity as a function, and a relaxation that is "FCF" as one."""
+
+    def nothing(step, y, layers):
+        return y
+
+    def twice(level, u):
+        return lp_jax.c_relax(level, u)
+
+    fields = {"levels": 2, "coarsening": 4, "iterations": 2, "skip_downcycle": False, "storage": "all"}
+    identity = count(lp_jax.MGRIT(coarse_step=PICARD[0], **fields), N)
+    assert count(lp_jax.MGRIT(coarse_step=nothing, **fields), N).work() == identity.work()
+    relaxed = count(lp_jax.MGRIT(coarse_step=PICARD[0], relaxation="FCF", **fields), N)
+    assert count(lp_jax.MGRIT(coarse_step=PICARD[0], relaxation=twice, **fields), N).work() == relaxed.work()
+    figure = viz.hierarchy(lp_jax.MGRIT(coarse_step=nothing, relaxation=twice), N)
+    shown = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert "twice" in shown and "the function nothing" in figure.get_supxlabel()

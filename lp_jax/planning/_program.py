@@ -96,10 +96,10 @@ def _forward(
         return u_next, (u, found)
 
     levels = solver.discretize(network)
-    u, stats, _ = iterate(solver, levels, None)
-    u, emitted = solver.finish(levels, u, keep if kept else None)
+    before, stats, _ = iterate(solver, levels, None)
+    u, emitted = solver.finish(levels, before, keep if kept else None)
     states, found = levels[0].merge(emitted) if kept else (None, None)
-    return (levels[0].last(u), stats), Forward(u, states=states, linearisations=found)
+    return (levels[0].last(u), stats), Forward(u, None if kept else before, states, found)
 
 
 def _backward(
