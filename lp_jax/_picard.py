@@ -199,6 +199,7 @@ class Picard(Solver):
         sweeps = self.sweeps
         if self.windows > 1:
             span = self.unit(work.layers)
+            work = dataclasses.replace(work, unit=span)
             work.steps(-(-work.layers // span) * (sweeps - 1), span)
             work.sent(work.workers - 1)
             sweeps = 1

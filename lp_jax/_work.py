@@ -95,6 +95,7 @@ class Work:
         in_rows: whether to count rows of layers that follow each other.
         step: the coarse step, if the chain is a coarse level; None for layers.
         span: number of layers that a step stands for.
+        unit: number of steps that must live on one worker.
         schedule: what has been counted so far.
     """
 
@@ -106,12 +107,13 @@ class Work:
     in_rows: bool = False
     step: CoarseStep | None = None
     span: int = 1
+    unit: int = 1
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
     @property
     def mine(self) -> int:
-        """Number of steps on the busiest worker."""
-        return math.ceil(self.layers / self.workers)
+        """Number of steps on the busiest worker, those that only pad its last unit included."""
+        return math.ceil(math.ceil(self.layers / self.unit) / self.workers) * self.unit
 
     @property
     def prefix(self) -> int:
