@@ -1,6 +1,7 @@
 """A plan as a picture."""
 
 import math
+import textwrap
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -8,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from lp_jax.planning import Plan
+from lp_jax.planning._text import times
 from lp_jax.viz._style import BLUE, GREEN, GREY, NOTE, PURPLE, RED, dress, figure, legend
 
 
@@ -36,7 +38,11 @@ def _title(found: Plan) -> str:
         return f"{found.layers} layers: serial propagation"
     where = f" on {found.workers} workers" if found.workers > 1 else ""
     solvers = found.solver.label(found.adjoint_solver)
-    return f"{found.layers} layers{where}: {solvers}, predicted {found.speedup:.2g} times as fast as serial"
+    text = f"{found.layers} layers{where}: {solvers}, predicted {times(found.speedup)} times as fast as serial"
+    return textwrap.fill(text, _WIDTH)
+
+
+_WIDTH = 75  # letters of a title
 
 
 def _errors(ax: Axes, found: Plan) -> None:
