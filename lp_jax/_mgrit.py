@@ -1,7 +1,6 @@
 """Multigrid-reduction-in-time over the layers."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -11,6 +10,7 @@ import jax
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._cycle import cascade, fas_cycle
+from lp_jax._cycle_work import busiest, count_stops
 from lp_jax._level import Level, sweep
 from lp_jax._path import VISITS, Stop, cascade_stops, cycle_stops, path
 from lp_jax._picard import Picard
@@ -260,43 +260,16 @@ class MGRIT(Solver):
         first = cascade_stops if self.skip_downcycle else cycle_stops
         for stops, times in ((first, 1), (cycle_stops, self.iterations - 1)):
             once = work.apart()
-            self._count_stops(once, grid, stops(relaxations, self.cycle))
+            count_stops(once, grid, stops(relaxations, self.cycle), self._coarse, self.coarsest)
             work.schedule.include(once.schedule, times)
-        intervals, factor = _intervals(grid[0], work.workers), grid[0][1]
+        intervals, factor = busiest(grid[0], work.workers), grid[0][1]
         work.evaluate(factor, intervals, gradient=True)
         work.sent(1)
         work.evaluate_again(factor - 1, intervals)
 
-    def _count_stops(self, work: Work, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]) -> None:
-        """Record a cycle, up to where its last F-points would be interpolated."""
-        spans = [math.prod(factor for _, factor in grid[:level]) for level in range(len(grid))]
-        levels = [work, *(work.on(grid[n][0], self._coarse, spans[n]) for n in range(1, len(grid)))]
-        for stop, following in zip(stops, [*stops[1:], None], strict=True):
-            at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
-            intervals = _intervals(grid[at], work.workers)
-            if stop.label == "solve":
-                self._count_coarsest(level)
-            elif following is not None and following.level > at:
-                sweeps = stop.label.count("F")
-                for _ in range(sweeps):
-                    level.steps(factor, intervals)
-                    if at == 0 and level.looped:  # states at F-points, in every sweep
-                        level.evaluate_again(factor - 1, intervals)
-                level.sent(sweeps)
-                levels[at + 1].steps(1, intervals)
-            elif at > 0:
-                level.steps(factor - 1, intervals)
-                level.sent(1)
-
-    def _count_coarsest(self, level: Work) -> None:
-        if self._coarse.is_identity:
-            level.sent(level.prefix)
-        else:
-            self.coarsest.count(level)
-
     def held(self, sizes: Sizes) -> Held:
         grid = self.grid(sizes.layers)[:-1]
-        intervals = [_intervals(level, sizes.workers) for level in grid]
+        intervals = [busiest(level, sizes.workers) for level in grid]
         working = _OF_A_CYCLE * sum(intervals) * sizes.state
         if self.keeps_states:
             return Held(sizes.mine * sizes.linearised, working)
@@ -321,12 +294,6 @@ class MGRIT(Solver):
 
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
 _F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
-
-
-def _intervals(level: tuple[int, int], workers: int) -> int:
-    """Return the number of intervals of a level on the busiest worker."""
-    steps, factor = level
-    return math.ceil(math.ceil(steps / factor) / workers)
 
 
 def _per_level(setting: Any) -> tuple:
