@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.harness import Contender, measure
 from benchmarks.networks import NETWORKS
 from benchmarks.training import trainer
-from lp_jax import Serial, planning, solve_vjp
+from lp_jax import Problem, Serial, planning, solve_vjp
 
 Sizes = tuple[str, int, int, int]
 """Network, width, layers, batch."""
@@ -22,11 +22,10 @@ Sizes = tuple[str, int, int, int]
 _UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
 
 
-def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]:
-    """The layers only, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
+def problem(network: str, width: int, layers: int, batch: int) -> Problem:
+    """The layers only, with weights as the suites draw them."""
     drawn = NETWORKS[network](width, layers, batch)
-    found = drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x)))
-    return {name: value for name, value in found.items() if name != "comm"}
+    return Problem(**drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x))))
 
 
 def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
@@ -39,9 +38,11 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
         batched: whether to measure layers at once, too.
     """
     network, width, layers, batch = sizes
-    quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
-    parts: dict[str, Any] = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
-    found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=", ".join(map(str, sizes)))
+    parts = None
+    if fewer:
+        quarter = problem(network, width, layers, max(1, batch // 4))
+        parts = {name: getattr(quarter, name) for name in ("y0", "shared", "data")}
+    found = planning.calibrate(problem(*sizes), fewer=parts, batched=batched, name=", ".join(map(str, sizes)))
     scanned = Contender(name="lax.scan", call=trainer(NETWORKS[network](*sizes[1:]), updates=updates))
     (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
     update = _UPDATE * found.adding if updates else 0.0

@@ -1,34 +1,16 @@
-"""What a computation costs in matrix products: how many there are, and how many of them wait for each other.
+"""What a training step costs in matrix products: how many there are, and how many of them wait for each other.
 
-Both are read off the jaxpr, loops unrolled in thought: independent of the machine, and of what anybody believes about an
-algorithm. On layers that are one product each (`layer`), a product is an evaluation of a layer, forward or transposed, or
-its share of the parameters' gradient.
+On layers that are one product each (`layer`), a product is an evaluation of a layer, forward or transposed, or its share of
+the parameters' gradient.
 """
-
-import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 import lp_jax
+from lp_jax._products import Cost as Cost
+from lp_jax._products import cost as cost
 from lp_jax._solver import Solver
-
-
-class Cost(NamedTuple):
-    """Of a computation.
-
-    Attributes:
-        work: number of products, each of a batch of products counted.
-        depth: length of the longest chain of products of which each needs the one before; a batch is one.
-    """
-
-    work: float
-    depth: float
 
 
 def training_step(layers: int, solver: Solver, adjoint_solver: Solver | None = None) -> Cost:
@@ -45,143 +27,3 @@ def training_step(layers: int, solver: Solver, adjoint_solver: Solver | None = N
 def layer(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
     """``y + dt tanh(W y)``."""
     return y + layer.dt * jnp.tanh(layer.params @ y)
-
-
-def cost(f: Callable[..., Any], *arguments: Any, unit: float = 1.0) -> Cost:
-    """Cost of ``f(*arguments)`` in products of ``unit`` flops; what nothing depends on is not counted."""
-    jaxpr = jax.make_jaxpr(f)(*arguments).jaxpr
-    live = (True,) * len(jaxpr.outvars)
-    depths = _depths(jaxpr, (0.0,) * len(jaxpr.invars), live)
-    return Cost(_work(jaxpr, live) / unit, max(depths, default=0.0))
-
-
-Flags = tuple[bool, ...]
-
-
-@functools.cache
-def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
-    """Which inputs, and which outputs of each equation, the outputs asked for depend on."""
-    wanted = {v for v, flag in zip(jaxpr.outvars, out, strict=True) if flag and not isinstance(v, core.Literal)}
-    outs: list[Flags] = []
-    for equation in reversed(jaxpr.eqns):
-        flags = tuple(v in wanted for v in equation.outvars)
-        if any(flags):
-            used = _inputs(equation, flags)
-            operands = zip(equation.invars, used, strict=True)
-            wanted |= {v for v, flag in operands if flag and not isinstance(v, core.Literal)}
-        outs.append(flags)
-    return tuple(v in wanted for v in jaxpr.invars), tuple(reversed(outs))
-
-
-def _inputs(equation: Any, out: Flags) -> Flags:
-    """Which inputs of an equation its outputs asked for depend on."""
-    inner, name = _inner(equation), equation.primitive.name
-    if name == "scan":
-        return _live(inner[0], _scan_outputs(equation, out))[0]
-    if name == "cond":
-        branches = [_live(branch, out)[0] for branch in inner]
-        return (True, *(any(flags) for flags in zip(*branches, strict=True)))
-    if name != "while" and inner:
-        return _live(inner[0], out)[0]
-    return (True,) * len(equation.invars)
-
-
-def _scan_outputs(equation: Any, out: Flags) -> Flags:
-    """Outputs of a scan's body that are needed: a carry is if a later turn needs it."""
-    consts, carries = _parts(equation)
-    (body,) = _inner(equation)
-    while True:
-        used = _live(body, out)[0][consts : consts + carries]
-        more = (*(a or b for a, b in zip(out[:carries], used, strict=True)), *out[carries:])
-        if more == out:
-            return out
-        out = more
-
-
-def _parts(equation: Any) -> tuple[int, int]:
-    """Numbers of constants and carries of a scan; what it goes over, and what it stacks, has an axis less within."""
-    (body,) = _inner(equation)
-
-    def alike(outer: Any, inner: Any) -> int:
-        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
-
-    carries = alike(equation.outvars, body.outvars)
-    return alike(equation.invars, body.invars) - carries, carries
-
-
-def _inner(equation: Any) -> list[core.Jaxpr]:
-    found = []
-    for name, value in equation.params.items():
-        for jaxpr in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(jaxpr, core.ClosedJaxpr):
-                jaxpr = jaxpr.jaxpr
-            if isinstance(jaxpr, core.Jaxpr) and name != "cond_jaxpr":
-                found.append(jaxpr)
-    return found
-
-
-@functools.cache
-def _work(jaxpr: core.Jaxpr, out: Flags) -> float:
-    """Flops of the products."""
-    total = 0.0
-    for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
-        if not any(flags):
-            continue
-        inner, name = _inner(equation), equation.primitive.name
-        if name == "dot_general":
-            total += _flops(equation)
-        elif name == "scan":
-            total += equation.params["length"] * _work(inner[0], _scan_outputs(equation, flags))
-        elif name == "cond":
-            total += max(_work(branch, flags) for branch in inner)
-        elif name == "while":
-            raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
-        elif inner:
-            total += _work(inner[0], flags)
-    return total
-
-
-def _flops(equation: Any) -> float:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
-
-
-def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags) -> tuple[float, ...]:
-    """Number of products behind each output, given that behind each input."""
-    depth: dict[Any, float] = dict(zip(jaxpr.invars, entering, strict=True))
-
-    def of(v: Any) -> float:
-        return 0.0 if isinstance(v, core.Literal) else depth.get(v, 0.0)
-
-    for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
-        if not any(flags):
-            continue
-        operands, inner, name = tuple(map(of, equation.invars)), _inner(equation), equation.primitive.name
-        if name == "scan":
-            reached = _scan_depths(equation, inner[0], operands, flags)
-        elif name == "cond":
-            branches = [_depths(branch, operands[1:], flags) for branch in inner]
-            reached = tuple(max(operands[0], *ends) for ends in zip(*branches, strict=True))
-        elif inner:
-            reached = _depths(inner[0], operands, flags)
-        else:
-            reached = (max(operands, default=0.0) + (name == "dot_general"),) * len(equation.outvars)
-        depth.update(zip(equation.outvars, reached, strict=True))
-    return tuple(map(of, jaxpr.outvars))
-
-
-def _scan_depths(equation: Any, body: core.Jaxpr, entering: tuple[float, ...], out: Flags) -> tuple[float, ...]:
-    (consts, carries), length = _parts(equation), equation.params["length"]
-    out = _scan_outputs(equation, out)
-    fixed, state, xs = entering[:consts], entering[consts : consts + carries], entering[consts + carries :]
-    history: list[tuple[float, ...]] = []
-    for turn in range(length):
-        reached = _depths(body, (*fixed, *state, *xs), out)
-        state = reached[:carries]
-        history.append(reached)
-        if len(history) >= 4:  # regular from here on, or not yet
-            steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(history[-4:])]
-            if steps[0] == steps[1] == steps[2]:
-                return tuple(r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True))
-    return history[-1] if history else (*state, *(0.0,) * (len(out) - carries))

@@ -88,7 +88,7 @@ class Group:
         """Make something to time: as `benchmarks.calibration.gradients`, in each of its processes."""
         self._ask("gradients", name, row, devices)
 
-    def wires(self) -> planning.Wires:
+    def wires(self) -> planning.Interconnect:
         """What a message takes between its workers."""
         return self._ask("wires", "")[0]
 

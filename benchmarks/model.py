@@ -56,8 +56,8 @@ class Measured(NamedTuple):
 
 
 def solved(pair: Pair, layers: int, workers: int = 1, **spread: Any) -> Predict:
-    """By solvers, with so many workers; ``spread`` is for `planning.time`."""
-    return lambda machine: planning.time(*pair, layers, machine, workers=workers, **spread).seconds
+    """By solvers, with so many workers; ``spread`` is for `planning.predict`."""
+    return lambda machine: planning.predict(*pair, layers, machine, workers=workers, **spread).seconds
 
 
 def measured(folder: Path) -> Iterator[Measured]:
@@ -197,7 +197,7 @@ def _group(kind: str, threads: int, workers: int, keep: bool) -> Any:
 
 
 @functools.cache
-def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Wires:
+def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Interconnect:
     with _group(kind, threads, workers, keep) as group:
         return group.wires()
 
@@ -205,7 +205,7 @@ def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Wires:
 _SHARE = "a share of the layers"
 
 
-def slowed(machine: planning.Machine, by: float, wires: planning.Wires) -> planning.Machine:
+def slowed(machine: planning.Machine, by: float, wires: planning.Interconnect) -> planning.Machine:
     """All that it computes takes so many times as long."""
     names = (*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update")
     scaled: dict[str, Any] = jax.tree.map(lambda x: x * by, {name: getattr(machine, name) for name in names})

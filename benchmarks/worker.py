@@ -75,7 +75,7 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
         built[name] = calibration.gradients(*details)
         return None
     if what == "wires":
-        return planning.wires(_comm(kind))
+        return planning.interconnect(_comm(kind))
     if kind == "torch":
         built[name].take_threads()
     meet()

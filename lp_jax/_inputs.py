@@ -23,7 +23,12 @@ def state(y0: State) -> State:
                 f"y0{jax.tree_util.keystr(path)} has dtype {dtype}; the state must be floating point or complex. Cast it, "
                 "or pass what does not change from layer to layer as `shared`."
             )
-    return jax.tree.map(jnp.asarray, y0)
+    return arrays(y0)
+
+
+def arrays(tree: PyTree) -> PyTree:
+    """The leaves as arrays; shapes stay what they are."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x), tree)
 
 
 def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int:

@@ -13,8 +13,9 @@ from jax import lax
 from lp_jax import _check, _tree
 from lp_jax._level import Level, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import Solver, constant
+from lp_jax._solver import Solver, constant, counted
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, State
+from lp_jax._work import Held, Sizes, Work
 
 JACOBIANS = ("full", "diagonal", "identity")
 
@@ -207,6 +208,41 @@ class Newton(Solver):
             return u_next, lax.stop_gradient(jacobian)
 
         return advance
+
+    def summary(self) -> str:
+        kind = "" if self.jacobian == "full" else f" with {self.jacobian} Jacobians"
+        before = f" after {counted(self.relaxations, 'relaxation')}" if self.relaxations else ""
+        return f"{super().summary()}{before}{kind}"
+
+    def count(self, work: Work) -> None:
+        if work.step is not None:
+            raise NotImplementedError(_WITHIN)
+        relaxations = min(self.relaxations, work.layers)
+        work.steps(relaxations, work.mine)
+        work.add("newton", self.iterations, work.mine)
+        work.sent(relaxations + self.iterations * (1 + work.prefix))
+        work.last_evaluation()
+
+    def count_steps(self, work: Work, count: int, at_once: int) -> None:
+        raise NotImplementedError(_WITHIN)
+
+    def held(self, sizes: Sizes) -> Held:
+        example = sizes.state / sizes.examples
+        jacobian = example * example / _BYTES if self.jacobian == "full" else 0
+        jacobians = _OF_A_SCAN * sizes.mine * sizes.examples * jacobian
+        return Held(super().held(sizes).kept, _OF_NEWTON * sizes.mine * sizes.state + math.ceil(jacobians))
+
+    def describe(self, steps: int) -> tuple[str, str]:
+        note = (
+            "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
+        )
+        return f"{steps} layers at once, {self.summary()}: no coarse level", note
+
+
+_WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...), Serial() or Rediscretize(...) there."
+_OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum
+_OF_A_SCAN = 3  # arrays of all Jacobians: their own, and two of the scan's
+_BYTES = 4  # of a number
 
 
 _ROWS = 32

@@ -15,6 +15,7 @@ from lp_jax._level import Level, identity, single, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import Coarse, Solver, constant, require_fixed_effort, solve_intervals
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
+from lp_jax._work import Work
 
 
 @register("rtol", "atol")
@@ -185,6 +186,42 @@ class Picard(Solver):
             points = _tree.cumsum(increments(incoming), u)
             incoming = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
         return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments(incoming))
+
+    iteration_name = "sweep"
+
+    def with_effort(self, iterations: int) -> Solver:
+        return dataclasses.replace(self, sweeps=iterations, rtol=None, atol=None)
+
+    def summary(self) -> str:
+        return f"{super().summary()} over the layers"
+
+    def count(self, work: Work) -> None:
+        sweeps = self.sweeps
+        if self.windows > 1:
+            span = self.unit(work.layers)
+            work = dataclasses.replace(work, unit=span)
+            work.steps(-(-work.layers // span) * (sweeps - 1), span)
+            work.sent(work.workers - 1)
+            sweeps = 1
+        work.steps(sweeps, work.mine)
+        work.sent(sweeps * (1 + work.prefix))
+        work.last_evaluation()
+
+    def count_steps(self, work: Work, count: int, at_once: int) -> None:
+        work.evaluate(count * self.sweeps, at_once * work.span, rows=count * self.sweeps * at_once)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.sweeps == 0
+
+    def describe(self, steps: int) -> tuple[str, str]:
+        sweeps = super().summary()
+        if self.windows > 1:
+            note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
+            return f"{steps} layers in {self.windows} windows, {sweeps}", note
+        most = f"{sweeps} at most" if self.has_tolerance else sweeps
+        note = "each sweep evaluates every layer at once and adds the increments up"
+        return f"{steps} layers at once, {most}: no coarse level", note
 
 
 def _in_turn(level: Level, incoming: Points, u: Points) -> tuple[Points, Scalar]:

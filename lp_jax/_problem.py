@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from lp_jax import _inputs
 from lp_jax._comm import Comm
@@ -20,7 +19,7 @@ class Problem:
 
     Args:
         step: ``step(y, layer) -> y_next``, see `solve`.
-        params: parameters of the layers; leaves ``(N, ...)``.
+        params: parameters of the layers; leaves ``(N, ...)``. Shapes (`jax.ShapeDtypeStruct`) are enough to plan with.
         y0: the state entering layer 0, a pytree of floating-point or complex arrays.
         shared: what every layer sees as ``layer.shared``, not stacked.
         data: per-layer inputs; leaves ``(N, ...)``, seen as ``layer.data``.
@@ -59,7 +58,7 @@ class Problem:
         _inputs.comm(self.comm)
         _inputs.number_of_layers(self.params, self.data, alone=self.comm is None)
         for name in ("params", "shared", "data"):
-            object.__setattr__(self, name, jax.tree.map(jnp.asarray, getattr(self, name)))
+            object.__setattr__(self, name, _inputs.arrays(getattr(self, name)))
 
     @property
     def layers(self) -> int:

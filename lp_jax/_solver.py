@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,10 @@ from jax import lax
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._level import Level, sweep
+from lp_jax._path import Stop
 from lp_jax._pytree import register
 from lp_jax._types import Advance, CPoints, Layer, Points, PyTree, Scalar, Slices, SliceStep, State, Transfer
+from lp_jax._work import Held, Sizes, Uncounted, Work
 
 
 class Coarse(NamedTuple):
@@ -48,6 +50,23 @@ class CoarseStep(abc.ABC):
             looped: whether layers that do not depend on each other run one after another or as a batch.
         """
 
+    def count_steps(self, work: Work, count: int, at_once: int) -> None:
+        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
+
+        Raises:
+            Uncounted: where the program is to be read instead, which is the default.
+        """
+        raise Uncounted
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
+        return False
+
+    def summary(self) -> str:
+        """Return a few words for titles and notes."""
+        return type(self).__name__
+
 
 @register()
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +90,9 @@ class PerInterval(CoarseStep):
             return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
 
         return Coarse(through, _tree.split(chain.slices, span))
+
+    def summary(self) -> str:
+        return f"the function {getattr(self.function, '__name__', self.function)}"
 
 
 class Solver(CoarseStep):
@@ -172,6 +194,75 @@ class Solver(CoarseStep):
 
     def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
         return solve_intervals(self, chain, level, span)
+
+    iteration_name: ClassVar[str] = "iteration"
+
+    def with_effort(self, iterations: int) -> "Solver":
+        """Return this solver with a fixed number of iterations and no tolerance.
+
+        Raises:
+            TypeError: for a solver without a field ``iterations``, which overrides this.
+        """
+        names = [field.name for field in dataclasses.fields(cast(Any, self))]
+        if "iterations" not in names:
+            raise TypeError(
+                f"{type(self).__name__} has no field `iterations`; let its `with_effort` set the number of iterations."
+            )
+        without = {name: None for name in ("rtol", "atol") if name in names}
+        return dataclasses.replace(cast(Any, self), iterations=iterations, **without)
+
+    def summary(self) -> str:
+        return counted(self.iterations, f"{type(self).__name__} {self.iteration_name}")
+
+    def variants(self) -> "dict[str, Solver]":
+        """Return the solvers, by name, that a picture of the gradient's error compares."""
+        return {type(self).__name__: self}
+
+    evaluates: ClassVar[str] = "batches"
+    """How layers are evaluated where they run one after another: "batches", all of a sweep; "intervals"; or "series"."""
+
+    def count(self, work: Work) -> None:
+        """Record what a solve does, its last sweep and the gradient included.
+
+        Raises:
+            Uncounted: where the program is to be read instead, which is the default.
+        """
+        raise Uncounted
+
+    def loops(self, looped: bool) -> bool:
+        """Whether layers at once are evaluated one after another, given whether they are by default."""
+        return looped
+
+    def held(self, sizes: Sizes) -> Held:
+        """Return what a training step with this solver holds: by default, what a sweep over all layers does."""
+        if self.keeps_states:
+            kept = sizes.mine * sizes.linearised
+        else:
+            kept = math.ceil(sizes.mine / self.stride(sizes.layers)) * sizes.state
+        return Held(kept, _OF_A_SWEEP * sizes.mine * sizes.state)
+
+    def stops(self, steps: int, iterations: int) -> list[Stop]:
+        """Return the path of ``iterations`` iterations through the levels; nothing where there is one level."""
+        return []
+
+    def describe(self, steps: int) -> tuple[str, str]:
+        """Return a title and a note for a picture of a solve of ``steps`` layers."""
+        return f"{steps} layers, {self.summary()}: no coarse level", ""
+
+    def label(self, adjoint: "Solver") -> str:
+        """Return a few words on this solver and its adjoint one, for the title of a plan."""
+        if not self.has_tolerance:
+            return self.summary()
+        limit = f"{self.atol:.0e} absolute" if self.rtol is None else f"{self.rtol:.0e}"
+        return f"{type(self).__name__} {self.iteration_name}s to {limit}"
+
+
+_OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
+
+
+def counted(number: int, what: str) -> str:
+    """Return "1 sweep", "2 sweeps"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coarse:

@@ -329,7 +329,7 @@ def fail(how):
 @case
 def wires(_=None):
     """Every rank measures as often as the others, or they wait for ever."""
-    found = planning.wires(COMM, sizes=(1 << 8, 1 << 16))
+    found = planning.interconnect(COMM, sizes=(1 << 8, 1 << 16))
     assert 0 < found.latency < 1 and min(found) > 0
 
 

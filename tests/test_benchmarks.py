@@ -547,7 +547,7 @@ def test_every_measured_row_is_found():
     name, seconds, workers, ratio = row.ratios[2]
     assert (name, workers, row.threads) == ("3 levels, injection, 2/1, all stored, 2 devices", 2, 1) and ratio > 0
     forward, adjoint = settings.SETTINGS["3 levels, injection, 2/1, all stored"](256, 2)
-    assert seconds(UNIT) == planning.time(forward, adjoint, 256, UNIT, workers=2).seconds
+    assert seconds(UNIT) == planning.predict(forward, adjoint, 256, UNIT, workers=2).seconds
 
 
 def test_alternatives_to_layer_parallelism_are_predicted_too():
@@ -578,11 +578,11 @@ def test_predictions_are_ratios_and_winners_are_counted():
 def test_a_machine_of_two_workers_is_slower_in_all_that_it_computes():
     times = {"relaxation": (1.0, 2.0, 3.0), "interval": (0.0, 4.0, 5.0), "fixed": 7.0, "adding": 0.5, "update": 0.25}
     alone = dataclasses.replace(UNIT, newton=(9.0,), examples=8, overhead=0.5, layer_bytes=100, **times)
-    wires = planning.Wires(1e-3, 1e6, 1e5)
+    wires = planning.Interconnect(1e-3, 1e6, 1e5)
     slowed = model.slowed(alone, 3.0, wires)
     assert (slowed.latency, slowed.bandwidth, slowed.sum_bandwidth) == wires
     for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), lp_jax.MGRIT(coarsening=4), lp_jax.Newton(batch_axes=1)):
-        before, after = (planning.time(solver, solver.for_adjoint(), 64, m) for m in (alone, slowed))
+        before, after = (planning.predict(solver, solver.for_adjoint(), 64, m) for m in (alone, slowed))
         assert after.seconds == pytest.approx(3 * before.seconds, rel=1e-12), solver
     free = dataclasses.replace(slowed, latency=0.0, bandwidth=float("inf"))
     assert planning.pipeline(64, free, 2, 4) == pytest.approx(3 * planning.pipeline(64, alone, 2, 4), rel=1e-12)

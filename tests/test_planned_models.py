@@ -14,12 +14,13 @@ from matplotlib.image import imread
 
 import lp_jax
 from lp_jax import nn, planning, train, viz
+from lp_jax._comm import OneDevice
 from lp_jax.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 
 FLAT = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-UNFILLED = planning.Machine(layers=(1, 1024), **FLAT, examples=8)
+UNFILLED = planning.Machine(at_once=(1, 1024), **FLAT, examples=8)
 
 
 def trunk(layers=16, **options):
@@ -35,7 +36,7 @@ def test_the_problem_of_a_trunk_is_what_it_solves():
     layers, y = trunk(t1=3.0), jnp.ones((2, 4))
     problem = layers.problem(y)
     np.testing.assert_array_equal(lp_jax.solve(**vars(problem)).y1, layers(y))
-    found = lp_jax.plan(**vars(problem), machine=UNFILLED, error=1e-5)
+    found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5)
     error = layers.solve(y, solver=found.solver).y1 - layers.solve(y, solver=lp_jax.Serial()).y1
     assert isinstance(found.solver, lp_jax.Picard) and float(jnp.abs(error).max()) < 1e-5
 
@@ -47,9 +48,9 @@ def test_the_problem_of_a_recurrent_network_is_what_it_solves():
     np.testing.assert_array_equal(
         lp_jax.solve(**vars(gru.problem(x)), solver=serial).y1[0], gru.solve(x, solver=serial).y1[0]
     )
-    assert lp_jax.calibrate(**vars(gru.problem(x))).layer_bytes == 0
-    with pytest.raises(ValueError, match="calibrate got a comm"):
-        lp_jax.calibrate(**(vars(gru.problem(x)) | {"comm": object()}))
+    assert lp_jax.calibrate(gru.problem(x)).layer_bytes == 0
+    with pytest.raises(ValueError, match="calibrate got a problem with a comm"):
+        lp_jax.calibrate(dataclasses.replace(gru.problem(x), comm=OneDevice()))
 
 
 def test_auto_is_decided_by_the_shapes_of_a_call(monkeypatch):
@@ -59,7 +60,7 @@ def test_auto_is_decided_by_the_shapes_of_a_call(monkeypatch):
         solution = nnx.jit(lambda layers, y: layers.solve(y))(layers, y)
     np.testing.assert_allclose(solution.y1, exact.y1, rtol=1e-14)
     assert solution.stats.residual_norms.shape == (0,)
-    monkeypatch.setattr(planning, "auto", lambda **problem: planning.RECOMMENDED)
+    monkeypatch.setattr(planning, "auto", lambda problem: planning.RECOMMENDED)
     assert layers.solve(y).stats.iterations > 1
     assert layers.solve(y, solver=lp_jax.Serial()).stats.iterations == 0
 
@@ -141,10 +142,12 @@ def test_a_recurrent_classifier_is_planned():
 @pytest.mark.parametrize("workers", [1, 8])
 def test_a_plan_is_a_picture(tmp_path, workers):
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-    found = lp_jax.plan(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4)), machine=UNFILLED, workers=workers)
+    found = lp_jax.plan(
+        lp_jax.Problem(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4))), machine=UNFILLED, workers=workers
+    )
     viz.plan(found).savefig(tmp_path / "plan.png")
     assert imread(tmp_path / "plan.png").std() > 0.05
-    nothing = planning.choose(16, planning.Machine(layers=(1,), **{k: v[:1] for k, v in FLAT.items()}, looped=True))
+    nothing = planning.choose(16, planning.Machine(at_once=(1,), **{k: v[:1] for k, v in FLAT.items()}, looped=True))
     assert "serial propagation" in viz.plan(nothing).get_suptitle()
 
 

@@ -9,7 +9,7 @@ import pytest
 from lp_jax import MGRIT, Rediscretize, Serial
 from lp_jax.planning import Machine, time
 
-UNIT = Machine(layers=(1,), forward=(1,), linearise=(1,), adjoint=(1,), gradient=(1,), serial=(1, 2), looped=True)
+UNIT = Machine(at_once=(1,), forward=(1,), linearise=(1,), adjoint=(1,), gradient=(1,), serial=(1, 2), looped=True)
 
 THREE = {"levels": 3, "coarsening": 4}
 # layers, workers, hierarchy, forward and adjoint cycles, published speedup over serial propagation

@@ -6,10 +6,13 @@ import itertools
 
 import pytest
 from problems import INJECT
+from relaxation import Relaxation
 
 import lp_jax
 from benchmarks.critical_path import training_step as counted
-from lp_jax.planning import solve, training_step
+from lp_jax import planning, viz
+from lp_jax.planning import count, training_step
+from lp_jax.planning._program import read
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (0, 1, 2)}
@@ -86,7 +89,7 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
 def test_work_is_divided_and_messages_are_those_of_the_design(workers):
     """Sweeps go over a worker's part; the coarsest level is everybody's. As the messages of a V-cycle are counted on a mesh."""
     solver = lp_jax.MGRIT(levels=3, iterations=5, skip_downcycle=False, coarse_step=INJECT)
-    alone, shared = solve(solver, N), solve(solver, N, workers=workers)
+    alone, shared = count(solver, N), count(solver, N, workers=workers)
     coarsest = 5 * 4
     assert shared.work() - coarsest == (alone.work() - coarsest) / workers
     assert shared.states == 5 * (1 + 2 + 1) + 1 + 5 * (workers - 1)
@@ -135,6 +138,112 @@ def test_rows_by_hand():
     looped = training_step(solver, dataclasses.replace(solver, iterations=1), N, looped=True)
     assert looped.rows["forward"] == 16 * 5 + 16  # and the states at F-points again, which nobody kept
     assert looped.rows["adjoint"] == 16 * 2 and looped.rows["gradient"] == 16 and not looped.rows["linearise"]
-    injected = solve(dataclasses.replace(solver, coarse_step=INJECT), N, looped=True)
+    injected = count(dataclasses.replace(solver, coarse_step=INJECT), N, looped=True)
     assert injected.rows["forward"] == 1 + (16 + 16 + 1) + 16  # the coarsest level is one row
     assert not training_step(solver, solver, N).rows.total()
+
+
+# --- what solvers say of themselves ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
+def test_a_fixed_effort_replaces_a_tolerance(kind):
+    loose = kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6)
+    fixed = loose.with_effort(7)
+    assert type(fixed) is kind and not fixed.has_tolerance
+    assert fixed.iterations == (0 if fixed.exact else 7) and fixed.exact == (kind is lp_jax.Serial)
+
+
+def test_summaries_and_variants():
+    said = {solver.summary() for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())}
+    assert said == {
+        "2 Picard sweeps over the layers",
+        "1 Picard sweep over the layers",
+        "serial",
+        "the layer with the interval's dt, parameters by inject",
+        "2 MGRIT cycles",
+    }
+    newton = lp_jax.Newton(iterations=1, relaxations=3, jacobian="diagonal")
+    assert newton.summary() == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
+    assert newton.variants() == {"Newton": newton}
+    variants = lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()).variants()
+    assert variants["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
+    assert len(variants) == 5 and len(lp_jax.MGRIT(coarse_step=INJECT).variants()) == 4
+
+
+# --- solvers that count nothing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
+    """Its program is read: three sweeps and a last one, two adjoint ones and a last one, which gives the gradient.
+
+    A sweep is one batch, as Picard's, and takes a message, where Picard's takes a prefix sum's besides.
+    """
+    solver, adjoint_solver, mine = Relaxation(iterations=3, keep=keep), Relaxation(iterations=2), N // workers
+    said = training_step(solver, adjoint_solver, N, workers=workers)
+    again = {} if keep else {("linearise", mine): 2 + 1}
+    assert said.batches == {("forward", mine): 3 + 1, ("adjoint", mine): 2 + 1, ("gradient", mine): 1} | again
+    assert (said.states, said.reductions) == ((0, 0) if workers == 1 else (4 + 3, 4))
+    sweeps = training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), N, workers=workers)
+    assert said.work("forward", "gradient") == sweeps.work("forward", "gradient")
+    looped = training_step(solver, adjoint_solver, N, workers=workers, looped=True)
+    assert looped.work() == said.work() and all(batch.layers == 1 for batch in looped.batches)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("storage", ["all", "c_points"])
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_what_solvers_count_is_what_is_read(workers, storage, adjoint):
+    """Evaluations and, on four workers, messages, in the program that the reader sees; of Picard all batches."""
+    options = {"workers": workers, "looped": False, "kept": storage == "all", "adjoint": adjoint}
+    picard = lp_jax.Picard(sweeps=3, storage=storage)
+    assert read(picard, N, **options) == count(picard, N, **options)
+    for solver in (
+        lp_jax.Serial(),
+        lp_jax.MGRIT(levels=3, iterations=2, coarse_step=INJECT, storage=storage),
+        lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=PICARD[0], skip_downcycle=False, storage=storage),
+    ):
+        found, said = read(solver, N, **options), count(solver, N, **options)
+        evaluated = "forward", "linearise", "adjoint"
+        assert found.work(*evaluated) == said.work(*evaluated)
+        assert found.work("gradient") == (N // workers if adjoint else 0)
+        assert abs(found.states - said.states) <= 2 * solver.iterations + 1  # some wait for nothing on coarse levels
+
+
+def test_a_coarse_step_from_outside_is_counted_by_the_whole_program():
+    """Its two iterations and the last one, on all layers of an interval at once, are what three Picard sweeps take."""
+    fields = {"levels": 2, "coarsening": 4, "iterations": 2, "storage": "all"}
+    said = count(lp_jax.MGRIT(coarse_step=Relaxation(iterations=2), **fields), N)
+    assert said.work() == count(lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=3), **fields), N).work()
+
+
+def test_a_solver_from_outside_is_planned_and_drawn():
+    times = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+    machine = planning.Machine(at_once=(1, 1024), **times, state_bytes=4, layer_bytes=8)
+    solver = Relaxation(iterations=3)
+    assert planning.predict(solver, solver, N, machine).evaluations == pytest.approx((4 + 4 + 4 + 1) * 1e-5)
+    assert planning.memory(solver, N, machine) == (2 * N * 8, N * 4, 3 * N * 4)
+    assert planning.code(solver) == "Relaxation(iterations=3)" and solver.label(solver) == solver.summary()
+    figure = viz.hierarchy(solver, N)
+    assert figure.get_suptitle() == f"{N} layers, 3 Relaxation iterations: no coarse level" and len(figure.axes) == 1
+
+
+def test_plain_functions_are_counted_by_the_program():
+    """A coarse step that is the identity as a function, and a relaxation that is "FCF" as one."""
+
+    def nothing(step, y, layers):
+        return y
+
+    def twice(level, u):
+        return lp_jax.c_relax(level, u)
+
+    fields = {"levels": 2, "coarsening": 4, "iterations": 2, "skip_downcycle": False, "storage": "all"}
+    identity = count(lp_jax.MGRIT(coarse_step=PICARD[0], **fields), N)
+    assert count(lp_jax.MGRIT(coarse_step=nothing, **fields), N).work() == identity.work()
+    relaxed = count(lp_jax.MGRIT(coarse_step=PICARD[0], relaxation="FCF", **fields), N)
+    assert count(lp_jax.MGRIT(coarse_step=PICARD[0], relaxation=twice, **fields), N).work() == relaxed.work()
+    figure = viz.hierarchy(lp_jax.MGRIT(coarse_step=nothing, relaxation=twice), N)
+    shown = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert "twice" in shown and "the function nothing" in figure.get_supxlabel()

@@ -10,8 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import lp_jax
-from lp_jax import _cycle, _serial, viz
-from lp_jax.viz._path import path
+from lp_jax import _serial, viz
 
 INJECT = lp_jax.Rediscretize(params="inject")
 
@@ -144,9 +143,8 @@ def test_hierarchy_is_legible(name, tmp_path):
     assert figure.get_suptitle().startswith(f"{layers} layers")
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
     shown = "\n".join(text.get_text() for text in figure.axes[0].texts)
-    plan = solver.plan(layers) if isinstance(solver, lp_jax.MGRIT) else [(layers, 1)]
     span = 1
-    for steps, factor in plan:
+    for steps, factor in solver.grid(layers):
         assert f"{steps} steps" in shown
         if layers % span == 0:
             assert f"dt = {2.0 / layers * span:.4g}" in shown
@@ -155,20 +153,21 @@ def test_hierarchy_is_legible(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["V", "F", "W"])
 @pytest.mark.parametrize("levels", [2, 3, 4])
-def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, monkeypatch):
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, monkeypatch):
     spans = []  # of the levels that the cycle relaxes, and solves, in order
 
     def watched(original):
-        def call(level, *args, **kwargs):
-            spans.append(level.span)
-            return original(level, *args, **kwargs)
+        def call(*args, **kwargs):
+            spans.extend(level.span for level in args if isinstance(level, lp_jax.Level))
+            return original(*args, **kwargs)
 
         return call
 
-    monkeypatch.setattr(_cycle, "pre_relax", watched(_cycle.pre_relax))
+    monkeypatch.setattr(lp_jax.MGRIT, "pre_relax", watched(lp_jax.MGRIT.pre_relax))
     monkeypatch.setattr(_serial, "march", watched(_serial.march))
     solver = lp_jax.MGRIT(
-        levels=levels, coarsening=2, iterations=1, cycle=kind, skip_downcycle=False, coarse_step=INJECT
+        levels=levels, coarsening=2, iterations=1, cycle=kind, skip_downcycle=skip, coarse_step=INJECT
     )
 
     def step(y, layer):
@@ -177,7 +176,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, monkeypat
     jax.eval_shape(lambda params: lp_jax.solve(step, params, jnp.ones(()), solver=solver).y1, jnp.ones(16))
 
     # what the path goes down from, and the solves
-    stops = path(solver, levels, 1)
+    stops = solver.stops(16, 1)
     after = [*stops[1:], stops[-1]]
     downward = [
         stop.level for stop, next in zip(stops, after, strict=True) if next.level > stop.level or stop.label == "solve"
@@ -186,7 +185,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, monkeypat
 
 
 def test_skipped_down_cycle_starts_on_the_coarsest_level():
-    stops = path(lp_jax.MGRIT(levels=3, iterations=2, relaxation=("F", "FCF")), 3, 2)
+    stops = lp_jax.MGRIT(levels=3, relaxation=("F", "FCF")).stops(64, 2)
     wanted = [(2, "solve"), (1, "F"), (0, "F"), (1, "FCF"), (2, "solve"), (1, "F"), (0, "FC")]
     assert [(stop.level, stop.label) for stop in stops] == wanted
     assert [stop.iteration for stop in stops if stop.iteration] == [1, 2]

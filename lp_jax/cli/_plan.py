@@ -85,11 +85,18 @@ def planned(
     made = experiment(settings, learned)
     with console.status("measuring layers, and the gradients of solvers that would be faster"):
         batch = next(iter(made.batches(0)))
-        wires = None
+        interconnect = None
         if machine is None and jax.device_count() >= workers > 1:
-            wires = planning.wires(mesh_comm({"layers": workers}))
+            interconnect = planning.interconnect(mesh_comm({"layers": workers}))
         found = train.plan(
-            made.model, made.params, batch, error=error, workers=workers, machine=machine, wires=wires, seconds=seconds
+            made.model,
+            made.params,
+            batch,
+            error=error,
+            workers=workers,
+            machine=machine,
+            interconnect=interconnect,
+            seconds=seconds,
         )
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.model}"

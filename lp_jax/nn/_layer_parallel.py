@@ -261,7 +261,7 @@ def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None,
         solver = trunk.solver
         adjoint_solver = trunk.adjoint_solver if adjoint_solver is None else adjoint_solver
     if solver == AUTO:
-        solver, adjoint = planning.auto(**vars(problem))
+        solver, adjoint = planning.auto(problem)
         adjoint_solver = adjoint if adjoint_solver is None else adjoint_solver
     return {"solver": solver, "adjoint_solver": adjoint_solver}
 

@@ -14,11 +14,10 @@ the gradients w are summed.
 import math
 from typing import Any, NamedTuple
 
-from lp_jax._mgrit import MGRIT
-from lp_jax._serial import Serial
 from lp_jax._solver import Solver
+from lp_jax._work import Schedule
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._schedule import Schedule, solve
+from lp_jax.planning._schedule import count
 
 
 class Time(NamedTuple):
@@ -44,7 +43,7 @@ class Time(NamedTuple):
         return sum(self)
 
 
-def time(
+def predict(
     solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1
 ) -> Time:
     """Of a training step: value and gradient.
@@ -65,21 +64,21 @@ def time(
         >>> import lp_jax
         >>> from lp_jax import planning
         >>> flat = {kind: (1e-5, 1e-5) for kind in ("forward", "linearise", "adjoint", "gradient")}
-        >>> gpu = planning.Machine(layers=(1, 1024), **flat)  # that a layer does not fill
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
         >>> serial, picard = lp_jax.Serial(), lp_jax.Picard(sweeps=6)
-        >>> serial, picard = (planning.time(s, s, 1024, gpu).seconds for s in (serial, picard))
+        >>> serial, picard = (planning.predict(s, s, 1024, gpu).seconds for s in (serial, picard))
         >>> round(serial / picard)
         219
     """
     if data_workers > machine.examples:
         raise ValueError(f"data_workers={data_workers} is more than the {machine.examples} examples.")
     mine = math.ceil(layers / workers)
-    machine = machine.share(data_workers)
+    machine = machine.divided(data_workers)
     message = machine.message(machine.state_bytes)
     kept = solver.resolve(layers).keeps_states
     spread: dict[str, Any] = {"workers": workers, "looped": machine.looped, "kept": kept}
-    there = solve(solver, layers, **spread)
-    back = solve(adjoint_solver, layers, **spread, adjoint=True)
+    there = count(solver, layers, **spread)
+    back = count(adjoint_solver, layers, **spread, adjoint=True)
     schedule = there + back
     hops = (workers - 1).bit_length()
     return Time(
@@ -97,9 +96,9 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     Where layers at once are evaluated one after another, those of an interval still follow each other, while a sweep
     stores and reads the states of all layers.
     """
-    if isinstance(solver, Serial):
+    if solver.evaluates == "series":
         return _in_series(schedule, machine)
-    in_rows = machine.looped and isinstance(solver, MGRIT)
+    in_rows = machine.looped and solver.evaluates == "intervals"
     rows = sum(n * machine.row(kind) for kind, n in schedule.rows.items())
     return rows + sum(
         n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else machine.seconds(*batch))
@@ -139,7 +138,7 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
 
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
-    part = machine.share(microbatches)
+    part = machine.divided(microbatches)
     turns, mine = microbatches + workers - 1, math.ceil(layers / workers)
     sent = 2 * part.message(part.state_bytes) if workers > 1 else 0.0
     added = (turns - 1) * mine * machine.adding

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +13,12 @@ from lp_jax._picard import Picard
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._traced import Operands, Traced, trace
-from lp_jax._types import PyTree, State
-from lp_jax.planning._calibrate import examples_of, kept_bytes, small
+from lp_jax._types import PyTree
 from lp_jax.planning._candidates import RECOMMENDED, Pair
-from lp_jax.planning._cost import time
+from lp_jax.planning._cost import predict
+from lp_jax.planning._layers import examples_of, kept_bytes, small
 from lp_jax.planning._machine import Machine
+from lp_jax.planning._measure import arrays
 
 _KERNELS = 3  # of the smallest layer
 
@@ -53,61 +53,37 @@ DEVICES = {
 _UNKNOWN = Device(2e13, 1e12, 1.5e-5)
 
 
-def estimate(
-    step: Callable[..., Any],
-    params: PyTree,
-    y0: State,
-    *,
-    device: str | None = None,
-    shared: PyTree = None,
-    data: PyTree = None,
-    t0: float = 0.0,
-    t1: Any = 1.0,
-    has_aux: bool = False,
-    comm: Any = None,
-) -> Machine:
-    """A `Machine` by the compiler's count of a layer's operations: to within a factor, where `calibrate` measures.
+def estimate(problem: Problem, *, device: str | None = None) -> Machine:
+    """Estimate a `Machine` from the compiler's count of a layer's operations; to within a factor, where `calibrate` measures.
 
     Args:
-        step: as for `lp_jax.solve`, like ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1``, ``has_aux`` and ``comm``. Only
-            shapes matter, so all of it may be traced, or be `jax.ShapeDtypeStruct`.
-        params: leaves ``(N, ...)``.
-        y0: the state that enters.
+        problem: the network. Only shapes matter, so its arrays may be traced, or be `jax.ShapeDtypeStruct`.
         device: part of its name in `jax.Device.device_kind`, such as "H100"; None is the one at hand.
-        shared: what all layers see.
-        data: leaves ``(N, ...)``.
-        t0: time at which the first layer starts.
-        t1: time at which the last one ends.
-        has_aux: whether the step returns ``(y_next, aux)``.
-        comm: where the layers live.
 
     Returns:
-        A `Machine` without wires. On a CPU layers run one after another (``looped``), and only ratios mean anything.
+        A `Machine` without an interconnect. On a CPU layers run one after another (``looped``), and only ratios mean anything.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax.numpy as jnp, lp_jax
         >>> from lp_jax import planning
         >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
-        >>> machine = planning.estimate(step, jnp.zeros((64, 32, 32)), jnp.zeros((8, 32)), device="H100")
+        >>> problem = lp_jax.Problem(step, jnp.zeros((64, 32, 32)), jnp.zeros((8, 32)))
+        >>> machine = planning.estimate(problem, device="H100")
         >>> machine.seconds("forward", 64) < 1.1 * machine.seconds("forward", 1)
         True
     """
-    options = {"shared": shared, "data": data, "t0": t0, "t1": t1, "has_aux": has_aux, "comm": comm}
-    return _estimated(step, params, y0, options, device)[0]
+    return _estimated(problem, device)[0]
 
 
-def _estimated(
-    step: Callable[..., Any], params: PyTree, y0: State, options: dict[str, Any], device: str | None
-) -> tuple[Machine, int]:
+def _estimated(problem: Problem, device: str | None) -> tuple[Machine, int]:
     """The machine, and the number of layers on all workers."""
     found: list[tuple[Machine, int]] = []
-    arrays = {"params": params, "y0": y0, "shared": options["shared"], "data": options["data"]}
 
-    def look(arrays: dict[str, Any]) -> None:
-        traced, operands = trace(Problem(step, **(options | arrays)), (Serial(),))
+    def look(arrays: dict[str, PyTree]) -> None:
+        traced, operands = trace(dataclasses.replace(problem, **arrays), (Serial(),))
         found.append((_machine(traced, operands, *_device(device)), traced.workers.layers))
 
-    jax.eval_shape(look, arrays)
+    jax.eval_shape(look, arrays(problem))
     return found[0]
 
 
@@ -123,8 +99,8 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     )  # a step that XLA sees nothing in moves its state
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
-    layers = (1,) if looped else tuple(int(n) for n in sizes)
-    times = tuple(sheet.layer * (not looped) + n * alone for n in layers)
+    at_once = (1,) if looped else tuple(int(n) for n in sizes)
+    times = tuple(sheet.layer * (not looped) + n * alone for n in at_once)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
     steps = (
@@ -132,11 +108,11 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     )  # of the scan, two products in each
     composed = 2 * 2 * examples * numbers**3 / sheet.flops
     newton = tuple(
-        t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(layers, times, strict=True)
+        t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(at_once, times, strict=True)
     )
     layer_bytes = _tree.nbytes(first.params)
     return Machine(
-        layers=layers,
+        at_once=at_once,
         forward=times,
         linearise=times,
         adjoint=times,
@@ -152,36 +128,32 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     )
 
 
-def auto(step: Callable[..., Any], params: PyTree, y0: State, *, device: str | None = None, **problem: Any) -> Pair:
-    """What ``solver="auto"`` means: sweeps to a tolerance, or serial propagation where these cannot be faster.
+def auto(problem: Problem, *, device: str | None = None) -> Pair:
+    """Return what ``solver="auto"`` means: sweeps to a tolerance, or serial propagation where these cannot be faster.
 
-    Decided by `estimate`, so by shapes and devices alone: the same program, whenever and in whatever process it is traced.
-    Where it is serial propagation, a warning says so; `plan` measures.
+    It is decided by `estimate`, so by shapes and devices: the same, whenever and in whatever process it is traced. Where it is
+    serial propagation, a warning says so; `plan` measures.
 
     Args:
-        step: as for `estimate`, like all other arguments.
-        params: leaves ``(N, ...)``.
-        y0: the state that enters.
+        problem: as for `estimate`.
         device: as for `estimate`.
-        **problem: the others.
 
     Returns:
         The forward and the adjoint solver.
 
     Example:
-        >>> import jax.numpy as jnp, warnings
+        >>> import jax.numpy as jnp, lp_jax
         >>> from lp_jax import planning
         >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
-        >>> solver, _ = planning.auto(step, jnp.zeros((64, 32, 32)), jnp.zeros((8, 32)), device="H100")
-        >>> type(solver).__name__
+        >>> problem = lp_jax.Problem(step, jnp.zeros((64, 32, 32)), jnp.zeros((8, 32)))
+        >>> type(planning.auto(problem, device="H100")[0]).__name__
         'Picard'
     """
-    defaults: dict[str, Any] = {"shared": None, "data": None, "t0": 0.0, "t1": 1.0, "has_aux": False, "comm": None}
-    machine, layers = _estimated(step, params, y0, defaults | problem, device)
-    workers = 1 if problem.get("comm") is None else problem["comm"].size
-    serial = time(Serial(), Serial(), layers, machine, workers=workers).seconds
+    machine, layers = _estimated(problem, device)
+    workers = 1 if problem.comm is None else problem.comm.size
+    serial = predict(Serial(), Serial(), layers, machine, workers=workers).seconds
     forward, adjoint = (Picard(sweeps=sweeps) for sweeps in _SWEEPS)
-    parallel = time(forward, adjoint, layers, machine, workers=workers).seconds
+    parallel = predict(forward, adjoint, layers, machine, workers=workers).seconds
     if parallel < serial:
         return RECOMMENDED
     where = "layers run one after another on it" if machine.looped else "a layer fills it, or there are few of them"

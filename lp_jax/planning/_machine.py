@@ -17,7 +17,7 @@ class Machine:
     How the time of a batch grows with the layers in it decides everything: as long as it does not, layers at once are free.
 
     Attributes:
-        layers: numbers of layers at once, ascending.
+        at_once: numbers of layers at once, ascending, whose times follow.
         forward: seconds of an evaluation of so many layers at once.
         linearise: seconds of one that keeps what the transpose needs.
         adjoint: seconds of the transpose for the state.
@@ -28,7 +28,7 @@ class Machine:
         relaxation: seconds of a layer within an interval of multigrid, forward, its transpose for the state, and that for the
             parameters; None for those of serial propagation.
         interval: what an interval takes beside its layers, likewise; None for nothing.
-        looped: whether layers at once are evaluated one after another, as on a CPU. ``layers`` beyond 1 then serve solvers
+        looped: whether layers at once are evaluated one after another, as on a CPU. ``at_once`` beyond 1 then serves solvers
             that are told not to.
         fixed: seconds of a training step beside its layers.
         adding: seconds of adding a layer's gradient to another, as each further microbatch of a pipeline has to.
@@ -49,7 +49,7 @@ class Machine:
     Example:
         >>> from lp_jax import planning
         >>> machine = planning.Machine(
-        ...     layers=(1, 64), forward=(1e-5, 1e-5), linearise=(1e-5, 1e-5), adjoint=(2e-5, 2e-5), gradient=(1e-5, 1e-5)
+        ...     at_once=(1, 64), forward=(1e-5, 1e-5), linearise=(1e-5, 1e-5), adjoint=(2e-5, 2e-5), gradient=(1e-5, 1e-5)
         ... )
         >>> machine.seconds("forward", 32)
         1e-05
@@ -57,7 +57,7 @@ class Machine:
         2e-05
     """
 
-    layers: tuple[int, ...]
+    at_once: tuple[int, ...]
     forward: tuple[float, ...]
     linearise: tuple[float, ...]
     adjoint: tuple[float, ...]
@@ -81,14 +81,14 @@ class Machine:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _numbers("layers", self.layers)
-        if list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(f"layers must be ascending; got {self.layers}.")
+        _numbers("at_once", self.at_once)
+        if list(self.at_once) != sorted(set(self.at_once)):
+            raise ValueError(f"at_once must be ascending; got {self.at_once}.")
         for kind in self.kinds:
             _numbers(kind, getattr(self, kind))
-            if len(getattr(self, kind)) != len(self.layers):
+            if len(getattr(self, kind)) != len(self.at_once):
                 raise ValueError(
-                    f"{kind} must have a time for each of the {len(self.layers)} layers; got {getattr(self, kind)}."
+                    f"{kind} must have a time for each of the {len(self.at_once)} numbers in at_once; got {getattr(self, kind)}."
                 )
         _numbers("bandwidth", (self.bandwidth,))
         if self.sum_bandwidth is not None:
@@ -118,7 +118,7 @@ class Machine:
         Raises:
             NotImplementedError: for Newton's method where nobody measured it.
         """
-        times, sizes = getattr(self, kind), self.layers
+        times, sizes = getattr(self, kind), self.at_once
         if times is None:
             raise NotImplementedError(
                 f"{self.name or 'the machine'} has no times of Newton's method: calibrate(newton=True)."
@@ -153,7 +153,7 @@ class Machine:
             return self.serial
         return self.forward[0], self.adjoint[0] + self.gradient[0]
 
-    def share(self, parts: int) -> "Machine":
+    def divided(self, parts: int) -> "Machine":
         """The machine with one of so many equal parts of the examples.
 
         n layers at once then take what n / parts took; where that is less than one layer, ``overhead`` says how much less.
@@ -165,7 +165,7 @@ class Machine:
         if self.looped:
             scaled |= {kind: tuple(x * factor for x in getattr(self, kind)) for kind in self.kinds}
         else:
-            scaled |= {"layers": (1, *(n * parts for n in self.layers))}
+            scaled |= {"at_once": (1, *(n * parts for n in self.at_once))}
             scaled |= {kind: (getattr(self, kind)[0] * factor, *getattr(self, kind)) for kind in self.kinds}
         for name in ("serial", "relaxation", "interval"):
             if getattr(self, name) is not None:
@@ -194,6 +194,8 @@ class Machine:
             found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("it holds no object")
+            if "layers" in found:  # what the field was called once
+                found["at_once"] = found.pop("layers")
             fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             return cls(**fields)
         except (ValueError, TypeError) as error:

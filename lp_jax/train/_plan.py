@@ -73,7 +73,7 @@ def plan(
     error: float = 1e-2,
     workers: int = 1,
     machine: planning.Machine | None = None,
-    wires: planning.Wires | None = None,
+    interconnect: planning.Interconnect | None = None,
     seconds: float = 10.0,
 ) -> planning.Plan:
     """`lp_jax.plan` for a classifier as a batch reaches its layers, with the cotangent that its loss gives.
@@ -85,7 +85,7 @@ def plan(
         error: as for `lp_jax.plan`.
         workers: as for `lp_jax.plan`.
         machine: as for `lp_jax.plan`.
-        wires: as for `lp_jax.plan`.
+        interconnect: as for `lp_jax.plan`.
         seconds: as for `lp_jax.plan`.
 
     Example:
@@ -102,12 +102,12 @@ def plan(
     """
     problem, cotangent, fewer = inner(model, params, batch)
     return planning.plan(
-        **vars(problem),
+        problem,
         cotangent=cotangent,
         fewer=fewer,
         error=error,
         workers=workers,
         machine=machine,
-        wires=wires,
+        interconnect=interconnect,
         seconds=seconds,
     )

@@ -3,19 +3,14 @@
 import dataclasses
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lp_jax._mgrit import MGRIT
-from lp_jax._newton import Newton
-from lp_jax._picard import Picard
-from lp_jax._rediscretize import Rediscretize
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
-from lp_jax.viz._path import Stop, path
+from lp_jax._path import Stop
+from lp_jax._solver import Solver, counted
 from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, figure
 
 _MOST_POINTS = 72  # of the finest level that are drawn in a row
@@ -42,15 +37,20 @@ def hierarchy(
         '64 layers on 3 levels: only 4 coarse steps remain one after another'
     """
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    resolved = solver.resolve(num_layers)
-    if not isinstance(resolved, MGRIT):
-        return _single_level(resolved, num_layers, t0, t1)
-    plan = resolved.grid(num_layers)
-    fig = figure(_title(resolved, plan), width=12, height=2.9 + 1.45 * len(plan))
-    grid, route = fig.subplots(2, 1, height_ratios=[1, 1.5])
-    _draw_grid(grid, _rows(plan), t0, t1)
-    _draw_path(route, resolved, len(plan))
-    fig.supxlabel(_notes(resolved, adjoint_solver), fontsize=NOTE, color=GREY, x=0.02, ha="left")
+    solver = solver.resolve(num_layers)
+    rows, stops = _rows(solver.grid(num_layers)), solver.stops(num_layers, min(solver.iterations, _MOST_ITERATIONS))
+    title, note = solver.describe(num_layers)
+    if not stops:
+        fig = figure(title, width=12, height=0.65 + 1.45 * len(rows))
+        _draw_grid(fig.subplots(), rows, t0, t1)
+    else:
+        fig = figure(title, width=12, height=2.9 + 1.45 * len(rows))
+        grid, route = fig.subplots(2, 1, height_ratios=[1, 1.5])
+        _draw_grid(grid, rows, t0, t1)
+        _draw_path(route, stops, len(rows), solver)
+        lines = (note, _adjoint_note(solver, adjoint_solver))
+        note = "\n".join(textwrap.fill(line, 125) for line in lines)
+    fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")
     return fig
 
 
@@ -60,9 +60,9 @@ class _Row(NamedTuple):
     span: int  # layers per step
 
 
-def _rows(plan: Sequence[tuple[int, int]]) -> list[_Row]:
+def _rows(grid: Sequence[tuple[int, int]]) -> list[_Row]:
     rows, span = [], 1
-    for steps, factor in plan:
+    for steps, factor in grid:
         rows.append(_Row(steps, factor, span))
         span *= factor
     return rows
@@ -138,9 +138,7 @@ class _Excerpt:
         return float(point) if point <= self.head else self.width - (self.layers - point)
 
 
-def _draw_path(ax: Axes, mgrit: MGRIT, levels: int) -> None:
-    iterations = min(mgrit.iterations, _MOST_ITERATIONS)
-    stops = path(mgrit, levels, iterations)
+def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> None:
     ax.plot(range(len(stops)), [-stop.level for stop in stops], color="#888888", linewidth=2, zorder=1)
     for i, stop in enumerate(stops):
         solved = stop.label == "solve"
@@ -156,19 +154,19 @@ def _draw_path(ax: Axes, mgrit: MGRIT, levels: int) -> None:
             fontsize=LABEL,
             color=INK,
         )
-    starts = [(i, stop.iteration) for i, stop in enumerate(stops) if stop.iteration is not None]
-    for (i, number), (end, _) in zip(starts, [*starts[1:], (len(stops) - 1, None)], strict=True):
-        skipped = number == 1 and mgrit.skip_downcycle
-        text = f"{number}: coarse to fine" if skipped else f"{number}: {mgrit.cycle}-cycle"
+    starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
+    for i, end in zip(starts, [*starts[1:], len(stops) - 1], strict=True):
+        text = f"{stops[i].iteration}: {stops[i].title}"
         ax.annotate("", (i, 0.65), (end, 0.65), arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4})
         ax.text((i + end) / 2, 0.72, text, ha="center", va="bottom", fontsize=NOTE, color=INK)
     for level in range(levels):
         ax.axhline(-level, color="#E5E5E5", linewidth=1, zorder=0)
         _row_label(ax, level, f"level {level}")
-    if iterations < mgrit.iterations:
-        note = f"···  {mgrit.iterations}\niterations"
+    more = len(starts) < solver.iterations
+    if more:
+        note = f"···  {solver.iterations}\niterations"
         ax.text(len(stops) - 0.6, -(levels - 1) / 2, note, va="center", fontsize=NOTE, color=GREY)
-    ax.set_xlim(-0.7, max(len(stops), 4) - 0.3 + (iterations < mgrit.iterations))
+    ax.set_xlim(-0.7, max(len(stops), 4) - 0.3 + more)
     ax.set_ylim(-levels + 0.45, 1.05)
     ax.axis("off")
 
@@ -185,69 +183,20 @@ def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]
     return (11, 6, "left", "bottom") if after > level else (-11, 6, "right", "bottom")
 
 
-def _single_level(solver: Solver, layers: int, t0: float, t1: float) -> Figure:
-    if isinstance(solver, Picard):
-        count = _count(solver.sweeps, "Picard sweep")
-        if solver.has_tolerance:
-            count = f"{count} at most"
-        title = f"{layers} layers at once, {count}: no coarse level"
-        note = "each sweep evaluates every layer at once and adds the increments up"
-        if solver.windows > 1:
-            title = f"{layers} layers in {solver.windows} windows, {_count(solver.sweeps, 'Picard sweep')}"
-            note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
-    elif isinstance(solver, Newton):
-        title = f"{layers} layers at once, {_words(solver)}: no coarse level"
-        note = (
-            "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
-        )
-    else:
-        title = f"{layers} layers one after another: serial propagation"
-        note = "exact, and the baseline"
-    fig = figure(title, width=12, height=2.1)
-    ax = fig.subplots()
-    _draw_grid(ax, [_Row(layers, 1, 1)], t0, t1)
-    fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")
-    return fig
-
-
-def _title(mgrit: MGRIT, plan: Sequence[tuple[int, int]]) -> str:
-    layers, coarsest = plan[0][0], plan[-1][0]
-    rest = "a prefix sum" if isinstance(mgrit.coarse_step, Picard) and mgrit.coarse_step.sweeps == 0 else None
-    tail = f"the coarse solve is {rest}" if rest else f"only {coarsest} coarse steps remain one after another"
-    return f"{layers} layers on {len(plan)} levels: {tail}"
-
-
-def _notes(mgrit: MGRIT, adjoint: Solver) -> str:
-    coarse = _words(mgrit.coarse_step)
-    forward = f"F, C: relaxation of the F- and C-points; FC at the end: final sweep. Coarse step: {coarse}."
-    if not isinstance(adjoint, MGRIT):
-        backward = f"Adjoint: {_words(adjoint)}."
-    else:
-        others = [
-            f"{field.name} = {_words(getattr(adjoint, field.name))}"
-            for field in dataclasses.fields(MGRIT)
-            if field.name != "iterations" and repr(getattr(adjoint, field.name)) != repr(getattr(mgrit, field.name))
-        ]
-        same = f"but {', '.join(others)}, and with" if others else "with"
-        backward = f"Adjoint: the same from right to left, {same} {_count(adjoint.iterations, 'iteration')}."
-    return "\n".join(textwrap.fill(line, 125) for line in (forward, backward))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
+    if type(adjoint) is not type(solver):
+        return f"Adjoint: {adjoint.summary()}."
+    others = [
+        f"{field.name} = {_words(getattr(adjoint, field.name))}"
+        for field in dataclasses.fields(cast(Any, solver))
+        if field.name != "iterations" and repr(getattr(adjoint, field.name)) != repr(getattr(solver, field.name))
+    ]
+    same = f"but {', '.join(others)}, and with" if others else "with"
+    return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, 'iteration')}."
 
 
 def _words(value: Any) -> str:
     """A setting in words."""
-    if isinstance(value, Picard):
-        return f"{_count(value.sweeps, 'Picard sweep')} over the layers"
-    if isinstance(value, Newton):
-        kind = "" if value.jacobian == "full" else f" with {value.jacobian} Jacobians"
-        before = f" after {_count(value.relaxations, 'relaxation')}" if value.relaxations else ""
-        return f"{_count(value.iterations, 'Newton iteration')}{before}{kind}"
-    if isinstance(value, Rediscretize):
-        rule = value.params if isinstance(value.params, str) else "a function"
-        return f"the layer with the interval's dt, parameters by {rule}"
-    if isinstance(value, Serial):
-        return "serial"
+    if hasattr(value, "summary"):
+        return str(value.summary())
     return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)

@@ -1,14 +1,15 @@
 """A plan as a picture."""
 
 import math
+import textwrap
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from lp_jax import MGRIT, Newton, Picard, Serial
-from lp_jax.planning import Choice, Plan
+from lp_jax.planning import Plan
+from lp_jax.planning._text import times
 from lp_jax.viz._style import BLUE, GREEN, GREY, NOTE, PURPLE, RED, dress, figure, legend
 
 
@@ -21,7 +22,7 @@ def plan(found: Plan) -> Figure:
     Example:
         >>> from lp_jax import planning, viz
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> found = planning.choose(64, planning.Machine(layers=(1, 1024), **flat))
+        >>> found = planning.choose(64, planning.Machine(at_once=(1, 1024), **flat))
         >>> [ax.get_xlabel() for ax in viz.plan(found).axes]
         ['ms per training step, predicted', 'devices']
     """
@@ -33,24 +34,15 @@ def plan(found: Plan) -> Figure:
 
 
 def _title(found: Plan) -> str:
-    if isinstance(found.solver, Serial):
+    if found.solver.exact:
         return f"{found.layers} layers: serial propagation"
     where = f" on {found.workers} workers" if found.workers > 1 else ""
-    return f"{found.layers} layers{where}: {_name(found.best)}, predicted {found.speedup:.2g} times as fast as serial"
+    solvers = found.solver.label(found.adjoint_solver)
+    text = f"{found.layers} layers{where}: {solvers}, predicted {times(found.speedup)} times as fast as serial"
+    return textwrap.fill(text, _WIDTH)
 
 
-def _name(choice: Choice) -> str:
-    """A few words on a solver."""
-    solver, adjoint = choice[:2]
-    if isinstance(solver, Picard | Newton):
-        kind = "sweeps" if isinstance(solver, Picard) else "Newton's method"
-        return f"{kind} to {solver.rtol:.0e}"
-    if not isinstance(solver, MGRIT):
-        return "serial"
-    step = solver.coarse_step
-    sweeps = f"Picard {step.sweeps}" if isinstance(step, Picard) and step.sweeps else "identity"
-    coarse = sweeps if isinstance(step, Picard) else "injection"
-    return f"{solver.iterations}/{adjoint.iterations} cycles, {coarse}, m = {solver.coarsening}"
+_WIDTH = 75  # letters of a title
 
 
 def _errors(ax: Axes, found: Plan) -> None:

@@ -7,18 +7,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from lp_jax._mpi import MPIComm, layer_slices
+from lp_jax._comm import Comm
 from lp_jax._picard import Picard
 from lp_jax._solve import solve
 from lp_jax._types import Layer
-from lp_jax.planning._schedule import prefix_messages
+from lp_jax._work import prefix_messages
 
 _SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5
 
 
-class Wires(NamedTuple):
+class Interconnect(NamedTuple):
     """Between neighbours among the workers; fields of `Machine`.
 
     Attributes:
@@ -32,14 +31,14 @@ class Wires(NamedTuple):
     sum_bandwidth: float
 
 
-def wires(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Wires:
+def interconnect(comm: Comm, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
     """Measure messages between workers by sweeps over a chain that computes next to nothing.
 
     A sweep sends a state to the neighbour, one more for each step of a prefix sum, and the residual's norm to all. The
     same sweep without neighbours is subtracted. Sums over all of them, as of gradients, are measured apart: they add, too.
 
     Args:
-        comm: `MeshComm` or `MPIComm`; all of its ranks call this together.
+        comm: where the layers will live; all ranks of an `MPIComm` call this together.
         sizes: bytes of a small and of a large state, and of what is summed.
 
     Raises:
@@ -50,25 +49,22 @@ def wires(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Wires:
         >>> from lp_jax import planning
         >>> devices = jax.devices()[:2]
         >>> mesh = jax.make_mesh((len(devices),), ("layers",), (jax.sharding.AxisType.Auto,), devices=devices)
-        >>> found = planning.wires(lp_jax.MeshComm(mesh), sizes=(256, 1 << 16)) if len(devices) > 1 else None
+        >>> found = planning.interconnect(lp_jax.MeshComm(mesh), sizes=(256, 1 << 16)) if len(devices) > 1 else None
     """
     if comm.size == 1:
-        raise ValueError("wires got a comm of one worker, which has nobody to send to; give one of several.")
+        raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")
     messages, hops = 1 + prefix_messages(comm.size), (comm.size - 1).bit_length()
     small, large = (_sweep(comm, size) - _sweep(None, size) for size in sizes)
     latency = max(small, 1e-9) / (messages + hops)
     bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
     small, large = (_sum(comm, size) for size in sizes)
     passed = 2 * (comm.size - 1) / comm.size * (sizes[1] - sizes[0])
-    return Wires(latency, bandwidth, passed / max(large - small, 1e-9))
+    return Interconnect(latency, bandwidth, passed / max(large - small, 1e-9))
 
 
-def _sweep(comm: Any, size: int) -> float:
+def _sweep(comm: Comm | None, size: int) -> float:
     """Seconds of a sweep, with a layer on each worker."""
-    layers = 1 if comm is None else comm.size
-    params: Any = jnp.ones(layers, jnp.float32)
-    if isinstance(comm, MPIComm):
-        params = params[layer_slices(layers, layers, Picard())[comm.rank]]
+    params = _layers(comm)
     y0 = jnp.ones(size // 4, jnp.float32)
 
     @jax.jit
@@ -79,20 +75,25 @@ def _sweep(comm: Any, size: int) -> float:
     return (often - once) / (_SWEEPS - 1)
 
 
-def _sum(comm: Any, size: int) -> float:
+def _sum(comm: Comm, size: int) -> float:
     """Seconds of a sum over all workers."""
-    x: Any = jnp.ones((1 if isinstance(comm, MPIComm) else comm.size, size // 4), jnp.float32)
-    if isinstance(comm, MPIComm):
-        return _seconds(jax.jit(comm.sum), x)
-    own = PartitionSpec(comm.axis)
-    total = jax.shard_map(
-        lambda x: jax.lax.psum(x, comm.axis),
-        mesh=comm.mesh,
-        in_specs=own,
-        out_specs=PartitionSpec(),
-        axis_names={comm.axis},
-    )
-    return _seconds(jax.jit(total), jax.device_put(x, NamedSharding(comm.mesh, own)))
+    params, x = _layers(comm), jnp.ones(size // 4, jnp.float32)
+    workers = comm.place(len(params), (Picard(),), params, x)
+
+    @jax.jit
+    def total(params: jax.Array, x: jax.Array) -> jax.Array:
+        summed: jax.Array = workers.run(lambda own, x: (own, workers.sum(own[0] * x)), params, x)[1]
+        return summed
+
+    return _seconds(total, params, x)
+
+
+def _layers(comm: Comm | None) -> jax.Array:
+    """Parameters of a layer on each worker."""
+    if comm is None:
+        return jnp.ones(1, jnp.float32)
+    mine: jax.Array = comm.share(jnp.ones(comm.size, jnp.float32), (Picard(),))
+    return mine
 
 
 def _seconds(f: Callable[..., Any], *args: Any) -> float:

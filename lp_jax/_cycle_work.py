@@ -1,0 +1,54 @@
+"""What a multigrid cycle does, counted along its path."""
+
+import math
+from collections.abc import Sequence
+
+from lp_jax._path import Stop
+from lp_jax._solver import CoarseStep, Solver
+from lp_jax._work import Work
+
+Grid = Sequence[tuple[int, int]]
+"""(steps, coarsening factor) of every level, finest first."""
+
+
+def busiest(level: tuple[int, int], workers: int) -> int:
+    """Return the number of intervals of a level on the busiest worker."""
+    steps, factor = level
+    return math.ceil(math.ceil(steps / factor) / workers)
+
+
+def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: CoarseStep, coarsest: Solver) -> None:
+    """Record a cycle, up to where its last F-points would be interpolated.
+
+    Args:
+        work: the solve of all layers.
+        grid: of the solver.
+        stops: the path of the cycle.
+        coarse_step: what stands in for the layers of an interval.
+        coarsest: solver of the coarsest level.
+    """
+    spans = [math.prod(factor for _, factor in grid[:level]) for level in range(len(grid))]
+    levels = [work, *(work.on(grid[n][0], coarse_step, spans[n]) for n in range(1, len(grid)))]
+    for stop, following in zip(stops, [*stops[1:], None], strict=True):
+        at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
+        intervals = busiest(grid[at], work.workers)
+        if stop.label == "solve":
+            _count_solve(level, coarse_step, coarsest)
+        elif following is not None and following.level > at:  # down
+            sweeps = stop.label.count("F")
+            for _ in range(sweeps):
+                level.steps(factor, intervals)
+                if at == 0 and level.looped:  # states at F-points, in every sweep
+                    level.evaluate_again(factor - 1, intervals)
+            level.sent(sweeps)
+            levels[at + 1].steps(1, intervals)  # the coarse right-hand side
+        elif at > 0:  # up
+            level.steps(factor - 1, intervals)
+            level.sent(1)
+
+
+def _count_solve(level: Work, coarse_step: CoarseStep, coarsest: Solver) -> None:
+    if coarse_step.is_identity:
+        level.sent(level.prefix)
+    else:
+        coarsest.count(level)

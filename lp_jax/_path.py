@@ -1,0 +1,75 @@
+"""The path of a multigrid solve through its levels, as `lp_jax._cycle` walks it."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
+"""The cycles that a cycle of each kind makes on the next coarser level, one after the other."""
+
+
+class Stop(NamedTuple):
+    """One stop on the path.
+
+    Attributes:
+        level: 0 is the finest.
+        label: what is done there: "solve", or the relaxation, like "FCF".
+        iteration: number of the iteration that begins here; None within one.
+        title: what that iteration is called.
+    """
+
+    level: int
+    label: str
+    iteration: int | None = None
+    title: str = ""
+
+
+def path(relaxations: tuple[str, ...], kind: str, iterations: int, *, skip: bool) -> list[Stop]:
+    """Return the stops of ``iterations`` cycles and the final sweep; successive ones on a level are one.
+
+    Args:
+        relaxations: pre-relaxation on every level, finest first, like "FCF"; the coarsest level's is not used.
+        kind: "V", "F" or "W".
+        iterations: number of cycles.
+        skip: whether the first one is the coarse-to-fine cascade.
+    """
+    stops: list[Stop] = []
+    for iteration in range(1, iterations + 1):
+        first = skip and iteration == 1
+        begin, *rest = (cascade_stops if first else cycle_stops)(relaxations, kind)
+        title = "coarse to fine" if first else f"{kind}-cycle"
+        _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
+    _extend(stops, [Stop(0, "FC")])
+    return stops
+
+
+@functools.cache
+def cycle_stops(relaxations: tuple[str, ...], kind: str, level: int = 0) -> tuple[Stop, ...]:
+    """Return the stops of one cycle from ``level`` down and up again."""
+    stops = [Stop(level, relaxations[level])]
+    if level + 2 == len(relaxations):
+        stops.append(Stop(level + 1, "solve"))
+    else:
+        for visit in VISITS[kind]:
+            _extend(stops, cycle_stops(relaxations, visit, level + 1))
+    return (*stops, Stop(level, "F"))
+
+
+@functools.cache
+def cascade_stops(relaxations: tuple[str, ...], kind: str, level: int = 0) -> tuple[Stop, ...]:
+    """Return the stops of the coarse-to-fine cascade; it stands for the first visit of a cycle of its kind."""
+    if level + 2 == len(relaxations):
+        return (Stop(level + 1, "solve"), Stop(level, "F"))
+    stops = list(cascade_stops(relaxations, kind, level + 1))
+    for visit in VISITS[kind][1:]:
+        _extend(stops, cycle_stops(relaxations, visit, level + 1))
+    return (*stops, Stop(level, "F"))
+
+
+def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
+    """Append; where the path stays on a level, the later relaxation takes in the F-relaxation before it."""
+    if stops and stops[-1].level == more[0].level:
+        before = stops.pop()
+        if more[0].iteration is None:
+            more = [more[0]._replace(iteration=before.iteration, title=before.title), *more[1:]]
+    stops.extend(more)

@@ -1,0 +1,221 @@
+"""What a solve does and holds, as its solver says: batches of layers, messages, bytes."""
+
+import collections
+import dataclasses
+import math
+from typing import NamedTuple, Protocol
+
+KINDS = ("forward", "linearise", "adjoint", "gradient")
+
+
+class Uncounted(Exception):
+    """Raised by a solver, or a part of one, that does not count its work. Its program is read instead."""
+
+
+class Batch(NamedTuple):
+    """Evaluations that do not depend on each other.
+
+    Attributes:
+        kind: "forward"; "linearise", a forward evaluation for the sake of its transpose; "adjoint", the transpose for the
+            state; "gradient", that for the parameters; "newton", a Newton iteration with all that belongs to it: Jacobians, and
+            the scan that solves with them.
+        layers: number of layers.
+    """
+
+    kind: str
+    layers: int
+
+
+@dataclasses.dataclass
+class Schedule:
+    """What a solve, or a training step, does on the busiest worker.
+
+    Attributes:
+        batches: how often each batch is evaluated, one after the other.
+        rows: of each kind, how many loops over layers that follow each other are started; counted in multigrid, where layers at
+            once are evaluated one by one.
+        states: messages of one state that are waited for, one after the other.
+        reductions: sums and broadcasts over all workers.
+    """
+
+    batches: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
+    rows: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    states: int = 0
+    reductions: int = 0
+
+    def add(self, kind: str, count: int, layers: int, *, looped: bool, rows: int = 0) -> None:
+        """Add ``count`` batches of ``layers`` layers each, or all of these layers one by one, in ``rows`` rows."""
+        if count and layers:
+            self.batches[Batch(kind, 1 if looped else layers)] += count * (layers if looped else 1)
+            if looped and rows:
+                self.rows[kind] += rows
+
+    def __add__(self, other: "Schedule") -> "Schedule":
+        return Schedule(
+            self.batches + other.batches,
+            self.rows + other.rows,
+            self.states + other.states,
+            self.reductions + other.reductions,
+        )
+
+    def include(self, other: "Schedule", times: int) -> None:
+        """Add another schedule, ``times`` times."""
+        for mine, others in ((self.batches, other.batches), (self.rows, other.rows)):
+            for key, n in others.items() if times else ():
+                mine[key] += times * n  # type: ignore[index]
+        self.states += times * other.states
+        self.reductions += times * other.reductions
+
+    def work(self, *kinds: str) -> int:
+        """Number of evaluations of these kinds (all by default)."""
+        return sum(n * batch.layers for batch, n in self.batches.items() if batch.kind in (kinds or KINDS))
+
+    def depth(self, *kinds: str) -> int:
+        """Number of batches of these kinds (all by default)."""
+        return sum(n for batch, n in self.batches.items() if batch.kind in (kinds or KINDS))
+
+
+class CoarseStep(Protocol):
+    """What stands in for the layers of an interval, as far as its work is concerned."""
+
+    def count_steps(self, work: "Work", count: int, at_once: int) -> None:
+        """Record ``count`` steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """A forward or adjoint solve of a chain, which its solver counts by calling the methods here.
+
+    Attributes:
+        layers: number of steps of the chain, on all workers.
+        workers: number of workers that the chain is spread over.
+        looped: whether steps at once are evaluated one after another, as on a CPU.
+        kept: whether the forward solve leaves linearisations of all layers to the adjoint.
+        adjoint: whether this is the adjoint solve, which gives the gradient too.
+        in_rows: whether to count rows of layers that follow each other.
+        step: the coarse step, if the chain is a coarse level; None for layers.
+        span: number of layers that a step stands for.
+        unit: number of steps that must live on one worker.
+        schedule: what has been counted so far.
+    """
+
+    layers: int
+    workers: int = 1
+    looped: bool = False
+    kept: bool = False
+    adjoint: bool = False
+    in_rows: bool = False
+    step: CoarseStep | None = None
+    span: int = 1
+    unit: int = 1
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+
+    @property
+    def mine(self) -> int:
+        """Number of steps on the busiest worker, those that only pad its last unit included."""
+        return math.ceil(math.ceil(self.layers / self.unit) / self.workers) * self.unit
+
+    @property
+    def prefix(self) -> int:
+        """Messages of a prefix sum over the workers, one after the other."""
+        return prefix_messages(self.workers)
+
+    def on(self, steps: int, step: CoarseStep, span: int) -> "Work":
+        """Return a coarse level of this chain; what it counts is added to the same schedule."""
+        return dataclasses.replace(self, layers=steps, step=step, span=span)
+
+    def apart(self) -> "Work":
+        """Return the same with an empty schedule of its own."""
+        return dataclasses.replace(self, schedule=Schedule())
+
+    def steps(self, count: int, at_once: int) -> None:
+        """Record ``count`` steps of the chain, one after the other, each at ``at_once`` places."""
+        if self.step is None:
+            self.evaluate(count, at_once)
+        else:
+            self.step.count_steps(self, count, at_once)
+
+    def evaluate(self, count: int, at_once: int, *, rows: int | None = None, gradient: bool = False) -> None:
+        """Record ``count`` batches of ``at_once`` evaluations of a layer; by default in as many rows.
+
+        In an adjoint solve these are transposes, of layers that are linearised again unless that was kept.
+        """
+        rows = at_once if rows is None else rows
+        if not self.adjoint:
+            self.add("forward", count, at_once, rows=rows)
+            return
+        self.add("adjoint", count, at_once, rows=rows)
+        if self.step is not None or not self.kept:  # in one loop with the transpose
+            self.add("linearise", count, at_once)
+        if gradient:
+            self.add("gradient", count, at_once, rows=rows)
+
+    def evaluate_again(self, count: int, at_once: int) -> None:
+        """Record forward evaluations for states that the adjoint solve does not find."""
+        if self.adjoint and not self.kept:
+            self.add("forward", count, at_once, rows=at_once)
+
+    def add(self, kind: str, count: int, layers: int, *, rows: int = 0) -> None:
+        """Record ``count`` batches of one kind."""
+        self.schedule.add(kind, count, layers, looped=self.looped, rows=rows if self.in_rows else 0)
+
+    def sent(self, states: int) -> None:
+        """Record messages of a state between neighbours, one after the other."""
+        if self.workers > 1:
+            self.schedule.states += states
+
+    def last_evaluation(self) -> None:
+        """Record what a solver with a state after every layer does at the end: it keeps layers, or forms the gradient."""
+        if self.step is not None or not (self.adjoint or self.kept):
+            return
+        self.sent(1)
+        if not self.adjoint:
+            self.add("forward", 1, self.mine)
+            return
+        if not self.kept:
+            self.add("linearise", 1, self.mine)
+        self.add("gradient", 1, self.mine)
+
+
+def prefix_messages(workers: int) -> int:
+    """Messages of a prefix sum over workers, one after the other."""
+    return 0 if workers == 1 else 1 + max(0, workers - 2).bit_length()
+
+
+class Sizes(NamedTuple):
+    """What the memory of a solver depends on.
+
+    Attributes:
+        layers: number of layers, on all workers.
+        workers: number of workers that they are spread over.
+        state: bytes of the state.
+        linearised: bytes of a state and of what the linearisation of a layer holds.
+        parameters: bytes of a layer's parameters.
+        examples: number of examples in the state.
+        looped: whether layers at once are evaluated one after another.
+    """
+
+    layers: int
+    workers: int
+    state: int
+    linearised: int
+    parameters: int
+    examples: int
+    looped: bool
+
+    @property
+    def mine(self) -> int:
+        """Number of layers on the busiest worker."""
+        return math.ceil(self.layers / self.workers)
+
+
+class Held(NamedTuple):
+    """Bytes of a training step on one worker.
+
+    Attributes:
+        kept: states and linearisations that the forward solve leaves to the adjoint.
+        working: what the solvers need while they work.
+    """
+
+    kept: int
+    working: int

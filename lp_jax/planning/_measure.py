@@ -1,0 +1,140 @@
+"""Seconds of the parts of a solve on the machine at hand."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lp_jax._mgrit import MGRIT
+from lp_jax._newton import Newton
+from lp_jax._picard import Picard
+from lp_jax._problem import Problem
+from lp_jax._serial import Serial
+from lp_jax._solve import solve, solve_vjp
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+
+LEAST = 1e-9  # seconds; what noise may leave of a difference
+
+_SWEEPS, _CYCLES = 9, 2  # of the longer runs
+_SAMPLE = 0.02  # seconds that a sample lasts at least
+_SAMPLES = 15  # with five, what the gradient takes in an interval was off by an eighth; with these by a twentieth
+
+
+def arrays(problem: Problem) -> dict[str, PyTree]:
+    """Return the arguments of a compiled function: ``solve(**(vars(problem) | arrays))``."""
+    return {name: getattr(problem, name) for name in ("params", "y0", "shared", "data")}
+
+
+def serial(problem: Problem) -> tuple[float, float]:
+    """Seconds of a layer in serial propagation: forward, and what the gradient adds."""
+
+    @jax.jit
+    def forward(arrays: dict[str, PyTree]) -> Any:
+        return solve(**(vars(problem) | arrays), solver=Serial()).y1
+
+    @jax.jit
+    def both(arrays: dict[str, PyTree]) -> Any:
+        solution, pullback = solve_vjp(**(vars(problem) | arrays), solver=Serial())
+        return pullback(solution.y1)
+
+    (alone,), (whole,) = (seconds(f, [(arrays(problem),)]) for f in (forward, both))
+    return alone / problem.layers, max(whole - alone, LEAST) / problem.layers
+
+
+def adding(params: PyTree) -> float:
+    """Seconds of adding arrays like gradients of all layers to others: the parameters themselves."""
+    added = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not added:
+        return 0.0
+    add = jax.jit(lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], donate_argnums=0)
+    total = [jnp.zeros_like(x) for x in added]
+
+    def call() -> None:
+        nonlocal total
+        total = jax.block_until_ready(add(total, added))
+
+    return seconds(call, [()])[0]
+
+
+def sweep(problem: Problem) -> list[float]:
+    """Seconds of a sweep over all layers at once: forward, adjoint, and of the gradient."""
+    forward, adjoint, gradient = _iterations(problem, Picard(sweeps=_SWEEPS))
+    return [max(s, LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
+
+
+def relaxation(problem: Problem, span: int, interval_map: str = "auto") -> np.ndarray:
+    """Seconds per layer of sweeps over intervals of ``span`` layers: forward, adjoint, and of the gradient.
+
+    Cycles have several sweeps each, so that what belongs to their coarse level counts little. They have one where the
+    intervals are so few that more sweeps would make the first cycle exact, and there would be no second one.
+    """
+    solver = MGRIT(
+        coarsening=span,
+        iterations=_CYCLES,
+        relaxation="FCFCF" if problem.layers // span > 3 else "F",
+        coarse_step=Picard(sweeps=0),
+        skip_downcycle=False,
+        storage="all",
+        interval_map=interval_map,
+    )
+    *cycles, last = _iterations(problem, solver)
+    forward, adjoint = (spent / (solver.c_relaxations(0) + 1) for spent in cycles)
+    gradient = last - forward - adjoint  # the last sweeps are as long as the others
+    return np.maximum(LEAST, np.array([forward, adjoint, gradient])) / problem.layers
+
+
+def newton(problem: Problem) -> float:
+    """Seconds of a Newton iteration on all layers at once."""
+
+    @jax.jit
+    def iterated(arrays: dict[str, PyTree], atol: jax.Array) -> Any:
+        solver = Newton(iterations=_SWEEPS, batch_axes=1, atol=atol)
+        solution = solve(**(vars(problem) | arrays), solver=solver)
+        return solution.y1, solution.stats.iterations
+
+    calls = [(arrays(problem), jnp.float32(value)) for value in (1e30, -1.0)]
+    few, many = (int(iterated(*call)[1]) for call in calls)
+    once, often = seconds(iterated, calls)
+    return max(LEAST, (often - once) / max(1, many - few))
+
+
+def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:
+    """Seconds of an iteration, forward and adjoint, and of what is done once: the last sweeps, the gradient."""
+
+    @jax.jit
+    def solved(arrays: dict[str, PyTree], atol: jax.Array, adjoint_atol: jax.Array) -> Any:
+        forward, adjoint = (dataclasses.replace(solver, atol=x) for x in (atol, adjoint_atol))  # type: ignore[type-var]
+        solution, pullback = solve_vjp(**(vars(problem) | arrays), solver=forward, adjoint_solver=adjoint)
+        gradients, stats = pullback(solution.y1)
+        return gradients, solution.stats.iterations, stats.iterations
+
+    once, often = jnp.float32(1e30), jnp.float32(-1)
+    calls = [(arrays(problem), *limits) for limits in ((once, once), (often, once), (once, often))]
+    counts = np.array([[int(n) for n in solved(*call)[1:]] for call in calls])
+    spent = np.array(seconds(solved, calls))
+    forward = (spent[1] - spent[0]) / max(1, counts[1, 0] - counts[0, 0])
+    adjoint = (spent[2] - spent[0]) / max(1, counts[2, 1] - counts[0, 1])
+    return float(forward), float(adjoint), float(spent[0] - counts[0] @ (forward, adjoint))
+
+
+def seconds(f: Callable[..., Any], calls: list[tuple]) -> list[float]:
+    """Median times of some calls of a compiled function, interleaved."""
+    samples: list[list[float]] = [[] for _ in calls]
+    jax.block_until_ready(f(*calls[0]))  # compiled
+    repeats = [max(1, round(_SAMPLE / _once(f, call, 1))) for call in calls]
+    for _ in range(_SAMPLES):
+        for sample, call, repeat in zip(samples, calls, repeats, strict=True):
+            sample.append(_once(f, call, repeat))
+    return [float(np.median(sample)) for sample in samples]
+
+
+def _once(f: Callable[..., Any], call: tuple, repeat: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeat):
+        jax.block_until_ready(f(*call))
+    return (time.perf_counter() - start) / repeat

@@ -1,0 +1,258 @@
+"""A plan: what was looked at, what is recommended and why, as data and as text."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver
+from lp_jax.planning._candidates import Pair, exact_cycles
+from lp_jax.planning._cost import Time, pipeline, predict
+from lp_jax.planning._machine import Machine
+from lp_jax.planning._memory import Memory
+from lp_jax.planning._text import aligned, milliseconds, pair, pasted, times
+
+SERIAL = (Serial(), Serial())
+DEVICES = tuple(2**exponent for exponent in range(13))
+WORTH = (
+    1.15  # a solver is recommended if it is this many times as fast as serial propagation; predictions are no better
+)
+
+_MOST = 8  # lines of a table
+_UNKNOWN = 3  # iterations to a tolerance, until a probe tells
+
+
+class Probed(NamedTuple):
+    """What a probe of a pair of solvers found.
+
+    Attributes:
+        error: relative distance of the gradient from the exact one, in the 2-norm.
+        iterations: number of iterations of the forward solve.
+        adjoint_iterations: number of iterations of the adjoint solve.
+    """
+
+    error: float
+    iterations: int
+    adjoint_iterations: int
+
+
+class Choice(NamedTuple):
+    """A pair of solvers, and what is known of it.
+
+    Attributes:
+        solver: of the forward solve.
+        adjoint_solver: of the adjoint solve.
+        time: predicted time of a training step; with a tolerance for as many iterations as the probe took.
+        memory: predicted memory of a worker.
+        probed: what the probe found, if there was one.
+    """
+
+    solver: Solver
+    adjoint_solver: Solver
+    time: Time
+    memory: Memory
+    probed: Probed | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Error of the gradient: 0 for serial propagation, None without a probe."""
+        if self.solver.exact and self.adjoint_solver.exact:
+            return 0.0
+        return None if self.probed is None else self.probed.error
+
+
+class Devices(NamedTuple):
+    """Seconds of a training step on a number of devices; None where so many cannot be used.
+
+    Attributes:
+        devices: number of devices.
+        layers: all of them along the layers, with the fastest solver that is exact enough.
+        data: all of them along the examples, with serial propagation.
+        both: the best division between the two.
+        split: that division: workers along the layers, and along the examples.
+        pipeline: microbatches following each other along the layers.
+    """
+
+    devices: int
+    layers: float | None
+    data: float | None
+    both: float | None
+    split: tuple[int, int]
+    pipeline: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which solvers to use, and why. ``print(plan)`` shows it.
+
+    Attributes:
+        choices: all solvers that were looked at, fastest first.
+        best: the one to use.
+        serial: serial propagation on as many workers.
+        machine: what layers take.
+        layers: number of layers.
+        workers: number of workers that they are spread over.
+        error: largest error of the gradient that was asked for.
+        unprobed: number of solvers that would be faster than ``best`` and were not probed for lack of time.
+    """
+
+    choices: tuple[Choice, ...]
+    best: Choice
+    serial: Choice
+    machine: Machine
+    layers: int
+    workers: int
+    error: float
+    unprobed: int
+
+    @property
+    def solver(self) -> Solver:
+        """The forward solver to use."""
+        return self.best.solver
+
+    @property
+    def adjoint_solver(self) -> Solver:
+        """The adjoint solver to use."""
+        return self.best.adjoint_solver
+
+    @property
+    def alone(self) -> float:
+        """Predicted seconds of a training step with serial propagation on one worker."""
+        return predict(*SERIAL, self.layers, self.machine).seconds
+
+    @property
+    def speedup(self) -> float:
+        """Predicted speedup over that."""
+        return self.alone / self.best.time.seconds
+
+    @property
+    def code(self) -> str:
+        """The recommendation, to be pasted."""
+        return pasted(self.solver, self.adjoint_solver)
+
+    def exact_enough(self) -> list[Choice]:
+        """Return the choices whose gradient is known to be as exact as asked for."""
+        return [choice for choice in self.choices if choice.error is not None and choice.error <= self.error]
+
+    def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
+        """Predict times on other numbers of devices, with the solvers that are known to be exact enough.
+
+        The error of a gradient does not depend on the number of workers. As many cycles as intervals, with an interval for each
+        worker, are exact and need no probe.
+
+        Args:
+            devices: numbers of devices.
+        """
+        pairs = [counted((c.solver, c.adjoint_solver), c.probed) for c in self.exact_enough()]
+        return [self._on(count, pairs) for count in devices]
+
+    def _on(self, devices: int, pairs: Sequence[Pair]) -> Devices:
+        @functools.cache
+        def best(workers: int, data_workers: int) -> float | None:
+            if workers > self.layers or data_workers > self.machine.examples:
+                return None
+            known = [*pairs, *exact_cycles(self.layers, workers)]
+            spent = (predict(*p, self.layers, self.machine, workers=workers, data_workers=data_workers) for p in known)
+            return min(time.seconds for time in spent)
+
+        data = None
+        if devices <= self.machine.examples:
+            data = predict(*SERIAL, self.layers, self.machine, data_workers=devices).seconds
+        splits = [(p, devices // p) for p in range(1, devices + 1) if devices % p == 0]
+        options = [(seconds, split) for split in splits if (seconds := best(*split)) is not None]
+        both, split = min(options, default=(None, (devices, 1)))
+        piped = None
+        if 1 < devices <= self.layers:
+            parts = [2**k for k in range(self.machine.examples.bit_length())]
+            piped = min(pipeline(self.layers, self.machine, devices, part) for part in parts)
+        return Devices(devices, best(devices, 1), data, both, split, piped)
+
+    def __str__(self) -> str:
+        return "\n".join([*_solvers(self), "", f"Use {self.code}", f"  {reason(self)}", "", *_more_devices(self)])
+
+
+def counted(solvers: Pair, probed: Probed | None) -> Pair:
+    """Return the solvers with as many iterations as a tolerance took; with few, where there was no probe."""
+    taken = (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
+    forward, adjoint = (
+        solver.with_effort(max(1, iterations)) if solver.has_tolerance else solver
+        for solver, iterations in zip(solvers, taken, strict=True)
+    )
+    return forward, adjoint
+
+
+def reason(plan: Plan) -> str:
+    """Return why this solver is recommended."""
+    if not plan.solver.exact:
+        text = f"predicted {times(plan.speedup)} times as fast as serial propagation on one worker"
+        if plan.speedup < 1:
+            text += ", which is the better place for all layers"
+        return text + (f"; {plan.unprobed} faster ones were not looked at" if plan.unprobed else "") + "."
+    faster = [c for c in plan.choices if c.time.seconds * WORTH <= plan.serial.time.seconds]
+    looked_at = sum(c.error is not None for c in faster)
+    if looked_at:
+        left = f", and {plan.unprobed} were not looked at" if plan.unprobed else ""
+        many = "s are" if looked_at > 1 else " is"
+        text = f"{looked_at} solver{many} clearly faster, none with a gradient error of at most {plan.error:.0e}"
+        return f"{text}{left}. {_instead(plan)}"
+    if faster:
+        return "faster solvers are listed; what their gradients are worth on your network, nobody looked at yet."
+    why = (
+        "layers run one after another there"
+        if plan.machine.looped
+        else "a layer fills the device, or there are few of them"
+    )
+    return f"nothing that does more work is clearly faster, as {why}. {_instead(plan)}"
+
+
+def _instead(plan: Plan) -> str:
+    """What else makes use of devices."""
+    many = max(2, plan.workers)
+    there = plan.scaling((many,))[0]
+    known = {"along the examples": there.data, "in a pipeline": there.pipeline, "along the layers": there.layers}
+    seconds, name = min((seconds, name) for name, seconds in known.items() if seconds is not None)
+    gain = plan.alone / seconds
+    if gain < 1.01:
+        return f"On {many} devices nothing helps either."
+    return f"On {many} devices: {name}, {times(gain)} times as fast as on one."
+
+
+def _solvers(plan: Plan) -> list[str]:
+    """The fastest of the probed solvers or, if none was, of all; with the best and serial propagation."""
+    probed = [c for c in plan.choices if c.probed is not None]
+    shown = (*(probed or plan.choices)[:_MOST], plan.best, plan.serial)
+    rows = sorted({id(c): c for c in shown}.values(), key=lambda c: c.time.seconds)
+    title = f"{plan.layers} layers on {plan.workers} worker{'s' * (plan.workers > 1)}"
+    name = f" of {plan.machine.name}" if plan.machine.name else ""
+    head = ("ms", "speedup", "gradient error", "MB", "solver")
+    lines = aligned([head, *(_row(plan.alone, choice) for choice in rows)])
+    return [f"{title}{name}, gradient error at most {plan.error:.0e}", "", *lines]
+
+
+def _row(alone: float, choice: Choice) -> tuple[str, ...]:
+    error = "?" if choice.error is None else "exact" if choice.error == 0 else f"{choice.error:.1e}"
+    error = error if choice.error is None or math.isfinite(choice.error) else "diverges"
+    seconds, megabytes = choice.time.seconds, choice.memory.bytes / 1e6
+    return milliseconds(seconds), f"{alone / seconds:.2f}", error, f"{megabytes:.3g}", pair(*choice[:2])
+
+
+def _more_devices(plan: Plan) -> list[str]:
+    """What other numbers of devices would give."""
+    many = [row for row in plan.scaling() if row.both is not None]
+    rows: list[tuple[str, ...]] = [("devices", "layers", "examples", "pipeline", "both", "as", "")]
+    for d in many:
+        spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
+        rows.append((f"{d.devices}", *spent, "{} x {}".format(*d.split), ""))
+    unknown = "" if plan.machine.latency else "; what messages take is not known, and counted as nothing"
+    lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, aligned(rows))]
+    layers = [(d.layers, d.devices) for d in many if d.layers is not None]
+    crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.alone), None)
+    if crossing is None:
+        none = "with what was looked at, no number of devices is faster than one with serial propagation."
+        return [*lines, f"Along the layers alone: {none}"]
+    seconds, devices = min(layers)
+    text = f"faster than serial propagation from {crossing} device{'s' * (crossing > 1)} on"
+    most = f"at most {times(plan.alone / seconds)} times, at {devices}."
+    return [*lines, f"Along the layers alone: {text}, {most}"]
