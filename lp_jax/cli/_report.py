@@ -1,7 +1,6 @@
 """What a run leaves: a table, a summary, pictures."""
 
 import contextlib
-import dataclasses
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,22 +10,15 @@ import jax
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lp_jax import MGRIT, Picard, Rediscretize, viz
+from lp_jax import viz
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._info import version
+from lp_jax.cli._problem import Settings
 from lp_jax.cli._run import Run
-from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import with_effort
 from lp_jax.train import gradient_error, residuals
 
-COARSE_STEPS: Mapping[str, Rediscretize | Solver] = {
-    "injection": Rediscretize(params="inject"),
-    "mean of parameters": Rediscretize(params="mean"),
-    "1 Picard sweep": Picard(sweeps=1),
-    "2 Picard sweeps": Picard(sweeps=2),
-}
 ITERATIONS, MOST_ITERATIONS = 3, 8
 """How many are drawn at least, and at most."""
 
@@ -55,7 +47,7 @@ def _gradient_error(summary: Mapping[str, Any]) -> str:
 def summary(settings: Settings, runs: Sequence[Run], solver: Solver, adjoint_solver: Solver) -> dict[str, Any]:
     """All that the table says, and what it was measured with."""
     return {
-        "problem": dataclasses.asdict(settings),
+        "problem": settings.flat(),
         "solver": repr(solver),
         "adjoint_solver": repr(adjoint_solver),
         "results": {run.name: run.summary() for run in runs},
@@ -90,13 +82,14 @@ def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_so
     with _quick_compilation():
         solves = residuals(made.model, params, batch, solver, adjoint_solver)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
-        most = ITERATIONS if isinstance(solver, MGRIT) else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
+        variants, adjoints = solver.variants(), adjoint_solver.variants()
+        most = ITERATIONS if len(variants) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
         choices = {
             name: [
-                error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver)))
-                for count in range(1, most + 1)
+                error(*(s.with_effort(n) for s in (variant, adjoints.get(name, adjoint_solver))))
+                for n in range(1, most + 1)
             ]
-            for name, coarse_step in _choices(solver).items()
+            for name, variant in variants.items()
         }
         return GradientErrors(choices, error(solver, adjoint_solver), taken)
 
@@ -113,32 +106,27 @@ def pictures(
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
         "hierarchy.png": viz.hierarchy(
-            solver, settings.layers // settings.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
+            solver, settings.layers // settings.model.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
         ),
     }
     if first.log.of("probe"):
-        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=_iteration(solver))
+        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=solver.iteration_name)
     if errors is not None:
         forward, adjoint = errors.iterations
         figures["gradient_error.png"] = viz.gradient_errors(
             errors.choices,
             run=(f"this run: {forward} forward,\n{adjoint} adjoint", forward, errors.own),
-            iteration=_iteration(solver),
-            choice="coarse step" if isinstance(solver, MGRIT) else "solver",
+            iteration=solver.iteration_name,
+            choice="coarse step" if len(errors.choices) > 1 else "solver",
         )
     return figures
 
 
-def save(folder: Path, figures: Mapping[str, Figure]) -> list[Path]:
-    """Write pictures into a folder; their paths."""
-    paths = [folder / name for name in figures]
-    for path, figure in zip(paths, figures.values(), strict=True):
-        figure.savefig(path)
-    return paths
-
-
-def _iteration(solver: Solver) -> str:
-    return {"Picard": "sweep", "Newton": "iteration"}.get(type(solver).__name__, "cycle")
+def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
+    """Write pictures into a folder; return their names."""
+    for name, figure in figures.items():
+        figure.savefig(folder / name)
+    return list(figures)
 
 
 @contextlib.contextmanager
@@ -150,11 +138,3 @@ def _quick_compilation() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
-
-
-def _choices(solver: Solver) -> dict[str, Any]:
-    """Coarse steps to compare, the solver's own included; one nameless choice for a solver that has none."""
-    if not isinstance(solver, MGRIT):
-        return {type(solver).__name__: None}
-    own = {} if solver.coarse_step in COARSE_STEPS.values() else {"this run's coarse step": solver.coarse_step}
-    return {**COARSE_STEPS, **own}

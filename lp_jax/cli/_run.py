@@ -7,12 +7,10 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from lp_jax import Serial
 from lp_jax._solver import Solver
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._launch import Launch
-from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import with_effort
+from lp_jax.cli._problem import Settings
 from lp_jax.train import (
     Bar,
     Batch,
@@ -69,12 +67,12 @@ class Run(NamedTuple):
 
 def name_of(solver: Solver) -> str:
     """What a run with this forward solver is called."""
-    return "serial" if isinstance(solver, Serial) else "layer-parallel"
+    return "serial" if solver.exact else "layer-parallel"
 
 
 def _longer(solver: Solver) -> Solver:
     """With iterations enough to see whether, and how fast, they converge; as it is where that is what ends them."""
-    return solver if solver.has_tolerance else with_effort(solver, max(solver.iterations + 2, 4))
+    return solver if solver.has_tolerance else solver.with_effort(max(solver.iterations + 2, 4))
 
 
 def train_one(
@@ -97,11 +95,11 @@ def train_one(
         lp_jax.train.CheckpointError: for a checkpoint of another model.
     """
     name = name_of(solver)
-    exact = isinstance(solver, Serial) and isinstance(adjoint_solver, Serial)
-    optimizer = optax.adam(settings.learning_rate)
+    exact = solver.exact and adjoint_solver.exact
+    optimizer = optax.adam(settings.training.learning_rate)
     place = made.place
     state = place.everywhere(init_state(made.params, optimizer))
-    total = made.task.steps_per_epoch * settings.epochs
+    total = made.task.steps_per_epoch * settings.training.epochs
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
@@ -133,7 +131,7 @@ def train_one(
             state,
             made.batches,
             steps_per_epoch=made.task.steps_per_epoch,
-            epochs=settings.epochs,
+            epochs=settings.training.epochs,
             solver=solver,
             adjoint_solver=adjoint_solver,
             measures=measures,
