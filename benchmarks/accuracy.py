@@ -23,9 +23,8 @@ from benchmarks.manifest import device_slug, manifest
 from benchmarks.problems import prepared
 from lp_jax._solver import Solver
 from lp_jax.cli._experiment import experiment
-from lp_jax.cli._launch import Launch
+from lp_jax.cli._launch import SingleProcess
 from lp_jax.cli._run import Plan, train_one
-from lp_jax.cli._solver import default_solvers, with_effort
 from lp_jax.planning import training_step
 from lp_jax.train import evaluate, read_rows, unflat
 
@@ -85,7 +84,7 @@ def run(
     """Train with each solver, or with those with one of ``only`` in their names; a row for each that is not ``known``."""
     path = data / (case.data or "")
     settings, learned = prepared(case.problem, case.model, path, seed=seed, **case.options)
-    best = default_solvers(case.model)
+    best = settings.model.solvers
     pairs: dict[str, tuple[Solver, Solver]] = {
         "serial": (lp_jax.Serial(), lp_jax.Serial()),
         "recommended": best,
@@ -101,7 +100,9 @@ def run(
             made = experiment(settings, learned, solvers=(forward, adjoint))
             plan = Plan(None, 10**9, 20)
             console = Console(stderr=True)
-            finished = train_one(settings, plan, made, forward, adjoint, place, console, Launch({"debug": False}))
+            finished = train_one(
+                settings, plan, made, forward, adjoint, place, console, SingleProcess({"debug": False})
+            )
             params, test = finished.state.params, learned.test_batches
             parallel = evaluate(made.test_fn, params, test, solver=forward)
             probes = [row["gradient_error"] for row in finished.log.of("probe")]
@@ -126,7 +127,7 @@ def evaluations(log: Path, forward: Solver, adjoint: Solver, layers: int) -> flo
         if not solver.has_tolerance:
             return solver
         counts = [np.isfinite(np.array(unflat(f"{solve}_residual", row), float)).sum() for row in probes]
-        return with_effort(solver, round(np.mean(counts)))
+        return solver.with_effort(round(np.mean(counts)))
 
     exact = training_step(lp_jax.Serial(), lp_jax.Serial(), layers)
     return (

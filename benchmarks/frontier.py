@@ -34,7 +34,6 @@ from lp_jax._pytree import register
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 from lp_jax.cli._experiment import Experiment, experiment
-from lp_jax.cli._solver import with_effort
 from lp_jax.planning import code
 from lp_jax.train import gradient_error, init_state, make_train_step, residuals
 from lp_jax.viz import _style as style
@@ -316,7 +315,7 @@ def _taken(setting: Setting, made: Experiment, params: PyTree, batch: Any) -> Se
     if not setting.forward.has_tolerance:
         return setting
     solves = residuals(made.model, params, batch, setting.forward, setting.adjoint)
-    taken = (with_effort(s, int(stats.iterations)) for s, stats in zip(setting[1:], solves[:2], strict=True))
+    taken = (s.with_effort(int(stats.iterations)) for s, stats in zip(setting[1:], solves[:2], strict=True))
     return Setting(setting.kind, *taken)
 
 

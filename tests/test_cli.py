@@ -201,8 +201,9 @@ WRONG = {
     "--solver nowhere.Solver": "No module named 'nowhere'",
     "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
     "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
-    "--adjoint_iterations 0": "--adjoint_iterations must be at least 1; got 0",
-    "--log-every 0": "--log_every must be at least 1; got 0",
+    "--adjoint_iterations 0": "--adjoint_iterations: Not of type PositiveInt: 0",
+    "--log-every 0": "--log_every: Not of type PositiveInt: 0",
+    "--devices 0": "--devices: invalid PositiveInt value: '0'",
     "--config nowhere.yaml": "File does not exist",
     "--frobnicate": "--frobnicate",
 }

@@ -179,15 +179,14 @@ def test_training_takes_what_is_planned(capsys, tmp_path):
 
 WRONG = {
     "plan digits --workers 65 --layers 64": "--workers must be from 1 to the 64 layers; got 65",
-    "plan digits --layers 0": "--layers",
+    "plan digits --layers 0": "--layers must be at least 1",
     "plan digits --error 0": "--error",
     "plan digits --machine nowhere.json": "nowhere.json",
     "plan machine nowhere.json --layers 4": "nowhere.json",
     "plan machine README.md --layers 4": "README.md is no machine file",
     "plan machine README.md": "--layers",
-    "plan gum": "Missing option '--data'",
-    "train digits --solver auto --levels 2": "--levels is of --solver mgrit, not auto",
-    "train digits --solver auto --adjoint-iterations 2": "--solver auto chooses the adjoint solver, too",
+    "plan gum": "Missing option --data: folder of",
+    "train digits --solver auto --solver.levels 2": "--solver",
 }
 
 

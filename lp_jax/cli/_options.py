@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, get_loader, set_parsing_settings
-from jsonargparse.typing import register_type
+from jsonargparse.typing import PositiveInt, register_type
 
 import lp_jax
 from lp_jax._solver import Solver
@@ -66,7 +66,7 @@ def first_look(args: Sequence[str], problem: str) -> argparse.Namespace:
 def add_launch(parser: Any) -> None:
     """Add where a run lives."""
     add = parser.add_argument_group("Devices").add_argument
-    add("--devices", type=int, metavar="N", help="Number of devices that the layers are spread over.")
+    add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
     add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
     add("--mpi", action="store_true", help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.")
     add("--distributed", action="store_true", help="Processes of jax.distributed hold them: srun lp-jax train ....")
@@ -99,14 +99,24 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         metavar="CLASS",
         help=f"Solver of the adjoint system. Left out: the same as --solver; {adjoint_solver} where that is left out, too.",
     )
-    add("--adjoint_iterations", type=int, metavar="N", help="Number of iterations of the adjoint solver.")
-    add("--spatial", type=int, metavar="D", help="Number of axes of space that coarse levels halve, 2 for images.")
+    add("--adjoint_iterations", type=PositiveInt, metavar="N", help="Number of iterations of the adjoint solver.")
+    add(
+        "--spatial",
+        type=PositiveInt,
+        metavar="D",
+        help="Number of axes of space that coarse levels halve, 2 for images.",
+    )
     add_launch(parser)
     add_folder(parser, problem)
     add = parser.add_argument_group("Watching").add_argument
-    add("--checkpoint_every", type=int, metavar="N", default=200, help="Number of steps between checkpoints.")
-    add("--probe_every", type=int, metavar="N", help="Number of steps between gradient probes. Left out: 6 in a run.")
-    add("--log_every", type=int, metavar="N", default=10, help="Number of steps between fetching metrics.")
+    add("--checkpoint_every", type=PositiveInt, metavar="N", default=200, help="Number of steps between checkpoints.")
+    add(
+        "--probe_every",
+        type=PositiveInt,
+        metavar="N",
+        help="Number of steps between gradient probes. Left out: 6 in a run.",
+    )
+    add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
     add("--no_compare", action="store_true", help="No serial baseline.")
     add("--no_pictures", action="store_true", help="No pictures.")
 
@@ -162,10 +172,6 @@ def parse(
     for name, text in problem.sources.items():
         if options[name] is None:
             raise UsageError(f"Missing option --{name}: {text[0].lower()}{text[1:]}")
-    for name, value in options.items():
-        whole = name in ("devices", "checkpoint_every", "probe_every", "log_every", "adjoint_iterations", "spatial")
-        if whole and value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1; got {value}.")
     kept = json.loads(parser.dump(read, format="json", skip_unset=False))
     if "data" in kept:
         kept["data"] = str(options["data"].resolve())  # resuming may happen elsewhere

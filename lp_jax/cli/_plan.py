@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from lp_jax import planning
@@ -52,7 +53,7 @@ def plan_machine(args: Sequence[str]) -> None:
     )
     parser = MenuParser(prog="lp-jax plan machine", description=about, allow_abbrev=False)
     parser.add_argument("file", type=Path, help="Machine file.")
-    parser.add_argument("--layers", type=int, metavar="N", required=True, help="Number of layers.")
+    parser.add_argument("--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers.")
     _add_plan(parser)
     options = parser.parse_args(list(spelled_out(args)))
     machine = _machine(options.file)
@@ -104,9 +105,11 @@ def planned(
 def _add_plan(parser: Any) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("Plan")
     group.add_argument(
-        "--workers", type=int, metavar="N", default=1, help="Number of devices that the layers are spread over."
+        "--workers", type=PositiveInt, metavar="N", default=1, help="Number of devices that the layers are spread over."
     )
-    group.add_argument("--error", type=float, metavar="X", default=1e-2, help="Largest relative error of the gradient.")
+    group.add_argument(
+        "--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient."
+    )
     group.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
     return group
 
@@ -115,7 +118,7 @@ def _add_network(parser: Any) -> None:
     add = _add_plan(parser).add_argument
     add("--machine", type=Path, metavar="FILE", help="Machine file, read in place of measuring.")
     add("--save", type=Path, metavar="FILE", help="File for what was measured.")
-    add("--seconds", type=float, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
+    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
 
 
 def _machine(path: Path) -> planning.Machine:
