@@ -24,7 +24,7 @@ from benchmarks.problems import prepared
 from lp_jax._solver import Solver
 from lp_jax.cli._experiment import experiment
 from lp_jax.cli._launch import SingleProcess
-from lp_jax.cli._run import Plan, train_one
+from lp_jax.cli._run import train_one
 from lp_jax.planning import training_step
 from lp_jax.train import evaluate, read_rows, unflat
 
@@ -98,7 +98,7 @@ def run(
         done = place / "result.json"
         if not done.exists():
             made = experiment(settings, learned, solvers=(forward, adjoint))
-            plan = Plan(None, 10**9, 20)
+            plan = {"probe_every": None, "checkpoint_every": 10**9, "log_every": 20}
             console = Console(stderr=True)
             finished = train_one(
                 settings, plan, made, forward, adjoint, place, console, SingleProcess({"debug": False})

@@ -269,7 +269,7 @@ def measure(
     batch = jax.tree.map(lambda x: x[: network.examples], unseen)
     jax.config.update("jax_disable_most_optimizations", False)
     tell(f"{network.name}: training")
-    states = dict(trained(network, options.learning_rate, made))
+    states = dict(trained(network, options.training.learning_rate, made))
     jax.config.update("jax_disable_most_optimizations", True)  # a program runs a few times: compiling takes the time
     serial = training_step(options.layers, lp_jax.Serial())
     for number, (setting, open_steps) in enumerate(open_ones):

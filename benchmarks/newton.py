@@ -56,9 +56,9 @@ def trained(data: Path) -> Iterator[tuple[str, Problem]]:
     settings, task = prepared(network.problem, network.model, data / (network.data or ""), seed=0, **network.options)
     made = experiment(settings, task)
     x, _ = next(iter(made.batches(1000)))  # of no epoch that is trained on
-    for steps, params in frontier.trained(network, settings.learning_rate, made):
+    for steps, params in frontier.trained(network, settings.training.learning_rate, made):
         model = nnx.merge(nnx.graphdef(made.model), params)
-        title = f"{settings.name}, {settings.width} units, {settings.layers} steps, "
+        title = f"{settings.sources['name']}, {settings.model.width} units, {settings.layers} steps, "
         yield title + (f"trained for {steps}" if steps else "at its start"), model.trunk.problem(model.opening(x))
 
 

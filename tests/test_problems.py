@@ -11,7 +11,7 @@ from scipy.io import savemat
 
 from lp_jax import data
 from lp_jax.cli import main
-from lp_jax.cli._commands import _problems as problems
+from lp_jax.cli._commands import problems
 from lp_jax.cli._problem import find, model_and_training
 from lp_jax.cli.problems.gum import interlinear
 from lp_jax.cli.problems.text import written

@@ -8,7 +8,8 @@ from typing import Any
 
 from lp_jax.cli._errors import CommandError
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
+"""File of what a run was started with."""
 
 
 def new_run(folder: Path) -> None:
@@ -17,7 +18,7 @@ def new_run(folder: Path) -> None:
     Raises:
         CommandError: where it cannot, and where the folder holds something already.
     """
-    if (folder / _CONFIG).exists():
+    if (folder / CONFIG).exists():
         raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
     _require_writable(folder)
     if any(folder.iterdir()):
@@ -30,7 +31,7 @@ def stored_run(folder: Path, problem: str) -> dict[str, Any]:
     Raises:
         CommandError: where there is none, or one on another problem, or none that can go on.
     """
-    config = folder / _CONFIG
+    config = folder / CONFIG
     if not config.exists():
         raise CommandError(f"{folder} holds no run to resume; leave out --resume to start one.")
     _require_writable(folder)
@@ -42,11 +43,6 @@ def stored_run(folder: Path, problem: str) -> dict[str, Any]:
     if found["problem"] != problem:
         raise CommandError(f"{folder} holds a run on {found['problem']}, not {problem}; choose another --out.")
     return found
-
-
-def write_run(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write what the run was started with."""
-    write_json(folder / _CONFIG, values)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

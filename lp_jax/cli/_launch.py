@@ -1,9 +1,9 @@
 """``--mpi`` and ``--distributed``: the processes of one run, how they decide together and how they end together."""
 
 import abc
-import json
 import math
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +12,9 @@ from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
+from lp_jax import MPIComm
 from lp_jax.cli._errors import CommandError, UsageError, describe
 
 T = TypeVar("T")
@@ -77,6 +79,18 @@ class SeveralProcesses(Launch):
     job, as the others would wait for it.
     """
 
+    def once(self, f: Callable[[], T]) -> T:
+        outcome: tuple[Any, CommandError | None] = (None, None)
+        if self.chief:
+            try:
+                outcome = f(), None
+            except CommandError as error:
+                outcome = None, error
+        value, raised = self._broadcast(outcome)
+        if raised is not None:
+            raise raised
+        return value
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, SystemExit):
             return
@@ -89,6 +103,10 @@ class SeveralProcesses(Launch):
         if not alike:
             self._abort(code)
         raise SystemExit(code)
+
+    @abc.abstractmethod
+    def _broadcast(self, value: Any) -> Any:
+        """Return the first process's value."""
 
     @abc.abstractmethod
     def _all_failed(self) -> bool:
@@ -104,26 +122,28 @@ class MPILaunch(SeveralProcesses):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
-        from lp_jax.train import Ranks
-
-        self._ranks = Ranks.grid()
-        self.number, self.size = self._ranks.world.rank, self._ranks.world.size
+        self._host = MPIComm().host
+        self.number, self.size = self._host.rank, self._host.size
         if self.size == 1:
             raise CommandError(
                 "--mpi finds a single rank; start with mpirun -n 4 lp-jax train ... --mpi, where mpirun is that of the "
                 "MPI that mpi4py uses (lp-jax info says which)."
             )
 
-    def once(self, f: Callable[[], T]) -> T:
-        return self._ranks.once(f)
-
     def agree(self, signal: int | None) -> int | None:
-        return self._ranks.agree(signal)
+        return max(self._host.allgather(signal or 0)) or None
+
+    def _broadcast(self, value: Any) -> Any:
+        return self._host.bcast(value)
 
     def _all_failed(self) -> bool:
         from mpi4py import MPI
 
-        return _within(_PATIENCE, MPI.COMM_WORLD.Ibarrier().Test)  # nothing else is sent over this communicator
+        met = MPI.COMM_WORLD.Ibarrier()  # nothing else is sent over this communicator
+        end = time.monotonic() + _PATIENCE
+        while not (finished := met.Test()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return finished
 
     def _abort(self, code: int) -> None:
         from mpi4py import MPI
@@ -156,32 +176,14 @@ class DistributedLaunch(SeveralProcesses):
             set_cpu_devices(max(1, math.prod(sizes.values()) // (count or _started()[1])))
         self.number, self.size = jax.process_index(), jax.process_count()
 
-    def once(self, f: Callable[[], T]) -> T:
-        from jax.experimental import multihost_utils
-
-        def tell(text: str | None) -> str:
-            words = np.frombuffer((text or "").encode(), np.uint8)
-            size = int(multihost_utils.broadcast_one_to_all(np.int32(len(words))))
-            padded = words if self.chief else np.zeros(size, np.uint8)
-            return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).decode()
-
-        if not self.chief:
-            outcome = json.loads(tell(None))
-            if "message" in outcome:
-                raise CommandError(outcome["message"])
-            return outcome["value"]
-        try:
-            value = f()
-        except CommandError as error:
-            tell(json.dumps({"message": str(error)}))
-            raise
-        tell(json.dumps({"value": value}))
-        return value
-
     def agree(self, signal: int | None) -> int | None:
-        from jax.experimental import multihost_utils
-
         return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
+
+    def _broadcast(self, value: Any) -> Any:
+        words = np.frombuffer(pickle.dumps(value), np.uint8)
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(words))))
+        padded = words if self.chief else np.zeros(size, np.uint8)
+        return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes())
 
     def _all_failed(self) -> bool:
         from orbax.checkpoint import multihost
@@ -251,13 +253,6 @@ def _started() -> tuple[str, int]:
     """Return how many processes mpirun, mpiexec or srun started, and the variable that says so."""
     found = [(name, int(os.environ[name])) for name in _SIZES if os.environ.get(name, "1") != "1"]
     return found[0] if found else ("", 1)
-
-
-def _within(seconds: float, done: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not (finished := done()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return finished
 
 
 def _process(text: str) -> tuple[int, int]:

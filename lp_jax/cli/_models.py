@@ -54,10 +54,12 @@ class Model(abc.ABC):
     """A network, up to what its task says. The first line of a subclass's docstring is its help.
 
     Args:
+        layers: Number of layers; null is the number of steps of the sequence.
         width: Size of the state, or number of channels.
         t1: Time at which the last layer ends; null is one unit of time per layer.
     """
 
+    layers: int | None = 64
     width: int = 64
     t1: float | None = 2.0
 
@@ -86,30 +88,12 @@ class Model(abc.ABC):
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @abc.abstractmethod
-    def depth(self, task: Task) -> int:
-        """Return the number of layers."""
-
-    @abc.abstractmethod
     def build(self, site: Site) -> nn.Classifier:
         """Return the network at its initial parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layered(Model):
-    """A model whose number of layers is a choice.
-
-    Args:
-        layers: Number of layers.
-    """
-
-    layers: int = 64
-
-    def depth(self, task: Task) -> int:
-        return self.layers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(Layered):
+class Dense(Model):
     """Residual layers of one matrix each."""
 
     residual: ClassVar[bool] = True
@@ -123,7 +107,7 @@ class Dense(Layered):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Conv(Layered):
+class Conv(Model):
     """Residual layers of two convolutions each.
 
     Args:
@@ -145,7 +129,7 @@ class Conv(Layered):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pooled(Layered):
+class Pooled(Model):
     """Four blocks of convolutional layers with batch norm; images are halved and channels doubled in between."""
 
     residual: ClassVar[bool] = True
@@ -172,7 +156,7 @@ class Pooled(Layered):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Transformer(Layered):
+class Transformer(Model):
     """Layers of self-attention and a dense network, causal for text.
 
     Args:
@@ -191,7 +175,7 @@ class Transformer(Layered):
             raise ValueError(f"dropout must be at least 0 and less than 1; got {self.dropout}.")
 
     def build(self, site: Site) -> nn.Classifier:
-        task, rngs, depth = site.task, site.rngs, self.layers + 2 * self.buffers
+        task, rngs, depth = site.task, site.rngs, site.layers + 2 * self.buffers
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
             return nn.EncoderLayer(
@@ -222,9 +206,6 @@ class GRU(Model):
     units: int = 1
     solvers: ClassVar[Pair] = (CYCLES, CYCLES)
     layer_name: ClassVar[str] = "steps"
-
-    def depth(self, task: Task) -> int:
-        return task.length
 
     def build(self, site: Site) -> nn.Classifier:
         gru = nn.GRU(

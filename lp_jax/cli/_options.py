@@ -33,7 +33,7 @@ class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = super()._get_help_string(action) or ""
-        shown = action.default not in (None, False)
+        shown = action.default is not None and action.default is not False
         return text if shown else re.sub(r" \(default: %\(default\)s\)|, default: %\(default\)s", "", text)
 
 

@@ -21,13 +21,24 @@ from lp_jax.cli._task import Task
 from lp_jax.cli._workers import mesh_comm
 
 
-def plan_problem(name: str, args: Sequence[str]) -> None:
-    """Build the network, plan for it, show the plan.
+def run(name: str, args: Sequence[str]) -> None:
+    """Plan, show the plan.
 
     Args:
-        name: the problem.
+        name: the problem; "machine" for a network of which nothing is known.
         args: the command line after it.
     """
+    found, out = _of_machine(args) if name == "machine" else _of_problem(name, args)
+    print(found)
+    if out is not None:
+        from lp_jax import viz
+
+        out.mkdir(parents=True, exist_ok=True)
+        viz.plan(found).savefig(out / "plan.png")
+        print(f"\nIn {out}: plan.png")
+
+
+def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     problem, args = find(name), list(spelled_out(args))
     kind = problem.kind(first_look(args, name).model)
     examples = [
@@ -43,11 +54,10 @@ def plan_problem(name: str, args: Sequence[str]) -> None:
     found = planned(settings, task, console, machine=machine, workers=workers, error=error, seconds=seconds)
     if options["save"] is not None:
         found.machine.save(options["save"])
-    _show(found, options["out"])
+    return found, options["out"]
 
 
-def plan_machine(args: Sequence[str]) -> None:
-    """Show times that follow from a machine file, for a network of which nothing else is known."""
+def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     about = (
         "Predict times from a machine file, which lp-jax plan PROBLEM --save FILE writes. Gradient errors stay unknown."
     )
@@ -61,7 +71,7 @@ def plan_machine(args: Sequence[str]) -> None:
         found = planning.choose(options.layers, machine, workers=options.workers, error=options.error)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    _show(found, options.out)
+    return found, options.out
 
 
 def planned(
@@ -126,13 +136,3 @@ def _machine(path: Path) -> planning.Machine:
         return planning.Machine.load(path)
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from None
-
-
-def _show(found: planning.Plan, out: Path | None) -> None:
-    print(found)
-    if out is not None:
-        from lp_jax import viz
-
-        out.mkdir(parents=True, exist_ok=True)
-        viz.plan(found).savefig(out / "plan.png")
-        print(f"\nIn {out}: plan.png")

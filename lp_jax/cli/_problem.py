@@ -125,7 +125,7 @@ def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
     if "data" in sources:
         sources["data"] = Path(sources["data"])
     task = problem.load(training, **sources)
-    layers = model.depth(task)
+    layers = model.layers or task.length
     settings = Settings(
         problem=name,
         kind=problem.kind(options.get("model")),

@@ -1,5 +1,6 @@
 """One run: train layer-parallel, train the serial baseline, compare."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +28,6 @@ from lp_jax.train import (
 )
 
 _PROBES = 6  # of the gradient in a run, if not said otherwise
-
-
-class Plan(NamedTuple):
-    """How a run is watched and saved: steps between two probes, checkpoints, times that metrics are fetched."""
-
-    probe_every: int | None
-    checkpoint_every: int
-    log_every: int
 
 
 class Run(NamedTuple):
@@ -77,7 +70,7 @@ def _longer(solver: Solver) -> Solver:
 
 def train_one(
     settings: Settings,
-    plan: Plan,
+    options: Mapping[str, Any],
     made: Experiment,
     solver: Solver,
     adjoint_solver: Solver,
@@ -119,7 +112,7 @@ def train_one(
 
     measures = [Every("test", made.task.steps_per_epoch, test)]
     if not exact:
-        measures.append(Every("probe", plan.probe_every or max(1, total // _PROBES), probe))
+        measures.append(Every("probe", options["probe_every"] or max(1, total // _PROBES), probe))
     if launch.chief:
         folder.mkdir(parents=True, exist_ok=True)
     with place.checkpoints(folder / "checkpoints", settings.fingerprint()) as checkpoints:
@@ -136,9 +129,9 @@ def train_one(
             adjoint_solver=adjoint_solver,
             measures=measures,
             log=Log(folder / "metrics.jsonl" if launch.chief else None),
-            log_every=plan.log_every,
+            log_every=options["log_every"],
             checkpoints=checkpoints,
-            checkpoint_every=plan.checkpoint_every,
+            checkpoint_every=options["checkpoint_every"],
             meter=Bar(name, console),
             agree=launch.agree if launch.size > 1 else None,
         )

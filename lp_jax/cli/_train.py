@@ -12,14 +12,14 @@ from rich.console import Console
 from lp_jax import Serial, planning, viz
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import Experiment, experiment
-from lp_jax.cli._folder import new_run, stored_run, write_json, write_run
+from lp_jax.cli._folder import CONFIG, new_run, stored_run, write_json
 from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
 from lp_jax.cli._problem import Problem, Settings, find, prepare
 from lp_jax.cli._report import gradient_errors, pictures, save, summary, table
-from lp_jax.cli._run import Plan, Run, train_one
+from lp_jax.cli._run import Run, train_one
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import workers
 from lp_jax.planning import code
@@ -36,7 +36,7 @@ _MOST_CLASSES = 100  # of a picture that one can read
 Options = Mapping[str, Any]
 
 
-def train_command(name: str, args: Sequence[str]) -> None:
+def run(name: str, args: Sequence[str]) -> None:
     """Train, compare, report.
 
     Args:
@@ -76,7 +76,7 @@ def _train(name: str, problem: Problem, args: Sequence[str], look: Options, proc
     if processes.chief:
         elsewhere = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
         kept = {option: value for option, value in kept.items() if option not in elsewhere}
-        write_run(folder, {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts})
+        write_json(folder / CONFIG, {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts})
     size = settings.describe(made.place.size(made.params))
     for line in (size, place.describe(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
         if line is not None:
@@ -95,12 +95,11 @@ def _runs(
 ) -> list[Run]:
     """Train with the solvers and then, to compare, serially."""
     folder = options["out"]
-    plan = Plan(options["probe_every"], options["checkpoint_every"], options["log_every"])
     trained = [(pair, folder)]
     if not pair[0].exact and not options["no_compare"]:
         trained.append(((Serial(), Serial()), folder / "serial"))
     try:
-        return [train_one(settings, plan, made, *solvers, path, console, processes) for solvers, path in trained]
+        return [train_one(settings, options, made, *solvers, path, console, processes) for solvers, path in trained]
     except Interrupted as interruption:
         again = f"lp-jax train {settings.problem} --out {shlex.quote(str(folder))} --resume"
         if processes.chief:

@@ -18,7 +18,7 @@ def load(training: Training, data: Path, name: str) -> Task:
 
 PROBLEM = Problem(
     load=load,
-    models={"gru": GRU(width=64, t1=None)},
+    models={"gru": GRU(layers=None, t1=None)},
     training=Training(epochs=60, batch_size=10),
     sources={
         "data": "Folder of NAME_TRAIN.ts and NAME_TEST.ts, plain or .gz.",
