@@ -105,7 +105,7 @@ RUNS = {
         treebank,
         ["--layers", "4", "--width", "8", "--heads", "2", "--dropout", "0.1", "--buffers", "1", "--no-compare"],
     ),
-    "timeseries": (series, ["--name", "Tiny", "--width", "4", "--units", "2"]),
+    "timeseries": (series, ["--name", "Tiny", "--width", "4", "--units", "2", "--no-compare"]),
     "text": (book, ["--layers", "4", "--width", "8", "--heads", "2"]),
     "indianpines": (pines, ["--layers", "8", "--width", "6", "--serial"]),
     "modelnet": (

@@ -54,11 +54,11 @@ def first_look(args: Sequence[str], problem: str) -> argparse.Namespace:
         parser.add_argument(name)
     add_launch(parser)
     add_folder(parser, problem)
-    config = parser.parse_known_args(args)[0].config
-    if config is not None and Path(config).is_file():
-        stored = get_loader("yaml")(Path(config).read_text(encoding="utf-8"))
-        parser.set_defaults(**{name: stored[name] for name in ("model", "out") if name in stored})
     found = parser.parse_known_args(args)[0]
+    if found.config is not None and Path(found.config).is_file():
+        stored = get_loader("yaml")(Path(found.config).read_text(encoding="utf-8"))
+        parser.set_defaults(**{name: stored[name] for name in vars(found) if name in stored})
+        found = parser.parse_known_args(args)[0]
     found.out = Path(found.out)
     return found
 

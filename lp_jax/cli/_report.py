@@ -24,7 +24,7 @@ ITERATIONS, MOST_ITERATIONS = 3, 8
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """The runs side by side."""
+    """Return a table of the runs, one column each."""
     result = Table(title="Test set; the network evaluated exactly", title_justify="left", title_style="")
     result.add_column("")
     for run in runs:
@@ -45,7 +45,7 @@ def _gradient_error(summary: Mapping[str, Any]) -> str:
 
 
 def summary(settings: Settings, runs: Sequence[Run], solver: Solver, adjoint_solver: Solver) -> dict[str, Any]:
-    """All that the table says, and what it was measured with."""
+    """Return the numbers of the table, the solvers, versions and device."""
     return {
         "problem": settings.flat(),
         "solver": repr(solver),
@@ -61,9 +61,9 @@ class GradientErrors(NamedTuple):
     """Errors of a trained network's gradient.
 
     Attributes:
-        choices: by name and number of iterations, 1, 2, ..., forward and adjoint alike.
-        own: the run's.
-        iterations: the run's, forward and adjoint.
+        choices: errors after 1, 2, ... iterations, forward and adjoint alike, by the name of the solver.
+        own: error of the run's own solvers.
+        iterations: numbers of iterations of the run's own solvers.
     """
 
     choices: dict[str, list[float]]
@@ -101,7 +101,7 @@ def pictures(
     adjoint_solver: Solver,
     errors: GradientErrors | None,
 ) -> dict[str, Figure]:
-    """What there is to draw, by the name of its file: of a serial run, neither residuals nor gradient errors."""
+    """Return the pictures by file name; a serial run has none of residuals and gradient errors."""
     first = runs[0]
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
@@ -131,7 +131,7 @@ def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
 
 @contextlib.contextmanager
 def _quick_compilation() -> Iterator[None]:
-    """Each program here runs once, so the time goes into compiling it."""
+    """Compile quickly: each program here runs once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:

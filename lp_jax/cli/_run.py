@@ -34,8 +34,8 @@ class Run(NamedTuple):
     """A finished training.
 
     Attributes:
-        name: of what it is in tables and pictures.
-        state: the last one.
+        name: its name in tables and pictures.
+        state: the last state.
         log: all rows.
     """
 
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     log: Log
 
     def summary(self) -> dict[str, Any]:
-        """The numbers that the table shows."""
+        """Return the numbers that the table shows."""
         test, probes = self.log.of("test")[-1], self.log.of("probe")
         # the first time of each process holds its compilation
         times = [row["step_time"] for row in self.log.of("train")]
@@ -58,13 +58,8 @@ class Run(NamedTuple):
         }
 
 
-def name_of(solver: Solver) -> str:
-    """What a run with this forward solver is called."""
-    return "serial" if solver.exact else "layer-parallel"
-
-
 def _longer(solver: Solver) -> Solver:
-    """With iterations enough to see whether, and how fast, they converge; as it is where that is what ends them."""
+    """Return the solver with enough iterations to see how fast they converge; unchanged where a tolerance ends them."""
     return solver if solver.has_tolerance else solver.with_effort(max(solver.iterations + 2, 4))
 
 
@@ -87,7 +82,7 @@ def train_one(
         lp_jax.train.Interrupted: after SIGINT or SIGTERM, when all is saved.
         lp_jax.train.CheckpointError: for a checkpoint of another model.
     """
-    name = name_of(solver)
+    name = "serial" if solver.exact else "layer-parallel"
     exact = solver.exact and adjoint_solver.exact
     optimizer = optax.adam(settings.training.learning_rate)
     place = made.place
