@@ -100,9 +100,8 @@ def run(
             made = experiment(settings, learned, solvers=(forward, adjoint))
             plan = {"probe_every": None, "checkpoint_every": 10**9, "log_every": 20}
             console = Console(stderr=True)
-            finished = train_one(
-                settings, plan, made, forward, adjoint, place, console, SingleProcess({"debug": False})
-            )
+            alone = SingleProcess({"debug": False})
+            finished = train_one(made, made.solvers, plan, place, console, alone)
             params, test = finished.state.params, learned.test_batches
             parallel = evaluate(made.test_fn, params, test, solver=forward)
             probes = [row["gradient_error"] for row in finished.log.of("probe")]

@@ -19,17 +19,21 @@ class Experiment(NamedTuple):
     """Settings made into arrays and functions.
 
     Attributes:
-        task: what is learned.
-        model: at its initial parameters.
-        tested: the same as it is evaluated: no dropout, running statistics.
-        loss_fn: of training, on batches ``(inputs, labels)``, with a key where there is dropout.
-        test_fn: of evaluation.
-        params: the initial ones.
-        batches: of training, by epoch.
+        settings: what is trained.
+        task: what it learns.
+        solvers: forward and adjoint.
+        model: the network at its initial parameters.
+        tested: the network in evaluation mode: no dropout, running statistics.
+        loss_fn: loss of training, on batches ``(inputs, labels)``, with a key where there is dropout.
+        test_fn: loss of evaluation.
+        params: the initial parameters.
+        batches: batches of training, by epoch.
         place: where all this lives.
     """
 
+    settings: Settings
     task: Task
+    solvers: Pair
     model: nn.Classifier
     tested: nn.Classifier
     loss_fn: LossFn
@@ -73,6 +77,8 @@ def experiment(
                 yield x, labels, place.everywhere(key)
 
     return Experiment(
+        settings=settings,
+        solvers=pair,
         task=task,
         model=model,
         tested=tested,

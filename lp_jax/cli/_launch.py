@@ -19,7 +19,7 @@ from lp_jax.cli._errors import CommandError, UsageError, describe
 
 T = TypeVar("T")
 
-AXES = ("layers", "data")
+_AXES = ("layers", "data")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # set by mpirun, mpiexec and srun
 
 _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
@@ -235,7 +235,7 @@ def mesh_sizes(options: Mapping[str, Any]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in options["mesh"].split(","):
         name, _, number = part.partition("=")
-        if name not in AXES or name in sizes or not number.isdecimal() or int(number) < 1:
+        if name not in _AXES or name in sizes or not number.isdecimal() or int(number) < 1:
             raise UsageError(
                 f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options['mesh']!r}."
             )

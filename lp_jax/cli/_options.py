@@ -69,10 +69,14 @@ def add_launch(parser: Any) -> None:
     add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
     add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
     add("--mpi", action="store_true", help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.")
-    add("--distributed", action="store_true", help="Processes of jax.distributed hold them: srun lp-jax train ....")
+    add(
+        "--distributed",
+        action="store_true",
+        help="Processes of jax.distributed hold the layers: srun lp-jax train ... --distributed.",
+    )
     add("--coordinator", metavar="HOST:PORT", help="Address of process 0; srun and mpirun set it by themselves.")
-    add("--process", metavar="I/N", help="Number of this process and of all, with --coordinator.")
-    add("--debug", action="store_true", help="Traceback of an error, for reports.")
+    add("--process", metavar="I/N", help="Number of this process and of all of them, like 0/2; needs --coordinator.")
+    add("--debug", action="store_true", help="Traceback of an error, in place of one line.")
 
 
 def add_folder(parser: Any, problem: str) -> None:
@@ -90,21 +94,28 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         "--solver",
         type=Solver | Literal["auto"] | None,
         metavar="CLASS",
-        help=f"Solver of the layers, with the defaults of its class; its fields are options below it: --solver.iterations 2. "
-        f"Left out: {solver}. --serial is short for --solver Serial; auto takes what lp-jax plan recommends.",
+        help="Solver of the layers: a class of lp_jax, or your own as module.Class. Its fields are options, like "
+        f"--solver.levels 3; --solver.help CLASS lists them. Left out: {solver}. --serial is short for --solver Serial; "
+        "auto is the solver that lp-jax plan recommends.",
     )
     add(
         "--adjoint_solver",
         type=Solver | None,
         metavar="CLASS",
-        help=f"Solver of the adjoint system. Left out: the same as --solver; {adjoint_solver} where that is left out, too.",
+        help=f"Solver of the adjoint system. Left out: the same as --solver; where that is left out, too: {adjoint_solver}.",
     )
-    add("--adjoint_iterations", type=PositiveInt, metavar="N", help="Number of iterations of the adjoint solver.")
+    add(
+        "--adjoint_iterations",
+        type=PositiveInt,
+        metavar="N",
+        help="Number of iterations of the adjoint solver, without a tolerance.",
+    )
     add(
         "--spatial",
         type=PositiveInt,
         metavar="D",
-        help="Number of axes of space that coarse levels halve, 2 for images.",
+        help="Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
+        "--solver.relaxation FCF.",
     )
     add_launch(parser)
     add_folder(parser, problem)
@@ -117,7 +128,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         help="Number of steps between gradient probes. Left out: 6 in a run.",
     )
     add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
-    add("--no_compare", action="store_true", help="No serial baseline.")
+    add("--no_compare", action="store_true", help="No serial baseline to compare with.")
     add("--no_pictures", action="store_true", help="No pictures.")
 
 
@@ -137,7 +148,7 @@ def parser_of(command: str, problem: Problem, kind: str, groups: Groups, example
     for name, text in problem.sources.items():
         add(f"--{name}", type=Path if name == "data" else str, metavar=name.upper(), help=text)
     kinds = "; ".join(f"{name}: {one.about()}" for name, one in problem.models.items())
-    add("--model", choices=problem.choices, default=kind, help=f"Model. {kinds}. Each has options of its own.")
+    add("--model", choices=problem.choices, default=kind, help=f"Model, with options of its own. {kinds}.")
     parser.add_class_arguments(type(model), None)
     parser.add_class_arguments(Training, None)
     parser.set_defaults(**dataclasses.asdict(model), **dataclasses.asdict(problem.training))

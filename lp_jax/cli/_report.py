@@ -15,7 +15,6 @@ from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._info import version
-from lp_jax.cli._problem import Settings
 from lp_jax.cli._run import Run
 from lp_jax.train import gradient_error, residuals
 
@@ -44,12 +43,12 @@ def _gradient_error(summary: Mapping[str, Any]) -> str:
     return f"{summary['gradient_error']:.1e} (cosine {summary['gradient_cosine']:.4f})"
 
 
-def summary(settings: Settings, runs: Sequence[Run], solver: Solver, adjoint_solver: Solver) -> dict[str, Any]:
+def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
     """Return the numbers of the table, the solvers, versions and device."""
     return {
-        "problem": settings.flat(),
-        "solver": repr(solver),
-        "adjoint_solver": repr(adjoint_solver),
+        "problem": made.settings.flat(),
+        "solver": repr(made.solvers[0]),
+        "adjoint_solver": repr(made.solvers[1]),
         "results": {run.name: run.summary() for run in runs},
         "versions": {name: version(name) for name in ("lp_jax", "jax", "flax", "optax")},
         "python": platform.python_version(),
@@ -71,9 +70,9 @@ class GradientErrors(NamedTuple):
     iterations: tuple[int, int]
 
 
-def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_solver: Solver) -> GradientErrors:
+def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
     """Measure the gradient on the first batch with few iterations and more, and with other coarse steps."""
-    batch = next(iter(made.batches(0)))
+    batch, (solver, adjoint_solver) = next(iter(made.batches(0))), made.solvers
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
         measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, whole=made.place.whole)
@@ -94,15 +93,9 @@ def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_so
         return GradientErrors(choices, error(solver, adjoint_solver), taken)
 
 
-def pictures(
-    settings: Settings,
-    runs: Sequence[Run],
-    solver: Solver,
-    adjoint_solver: Solver,
-    errors: GradientErrors | None,
-) -> dict[str, Figure]:
+def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | None) -> dict[str, Figure]:
     """Return the pictures by file name; a serial run has none of residuals and gradient errors."""
-    first = runs[0]
+    first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
         "hierarchy.png": viz.hierarchy(

@@ -11,7 +11,7 @@ from rich.console import Console
 from lp_jax._solver import Solver
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._launch import Launch
-from lp_jax.cli._problem import Settings
+from lp_jax.cli._models import Pair
 from lp_jax.train import (
     Bar,
     Batch,
@@ -64,16 +64,9 @@ def _longer(solver: Solver) -> Solver:
 
 
 def train_one(
-    settings: Settings,
-    options: Mapping[str, Any],
-    made: Experiment,
-    solver: Solver,
-    adjoint_solver: Solver,
-    folder: Path,
-    console: Console,
-    launch: Launch,
+    made: Experiment, solvers: Pair, options: Mapping[str, Any], folder: Path, console: Console, launch: Launch
 ) -> Run:
-    """Train with one pair of solvers, from the newest checkpoint in ``folder`` if there is one.
+    """Train with a pair of solvers, from the newest checkpoint in ``folder`` if there is one.
 
     All processes of ``launch`` call this together; the chief's log is the one in ``folder``.
 
@@ -82,19 +75,19 @@ def train_one(
         lp_jax.train.Interrupted: after SIGINT or SIGTERM, when all is saved.
         lp_jax.train.CheckpointError: for a checkpoint of another model.
     """
+    solver, adjoint_solver = solvers
     name = "serial" if solver.exact else "layer-parallel"
-    exact = solver.exact and adjoint_solver.exact
-    optimizer = optax.adam(settings.training.learning_rate)
-    place = made.place
+    training, place = made.settings.training, made.place
+    optimizer = optax.adam(training.learning_rate)
     state = place.everywhere(init_state(made.params, optimizer))
-    total = made.task.steps_per_epoch * settings.training.epochs
+    total = made.task.steps_per_epoch * training.epochs
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
         error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, whole=place.whole)
-        solves = residuals(made.model, state.params, batch, *map(_longer, (solver, adjoint_solver)))
+        solves = residuals(made.model, state.params, batch, *map(_longer, solvers))
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,
@@ -106,11 +99,11 @@ def train_one(
         }
 
     measures = [Every("test", made.task.steps_per_epoch, test)]
-    if not exact:
+    if not (solver.exact and adjoint_solver.exact):
         measures.append(Every("probe", options["probe_every"] or max(1, total // _PROBES), probe))
     if launch.chief:
         folder.mkdir(parents=True, exist_ok=True)
-    with place.checkpoints(folder / "checkpoints", settings.fingerprint()) as checkpoints:
+    with place.checkpoints(folder / "checkpoints", made.settings.fingerprint()) as checkpoints:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
             console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
@@ -119,7 +112,7 @@ def train_one(
             state,
             made.batches,
             steps_per_epoch=made.task.steps_per_epoch,
-            epochs=settings.training.epochs,
+            epochs=training.epochs,
             solver=solver,
             adjoint_solver=adjoint_solver,
             measures=measures,

@@ -81,8 +81,7 @@ def _train(name: str, problem: Problem, args: Sequence[str], look: Options, proc
     for line in (size, place.describe(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
         if line is not None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    runs = _runs(made, settings, pair, options, console, processes)
-    _report(settings, made, runs, pair, options, console, processes)
+    _report(made, _runs(made, options, console, processes), options, console, processes)
 
 
 def _another_model(folder: Any, there: Options, here: Options) -> CommandError:
@@ -90,18 +89,16 @@ def _another_model(folder: Any, there: Options, here: Options) -> CommandError:
     return CommandError(f"the run in {folder} is of another model: {difference}; choose another --out.")
 
 
-def _runs(
-    made: Experiment, settings: Settings, pair: Pair, options: Options, console: Console, processes: Launch
-) -> list[Run]:
+def _runs(made: Experiment, options: Options, console: Console, processes: Launch) -> list[Run]:
     """Train with the solvers and then, to compare, serially."""
     folder = options["out"]
-    trained = [(pair, folder)]
-    if not pair[0].exact and not options["no_compare"]:
+    trained = [(made.solvers, folder)]
+    if not made.solvers[0].exact and not options["no_compare"]:
         trained.append(((Serial(), Serial()), folder / "serial"))
     try:
-        return [train_one(settings, options, made, *solvers, path, console, processes) for solvers, path in trained]
+        return [train_one(made, pair, options, path, console, processes) for pair, path in trained]
     except Interrupted as interruption:
-        again = f"lp-jax train {settings.problem} --out {shlex.quote(str(folder))} --resume"
+        again = f"lp-jax train {made.settings.problem} --out {shlex.quote(str(folder))} --resume"
         if processes.chief:
             Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(
                 f"lp-jax: {interruption}; go on with: {again}"
@@ -129,15 +126,7 @@ def _same_everywhere(settings: Settings, pair: Pair, processes: Launch) -> None:
         raise CommandError(f"this process was started otherwise than the first: {difference}.")
 
 
-def _report(
-    settings: Settings,
-    made: Experiment,
-    runs: Sequence[Run],
-    pair: Pair,
-    options: Options,
-    console: Console,
-    processes: Launch,
-) -> None:
+def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Console, processes: Launch) -> None:
     """Show table, summary and pictures. All processes measure; the first one shows."""
     folder, params, task = options["out"], runs[0].state.params, made.task
     figures, samples, errors = {}, None, None
@@ -146,14 +135,14 @@ def _report(
             samples = task.samples(lambda x: np.array(predict(made.tested, params, x)))
     if not options["no_pictures"]:
         answers = confusion_matrix(made.tested, params, task.test_batches, classes=task.classes)
-        if not all(solver.exact for solver in pair):
+        if not all(solver.exact for solver in made.solvers):
             with console.status("for a picture, other solvers are compiled and their gradients measured"):
-                errors = gradient_errors(made, params, *pair)
+                errors = gradient_errors(made, params)
     if not processes.chief:
         return
-    write_json(folder / "summary.json", summary(settings, runs, *pair))
+    write_json(folder / "summary.json", summary(made, runs))
     if not options["no_pictures"]:
-        figures = pictures(settings, runs, *pair, errors)
+        figures = pictures(made, runs, errors)
         if len(answers) <= _MOST_CLASSES:
             figures["confusion.png"] = viz.confusion(answers, task.names)
     out = Console()
