@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from command import one_line, run
 
 import lp_jax
 from lp_jax import train, viz
@@ -39,23 +40,9 @@ MULTIGRID = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_s
 INJECT = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step", "Rediscretize"]  # compiles quickly
 
 
-def run(*args, capsys=None):
-    """Exit code, standard output and standard error of the command, run in this process."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in args])
-    return (caught.value.code, *capsys.readouterr())
-
-
 @pytest.fixture
 def cli(capsys):
-    return lambda *args: run(*args, capsys=capsys)
-
-
-def one_line(text):
-    """The error, and nothing but it."""
-    assert text.startswith("lp-jax: ") and text.count("\n") == 1 and text.endswith("\n"), text
-    assert "Traceback" not in text
-    return text
+    return functools.partial(run, capsys)
 
 
 # --- options --------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import re
 import jax
 import numpy as np
 import pytest
+from command import run
 from PIL import Image
 from scipy.io import savemat
 
 from lp_jax import data
-from lp_jax.cli import main
 from lp_jax.cli._commands import problems
 from lp_jax.cli._problem import find, model_and_training
 from lp_jax.cli.problems.gum import interlinear
@@ -140,18 +140,15 @@ def test_from_files_to_a_table(problem, tmp_path, capsys):
     out = tmp_path / "run"
     cycle = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step", "Rediscretize"]
     few = ["--no-pictures", "--probe-every", "1000"]
-    with pytest.raises(SystemExit) as caught:
-        solver = [] if "--serial" in options else cycle
-        main(["train", problem, *files, "--epochs", "1", *size, *solver, *options, *few, "--out", str(out)])
-    said = capsys.readouterr()
-    assert caught.value.code == 0, said.err
-    assert "test accuracy" in said.out
+    solver = [] if "--serial" in options else cycle
+    code, said, err = run(capsys, "train", problem, *files, "--epochs", 1, *size, *solver, *options, *few, "--out", out)
+    assert code == 0 and "test accuracy" in said, err
     results = json.loads((out / "summary.json").read_text())["results"]
     assert list(results) == [run for run, not_if in RUN_NAMES if not_if not in options]
     assert all(np.isfinite(run["test_loss"]) and run["steps"] > 0 for run in results.values())
     if problem in SAMPLES:
         text = (out / "samples.txt").read_text(encoding="utf-8")
-        assert re.search(SAMPLES[problem], text, re.S) and text in said.out
+        assert re.search(SAMPLES[problem], text, re.S) and text in said
 
 
 def test_a_tagged_sentence_says_what_is_wrong_and_wraps():
@@ -181,11 +178,9 @@ def test_a_text_goes_on_with_what_is_likely():
 
 @pytest.mark.parametrize("problem", [name for name in problems() if find(name).sources])
 def test_files_that_are_not_named_are_asked_for(problem, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["train", problem])
-    assert caught.value.code == 2
-    said, wanted = " ".join(capsys.readouterr().err.split()), find(problem).sources["data"]
-    assert f"Missing option --data: {wanted[0].lower()}{wanted[1:]}" in said
+    code, _, err = run(capsys, "train", problem)
+    wanted = find(problem).sources["data"]
+    assert code == 2 and f"Missing option --data: {wanted[0].lower()}{wanted[1:]}" in err
 
 
 def test_settings_that_are_not_given_are_those_of_problem_and_model():

@@ -126,6 +126,8 @@ def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
         sources["data"] = Path(sources["data"])
     task = problem.load(training, **sources)
     layers = model.layers or task.length
+    if layers == 0:
+        raise UsageError(f"--layers must be a number; got null, and the inputs of {name} are no sequences.")
     settings = Settings(
         problem=name,
         kind=problem.kind(options.get("model")),
