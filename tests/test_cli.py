@@ -156,6 +156,19 @@ def test_a_solver_of_the_user_is_named_by_its_module(cli, tmp_path, monkeypatch)
     assert type(forward).__name__ == "Jacobi" and forward.weight == adjoint.weight == 0.5 and adjoint.sweeps == 1
 
 
+def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
+    _, stored = options(
+        *["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
+    )
+    args = ["--solver", "Picard", "--layers", "8"]
+    kept = _options.overridden(stored, vars(_options.first_look(args, "lp-jax train digits")))
+    given, _ = options(*args, stored=kept)
+    assert _options.solvers(given, _models.Dense()) == (lp_jax.Picard(), lp_jax.Picard())
+    assert (given["layers"], given["devices"]) == (8, 2)
+    given, _ = options("--solver.iterations", "3", stored=stored)
+    assert given["solver"] == lp_jax.MGRIT(storage="all", iterations=3) and given["adjoint_iterations"] == 1
+
+
 def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("layers: 8\nepochs: 3\nsolver:\n  class_path: MGRIT\n  init_args: {levels: 3}\n")
@@ -452,10 +465,11 @@ def test_info_tells_versions_devices_and_mpi(cli):
     assert {"lp_jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "mpi4jax", "MPI"} <= set(lines)
 
 
-@pytest.mark.parametrize("args", [[], ["train"], ["--help"]])
+@pytest.mark.parametrize("args", [[], ["train"], ["--help"], ["bench"]])
 def test_help_without_a_command(cli, args):
     code, out, _ = cli(*args)
-    assert code == 0 and "lp-jax train digits" in out
+    wanted = {"bench": ("resnet ", "ranks ")}.get("".join(args), ("lp-jax train digits",))
+    assert code == 0 and all(text in out for text in wanted) and "worker" not in out
 
 
 def test_missing_extras_are_named_and_import_is_light():

@@ -47,13 +47,13 @@ def spelled_out(args: Iterable[str]) -> Iterator[str]:
             yield (name.replace("-", "_").replace("__", "--", 1) if arg.startswith("--") else name) + equals + value
 
 
-def first_look(args: Sequence[str], problem: str) -> argparse.Namespace:
+def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
     """Return the options that decide about all others: model, folder, processes. Others are ignored."""
-    parser = MenuParser(add_help=False, allow_abbrev=False)
+    parser = MenuParser(prog=command, add_help=False, allow_abbrev=False)
     for name in ("--config", "--model", "--solver", "--adjoint_solver"):
         parser.add_argument(name)
     add_launch(parser)
-    add_folder(parser, problem)
+    add_folder(parser, command.split()[-1])
     found = parser.parse_known_args(args)[0]
     if found.config is not None and Path(found.config).is_file():
         stored = get_loader("yaml")(Path(found.config).read_text(encoding="utf-8"))
@@ -222,6 +222,8 @@ def _reason(text: str) -> str:
     reasons = [part for part in parts if "Does not validate" not in part]
     telling = [part for part in reasons if not part.startswith(("Expected a ", "Import path"))]
     found = telling[-1] if telling else reasons[0] if reasons else head[key.end() :] if key else head
+    given = re.search(r"Given value: (\w+)$", text)
+    found = found if given is None or given[1] in found else f"{found}. Got value: {given[1]}"
     return f"--{key[1]}: {found}" if key else found
 
 

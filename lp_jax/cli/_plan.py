@@ -40,7 +40,7 @@ def run(name: str, args: Sequence[str]) -> None:
 
 def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     problem, args = find(name), list(spelled_out(args))
-    kind = problem.kind(first_look(args, name).model)
+    kind = problem.kind(first_look(args, f"lp-jax plan {name}").model)
     examples = [
         (f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")
     ]

@@ -44,7 +44,7 @@ def run(name: str, args: Sequence[str]) -> None:
         args: the command line after it.
     """
     problem, args = find(name), list(spelled_out(args))
-    look = vars(first_look(args, name))
+    look = vars(first_look(args, f"lp-jax train {name}"))
     with launch(look) as processes:
         _train(name, problem, args, look, processes)
 
