@@ -22,8 +22,15 @@ SECTIONS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def as_a_user_has_it():
+    """JAX's own rules for ranks and dtypes."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page(as_a_user_has_it, tmp_path_factory):
     """What the page's code defines, run from top to bottom, and what it printed."""
     names, printed = {}, io.StringIO()
     with contextlib.chdir(tmp_path_factory.mktemp("page")), contextlib.redirect_stdout(printed):

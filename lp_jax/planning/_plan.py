@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time as clock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def plan(
     interconnect: Interconnect | None = None,
     seconds: float = 10.0,
     fewer: Mapping[str, Any] | None = None,
+    solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
     """Recommend solvers: calibrate, predict times, probe gradients in their order until one is exact enough.
 
@@ -49,6 +50,8 @@ def plan(
         interconnect: what messages take, by `planning.interconnect`; None leaves that to ``machine``.
         seconds: time after which no further gradient is compiled; how many were left out is told.
         fewer: as for `calibrate`.
+        solvers: more solvers to look at, of your own or with your settings, or pairs (solver, adjoint solver). They are
+            always probed.
 
     Returns:
         The `Plan`; serial propagation where nothing that is exact enough is predicted to be faster by 15 %.
@@ -76,7 +79,7 @@ def plan(
     if interconnect is not None:
         machine = dataclasses.replace(machine, **interconnect._asdict())
     probe = _probe(problem, cotangent)
-    return choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds)
+    return choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
 
 
 def choose(
@@ -87,6 +90,7 @@ def choose(
     workers: int = 1,
     probe: Probe | None = None,
     seconds: float = 10.0,
+    solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
     """`plan` for a network of which no more is known than what its layers take.
 
@@ -98,6 +102,7 @@ def choose(
         probe: ``probe(solver, adjoint_solver)`` tells what a gradient by them is; without one nothing but serial
             propagation is known to be exact enough, and the others are in the order of their times.
         seconds: as for `plan`.
+        solvers: as for `plan`.
 
     Raises:
         ValueError: as for `plan`.
@@ -121,6 +126,8 @@ def choose(
                 if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
                     break
         found += swept
+    for pair in (own if isinstance(own, tuple) else (own, own.for_adjoint()) for own in solvers):
+        found.append(choice(pair, None if probe is None else probe(*pair)))
     limit = min([limit, *(c.time.seconds for c in found if c.error is not None and c.error <= error)])
     unprobed = 0
     for candidate in sorted(map(choice, cycles(layers, workers)), key=lambda c: c.time.seconds):
