@@ -2,7 +2,6 @@
 
 import functools
 
-import conftest  # noqa: F401  (float64, before arrays are made)
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ import recurrent
 import test_transformer as transformer
 from flax import nnx
 
+import conftest  # noqa: F401  (float64, before arrays are made)
 import lp_jax
 from lp_jax import nn
 

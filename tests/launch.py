@@ -30,6 +30,7 @@ def start(command: list, **environment: str) -> subprocess.Popen:
     """A program in a session of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "XLA_", "JAX_"))}
     env |= {
+        "PYTHONPATH": str(HERE.parent),  # of conftest.py
         "TMPDIR": tempfile.mkdtemp(dir=_SCRATCH),  # MPI jobs that share one clear up each other's files there
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false",

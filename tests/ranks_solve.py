@@ -1,6 +1,10 @@
-"""What every MPI rank of a test runs: solves on this many ranks, against the same solve on one device."""
+"""What every MPI rank of a test runs: solves on this many ranks, against the same solve on one device.
+
+Arguments: cases, each with its own argument after ``=``. One job runs several, as starting the ranks takes seconds.
+"""
 
 import collections
+import doctest
 import functools
 import os
 import signal
@@ -8,7 +12,6 @@ import sys
 from pathlib import Path
 
 import architectures
-import conftest  # noqa: F401  (float64, strict promotion)
 import digits_training
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ import test_spline
 from flax import nnx
 from problems import dense_params, dense_state, dense_step, relative_error
 
+import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
 from lp_jax import nn, planning, train
 
@@ -58,8 +62,8 @@ def solvers(names):
         wanted = jax.tree.map(np.asarray, mesh.everything(solver, None)) if COMM.rank == 0 else None
         wanted = COMM.comm.bcast(wanted)
         run = mine(battery.N, solver)
-        for coarsest in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
-            comm = lp_jax.MPIComm(coarsest=coarsest)
+        for sequential in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
+            comm = lp_jax.MPIComm(sequential=sequential)
             got = mesh.everything(solver, comm, operands=(cut(params, run), y0, shared, cut(data, run)))
             stride = solver.resolve(battery.N).stride(battery.N)
             points = slice(-(-run.start // stride), -(-run.stop // stride))
@@ -143,9 +147,9 @@ def training(_=None):
 
 
 @case
+@jax.numpy_dtype_promotion("standard")  # optax's Adam
 def grid(copies):
     """Layers x data: three steps and a probe have the numbers of one device; states are gathered and scattered whole."""
-    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's Adam
     ranks = train.Ranks.grid(data=int(copies))
     n, width, batch = 12, 5, 8
     run = lp_jax.layer_slices(n, ranks.layers.size, digits_training.SOLVER, digits_training.ADJOINT)[ranks.layers.rank]
@@ -164,11 +168,11 @@ def grid(copies):
         )  # fmt: skip
         return jnp.mean(right**2), info
 
-    def three_steps(loss_fn, params, batch, whole):
+    def three_steps(loss_fn, params, batch, global_sums):
         optimizer = optax.adam(0.01)
         state = train.init_state(params, optimizer)
-        step_fn = train.make_train_step(loss_fn, optimizer, whole=whole)
-        seen = [train.gradient_error(loss_fn, params, batch, *solvers, whole=whole)]
+        step_fn = train.make_train_step(loss_fn, optimizer, global_sums=global_sums)
+        seen = [train.gradient_error(loss_fn, params, batch, *solvers, global_sums=global_sums)]
         for _ in range(3):
             state, metrics = step_fn(state, batch, *solvers)
             seen.append(metrics)
@@ -176,9 +180,9 @@ def grid(copies):
 
     wanted = three_steps(functools.partial(loss_fn, None), params, (inputs, answers), None)
     here = {"trunk": cut(params["trunk"], run), "closing": params["closing"]}
-    share = ranks.share((inputs, answers))
-    assert len(share[0]) == batch // int(copies)
-    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, share, ranks.whole)
+    local = ranks.local_batch((inputs, answers))
+    assert len(local[0]) == batch // int(copies)
+    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks.global_sums)
     for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11)
     whole = ranks.gather(state)
@@ -198,7 +202,7 @@ def grid(copies):
         train.Ranks.grid(data=3)
     if int(copies) > 1:
         with pytest.raises(ValueError, match="a batch of 7 examples cannot be split evenly over 2"):
-            ranks.share(inputs[:7])
+            ranks.local_batch(inputs[:7])
 
 
 @case
@@ -252,35 +256,55 @@ def messages(_=None):
     solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=mesh.INJECT)
     params = cut(dense_params(n, width), mine(n, solver))
     y0 = dense_state(batch, width)
-    for coarsest in ("relay", "gather"):
-        comm = lp_jax.MPIComm(coarsest=coarsest)
+    for sequential in ("relay", "gather"):
+        comm = lp_jax.MPIComm(sequential=sequential)
         run = functools.partial(lp_jax.solve, dense_step, solver=solver, comm=comm)
         counts = count(jax.make_jaxpr(run)(params, y0).jaxpr)
         assert counts.pop(("allreduce", f"float64[{batch * width}]")) == 1
         assert counts.pop(("allreduce", f"float64[{cycles}]")) == 1
         inner = 0 < COMM.rank < COMM.size - 1  # passes the relay's state on by two calls: it waits, works and sends
-        relayed = cycles * (2 if inner else 1) if coarsest == "relay" else 0
+        relayed = cycles * (2 if inner else 1) if sequential == "relay" else 0
         assert counts.pop(("sendrecv", f"float64[{batch * width}]")) == cycles * (1 + 2 + 1) + 1 + relayed
         # the right-hand side in every cycle, the parameters once
-        assert sum(counts.values()) == (0 if coarsest == "relay" else cycles + 1), counts
+        assert sum(counts.values()) == (0 if sequential == "relay" else cycles + 1), counts
         assert {name for name, _ in counts} <= {"allgather"}
 
 
+DISAGREE = {
+    "dtype": r"the ranks disagree on the layers: params, data\[0\] is float64\[\] on rank 0 and float32\[\] on rank 1",
+    "shape": r"disagree on what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1",
+    "layers": r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
+    "solver": r"disagree on the solvers",
+}
+
+
 @case
-def disagree(what):
-    solver = lp_jax.MGRIT(coarsening=2)
-    params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(3)
-    if what == "layers" and COMM.rank == 0:
-        params = params[1:]
-    if COMM.rank == 1:
-        if what == "dtype":
-            params = params.astype(jnp.float32)
-        elif what == "shape":
-            y0 = jnp.ones(4)
-        elif what == "solver":
-            solver = lp_jax.MGRIT(coarsening=4)
+def disagree(_=None):
+    """Every rank says what the ranks disagree on."""
     step = lambda y, layer: y + layer.dt.astype(y.dtype) * layer.params.astype(y.dtype) * y  # noqa: E731
-    lp_jax.solve(step, params, y0, solver=solver, comm=COMM)
+    for what, message in DISAGREE.items():
+        solver = lp_jax.MGRIT(coarsening=2)
+        params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(3)
+        if what == "layers" and COMM.rank == 0:
+            params = params[1:]
+        if COMM.rank == 1:
+            if what == "dtype":
+                params = params.astype(jnp.float32)
+            elif what == "shape":
+                y0 = jnp.ones(4)
+            elif what == "solver":
+                solver = lp_jax.MGRIT(coarsening=4)
+        with pytest.raises((TypeError, ValueError), match=message):
+            lp_jax.solve(step, params, y0, solver=solver, comm=COMM)
+
+
+@case
+def examples(_=None):
+    """The examples in docstrings that start MPI; in the process of pytest they are skipped."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        for module in (lp_jax._mpi, train._ranks):
+            result = doctest.testmod(module)
+            assert result.attempted and not result.failed
 
 
 @case
@@ -310,10 +334,11 @@ def wires(_=None):
 
 
 def main():
-    name, *arguments = sys.argv[1:]
-    CASES[name](*arguments)
-    if COMM.rank == 0:
-        print(f"passed on {COMM.size} ranks")
+    for argument in sys.argv[1:]:
+        name, _, detail = argument.partition("=")
+        CASES[name](*([detail] if detail else []))
+        if COMM.rank == 0:
+            print(f"passed on {COMM.size} ranks: {argument}", flush=True)
 
 
 if __name__ == "__main__":

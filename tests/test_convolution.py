@@ -1,7 +1,5 @@
 """Convolutions: every formulation against the sum written out."""
 
-import doctest
-import importlib
 import itertools
 
 import jax
@@ -63,9 +61,9 @@ def test_layers_in_both_formulations_are_equal():
 
 def test_images_that_fit_into_the_cache_are_taken_together():
     kernel = jnp.ones((3, 3, 8, 8), jnp.float32)
-    sizes = [_convolution._at_once(jnp.ones((50, n, n, 8), jnp.float32), kernel) for n in (8, 28, 200)]
+    sizes = [_convolution._images_at_once(jnp.ones((50, n, n, 8), jnp.float32), kernel) for n in (8, 28, 200)]
     assert sizes == [50, 10, 1]
-    assert _convolution._at_once(jnp.ones((0, 8, 8, 8)), kernel) == 0
+    assert _convolution._images_at_once(jnp.ones((0, 8, 8, 8)), kernel) == 0
 
 
 def test_bad_input_is_refused():
@@ -74,9 +72,3 @@ def test_bad_input_is_refused():
         nn.convolve(x, jnp.ones((3, 3, 3, 4)), formulation="fft")
     with pytest.raises(ValueError, match=r"odd number of taps along each axis of space; got \(2, 2\)"):
         nn.convolve(x, jnp.ones((2, 2, 3, 4)))
-
-
-def test_examples_run():
-    with jax.enable_x64(False):
-        outcome = doctest.testmod(importlib.import_module("lp_jax.nn._convolution"))
-    assert outcome.attempted and not outcome.failed

@@ -1,6 +1,5 @@
 """Layers over MPI ranks: the same numbers on any number of them, few messages, and an end to every failure."""
 
-import re
 import subprocess
 import sys
 
@@ -18,88 +17,37 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process")
 SCRIPT = launch.HERE / "ranks_solve.py"
 
 
-def passes(ranks, *arguments, **options):
-    ended = launch.mpirun(ranks, SCRIPT, *arguments, **options)
+def passes(ranks, *cases):
+    ended = launch.mpirun(ranks, SCRIPT, *cases, timeout=600)
     assert ended.code == 0, ended.output
-    assert f"passed on {ranks} ranks" in ended.output
+    for case in cases:
+        assert f"passed on {ranks} ranks: {case}" in ended.output
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_numbers_do_not_depend_on_the_number_of_ranks(ranks):
-    passes(ranks, "solvers", "3 levels,identity,Picard,Newton" if ranks == 2 else "3 levels")
+JOBS = {
+    "1 rank": (1, "small=all", "examples"),
+    "2 ranks, solvers": (2, "solvers=3 levels,identity,Picard,Newton,FCF,W"),
+    "2 ranks, more solvers": (2, "solvers=Picard steps,trajectory,tolerance,user's rule,serial,windows"),
+    "2 ranks, training": (2, "training", "grid=1", "grid=2", "modules"),
+    "2 ranks, the rest": (2, "small=all", "disagree", "examples", "wires"),
+    "3 ranks": (3, "solvers=3 levels", "messages"),
+    "4 ranks": (4, "solvers=3 levels", "small=some", "training", "grid=2"),
+}
+"""Few jobs with several cases each, as every rank of a job imports all of the library anew; see ranks_solve.py."""
 
 
-@pytest.mark.parametrize("names", ["FCF,W", "Picard steps,trajectory", "tolerance,user's rule,serial,windows"])
-def test_no_solver_depends_on_the_number_of_ranks(names):
-    passes(2, "solvers", names)
-
-
-@pytest.mark.parametrize("ranks, dtypes", [(1, "all"), (2, "all"), (4, "some")])
-def test_dtypes_closures_times_aux_and_ranks_without_layers(ranks, dtypes):
-    passes(ranks, "small", dtypes)
-
-
-def test_modules():
-    passes(2, "modules")
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_training_ends_with_the_same_parameters(ranks):
-    passes(ranks, "training")
-
-
-@pytest.mark.parametrize("ranks, copies", [(4, 2), (2, 1), (2, 2)])
-def test_layers_and_examples_spread_over_ranks(ranks, copies):
-    passes(ranks, "grid", copies)
+@pytest.mark.parametrize("job", JOBS)
+def test_numbers_do_not_depend_on_the_number_of_ranks(job):
+    passes(*JOBS[job])
 
 
 def test_golden_data(golden):
-    passes(4, "golden", golden)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("module", ["lp_jax._mpi", "lp_jax.train._ranks"])
-def test_examples_run(module, ranks):
-    code = f"import doctest, {module} as m; r = doctest.testmod(m); assert r.attempted and not r.failed"
-    ended = launch.mpirun(ranks, "-c", code, timeout=100)
-    assert ended.code == 0, ended.output
-
-
-def test_messages():
-    passes(3, "messages")
-
-
-def test_wires_are_measured_between_ranks():
-    passes(2, "wires")
-
-
-@pytest.mark.parametrize(
-    "what, message",
-    [
-        (
-            "dtype",
-            r"the ranks disagree on the layers: params, data\[0\] is float64\[\] on rank 0 and float32\[\] on rank 1",
-        ),
-        (
-            "shape",
-            r"disagree on what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1",
-        ),
-        (
-            "layers",
-            r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
-        ),
-        ("solver", r"disagree on the solvers"),
-    ],
-)
-def test_ranks_that_disagree(what, message):
-    ended = launch.mpirun(2, SCRIPT, "disagree", what, timeout=60)
-    assert ended.code != 0
-    assert re.search(message, ended.output), ended.output
+    passes(4, f"golden={golden}")
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_rank_that_fails_ends_the_job(how):
-    ended = launch.mpirun(3, SCRIPT, "fail", how, timeout=60)
+    ended = launch.mpirun(3, SCRIPT, f"fail={how}", timeout=120)
     assert ended.code != 0, ended.output
     if how == "raise":
         assert "layer at t > 0.5 has had enough" in ended.output

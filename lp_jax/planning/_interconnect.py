@@ -47,9 +47,10 @@ def interconnect(comm: Comm, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> I
     Example:
         >>> import jax, lp_jax
         >>> from lp_jax import planning
-        >>> workers = jax.device_count()
-        >>> mesh = jax.make_mesh((workers,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> found = planning.interconnect(lp_jax.MeshComm(mesh)) if workers > 1 else None
+        >>> devices = jax.devices()[:2]
+        >>> mesh = jax.make_mesh((len(devices),), ("layers",), (jax.sharding.AxisType.Auto,), devices=devices)
+        >>> comm = lp_jax.MeshComm(mesh)
+        >>> found = planning.interconnect(comm, sizes=(256, 1 << 16)) if len(devices) > 1 else None
     """
     if comm.size == 1:
         raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")

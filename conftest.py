@@ -1,0 +1,106 @@
+"""Settings of every test: eight CPU devices, float64, strict promotion. Examples in docstrings run under JAX's defaults.
+
+Warnings are errors; pyproject.toml says so.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# jax reads these once, so they come before its import. Processes that a test starts inherit them.
+_flags = os.environ.get("XLA_FLAGS", "")
+if "--xla_force_host_platform_device_count" not in _flags:
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
+# mpi4jax warns about any jax newer than itself; whether the two work together is what the tests find out.
+os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The programs that tests start are not collected: the search for examples would import them.
+collect_ignore_glob = ["tests/[!t]*.py"]
+
+_BESIDE = Path(__file__).resolve().parents[1] / "shared"
+
+
+def _folder(name: str) -> tuple[str, Path]:
+    """The variable that names a data folder, and where that folder is expected."""
+    variable = f"LP_JAX_{name.upper()}"
+    return variable, Path(os.environ.get(variable) or _BESIDE / name)
+
+
+def _require(name: str) -> Path:
+    variable, folder = _folder(name)
+    if not folder.is_dir():
+        pytest.skip(f"no folder {folder}; set {variable} to where the {name} files are")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of results that other codes computed on problems stored beside them."""
+    return _require("golden")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of small data sets."""
+    return _require("data")
+
+
+@pytest.fixture
+def quick_compilation() -> Iterator[None]:
+    """For tests whose time is XLA's, spent on many small programs that run once each."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """Lets optax run: its Adam raises floats to an integer step count, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def users_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the examples in docstrings under JAX's own defaults, compiled quickly."""
+    if not isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    if any(name in request.node.dtest.docstring for name in ("MPIComm()", "Ranks.grid()")):
+        pytest.skip("starts MPI; test_mpi.py runs it in MPI jobs")
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Compiled programs are dropped before they crash the process.
+
+    Each piece of one is three memory maps, and Linux allows 65,530 to a process; XLA ends with a segmentation fault.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+
+
+def pytest_report_header() -> list[str]:
+    """Versions, and loudly whether the tests that need files outside the repository can run."""
+    lines = [f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"]
+    for name in ("golden", "data"):
+        variable, folder = _folder(name)
+        found = str(folder) if folder.is_dir() else f"MISSING, its tests will be skipped (set {variable})"
+        lines.append(f"{name}: {found}")
+    return lines

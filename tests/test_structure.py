@@ -1,0 +1,231 @@
+"""The shape of the code: who imports whom, what is asked of solvers, and who may send messages.
+
+Everything is read from the sources, so imports inside functions, conditions and ``TYPE_CHECKING`` blocks count.
+"""
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a package may import beside itself. "core" is every module directly in lp_jax, "lp_jax" the names it exports.
+LAYERS = {
+    "core": set(),
+    "planning": {"core"},
+    "lp_jax": {"core", "planning"},
+    "data": {"core"},
+    "nn": {"core", "planning", "lp_jax"},
+    "train": {"core", "planning", "lp_jax", "nn"},
+    "viz": {"core", "planning", "lp_jax", "train"},
+    "cli": {"core", "planning", "lp_jax", "data", "nn", "train", "viz"},
+    "benchmarks": {"core", "planning", "lp_jax", "data", "nn", "train", "viz", "cli"},
+}
+
+MESSAGES = {"ppermute", "pcast", "psum", "all_gather", "all_to_all", "sendrecv"}
+
+
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """The syntax tree of each module, by the module's name."""
+    paths = [*ROOT.glob("lp_jax/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in paths}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): ast.parse(path.read_text()) for path, p in parts.items()}
+
+
+def nodes(kind):
+    """Every node of a kind (or kinds), with the module that holds it."""
+    return [(name, node) for name, tree in sources().items() for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """The modules of ours that each module imports; a name from a package counts as its submodule where it is one."""
+    found: dict[str, set[str]] = {name: set() for name in sources()}
+    for name, node in nodes(ast.Import):
+        found[name] |= {alias.name for alias in node.names}
+    for name, node in nodes(ast.ImportFrom):
+        assert node.level == 0, f"{name}, line {node.lineno}: relative import"
+        whole = {f"{node.module}.{alias.name}" for alias in node.names}
+        found[name] |= {w if w in sources() else node.module for w in whole}
+    return {name: uses & set(sources()) for name, uses in found.items()}
+
+
+def layer(module: str) -> str:
+    """The package of a module, as LAYERS calls it."""
+    first, *rest = module.split(".")
+    if first == "benchmarks" or not rest:
+        return first
+    return "cli" if rest[0] == "__main__" else rest[0] if f"lp_jax.{rest[0]}" in packages() else "core"
+
+
+@functools.cache
+def packages() -> set[str]:
+    return {name.rpartition(".")[0] for name in sources()}
+
+
+def test_imports_form_a_dag():
+    """All modules can be read in one order, each using only those before it."""
+    reach = imports()
+    while (wider := {name: uses.union(*(reach[u] for u in uses)) for name, uses in reach.items()}) != reach:
+        reach = wider
+    circles = [f"{name} imports {used}" for name, uses in imports().items() for used in uses if name in reach[used]]
+    assert not circles, "\n".join(["", *sorted(circles)])
+
+
+def test_no_package_imports_one_above_it():
+    upwards = [
+        f"{name} imports {used}"
+        for name, uses in imports().items()
+        for used in uses
+        if layer(used) != layer(name) and layer(used) not in LAYERS[layer(name)]
+    ]
+    assert not upwards, sorted(upwards)
+
+
+def test_the_table_of_layers_is_whole():
+    assert {layer(name) for name in sources()} == set(LAYERS)
+
+
+# --- classes --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def bindings(module: str) -> dict[str, str]:
+    """What each name in a module stands for, by its full name."""
+    found = {}
+    for node in ast.walk(sources()[module]):
+        if isinstance(node, ast.Import):
+            found |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom):
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = f"{module}.{node.name}"
+    return found
+
+
+def full_name(module: str, node: ast.AST) -> str:
+    """The name of a class where it is defined, whatever a module calls it."""
+    if isinstance(node, ast.Subscript):
+        return full_name(module, node.value)
+    if isinstance(node, ast.Attribute):
+        return defined(f"{full_name(module, node.value)}.{node.attr}")
+    return defined(bindings(module).get(node.id, "")) if isinstance(node, ast.Name) else ""
+
+
+def defined(name: str) -> str:
+    """Where a name comes from that a package hands on."""
+    package, _, last = name.rpartition(".")
+    found = bindings(package).get(last, name) if package in sources() else name
+    return name if found == name else defined(found)
+
+
+@functools.cache
+def bases() -> dict[str, set[str]]:
+    """The bases of each class."""
+    return {f"{name}.{n.name}": {full_name(name, base) for base in n.bases} for name, n in nodes(ast.ClassDef)}
+
+
+@functools.cache
+def concrete_solvers() -> set[str]:
+    found = {
+        name for name in bases() if name.endswith("._rediscretize.Rediscretize") or name.endswith("._solver.Solver")
+    }
+    while more := {name for name, above in bases().items() if above & found} - found:
+        found |= more
+    return {name for name in found if not name.endswith(".Solver")}
+
+
+def called(node: ast.AST) -> str:
+    """The last name of a name or attribute."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def is_type_of(node: ast.AST) -> bool:
+    """Whether an expression is `type(x)`, `x.__class__` or the name of either."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "__class__" or (node.attr in ("__name__", "__qualname__") and is_type_of(node.value))
+    return isinstance(node, ast.Call) and called(node.func) == "type" and len(node.args) == 1
+
+
+def asked(node: ast.AST) -> ast.AST | None:
+    """What a node compares the class of a value with, where it does so."""
+    if isinstance(node, ast.Call) and called(node.func) in ("isinstance", "issubclass"):
+        return node.args[1]
+    if isinstance(node, ast.MatchClass):
+        return node.cls
+    if isinstance(node, ast.Compare) and any(is_type_of(side) for side in (node.left, *node.comparators)):
+        return node
+    if isinstance(node, ast.Subscript) and is_type_of(node.slice):
+        return node.value
+    return None
+
+
+def questions() -> list[str]:
+    """Where the code asks whether a solver is of one class, outside the module of that class."""
+    found = []
+    for name, node in nodes((ast.Call, ast.MatchClass, ast.Compare, ast.Subscript)):
+        answer = asked(node)
+        if answer is None:
+            continue
+        parts = list(ast.walk(answer))
+        strings = {n.value for n in parts if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        meant = {full_name(name, n) for n in parts} | {c for c in concrete_solvers() if c.rpartition(".")[2] in strings}
+        if hits := {c for c in meant & concrete_solvers() if c.rpartition(".")[0] != name}:
+            found.append(f"{name}, line {node.lineno}: {' '.join(sorted(c.rpartition('.')[2] for c in hits))}")
+    return found
+
+
+def test_the_solvers_are_found():
+    names = {name.rpartition(".")[2] for name in concrete_solvers()}
+    assert {"MGRIT", "Picard", "Newton", "Serial", "Rediscretize"} <= names
+
+
+def test_nobody_asks_which_solver_it_has():
+    """A method of `Solver` answers instead, so that a solver from outside works like one from inside."""
+    assert not questions(), "\n".join(["", *questions()])
+
+
+def test_classes_are_abstract_or_final():
+    """None is both subclassed and instantiated."""
+    subclassed = set().union(*bases().values())
+    instantiated = {full_name(name, node.func) for name, node in nodes(ast.Call)}
+    both = subclassed & instantiated & bases().keys()
+    assert not both, sorted(both)
+
+
+# --- what is used ---------------------------------------------------------------------------------------------------
+
+
+def test_jax_is_used_by_its_public_names():
+    found = [
+        f"{name}, line {node.lineno}"
+        for name, node in nodes((ast.Attribute, ast.Import, ast.ImportFrom))
+        if (isinstance(node, ast.Attribute) and node.attr == "_src" and called(node.value) == "jax")
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"))
+        or (not isinstance(node, ast.Attribute) and any(a.name in ("_src", "jax._src") for a in node.names))
+    ]
+    assert not found
+
+
+def test_values_reach_other_workers_in_one_place():
+    """The engines of mesh and ranks send; the others ask a comm."""
+    allowed = {"lp_jax._mesh", "lp_jax._mpi"}
+    found = [
+        f"{name}, line {node.lineno}: {called(node)}"
+        for name, node in nodes((ast.Attribute, ast.Name))
+        if called(node) in MESSAGES and name.startswith("lp_jax.") and name not in allowed
+    ]
+    assert not found
+
+
+def test_modules_are_small():
+    """Private modules of the library; a reader takes one in at a sitting."""
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in ROOT.glob("lp_jax/**/_*.py")
+        if (lines := len(path.read_text().splitlines())) > 400
+    }
+    assert not long
