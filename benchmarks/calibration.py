@@ -25,7 +25,8 @@ _UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are r
 def problem(network: str, width: int, layers: int, batch: int) -> Problem:
     """The layers only, with weights as the suites draw them."""
     drawn = NETWORKS[network](width, layers, batch)
-    return Problem(**drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x))))
+    found = drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x)))
+    return Problem(**(found | {"comm": None}))
 
 
 def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:

@@ -600,9 +600,9 @@ def test_every_device_has_the_gradient_that_is_timed(network):
     if network == "dense":
 
         def run(weights):
-            return networks.through(given["step"], 1 / 8, weights, given["y0"])
+            return networks.through(given.step, 1 / 8, weights, given.y0)
 
-        y1, pullback = jax.vjp(run, given["params"])
+        y1, pullback = jax.vjp(run, given.params)
         assert relative_error(alone.params, pullback(y1)[0]) < 1e-6
 
 

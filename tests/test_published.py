@@ -7,7 +7,7 @@ another. What is left out makes published figures smaller. The table is in docs/
 import pytest
 
 from lp_jax import MGRIT, Rediscretize, Serial
-from lp_jax.planning import Machine, time
+from lp_jax.planning import Machine, predict
 
 UNIT = Machine(at_once=(1,), forward=(1,), linearise=(1,), adjoint=(1,), gradient=(1,), serial=(1, 2), looped=True)
 
@@ -39,8 +39,8 @@ FIGURES = PUBLISHED | {
 def counted(layers, workers, hierarchy, cycles):
     """Speedup with injection, F-relaxation on the finest level and FCF below, states recomputed."""
     solvers = (MGRIT(iterations=count, coarse_step=Rediscretize(), **hierarchy) for count in cycles)
-    alone = time(Serial(), Serial(), layers, UNIT).seconds
-    return alone / time(*solvers, layers, UNIT, workers=workers).seconds
+    alone = predict(Serial(), Serial(), layers, UNIT).seconds
+    return alone / predict(*solvers, layers, UNIT, workers=workers).seconds
 
 
 @pytest.mark.parametrize("figure", FIGURES)

@@ -49,7 +49,8 @@ def interconnect(comm: Comm, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> I
         >>> from lp_jax import planning
         >>> devices = jax.devices()[:2]
         >>> mesh = jax.make_mesh((len(devices),), ("layers",), (jax.sharding.AxisType.Auto,), devices=devices)
-        >>> found = planning.interconnect(lp_jax.MeshComm(mesh), sizes=(256, 1 << 16)) if len(devices) > 1 else None
+        >>> comm = lp_jax.MeshComm(mesh)
+        >>> found = planning.interconnect(comm, sizes=(256, 1 << 16)) if len(devices) > 1 else None
     """
     if comm.size == 1:
         raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")
