@@ -8,15 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import dense, gru, resnet, single
 from benchmarks.harness import Contender, measure
-from benchmarks.propagation import scan
+from benchmarks.networks import NETWORKS
+from benchmarks.training import trainer
 from lp_jax import Serial, planning, solve_vjp
-from lp_jax.nn import GRU
 
 Sizes = tuple[str, int, int, int]
 """Network, width, layers, batch."""
@@ -25,23 +23,14 @@ _UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are r
 
 
 def problem(network: str, width: int, layers: int, batch: int) -> dict[str, Any]:
-    """The layers alone, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
-    _, drawn = single.NETWORKS[network](width, layers, batch)
-    if network == "dense":
-        weights, y, _ = drawn
-        return {"step": lambda y, at: dense.residual_layer(y, at.params, at.dt), "params": weights, "y0": y}
-    if network == "conv":
-        y = np.random.default_rng(0).normal(size=(batch, 28, 28, width)).astype(np.float32)
-        layer = functools.partial(resnet.residual_layer, "auto")
-        return {"step": lambda y, at: layer(y, at.params, at.dt), "params": drawn.network.layers, "y0": y}
-    if network == "gru":
-        module = GRU(gru.FEATURES, width, units=gru.UNITS, rngs=nnx.Rngs(0))
-        return module.problem(drawn.x)
-    return {"step": drawn.step, "params": drawn.params, "y0": drawn.y}
+    """The layers only, as arguments of `lp_jax.calibrate`, with weights as the suites draw them."""
+    drawn = NETWORKS[network](width, layers, batch)
+    found = drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x)))
+    return {name: value for name, value in found.items() if name != "comm"}
 
 
 def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
-    """Calibrated in this process, on its first device; with what a step with a scan takes beside the layers as ``fixed``.
+    """Calibrate in this process, on its first device; what a step with a scan takes besides the layers is ``fixed``.
 
     Args:
         sizes: of the row.
@@ -51,20 +40,13 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
     """
     network, width, layers, batch = sizes
     quarter = problem(network, width, layers, max(1, batch // 4)) if fewer else {}
-    parts = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
+    parts: dict[str, Any] = {name: quarter[name] for name in ("y0", "shared", "data") if name in quarter}
     found = planning.calibrate(**problem(*sizes), fewer=parts or None, batched=batched, name=", ".join(map(str, sizes)))
-    scanned = Contender(name="lax.scan", call=_scan(sizes, updates))
+    scanned = Contender(name="lax.scan", call=trainer(NETWORKS[network](*sizes[1:]), updates=updates))
     (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
     update = _UPDATE * found.adding if updates else 0.0
-    beside = float(np.median(timing.seconds)) - layers * (sum(found.per_layer) + update)
-    return dataclasses.replace(found, update=update, fixed=max(0.0, beside))
-
-
-def _scan(sizes: Sizes, updates: bool) -> Any:
-    """A training step, or its gradient alone, by a scan."""
-    if updates:
-        return single.NETWORKS[sizes[0]](*sizes[1:])[0](None)
-    return dense.Gradient(scan, dense.random_problem(sizes[2], sizes[1], sizes[3]))
+    besides = float(np.median(timing.seconds)) - layers * (sum(found.per_layer) + update)
+    return dataclasses.replace(found, update=update, fixed=max(0.0, besides))
 
 
 def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:

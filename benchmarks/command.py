@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
-from matplotlib.figure import Figure
 
 from benchmarks import report
 from benchmarks.harness import LEAST_ROUNDS, Contender, Tell, measure, summary
@@ -39,10 +38,9 @@ class Suite:
         about: what is measured, for ``--help``.
         examples: (arguments, what they do), for ``--help``.
         sizes: what the parts of a row are.
-        rows: what runs by default.
+        rows: what runs by default, as on the command line.
         quick_rows: what runs with ``--quick``.
         field: builds a row's contenders, the baseline first, each called once already.
-        draw: the picture.
         add_options: adds the suite's own options.
         row: reads a row from the command line.
     """
@@ -52,12 +50,15 @@ class Suite:
     about: str
     examples: Sequence[tuple[str, str]]
     sizes: tuple[str, ...]
-    rows: Sequence[Row]
-    quick_rows: Sequence[Row]
+    rows: str
+    quick_rows: str
     field: Callable[[Row, argparse.Namespace, Tell], Field]
-    draw: Callable[[report.Result], Figure]
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     row: Callable[[str], Row] = lambda text: two_numbers(text)
+
+    def title_of(self, row: Row) -> str:
+        """Of a row, in words."""
+        return ", ".join(map(_words, self.sizes, row))
 
 
 def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
@@ -67,11 +68,7 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     limit_jax_threads(options.threads)
     jax.config.update("jax_enable_compilation_cache", False)  # what takes time to compile shall take it
-    folder = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"cannot write to {folder}: {error.strerror}. Name another folder with --out.")
+    folder = results_folder(parser, options)
     _warn_if_busy()
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows", "add")}
     result: report.Result = {
@@ -86,7 +83,8 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         _keep(result, folder / f"{suite.name}.json")
     progress = Progress()
     try:
-        for row in options.rows or (suite.quick_rows if options.quick else suite.rows):
+        default = suite.quick_rows if options.quick else suite.rows
+        for row in options.rows or map(suite.row, default.split()):
             paths = _run_row(suite, row, options, result, folder, progress)
     except KeyboardInterrupt:
         progress.clear()
@@ -97,6 +95,34 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         print(f"Left out: {left['name']} ({left['reason']}).")
     print("Wrote " + ", ".join(map(str, paths)))
     return 0
+
+
+def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return a parser with the options of every suite."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="something tiny, to see that all works; kept apart")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where the files go (default: benchmarks/results/DEVICE; --quick: benchmarks/scratch/DEVICE)",
+    )
+    return parser
+
+
+def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path:
+    """Make the folder of the result's files."""
+    folder: Path = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"cannot write to {folder}: {error.strerror}. Name another folder with --out.")
+    return folder
 
 
 def _keep(result: report.Result, path: Path) -> None:
@@ -110,7 +136,7 @@ def _keep(result: report.Result, path: Path) -> None:
 def _run_row(
     suite: Suite, row: Row, options: argparse.Namespace, result: report.Result, folder: Path, progress: "Progress"
 ) -> list[Path]:
-    title = ", ".join(map(_words, suite.sizes, row))
+    title = suite.title_of(row)
 
     def tell(text: str) -> None:
         progress(f"{title}: {text}")
@@ -130,7 +156,7 @@ def _run_row(
         progress.clear()
     sizes = dict(zip(suite.sizes, row, strict=True))
     new = {"title": title, **sizes, "contenders": summary(field.contenders, timings)}
-    titles = [", ".join(map(_words, suite.sizes, row)) for row in suite.rows]
+    titles = [suite.title_of(suite.row(text)) for text in suite.rows.split()]
     kept = [row for row in result["rows"] if row["title"] != title]
     result["rows"] = sorted(
         [*kept, new], key=lambda row: titles.index(row["title"]) if row["title"] in titles else len(titles)
@@ -139,7 +165,7 @@ def _run_row(
         if {"name": name, "reason": reason} not in result["left_out"]:
             result["left_out"].append({"name": name, "reason": reason})
     report.show(new)
-    return report.save(result, folder, suite.draw)
+    return report.save(result, folder, report.panels)
 
 
 def _words(name: str, size: Any) -> str:
@@ -163,11 +189,8 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None, every: float = 5.0, clock: Callable[[], float] = time.monotonic):
-        self.stream = sys.stderr if stream is None else stream
-        self.every = every
-        self.clock = clock
-        self.start = clock()
-        self._last = self.start
+        self.stream, self.every, self.clock = stream or sys.stderr, every, clock
+        self.start = self._last = clock()
 
     def __call__(self, text: str) -> None:
         """Say what begins now."""
@@ -199,16 +222,14 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     examples = "\n".join(
         f"  python -m benchmarks.{suite.name} {arguments:<{width}}  {what}" for arguments, what in suite.examples
     )
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{suite.name}",
-        description=suite.about,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common_parser(suite.name, suite.about, f"examples:\n{examples}")
     pair = ",".join(suite.sizes)
-    rows = " ".join(",".join(map(str, row)) for row in suite.rows)
     parser.add_argument(
-        "--rows", nargs="+", type=suite.row, metavar=pair, help=f"sizes, each {pair} without a space (default: {rows})"
+        "--rows",
+        nargs="+",
+        type=suite.row,
+        metavar=pair,
+        help=f"sizes, each {pair} without a space (default: {suite.rows})",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the baseline"
@@ -216,34 +237,14 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     parser.add_argument(
         "--add", action="store_true", help="keep the rows of an earlier result that are not measured now"
     )
-    parser.add_argument("--quick", action="store_true", help="one tiny row, to see that all works; times mean nothing")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where the files go (default: benchmarks/results/DEVICE; --quick: scratch)",
-    )
-    parser.add_argument(
-        "--rounds", type=positive, metavar="N", help=f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"
-    )
-    parser.add_argument("--warmup", type=positive, metavar="N", default=2, help="uncounted calls (default: 2)")
-    parser.add_argument(
-        "--min-time",
-        type=_seconds,
-        metavar="S",
-        default=0.05,
-        help="seconds of a sample; shorter calls are repeated within it (default: 0.05)",
-    )
-    parser.add_argument(
-        "--budget",
-        type=_seconds,
-        metavar="S",
-        default=60.0,
-        help="seconds per row after which a contender sits out, the baseline excepted (default: 60)",
-    )
-    parser.add_argument(
-        "--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all cores)"
-    )
+    for flag, kind, default, about in (
+        ("--rounds", positive, None, f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"),
+        ("--warmup", positive, 2, "uncounted calls (default: 2)"),
+        ("--min-time", _seconds, 0.05, "seconds of a sample; shorter calls are repeated within it (default: 0.05)"),
+        ("--budget", _seconds, 60.0, "seconds per row after which others than the baseline sit out (default: 60)"),
+        ("--threads", positive, cores(), "threads of JAX on a CPU (default: all cores)"),
+    ):
+        parser.add_argument(flag, type=kind, metavar="N" if kind is positive else "S", default=default, help=about)
     suite.add_options(parser)
     return parser
 

@@ -144,18 +144,10 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Spread(NamedTuple):
-    """Median and quartiles."""
-
-    median: float
-    q1: float
-    q3: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Spread":
-        """Quartiles by linear interpolation."""
-        q1, median, q3 = np.percentile(samples, [25, 50, 75])
-        return cls(float(median), float(q1), float(q3))
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles, by linear interpolation."""
+    q1, median, q3 = np.percentile(samples, [25, 50, 75])
+    return {"median": float(median), "q1": float(q1), "q3": float(q3)}
 
 
 def ratios(timing: Timing, baseline: Timing) -> list[float]:
@@ -170,53 +162,43 @@ def summary(contenders: Sequence[Contender], timings: Sequence[Timing]) -> list[
         {
             "name": contender.name,
             **contender.facts,
-            "seconds": Spread.of(timing.seconds)._asdict(),
-            "ratio": Spread.of(ratios(timing, timings[0]))._asdict(),
+            "seconds": spread(timing.seconds),
+            "ratio": spread(ratios(timing, timings[0])),
             "cores": float(np.median(timing.cores)),
             "calls_per_sample": timing.calls,
-            "samples": timing.seconds,
+            "rounds": len(timing.rounds),
         }
         for contender, timing in zip(contenders, timings, strict=True)
     ]
 
 
-class Compiled(NamedTuple):
-    """A program, and what it took to make it.
-
-    Attributes:
-        call: the compiled function.
-        facts: seconds to trace (lowering included) and to compile, bytes of temporaries.
-    """
-
-    call: Callable[..., Any]
-    facts: dict[str, Any]
-
-
 def compile_program(
     function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), ahead: bool = True
-) -> Compiled:
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Compile ahead of time, from cold caches, on the clock.
 
     Not so where ``ahead`` is false, for programs that exchange MPI messages: JAX runs one that was compiled ahead only
     once, as it loses the token that keeps messages in order.
+
+    Returns:
+        The compiled function, and facts: seconds to trace (lowering included) and to compile, bytes of temporaries.
     """
     jax.clear_caches()
+    jitted = jax.jit(function, donate_argnums=donate)
     if not ahead:
-        return Compiled(jax.jit(function, donate_argnums=donate), {})
+        return jitted, {}
     start = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+    lowered = jitted.lower(*arguments)
     traced = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
     memory = compiled.memory_analysis()
-    return Compiled(
-        compiled,
-        {
-            "trace_seconds": traced - start,
-            "compile_seconds": end - traced,
-            "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
-        },
-    )
+    temporary = None if memory is None else memory.temp_size_in_bytes
+    return compiled, {
+        "trace_seconds": traced - start,
+        "compile_seconds": end - traced,
+        "temporary_bytes": temporary,
+    }
 
 
 def relative_error(a: Any, exact: Any) -> float:

@@ -5,56 +5,56 @@ all of them kept, intervals looped or batched. From two lengths the bytes per la
 included, and from these the longest network that fits into a memory.
 """
 
-import argparse
+import itertools
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 
 import lp_jax
-from benchmarks import dense, report
-from benchmarks.command import Progress
-from benchmarks.manifest import device_slug, manifest
-from benchmarks.propagation import Propagate, scan, solved
+from benchmarks import report
+from benchmarks.command import Progress, common_parser, results_folder
+from benchmarks.manifest import manifest
+from benchmarks.networks import Network, Pair, dense
 
-LAYERS = (256, 1024, 4096, 16384)
+LAYERS, QUICK = (256, 1024, 4096, 16384), (16, 64)
 
 
-def contenders(layers: int) -> dict[str, Propagate]:
-    """Ways to the gradient, by name."""
-    picard, injection = lp_jax.Picard(sweeps=1), lp_jax.Rediscretize()
-    found: dict[str, Propagate] = {
-        "lax.scan": scan,
-        "Serial, checkpoints": solved(lp_jax.Serial(checkpoint_every=math.isqrt(layers))),
-        "global Picard, 3/2": solved(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
+def contenders(layers: int) -> dict[str, Pair | None]:
+    """Solvers by name; a scan has none."""
+    checkpointed = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
+    found: dict[str, Pair | None] = {
+        "lax.scan": None,
+        "Serial, checkpoints": (checkpointed, checkpointed),
+        "global Picard, 3/2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
     }
-    for kind, coarse_step in (("Picard 1", picard), ("injection", injection)):
-        for storage, interval_map in (("c_points", "loop"), ("c_points", "vmap"), ("all", "loop"), ("all", "vmap")):
-            kept = "one state per interval" if storage == "c_points" else "all states"
-            forward, adjoint = (
-                lp_jax.MGRIT(
-                    coarsening=16, iterations=k, coarse_step=coarse_step, storage=storage, interval_map=interval_map
-                )
-                for k in (2, 1)
+    kinds: dict[str, Any] = {"Picard 1": lp_jax.Picard(sweeps=1), "injection": lp_jax.Rediscretize()}
+    stored = {"one state per interval": "c_points", "all states": "all"}
+    mapped = {"looped": "loop", "batched": "vmap"}
+    for kind, kept, how in itertools.product(kinds, stored, mapped):
+        forward, adjoint = (
+            lp_jax.MGRIT(
+                coarsening=16,
+                iterations=k,
+                coarse_step=kinds[kind],
+                storage=stored[kept],
+                interval_map=mapped[how],
             )
-            how = "looped" if interval_map == "loop" else "batched"
-            found[f"{kind}, m = 16, {kept}, {how}"] = solved(forward, adjoint)
+            for k in (2, 1)
+        )
+        found[f"{kind}, m = 16, {kept}, {how}"] = forward, adjoint
     return found
 
 
-def bytes_of(propagate: Propagate, layers: int, width: int, batch: int) -> dict[str, int]:
-    """What the compiled gradient keeps beside its arguments and results, and what these are."""
-    problem = jax.eval_shape(lambda: dense.random_problem(layers, width, batch))
-
-    def loss(weights: Any, y: jax.Array, target: jax.Array) -> Any:
-        y, _ = propagate(dense.residual_layer, weights, y)
-        return 0.5 * ((y - target) ** 2).sum()
-
-    program = jax.jit(jax.value_and_grad(loss)).lower(*problem).compile()
+def bytes_of(network: Network, solvers: Pair | None) -> dict[str, int]:
+    """What the compiled gradient of the layers keeps besides its arguments and results, and what these are."""
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (network.weights, network.x, network.target)
+    )
+    loss = network.loss(solvers)
+    program = jax.jit(jax.value_and_grad(lambda *given: loss(*given)[0])).lower(*arguments).compile()
     analysis = program.memory_analysis()
     assert analysis is not None
     return {
@@ -64,98 +64,59 @@ def bytes_of(propagate: Propagate, layers: int, width: int, batch: int) -> dict[
     }
 
 
+def growth(rows: Sequence[dict[str, Any]]) -> float:
+    """Bytes per layer, from the two longest networks."""
+    before, after = rows[-2:]
+    return float((after["total"] - before["total"]) / (after["layers"] - before["layers"]))
+
+
 def longest(rows: Sequence[dict[str, Any]], capacity: float) -> float:
     """Number of layers that fit: a line through the two longest networks, where memory grows with depth."""
-    (n1, b1), (n2, b2) = ((row["layers"], row["total"]) for row in rows[-2:])
-    slope = (b2 - b1) / (n2 - n1)
-    return n2 + (capacity - b2) / slope
+    return float(rows[-1]["layers"] + (capacity - rows[-1]["total"]) / growth(rows))
 
 
 def table(result: dict[str, Any]) -> str:
     """Temporary memory as multiples of the scan's, bytes per layer and the longest network."""
     rows, settings = result["rows"], result["settings"]
-    lengths = sorted({row["layers"] for row in rows})
+    lengths = [f"{n} layers, MB" for n in sorted({row["layers"] for row in rows})]
     capacity = settings["capacity"]
-    head = [
-        "",
-        *(f"{n} layers, MB" for n in lengths),
-        "× lax.scan",
-        "bytes per layer",
-        f"layers in {capacity / 2**30:g} GiB",
-    ]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    base = [row for row in rows if row["name"] == "lax.scan"][-1]["temporary_bytes"]
-    for name in dict.fromkeys(row["name"] for row in rows):
-        here = [row for row in rows if row["name"] == name]
-        (n1, b1), (n2, b2) = ((row["layers"], row["total"]) for row in here[-2:])
-        lines.append(
-            [
-                name,
-                *(report.number(row["temporary_bytes"] / 1e6, 3) for row in here),
-                report.number(here[-1]["temporary_bytes"] / base, 2),
-                f"{(b2 - b1) / (n2 - n1):,.0f}",
-                f"{longest(here, capacity):,.0f}",
-            ]
-        )
+    cells = [["", *lengths, "× lax.scan", "bytes per layer", f"layers in {capacity / 2**30:g} GiB"]]
+    by_name = {row["name"]: [other for other in rows if other["name"] == row["name"]] for row in rows}
+    base = by_name["lax.scan"][-1]["temporary_bytes"]
+    for name, here in by_name.items():
+        megabytes = [report.number(row["temporary_bytes"] / 1e6, 3) for row in here]
+        multiple = report.number(here[-1]["temporary_bytes"] / base, 2)
+        cells.append([name, *megabytes, multiple, f"{growth(here):,.0f}", f"{longest(here, capacity):,.0f}"])
     about = (
         f"Width {settings['width']}, batch {settings['batch']}, float32. Temporary memory of loss and gradient; bytes per layer "
         "and longest network with parameters and gradient, which the compiler counts as arguments and results."
     )
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"# {result['title']}\n\n{report.origin(result)}\n\n{about}\n\n{text}\n"
+    return f"# {result['title']}\n\n{report.origin(result)}\n\n{about}\n\n{report.pipes(cells)}\n"
 
 
-def draw(result: dict[str, Any]) -> Figure:
-    """Temporary memory over the number of layers."""
-    fig = report.figure(result, width=11, height=6)
-    ax = fig.subplots()
-    rows = result["rows"]
-    for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
-        here = [row for row in rows if row["name"] == name]
-        colour = report.INK if number == 0 else f"C{number % 10}"
-        style = "-" if number < 3 else ("--" if "batched" in name else "-.")
-        ax.plot(
-            [row["layers"] for row in here],
-            [row["temporary_bytes"] / 1e6 for row in here],
-            style,
-            color=colour,
-            marker="o",
-            label=name,
-        )
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    report.dress(ax, x="layers", y="temporary memory, MB")
-    ax.legend(fontsize=10, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    return fig
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile everything, and write numbers, table and picture."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--layers", nargs="+", type=int, default=LAYERS, metavar="N", help="numbers of layers, two or more"
-    )
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="of the state (default: 64)")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile everything, and write numbers and table."""
+    parser = common_parser("memory", __doc__ or "")
+    parser.add_argument("--layers", nargs="+", type=int, metavar="N", help=f"two or more (default: {LAYERS})")
+    parser.add_argument("--width", type=int, default=64, metavar="N", help="width of the state (default: 64)")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="examples (default: 32)")
     parser.add_argument(
         "--capacity", type=float, metavar="GIB", help="memory to fill (default: the device's, 16 on a CPU)"
     )
-    parser.add_argument("--out", type=Path, help="where the files go (default: benchmarks/results/DEVICE)")
     options = parser.parse_args(arguments)
-    if len(options.layers) < 2:
-        parser.error(f"--layers needs two numbers or more, for the growth per layer; got {options.layers}")
-    folder = options.out or Path(__file__).parent / "results" / device_slug()
-    folder.mkdir(parents=True, exist_ok=True)
+    lengths = sorted(options.layers or (QUICK if options.quick else LAYERS))
+    if len(lengths) < 2:
+        parser.error(f"--layers needs two numbers or more, for the growth per layer; got {lengths}")
+    folder = results_folder(parser, options)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 * 2**30)
     capacity = limit if options.capacity is None else options.capacity * 2**30
     progress = Progress()
     rows = []
-    for layers in sorted(options.layers):
-        for name, propagate in contenders(layers).items():
+    for layers in lengths:
+        network = dense(options.width, layers, options.batch)
+        for name, solvers in contenders(layers).items():
             progress(f"{layers} layers: compiling {name}")
-            found = bytes_of(propagate, layers, options.width, options.batch)
+            found = bytes_of(network, solvers)
             rows.append({"name": name, "layers": layers, **found, "total": sum(found.values())})
     progress.clear()
     result = {
@@ -165,9 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "settings": {"width": options.width, "batch": options.batch, "capacity": capacity},
         "rows": rows,
     }
-    report.save(result, folder, draw, table)
+    report.save(result, folder, text=table)
     print(table(result))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

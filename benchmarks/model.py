@@ -7,31 +7,35 @@ same time, takes longer than on one alone; messages are measured between such wo
 layers is the difference of the baseline and serial propagation.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks import dense, pipeline, report, resnet, settings, single
-from benchmarks.command import Progress
-from benchmarks.harness import Contender, Spread, Tell, measure, ratios
-from benchmarks.manifest import device_slug, manifest
-from benchmarks.propagation import Pair
-from benchmarks.published import SERIAL
-from benchmarks.ranks import Group, why_no_mpi
+from benchmarks import dense, pipeline, report, resnet, single
+from benchmarks.command import Progress, common_parser, results_folder
+from benchmarks.group import Group, why_no_mpi
+from benchmarks.harness import Contender, Tell, measure, ratios
+from benchmarks.manifest import manifest
+from benchmarks.networks import SERIAL, Pair
+from benchmarks.settings import SETTINGS
 from lp_jax import planning
 
 _CLOSE, _APART = 0.25, 0.15  # of a good prediction; of two times that are told apart
+
+Predict = Callable[[planning.Machine], float]
+"""Seconds of a training step."""
 
 
 class Measured(NamedTuple):
@@ -48,73 +52,56 @@ class Measured(NamedTuple):
     suite: str
     sizes: tuple[str, int, int, int]
     threads: int
-    ratios: list[tuple[str, "Predict", int, float]]
+    ratios: list[tuple[str, Predict, int, float]]
 
 
-Predict = Callable[[planning.Machine], float]
-"""Seconds of a training step."""
-
-
-def solved(pair: Pair, layers: int, workers: int = 1, **spread: int) -> Predict:
+def solved(pair: Pair, layers: int, workers: int = 1, **spread: Any) -> Predict:
     """By solvers, with so many workers; ``spread`` is for `planning.time`."""
     return lambda machine: planning.time(*pair, layers, machine, workers=workers, **spread).seconds
 
 
 def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
-    for suite in ("dense", "resnet", "single", "ranks_dense", "ranks_conv", "ranks_gru", "pipeline"):
+    for suite in ("dense", "resnet", "single", "ranks", "pipeline"):
         path = folder / f"{suite}.json"
-        if not path.exists():
-            continue
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            sizes = (
-                row.get("network", "conv" if suite == "resnet" else "dense"),
-                row.get("width", row.get("channels")),
-                row["layers"],
-                row.get("batch") or (50 if suite == "resnet" else dense.BATCH),
-            )
-            known = _known(suite, sizes)
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
+            network = row.get("network", "conv" if suite == "resnet" else "dense")
+            batch = row.get("batch", resnet.BATCH if suite == "resnet" else dense.BATCH)
+            sizes = network, row.get("width", row.get("channels")), row["layers"], batch
             times = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
             serial = times.get("Serial", times.get("Serial, 1 thread", 1.0))
             found = []
-            for c in row["contenders"][1:]:
-                name, workers = _worker(c["name"])
-                if name in known:
-                    ratio = min(times[c["name"]], times.get(f"{c['name']}, unrolled", math.inf))  # of GPipe's
-                    found.append((c["name"], known[name](workers), workers, ratio / serial))
+            for name in list(times)[1:]:
+                setting, workers = _workers(suite, name)
+                seconds = _predictor(suite, sizes, setting, workers)
+                if seconds is not None:
+                    ratio = min(times[name], times.get(f"{name}, unrolled", math.inf))  # of GPipe's
+                    found.append((name, seconds, workers, ratio / serial))
             yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
 
 
-def _worker(name: str) -> tuple[str, int]:
+def _workers(suite: str, name: str) -> tuple[str, int]:
     """The setting, and the workers, of a contender's name."""
-    head, _, tail = name.rpartition(", ")
-    if tail in ("2 devices", "2 ranks"):
-        return head, int(tail.split()[0])
-    return name, pipeline.WORKERS if name.startswith(("layer-parallel", "data parallel", "pipeline")) else 1
+    if suite == "pipeline":
+        return name.removeprefix("layer-parallel, "), pipeline.WORKERS
+    match = re.fullmatch(r"(.*), (\d+) (devices|ranks)", name)
+    return (match[1], int(match[2])) if match else (name, 1)
 
 
-def _known(suite: str, sizes: tuple[str, int, int, int]) -> dict[str, Callable[[int], Predict]]:
-    """From names to functions of the number of workers, of all whose effort does not depend on the problem."""
-    layers = sizes[2]
-    if suite.startswith(("ranks", "pipeline")):
-        head = "layer-parallel, " if suite == "pipeline" else ""
-        found: dict[str, Callable[[int], Predict]] = {
-            f"{head}{name}": lambda workers, make=make: solved(make(layers, workers), layers, workers)  # type: ignore[misc]
-            for name, make in settings.SETTINGS.items()
-        }
-        for m in pipeline.MICROBATCHES:
-            found[f"pipeline, {m} microbatches"] = lambda workers, m=m: functools.partial(  # type: ignore[misc]
-                planning.pipeline, layers, workers=workers, microbatches=m
-            )
-        return found | {"data parallel": lambda workers: solved(SERIAL, layers, data_workers=workers)}
-    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or {
-        name: pair for name, (_, pair) in single.known_solvers(*sizes[:1], sizes[2]).items()
-    }
-    return {
-        name: lambda workers, pair=pair: solved(pair, layers, workers)  # type: ignore[misc]
-        for name, pair in pairs.items()
-        if not any(s.has_tolerance for s in pair)
-    }
+def _predictor(suite: str, sizes: tuple[str, int, int, int], setting: str, workers: int) -> Predict | None:
+    """What predicts the seconds; None for what is no setting of the suite, or takes an effort that depends on the problem."""
+    network, _, layers, _ = sizes
+    if suite in ("ranks", "pipeline"):
+        if setting in SETTINGS:
+            return solved(SETTINGS[setting](layers, workers), layers, workers)
+        if setting == "data parallel":
+            return solved(SERIAL, layers, data_workers=workers)
+        if match := re.fullmatch(r"pipeline, (\d+) microbatches", setting):
+            return functools.partial(planning.pipeline, layers, workers=workers, microbatches=int(match[1]))
+        return None
+    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or single.pairs(network, layers)
+    pair = pairs.get(setting)
+    return None if pair is None or any(s.has_tolerance for s in pair) else solved(pair, layers)
 
 
 class Machines:
@@ -122,45 +109,45 @@ class Machines:
 
     Args:
         row: what was measured.
-        folder: of the machines' files, which are written, or read where they are there and ``kept``.
-        kept: whether those will do.
+        path: of the machines' file, to which those that are calibrated are added.
+        kept: whether machines that are there will do.
         tell: progress.
     """
 
-    def __init__(self, row: Measured, folder: Path, kept: bool, tell: Tell):
-        self._row, self._folder, self._kept, self._tell = row, folder, kept, tell
+    def __init__(self, row: Measured, path: Path, kept: bool, tell: Tell):
+        self._row, self._path, self._kept, self._tell = row, path, kept, tell
         self._what = {
             "sizes": row.sizes,
-            "updates": "dense" not in row.suite,
+            "updates": row.suite != "dense" and (row.suite, row.sizes[0]) != ("ranks", "dense"),
             "fewer": row.suite == "pipeline",
             "batched": row.suite == "dense",
         }
         self._found: dict[str, planning.Machine] = {}
-        folder.mkdir(parents=True, exist_ok=True)
 
     def alone(self) -> planning.Machine:
         """One worker."""
-        return self._file("alone", self._alone)
+        return self._known("alone", self._alone)
 
     def of(self, workers: int, kind: str) -> planning.Machine:
         """For so many workers of a kind: as slow as layers get when each of them has its share, and the wires between them."""
         if workers == 1:
             return self.alone()
-        return self._file(f"{workers} {kind}", functools.partial(self._together, workers, kind))
+        return self._known(f"{workers} {kind}", functools.partial(self._together, workers, kind))
 
-    def _file(self, name: str, make: Callable[[], planning.Machine]) -> planning.Machine:
-        words = (self._row.suite, *self._row.sizes, *name.split())
-        path = self._folder / f"{'_'.join(map(str, words))}.json"
+    def _known(self, name: str, make: Callable[[], planning.Machine]) -> planning.Machine:
         if name not in self._found:
-            if not (self._kept and path.exists()):
-                make().save(path)
-            self._found[name] = planning.Machine.load(path)
+            key = ", ".join(map(str, (self._row.suite, *self._row.sizes, name)))
+            stored = read(self._path)
+            if not (self._kept and key in stored):
+                stored = read(self._path) | {key: make()}
+                write(self._path, stored)
+            self._found[name] = stored[key]
         return self._found[name]
 
     def _alone(self) -> planning.Machine:
         self._tell("calibrating")
         with self._one() as group:
-            return group.machine(**self._what)  # type: ignore[no-any-return]
+            return group.machine(**self._what)
 
     def _together(self, workers: int, kind: str) -> planning.Machine:
         devices = workers if kind == "devices" else 1
@@ -174,7 +161,7 @@ class Machines:
             alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
         self._tell(f"messages between {kind}")
         wires = _wires(kind, devices, workers, self._keep)
-        return slowed(self.alone(), Spread.of(ratios(together, alone)).median, wires)
+        return slowed(self.alone(), float(np.median(ratios(together, alone))), wires)
 
     def _one(self) -> Any:
         """The process of the baseline: that of the suite's other contenders, or one for itself."""
@@ -184,7 +171,25 @@ class Machines:
 
     @property
     def _keep(self) -> bool:
-        return self._row.suite.startswith(("ranks", "pipeline"))  # as these suites do
+        return self._row.suite in ("ranks", "pipeline")  # as these suites do
+
+
+def read(path: Path) -> dict[str, planning.Machine]:
+    """The machines of a file, by name; none where there is no file."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {
+        name: planning.Machine(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        for name, fields in found.items()
+    }
+
+
+def write(path: Path, machines: dict[str, planning.Machine]) -> None:
+    """Write a line for each machine."""
+    lines = []
+    for name, machine in machines.items():
+        fields = {k: v for k, v in dataclasses.asdict(machine).items() if v is not None and v != math.inf}
+        lines.append(f"{json.dumps(name)}: {json.dumps(fields)}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def _group(kind: str, threads: int, workers: int, keep: bool) -> Any:
@@ -194,7 +199,7 @@ def _group(kind: str, threads: int, workers: int, keep: bool) -> Any:
 @functools.cache
 def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Wires:
     with _group(kind, threads, workers, keep) as group:
-        return group.wires()  # type: ignore[no-any-return]
+        return group.wires()
 
 
 _SHARE = "a share of the layers"
@@ -202,11 +207,8 @@ _SHARE = "a share of the layers"
 
 def slowed(machine: planning.Machine, by: float, wires: planning.Wires) -> planning.Machine:
     """All that it computes takes so many times as long."""
-    times = {*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update"}
-    found = {name: getattr(machine, name) for name in times}
-    scaled = {
-        k: x if x is None else x * by if isinstance(x, float) else tuple(t * by for t in x) for k, x in found.items()
-    }
+    names = (*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update")
+    scaled: dict[str, Any] = jax.tree.map(lambda x: x * by, {name: getattr(machine, name) for name in names})
     return dataclasses.replace(machine, **scaled, **wires._asdict())
 
 
@@ -242,53 +244,39 @@ def winners(contenders: Sequence[dict[str, Any]]) -> tuple[int, int]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each contender; at the end what share is close, and what pairs are in the right order."""
-    lines = [
-        "| suite | row | solver | workers | measured | predicted | predicted / measured |",
-        "|---|---|---|--:|--:|--:|--:|",
-    ]
+    cells = [["suite", "row", "solver", "workers", "measured", "predicted", "predicted / measured"]]
     pairs = [c for row in rows for c in row["contenders"]]
     for row in rows:
+        title = ", ".join(map(str, row["sizes"]))
         for c in row["contenders"]:
-            off = c["predicted"] / c["measured"]
-            title = ", ".join(map(str, row["sizes"]))
-            lines.append(
-                f"| {row['suite']} | {title} | {c['name']} | {c['workers']} | {c['measured']:.2f} | {c['predicted']:.2f} "
-                f"| {off:.2f} |"
-            )
+            said, found = c["predicted"], c["measured"]
+            ratios = f"{found:.2f}", f"{said:.2f}", f"{said / found:.2f}"
+            cells.append([row["suite"], title, c["name"], str(c["workers"]), *ratios])
     close = sum(1 / (1 + _CLOSE) <= c["predicted"] / c["measured"] <= 1 + _CLOSE for c in pairs)
     right, total = (sum(x) for x in zip(*(winners(row["contenders"]) for row in rows), strict=True))
-    lines.append(
-        f"\nRatios to serial propagation. {close} of {len(pairs)} predictions are within {_CLOSE:.0%}; of {total} pairs of "
-        f"solvers in a row that differ by more than {_APART:.0%}, {right} are in the right order."
+    return (
+        f"{report.pipes(cells)}\n\nRatios to serial propagation. {close} of {len(pairs)} predictions are within "
+        f"{_CLOSE:.0%}; of {total} pairs of solvers in a row that differ by more than {_APART:.0%}, {right} are in the "
+        "right order.\n"
     )
-    return "\n".join(lines) + "\n"
 
 
 def draw(result: report.Result) -> Figure:
     """Predicted against measured, a colour per network."""
     fig = report.figure(result, width=8.5, height=8.0)
     ax = fig.subplots()
-    colours = dict(zip(("dense", "conv", "gru", "encoder", "voxels"), list(report.COLOURS.values())[2:], strict=False))
-    colours["voxels"] = report.COLOURS["other scan"]
-    for network, colour in colours.items():
+    points = [(row["sizes"][0], c) for row in result["rows"] for c in row["contenders"]]
+    for number, network in enumerate(dict.fromkeys(network for network, _ in points)):
         for many, marker in ((False, "o"), (True, "^")):
-            points = [
-                (c["measured"], c["predicted"])
-                for row in result["rows"]
-                for c in row["contenders"]
-                if row["sizes"][0] == network and (c["workers"] > 1) is many
-            ]
-            if points:
-                label = f"{network}, {'two workers' if many else 'one'}"
-                ax.plot(*zip(*points, strict=True), marker, color=colour, alpha=0.75, markersize=8, label=label)
-    values = [c[key] for row in result["rows"] for c in row["contenders"] for key in ("measured", "predicted")]
-    ends = np.array([min(values) / 1.2, max(values) * 1.2])
+            here = [c for name, c in points if name == network and (c["workers"] > 1) is many]
+            label = f"{network}, {'two workers' if many else 'one'}" if here else None
+            x, y = ([c[key] for c in here] for key in ("measured", "predicted"))
+            ax.plot(x, y, marker, color=f"C{number}", alpha=0.75, markersize=8, label=label)
+    ends = np.array([0.8 * min(c["measured"] for _, c in points), 1.2 * max(c["measured"] for _, c in points)])
     ax.plot(ends, ends, color=report.INK, linewidth=1)
-    ax.fill_between(
-        ends, ends / (1 + _CLOSE), ends * (1 + _CLOSE), color=report.FAINT, zorder=0, label=f"within {_CLOSE:.0%}"
-    )
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    band: dict[str, Any] = {"color": report.FAINT, "zorder": 0, "label": f"within {_CLOSE:.0%}"}
+    ax.fill_between(ends, ends / (1 + _CLOSE), ends * (1 + _CLOSE), **band)
+    ax.set(xscale="log", yscale="log")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("{x:g}")
@@ -305,21 +293,15 @@ def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, predict, compare."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_parser("model", __doc__ or "")
     parser.add_argument("--suites", nargs="+", metavar="NAME", help="results of these only")
     parser.add_argument(
-        "--results", type=Path, help="folder with the measured results (default: benchmarks/results/DEVICE)"
+        "--results", type=Path, metavar="FOLDER", help="with the measured results (default: where the files go)"
     )
-    parser.add_argument(
-        "--kept", action="store_true", help="use the machines' files that are there, and calibrate the others"
-    )
-    parser.add_argument("--out", type=Path, help="where the files go (default: the folder of the results)")
+    parser.add_argument("--kept", action="store_true", help="use the machines that are there, and calibrate the others")
     options = parser.parse_args(arguments)
-    folder = options.results or Path(__file__).parent / "results" / device_slug()
-    out = options.out or folder
-    out.mkdir(parents=True, exist_ok=True)
+    out = results_folder(parser, options)
+    folder = options.results or out
     kept = out / "model.json"
     rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
     wanted = list(measured(folder))
@@ -328,18 +310,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [row._replace(ratios=[r for r in row.ratios if not r[0].endswith("ranks")]) for row in wanted]
     wanted = [row for row in wanted if row.ratios]
     wanted = [row for row in wanted if not options.suites or row.suite in options.suites]
+    wanted = wanted[:1] if options.quick else wanted
     if not wanted:
-        parser.error(f"no result in {folder} has a row that can be predicted.")
+        parser.error(f"no result in {folder} has a row that can be predicted. Run another suite first.")
     progress, described = Progress(), manifest("benchmarks.model", arguments)
     for row in wanted:
         title = f"{row.suite}, {', '.join(map(str, row.sizes))}"
-        machines = Machines(row, out / "machines", options.kept, lambda text, title=title: progress(f"{title}: {text}"))
-        new = {
-            "suite": row.suite,
-            "sizes": list(row.sizes),
-            "threads": row.threads,
-            "contenders": compared(row, machines),
-        }
+        machines = Machines(row, out / "machines.json", options.kept, lambda text, of=title: progress(f"{of}: {text}"))
+        found = compared(row, machines)
+        new = {"suite": row.suite, "sizes": list(row.sizes), "threads": row.threads, "contenders": found}
         rows = [r for r in rows if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])] + [new]
         _save(out, rows, described)
     progress.clear()

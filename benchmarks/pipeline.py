@@ -11,6 +11,7 @@ nothing to do. kB sent: by a device in a step.
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import os
 import sys
@@ -24,9 +25,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lp_jax
-from benchmarks import dense, report, single, stacks
 from benchmarks.command import Field, Row, Suite, network_row, run, wanted
 from benchmarks.harness import Contender, Tell, relative_error
+from benchmarks.networks import NETWORKS, Network, Weights, half_mean_square, through
 from benchmarks.settings import SETTINGS, counted_ratio
 from benchmarks.training import Trainer
 from lp_jax import planning
@@ -34,56 +35,33 @@ from lp_jax import planning
 WORKERS = 2
 MICROBATCHES = (2, 4, 8)
 
-Step = Callable[[jax.Array, Any], jax.Array]
-"""One layer: state and its parameters."""
+Through = Callable[[Any, jax.Array], jax.Array]
+"""Takes a state through layers with these parameters."""
 
-Loss = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""Of parameters ``(layers, ...)``, the state that enters and the target; with the last residual norm, or NaN."""
-
-
-def layer_of(network: str, problem: Any, layers: int) -> tuple[Step, Any, Any, Any]:
-    """A layer, the parameters of all, the state that enters and the target."""
-    h = jnp.float32(1 / layers)
-    if network == "dense":
-        return (lambda y, weights: dense.residual_layer(y, weights, h)), *problem
-    assert isinstance(problem, stacks.Problem)
-    zero = jnp.int32(0)
-    return (lambda y, params: problem.step(y, lp_jax.Layer(params, None, None, 0 * h, h, zero, 0))), *problem[1:]
+Loss = Callable[[Weights, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""Of weights, the state that enters and the target; with the last residual norm, or NaN."""
 
 
-def _through(step: Step, params: Any, y: jax.Array) -> jax.Array:
-    return lax.scan(lambda y, params: (step(y, params), None), y, params)[0]
-
-
-def scan_loss(step: Step) -> Loss:
-    """Of a scan."""
-
-    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return 0.5 * jnp.mean((_through(step, params, y) - target) ** 2), jnp.full((), jnp.nan, y.dtype)
-
-    return loss
-
-
-def data_parallel_loss(step: Step, mesh: Mesh) -> Loss:
+def data_parallel_loss(run: Through, mesh: Mesh) -> Loss:
     """Of a scan on every device, each with its part of the examples; gradients are summed once, at the end.
 
     Left to the partitioner, or to where values begin to differ between devices, there would be a sum for each layer.
     """
 
-    def run(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
+    def part(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
         own = jax.tree.map(lambda x: lax.pcast(x, "layers", to="varying"), params)
-        return scan_loss(step)(own, y, target)[0][None]
+        return half_mean_square(None, run(own, y), target)[None]
 
     examples = P("layers")
-    spread = jax.shard_map(run, mesh=mesh, in_specs=(P(), examples, examples), out_specs=examples)
+    spread = jax.shard_map(part, mesh=mesh, in_specs=(P(), examples, examples), out_specs=examples)
 
-    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.mean(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)
+    def loss(weights: Weights, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.mean(spread(weights.layers, y, target)), jnp.full((), jnp.nan, y.dtype)
 
     return loss
 
 
-def pipeline_loss(step: Step, mesh: Mesh, microbatches: int, *, looped: bool) -> Loss:
+def pipeline_loss(run: Through, mesh: Mesh, microbatches: int, *, looped: bool) -> Loss:
     """Of a pipeline: in each turn a device takes a microbatch through its layers and hands it on.
 
     A loop over the turns copies what each keeps for its gradient into a stack; without one the gradients of all turns are held
@@ -92,13 +70,13 @@ def pipeline_loss(step: Step, mesh: Mesh, microbatches: int, *, looped: bool) ->
     devices = mesh.shape["layers"]
     turns = microbatches + devices - 1
 
-    def run(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
+    def part(params: Any, y: jax.Array, target: jax.Array) -> jax.Array:
         mine = lax.axis_index("layers")
         parts, wanted = (x.reshape(microbatches, -1, *x.shape[1:]) for x in (y, target))
 
         def turn(received: jax.Array, number: Any) -> tuple[jax.Array, jax.Array]:
             entering = parts[jnp.minimum(number, microbatches - 1)]
-            out = _through(step, params, jnp.where(mine == 0, entering, received))
+            out = run(params, jnp.where(mine == 0, entering, received))
             passed = lax.ppermute(out, "layers", [(i, i + 1) for i in range(devices - 1)])
             done = number - (devices - 1)
             error = 0.5 * jnp.sum((out - wanted[jnp.maximum(done, 0)]) ** 2) / y.size
@@ -108,43 +86,29 @@ def pipeline_loss(step: Step, mesh: Mesh, microbatches: int, *, looped: bool) ->
         _, losses = lax.scan(turn, nothing, jnp.arange(turns), unroll=1 if looped else turns)
         return jnp.sum(losses)[None]
 
-    spread = jax.shard_map(run, mesh=mesh, in_specs=(P("layers"), P(), P()), out_specs=P("layers"))
+    spread = jax.shard_map(part, mesh=mesh, in_specs=(P("layers"), P(), P()), out_specs=P("layers"))
 
-    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.sum(spread(params, y, target)), jnp.full((), jnp.nan, y.dtype)
-
-    return loss
-
-
-def solved_loss(network: str, problem: Any, solvers: Any, comm: lp_jax.MeshComm) -> Loss:
-    """Of layer-parallel propagation."""
-
-    def layer(y: jax.Array, at: lp_jax.Layer) -> jax.Array:
-        return dense.residual_layer(y, at.params, at.dt) if network == "dense" else problem.step(y, at)
-
-    def loss(params: Any, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        solution = lp_jax.solve(layer, params, y, solver=solvers[0], adjoint_solver=solvers[1], comm=comm)
-        return 0.5 * jnp.mean((solution.y1 - target) ** 2), solution.stats.residual_norms[-1]
+    def loss(weights: Weights, y: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(spread(weights.layers, y, target)), jnp.full((), jnp.nan, y.dtype)
 
     return loss
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     """The baseline first: a scan on one device."""
-    network, width, layers, batch = row
-    _, problem = single.NETWORKS[network](width, layers, batch)
-    step, *arrays = layer_of(network, problem, layers)
+    name, width, layers, batch = row
+    network = dataclasses.replace(NETWORKS[name](width, layers, batch), measure=half_mean_square)
+    step = network.problem(network.weights, network.x)["step"]
+    run = functools.partial(through, step, 1 / layers)
     mesh = jax.make_mesh((WORKERS,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS])
-    state = arrays[1].nbytes
-    weights = sum(x.nbytes for x in jax.tree.leaves(arrays[0]))
+    state = network.x.nbytes
+    weights = sum(x.nbytes for x in jax.tree.leaves(network.weights.layers))
 
-    def add(name: str, loss: Loss, spread: tuple[P, P, P] | None, **facts: Any) -> None:
+    def add(name: str, loss: Loss, spread: tuple[P, P] | None, **facts: Any) -> None:
         if contenders and not wanted(name, options):
             return
         tell(f"compiling {name}")
-        values = arrays if spread is None else [_put(x, mesh, spec) for x, spec in zip(arrays, spread, strict=True)]
-        params, y, target = jax.tree.map(jnp.copy, tuple(values))
-        steps = Trainer(loss, params, (y, target), lambda params: params)
+        steps = Trainer(loss, *_placed(network, mesh, spread))
         exact.append(steps.gradient)
         error = relative_error(steps.gradient, exact[0])
         facts |= {"threads": 1 if spread is None else WORKERS, "gradient_error": error}
@@ -152,12 +116,12 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
 
     contenders: list[Contender] = []
     exact: list[Any] = []
-    add("lax.scan, 1 device", scan_loss(step), None, family="scan")
+    add("lax.scan, 1 device", network.loss(), None, family="scan")
     summed = 2 * (WORKERS - 1) / WORKERS * weights
     add(
         "data parallel",
-        data_parallel_loss(step, mesh),
-        (P(), P("layers"), P("layers")),
+        data_parallel_loss(run, mesh),
+        (P(), P("layers")),
         family="exact",
         counted_ratio=1 / WORKERS,
         bytes=summed,
@@ -167,29 +131,35 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         for looped, how in ((True, ""), (False, ", unrolled")):
             add(
                 f"pipeline, {number} microbatches{how}",
-                pipeline_loss(step, mesh, number, looped=looped),
-                (P("layers"), P(), P()),
+                pipeline_loss(run, mesh, number, looped=looped),
+                (P("layers"), P()),
                 family="torch",
                 counted_ratio=turns / number / WORKERS,
                 bubble=(WORKERS - 1) / turns,
                 bytes=2 * turns * state / number,
             )
-    for name in ("identity, 2/1", "identity, 2/2", "3 levels, injection, 2/1, all stored"):
-        solvers = SETTINGS[name](layers, WORKERS)
+    for setting in ("identity, 2/1", "identity, 2/2", "3 levels, injection, 2/1, all stored"):
+        solvers = SETTINGS[setting](layers, WORKERS)
         sent = planning.training_step(*solvers, layers, workers=WORKERS, looped=True).states * state
         add(
-            f"layer-parallel, {name}",
-            solved_loss(network, problem, solvers, lp_jax.MeshComm(mesh)),
-            (P("layers"), P(), P()),
+            f"layer-parallel, {setting}",
+            network.loss(solvers, lp_jax.MeshComm(mesh)),
+            (P("layers"), P()),
             family="iterated",
-            counted_ratio=counted_ratio(name, layers, WORKERS),
+            counted_ratio=counted_ratio(setting, layers, WORKERS),
             bytes=sent,
         )
     return Field(contenders, [])
 
 
-def _put(tree: Any, mesh: Mesh, spec: P) -> Any:
-    return jax.device_put(tree, NamedSharding(mesh, spec))
+def _placed(network: Network, mesh: Mesh, spread: tuple[P, P] | None) -> tuple[Weights, tuple[jax.Array, jax.Array]]:
+    """Copies of weights and batch: on one device, or spread as said."""
+    weights, *batch = jax.tree.map(jnp.array, (network.weights, network.x, network.target))
+    if spread is not None:
+        weights, batch = (
+            jax.device_put(tree, NamedSharding(mesh, spec)) for tree, spec in zip((weights, batch), spread, strict=True)
+        )
+    return weights, tuple(batch)
 
 
 SUITE = Suite(
@@ -202,16 +172,9 @@ SUITE = Suite(
         ("--rows dense,64,1024,32 --only pipeline", "one row, fewer contenders"),
     ],
     sizes=("network", "width", "layers", "batch"),
-    rows=[
-        ("dense", 64, 256, 32),
-        ("dense", 128, 256, 32),
-        ("dense", 64, 1024, 32),
-        ("encoder", 128, 64, 4),
-        ("encoder", 64, 64, 16),
-    ],
-    quick_rows=[("dense", 4, 32, 4), ("encoder", 8, 32, 4)],
+    rows="dense,64,256,32 dense,128,256,32 dense,64,1024,32 encoder,128,64,4 encoder,64,64,16",
+    quick_rows="dense,4,32,4 encoder,8,32,4",
     field=field,
-    draw=functools.partial(report.panels, x="ms per step, × one device, gradient error"),
     row=network_row(("dense", "encoder")),
 )
 

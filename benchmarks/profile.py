@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import single
-from benchmarks.command import network_row, positive
+from benchmarks import report, single
+from benchmarks.command import Progress, network_row, positive
 from benchmarks.manifest import cores, limit_jax_threads
+from benchmarks.networks import NETWORKS
+from benchmarks.training import trainer
 
 
 class Event(NamedTuple):
@@ -34,9 +34,9 @@ class Event(NamedTuple):
 class Operation(NamedTuple):
     """What the compiled program says of an operation."""
 
-    opcode: str
-    shape: str
-    source: str
+    opcode: str = ""
+    shape: str = ""
+    source: str = ""
 
 
 class Cost(NamedTuple):
@@ -120,21 +120,19 @@ def operations(program: str) -> dict[str, Operation]:
     return found
 
 
-def table(title: str, found: Sequence[Cost], program: str, most: int) -> Table:
+def table(found: Sequence[Cost], program: str, most: int) -> str:
     """The most expensive operations; the rest as a sum."""
     known = operations(program)
     total = sum(cost.seconds for cost in found)
-    grid = Table(title=title, title_justify="left")
-    for column in ("ms", "share", "times", "operation", "makes", "from"):
-        grid.add_column(column, justify="right" if column in ("ms", "share", "times") else "left", overflow="fold")
+    cells = [["operation", "ms", "share", "times", "makes", "from"]]
     for cost in found[:most]:
-        operation = known.get(cost.name, Operation("", "", ""))
+        operation = known.get(cost.name, Operation())
         numbers = f"{1e3 * cost.seconds:.3g}", f"{cost.seconds / total:.0%}", f"{cost.times:,.0f}"
-        grid.add_row(*numbers, cost.name, operation.shape[:60], _shorter(operation.source))
+        cells.append([cost.name, *numbers, operation.shape[:60], _shorter(operation.source)])
     rest = total - sum(cost.seconds for cost in found[:most])
-    grid.add_row(f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", f"{max(0, len(found) - most)} others")
-    grid.add_row(f"{1e3 * total:.3g}", "", "", "all threads together")
-    return grid
+    cells.append([f"{max(0, len(found) - most)} others", f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", "", ""])
+    cells.append(["all threads together", f"{1e3 * total:.3g}", "", "", "", ""])
+    return report.pipes(cells)
 
 
 def _shorter(source: str) -> str:
@@ -147,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     parser.add_argument(
         "--row",
-        type=network_row(single.NETWORKS),
+        type=network_row(NETWORKS),
         default=("dense", 64, 1024, 32),
         metavar="network,width,layers,batch",
         help="as in suite single (default: dense,64,1024,32)",
@@ -163,26 +161,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=positive, metavar="N", default=12, help="operations shown (default: 12)")
     parser.add_argument("--kinds", action="store_true", help="take operations of a kind together")
     parser.add_argument("--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all)")
+    parser.add_argument("--quick", action="store_true", help="two steps of a tiny row, to see that all works")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.row, options.calls = ("dense", 8, 16, 4), 2
     limit_jax_threads(options.threads)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
     network, width, layers, batch = options.row
-    train, _ = single.NETWORKS[network](width, layers, batch)
-    entries = {"lax.scan": None} | {name: pair for name, (_, pair) in single.known_solvers(network, layers).items()}
+    drawn = NETWORKS[network](width, layers, batch)
+    entries = {"lax.scan": None, **single.pairs(network, layers)}
     chosen = {name: p for name, p in entries.items() if any(text.lower() in name.lower() for text in options.only)}
     if not chosen:
         parser.error(f"no contender has {' or '.join(options.only)} in its name; there are {', '.join(entries)}.")
+    progress = Progress()
     for name, pair in chosen.items():
-        with console.status(f"{name}: compiling"):
-            step = train(pair)
-        with console.status(f"{name}: {options.calls} training steps"):
-            jax.block_until_ready(step())
-            found = costs(traced(step, options.calls), options.calls)
+        progress(f"{name}: compiling")
+        step = trainer(drawn, pair)
+        progress(f"{name}: {options.calls} training steps")
+        jax.block_until_ready(step())
+        found = costs(traced(step, options.calls), options.calls)
         found = by_kind(found) if options.kinds else found
-        title = f"{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step"
-        console.print(table(title, found, step.program, options.most))
+        progress.clear()
+        print(f"\n{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step\n")
+        print(table(found, step.program, options.most), flush=True)
     return 0
 
 

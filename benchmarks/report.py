@@ -1,5 +1,6 @@
 """A result as JSON, as a table and, by the suites' own drawings, as a picture."""
 
+import io
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 Result = dict[str, Any]
 """``suite``, ``title``, ``manifest``, ``settings``, ``rows`` and ``left_out``, as in the JSON file."""
@@ -77,39 +79,51 @@ LEGEND = (
 def save(
     result: Result,
     folder: Path,
-    draw: Callable[[Result], Figure],
+    draw: Callable[[Result], Figure] | None = None,
     text: Callable[[Result], str] | None = None,
 ) -> list[Path]:
-    """Write the three files, tables as `markdown` has them unless told; one that is there is replaced whole."""
-    paths = [folder / f"{result['suite']}{suffix}" for suffix in (".json", ".md", ".png")]
-    _replace(paths[0], (json.dumps(_plain(result), indent=1, ensure_ascii=False) + "\n").encode())
-    _replace(paths[1], (text or markdown)(result).encode())
-    part = paths[2].with_suffix(".part.png")
-    draw(result).savefig(part)
-    os.replace(part, paths[2])
-    return paths
+    """Write numbers, tables as `markdown` has them unless told, and a picture; one that is there is replaced whole."""
+    files = {".json": _json(result).encode(), ".md": (text or markdown)(result).encode()}
+    if draw is not None:
+        files[".png"] = picture(draw(result))
+    return [_replace(folder / f"{result['suite']}{suffix}", content) for suffix, content in files.items()]
 
 
-def _replace(path: Path, content: bytes) -> None:
+def picture(fig: Figure) -> bytes:
+    """Return a small PNG: few pixels per inch, and a palette."""
+    drawn, packed = io.BytesIO(), io.BytesIO()
+    fig.savefig(drawn, dpi=60)
+    Image.open(drawn).convert("RGB").quantize(48, Image.Quantize.MAXCOVERAGE).save(packed, "png", optimize=True)
+    return packed.getvalue()
+
+
+def _replace(path: Path, content: bytes) -> Path:
     part = path.with_suffix(".part")
     part.write_bytes(content)
     os.replace(part, path)
+    return path
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _json(value: Any) -> str:
+    """Six digits of each float, and null for those that are not finite."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: short(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [short(v) for v in value]
+        if isinstance(value, float):
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        return value
+
+    return json.dumps(short(value), indent=1, ensure_ascii=False) + "\n"
 
 
 def markdown(result: Result) -> str:
     """The tables, readable as they are and by a Markdown viewer."""
     parts = [f"# {result['title']}", origin(result)]
     for row in result["rows"]:
-        parts += [f"## {row['title']}", _pipes(_cells(row))]
+        parts += [f"## {row['title']}", pipes(_cells(row))]
         if "manifest" in row:  # it is from an earlier run
             parts.append(origin(row))
     parts.append(LEGEND)
@@ -136,7 +150,7 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
     return [["", *(column.title for column in columns)], *lines]
 
 
-def _pipes(cells: Sequence[Sequence[str]]) -> str:
+def pipes(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     head, *lines = ([_pad(i, text, w) for i, (text, w) in enumerate(zip(line, widths, strict=True))] for line in cells)
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
@@ -148,27 +162,13 @@ def _pad(column: int, text: str, width: int) -> str:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one row's table: with rich where it is installed."""
-    cells = _cells(row)
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        print(f"\n{row['title']}\n\n{_pipes(cells)}", flush=True)
-        return
-    table = Table(title=row["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for i, title in enumerate(cells[0]):
-        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
-    for line in cells[1:]:
-        table.add_row(*line)
-    terminal = Console()
-    (terminal if terminal.is_terminal else Console(width=200)).print(table)
+    """Print one row's table."""
+    print(f"\n{row['title']}\n\n{pipes(_cells(row))}", flush=True)
 
 
 def figure(result: Result, *, width: float, height: float) -> Figure:
     """An empty figure with title and origin."""
-    fig = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    fig = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     fig.suptitle(result["title"], x=0.01, ha="left", fontsize=17, fontweight="bold", color=INK)
     m = result["manifest"]
     device = m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"]
@@ -210,27 +210,31 @@ def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
     ax.set_ylim(len(contenders) - 0.4, -0.6)
     if longest > _HIDES * shortest:
         ax.set_xscale("log")
-        ax.set_xlim(shortest / 2, 2 * longest * (2 * longest / shortest))
+        ax.set_xlim(shortest / 2, 3 * longest * (2 * longest / shortest))
     else:
-        ax.set_xlim(0, 2 * longest)
+        ax.set_xlim(0, 2.3 * longest)
 
 
 _HIDES = 30
 
 
-def panels(result: Result, *, x: str) -> Figure:
-    """A panel of `bars` per row, three side by side."""
+def panels(result: Result) -> Figure:
+    """A panel of `bars` per row, three side by side; names stand where they differ from those to the left."""
     rows = result["rows"]
     columns = min(3, len(rows))
     lines = math.ceil(len(rows) / columns)
     most = max(len(row["contenders"]) for row in rows)
-    fig = figure(result, width=3.2 + 6.8 * columns, height=1.6 + (1 + 0.5 * most) * lines)
+    fig = figure(result, width=3.2 + 6.4 * columns, height=1.6 + (1 + 0.4 * most) * lines)
+    before: list[str] = []
     for number, ax in enumerate(fig.subplots(lines, columns, squeeze=False).flat):
         if number >= len(rows):
             ax.set_visible(False)
             continue
         contenders = rows[number]["contenders"]
+        names = [c["name"] for c in contenders]
         bars(ax, contenders)
-        dress(ax, title=rows[number]["title"], x=x, grid="x")
-        ax.set_yticks(range(len(contenders)), [c["name"] for c in contenders], color=INK)
+        dress(ax, title=rows[number]["title"], x="ms per call, × the first line, gradient error", grid="x")
+        told = number % columns > 0 and names == before
+        ax.set_yticks(range(len(names)), [""] * len(names) if told else names, color=INK)
+        before = names
     return fig

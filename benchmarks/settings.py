@@ -1,12 +1,19 @@
-"""The solvers of the suite ``ranks``, and what their evaluations in a row allow."""
+"""Pairs of solvers that several suites share, and what their evaluations in a row allow."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.networks import Pair
 from lp_jax import MGRIT, Picard, Rediscretize
 from lp_jax.planning import training_step
 
-Pair = tuple[Any, Any]
+
+def two_one(**fields: Any) -> Pair:
+    """MGRIT, two cycles forward and one backward, each with a skipped down-cycle; F on the finest level, FCF below."""
+    solver = MGRIT(iterations=2, relaxation=("F", "FCF"), skip_downcycle=True, **fields)
+    return solver, dataclasses.replace(solver, iterations=1)
+
 
 _INJECTED: dict[str, Any] = {"levels": 3, "coarsening": 4, "coarse_step": Rediscretize(), "interval_map": "loop"}
 
@@ -33,11 +40,11 @@ SETTINGS: dict[str, Callable[[int, int], Pair]] = {
     "identity, 2/2": lambda n, p: _identity(n, p, 2, 2),
     "Picard, 2/1": lambda n, p: (Picard(sweeps=2), Picard(sweeps=1)),
 }
-"""From numbers of layers and workers: the forward and the adjoint solver."""
+"""Of several workers, from the numbers of layers and workers: the forward and the adjoint solver."""
 
 
 def counted_ratio(name: str, layers: int, workers: int) -> float:
-    """Time over that of serial propagation, if nothing but evaluations took time and a transposed one took two.
+    """Time over that of serial propagation, if only evaluations took time and a transposed one took two.
 
     A transposed evaluation is one for the state and one for the parameters; solvers need the latter once, in their last sweep.
     Source: cost of a training step, S = N (1 + b) / (C_forward + b C_adjoint) with b = 2; Guenther et al. 2020.

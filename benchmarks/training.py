@@ -1,4 +1,4 @@
-"""Training steps with JAX: SGD with momentum, one per call."""
+"""Training steps, or gradients, with JAX: one per call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,44 +8,53 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import compile_program
+from benchmarks.networks import Network, Pair, Weights
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
 class Trainer:
-    """Takes training steps, one per call.
+    """Takes steps of SGD with momentum, or the gradient only, one per call.
 
     Args:
-        loss: ``loss(network, *batch)``, and the last residual norm.
-        network: the initial weights.
+        loss: ``loss(weights, *batch)``, and the last residual norm.
+        weights: the initial ones, which the first call gives away.
         batch: what the loss is taken of, the same in all steps.
-        layers: the weights of a network that are compared.
+        updates: whether the weights move.
         ahead: whether to compile ahead of the first call.
 
     Attributes:
-        gradient: of those weights, at their initial values.
+        gradient: of the layers, at their initial weights.
         facts: for the result.
     """
 
     def __init__(
         self,
         loss: Callable[..., tuple[jax.Array, jax.Array]],
-        network: Any,
+        weights: Weights,
         batch: tuple[Any, ...],
-        layers: Callable[[Any], Any],
         *,
+        updates: bool = True,
         ahead: bool = True,
     ):
-        def step(state: tuple[Any, Any], *batch: Any) -> Any:
-            network, momentum = state
-            values, gradient = jax.value_and_grad(loss, has_aux=True)(network, *batch)
-            momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
-            return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, network, momentum), momentum), values
+        gradient_of = jax.value_and_grad(loss, has_aux=True)
 
-        self._state, self._batch = (network, jax.tree.map(jnp.zeros_like, network)), batch
-        self._step, facts = compile_program(step, self._state, *batch, donate=(0,), ahead=ahead)
-        _, (_, residual) = self()
-        self.gradient = jax.tree.map(np.array, layers(self._state[1]))  # the first momentum is the gradient
+        def step(state: Any, *batch: Any) -> Any:
+            weights, momentum = state
+            values, gradient = gradient_of(weights, *batch)
+            momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
+            return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum), momentum), values
+
+        def gradient(state: Any, *batch: Any) -> Any:
+            values, found = gradient_of(state, *batch)
+            return (None, found), values
+
+        self._updates, self._batch = updates, batch
+        self._state = (weights, jax.tree.map(jnp.zeros_like, weights)) if updates else weights
+        function, donate = (step, (0,)) if updates else (gradient, ())
+        self._step, facts = compile_program(function, self._state, *batch, donate=donate, ahead=ahead)
+        (_, first), (_, residual) = self()  # the first momentum is the gradient
+        self.gradient = jax.tree.map(np.array, first.layers)
         self.facts = facts | {"residual_norm": float(residual)}
 
     @property
@@ -55,5 +64,13 @@ class Trainer:
 
     def __call__(self) -> Any:
         """One step."""
-        self._state, values = self._step(self._state, *self._batch)
-        return self._state, values
+        made, values = self._step(self._state, *self._batch)
+        if self._updates:
+            self._state = made
+        return made, values
+
+
+def trainer(network: Network, solvers: Pair | None = None, **options: Any) -> Trainer:
+    """Train a network on one device, by the library or, without solvers, by a scan."""
+    weights, *batch = jax.tree.map(jnp.array, (network.weights, network.x, network.target))
+    return Trainer(network.loss(solvers), weights, tuple(batch), **options)

@@ -142,8 +142,11 @@ class MGRIT(Solver):
                 "coarse_step must be Rediscretize(...), a solver with fixed effort, like Picard(sweeps=1) or Serial(), or a "
                 f'function f(step, y, layers) -> y; got {self.coarse_step!r}. Injection is Rediscretize("inject").'
             )
-        if not isinstance(self.coarsest, Solver):
-            raise TypeError(f"coarsest must be a solver, like Serial() or Picard(...); got {self.coarsest!r}.")
+        if not isinstance(self.coarsest, Solver) or isinstance(self.coarsest, MGRIT):
+            raise TypeError(
+                f"coarsest must be a solver that works on one level, like Serial(), Picard(...) or Newton(...); got "
+                f"{self.coarsest!r}."
+            )
 
     def transfers(self, steps: int) -> list[Transfer | None]:
         return [_at(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)]
@@ -177,12 +180,7 @@ class MGRIT(Solver):
                     around=around,
                 )
             )
-        (steps, _), at_bottom = self.grid(chain.total)[-1], self.coarsest
-        if len(at_bottom.grid(steps)) > 1 or at_bottom.resolve(steps) is not at_bottom:
-            raise ValueError(
-                f"coarsest must be a solver on one level, like Serial() or Picard(...); got {at_bottom!r}."
-            )
-        if at_bottom.exact:
+        if self.coarsest.exact:
             levels[-1] = levels[-1].collected(self.iterations)
         return tuple(levels)
 

@@ -6,9 +6,12 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lp_jax import data
+
+PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 
 
 def write(path, content):
@@ -19,20 +22,33 @@ def write(path, content):
     return path
 
 
-def refusal(call, *arguments, **options):
-    """The message of a DataError: one line that begins with the file."""
+def refused(expected, call, *arguments, **options):
+    """A DataError: one line that begins as expected, the file first, and says what is wanted."""
     with pytest.raises(data.DataError) as caught:
         call(*arguments, **options)
-    assert isinstance(caught.value, ValueError)
     message = str(caught.value)
-    assert "\n" not in message and message.endswith(".") and "wanted" in message
-    return message
+    assert isinstance(caught.value, ValueError) and "\n" not in message and message.endswith(".")
+    assert message.startswith(str(expected)) and "; wanted " in message
+
+
+def ragged(seed=0, count=103, longest=60):
+    """Sequences of many lengths and their labels, those of sequence i all i."""
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, count)
+    x = [np.stack([np.full(n, i + 1), np.arange(1, n + 1)], 1).astype(np.int32) for i, n in enumerate(lengths)]
+    return data.Sequences(x, [np.full(n, i, np.int32) for i, n in enumerate(lengths)])
+
+
+def same(datasets):
+    """Whether two data sets, or other nested tuples of arrays, are the same."""
+    first, second = datasets
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(same, zip(first, second, strict=True)))
+    return bool((first == second).all()) if hasattr(first, "shape") else first == second
 
 
 def run_page(package):
     """The example of docs/data.md that imports a package, and what it should print."""
-    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
-    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if f"import {package}\n" in c)
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if f"import {package}\n" in c)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, f"docs/data.md: {package}", "exec"), {"__name__": "example"})

@@ -58,8 +58,8 @@ def solvers(names):
         wanted = jax.tree.map(np.asarray, mesh.everything(solver, None)) if COMM.rank == 0 else None
         wanted = COMM.comm.bcast(wanted)
         run = mine(battery.N, solver)
-        for coarsest in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
-            comm = lp_jax.MPIComm(coarsest=coarsest)
+        for sequential in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
+            comm = lp_jax.MPIComm(sequential=sequential)
             got = mesh.everything(solver, comm, operands=(cut(params, run), y0, shared, cut(data, run)))
             stride = solver.resolve(battery.N).stride(battery.N)
             points = slice(-(-run.start // stride), -(-run.stop // stride))
@@ -173,11 +173,11 @@ def grid(copies):
         )  # fmt: skip
         return jnp.mean(right**2), info
 
-    def three_steps(loss_fn, params, batch, whole):
+    def three_steps(loss_fn, params, batch, global_sums):
         optimizer = optax.adam(0.01)
         state = train.init_state(params, optimizer)
-        step_fn = train.make_train_step(loss_fn, optimizer, whole=whole)
-        seen = [train.gradient_error(loss_fn, params, batch, *solvers, whole=whole)]
+        step_fn = train.make_train_step(loss_fn, optimizer, global_sums=global_sums)
+        seen = [train.gradient_error(loss_fn, params, batch, *solvers, global_sums=global_sums)]
         for _ in range(3):
             state, metrics = step_fn(state, batch, *solvers)
             seen.append(metrics)
@@ -185,9 +185,9 @@ def grid(copies):
 
     wanted = three_steps(functools.partial(loss_fn, None), params, (inputs, answers), None)
     here = {"trunk": cut(params["trunk"], run), "closing": params["closing"]}
-    share = ranks.share((inputs, answers))
-    assert len(share[0]) == batch // int(copies)
-    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, share, ranks.whole)
+    local = ranks.local_batch((inputs, answers))
+    assert len(local[0]) == batch // int(copies)
+    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks.global_sums)
     for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11)
     whole = ranks.gather(state)
@@ -207,7 +207,7 @@ def grid(copies):
         train.Ranks.grid(data=3)
     if int(copies) > 1:
         with pytest.raises(ValueError, match="a batch of 7 examples cannot be split evenly over 2"):
-            ranks.share(inputs[:7])
+            ranks.local_batch(inputs[:7])
 
 
 @case
@@ -268,17 +268,17 @@ def messages(_=None):
     solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=INJECT)
     params = cut(dense_params(n, width), mine(n, solver))
     y0 = dense_state(batch, width)
-    for coarsest in ("relay", "gather"):
-        comm = lp_jax.MPIComm(coarsest=coarsest)
+    for sequential in ("relay", "gather"):
+        comm = lp_jax.MPIComm(sequential=sequential)
         run = functools.partial(lp_jax.solve, dense_step, solver=solver, comm=comm)
         counts = count(jax.make_jaxpr(run)(params, y0).jaxpr)
         assert counts.pop(("allreduce", f"float64[{batch * width}]")) == 1
         assert counts.pop(("allreduce", f"float64[{cycles}]")) == 1
         inner = 0 < COMM.rank < COMM.size - 1  # passes the relay's state on by two calls: it waits, works and sends
-        relayed = cycles * (2 if inner else 1) if coarsest == "relay" else 0
+        relayed = cycles * (2 if inner else 1) if sequential == "relay" else 0
         assert counts.pop(("sendrecv", f"float64[{batch * width}]")) == cycles * (1 + 2 + 1) + 1 + relayed
         # the right-hand side in every cycle, the parameters once
-        assert sum(counts.values()) == (0 if coarsest == "relay" else cycles + 1), counts
+        assert sum(counts.values()) == (0 if sequential == "relay" else cycles + 1), counts
         assert {name for name, _ in counts} <= {"allgather"}
 
 

@@ -3,14 +3,12 @@
 import jax
 import pytest
 from architectures import assert_same, everything
-
-import lp_jax
+from networks import mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 
 
 def test_nothing_depends_on_the_number_of_devices():
     """Masks of dropout, running statistics, values, gradients."""
-    mesh = jax.make_mesh((4,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.numpy_rank_promotion("allow"):
-        assert_same(everything(lp_jax.MeshComm(mesh)), everything(None))
+        assert_same(everything(mesh()), everything(None))

@@ -61,9 +61,9 @@ def test_layers_in_both_formulations_are_equal():
 
 def test_images_that_fit_into_the_cache_are_taken_together():
     kernel = jnp.ones((3, 3, 8, 8), jnp.float32)
-    sizes = [_convolution._at_once(jnp.ones((50, n, n, 8), jnp.float32), kernel) for n in (8, 28, 200)]
+    sizes = [_convolution._images_at_once(jnp.ones((50, n, n, 8), jnp.float32), kernel) for n in (8, 28, 200)]
     assert sizes == [50, 10, 1]
-    assert _convolution._at_once(jnp.ones((0, 8, 8, 8)), kernel) == 0
+    assert _convolution._images_at_once(jnp.ones((0, 8, 8, 8)), kernel) == 0
 
 
 def test_bad_input_is_refused():

@@ -1,17 +1,12 @@
-"""Points of a plane, pixels of a field, photographs: peaks, Indian Pines, Tiny ImageNet; and the page about data."""
-
-import sys
-from pathlib import Path
+"""Points of a plane, pixels of a field, photographs: peaks, Indian Pines, Tiny ImageNet."""
 
 import numpy as np
 import pytest
 import scipy.io
-from data_files import refusal, run_page, write
+from data_files import refused, write
 from PIL import Image
 
 from lp_jax import data
-
-PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 
 
 def height(points):
@@ -47,23 +42,6 @@ def test_peaks_depend_on_seed_and_numbers_alone():
     assert np.bincount(got.test_y).tolist() == [18, 17, 17]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"test_fraction": 0.0}, ValueError, "test_fraction must be between 0 and 1, both excluded; got 0.0"),
-        ({"samples": 8}, ValueError, "leaves class 0, of 2 samples, 0 of them to test with; wanted at least one to"),
-        ({"samples": 3}, ValueError, "leaves class 0, of 1 samples"),
-        ({"samples": 0}, ValueError, "samples must be at least 1; got 0"),
-        ({"classes": 1}, ValueError, "classes must be at least 2; got 1"),
-        ({"seed": -1}, ValueError, "seed must be at least 0; got -1"),
-        ({"samples": 10.0}, TypeError, "samples must be an integer"),
-    ],
-)
-def test_peaks_refuse_senseless_numbers(options, error, message):
-    with pytest.raises(error, match=message):
-        data.peaks(**options)
-
-
 CUBE = np.random.default_rng(0).integers(900, 5000, (6, 5, 4)).astype(np.uint16)
 TRUTH = np.array([0, 1, 2, 16, 1] * 6, np.uint8).reshape(6, 5)
 FILES = {"Indian_pines_corrected.mat": "indian_pines_corrected", "Indian_pines_gt.mat": "indian_pines_gt"}
@@ -93,6 +71,10 @@ def test_pixels_of_a_field(field):
     np.testing.assert_array_equal(y[order] + 1, TRUTH[TRUTH != 0][raw_order])
     for band in range(4):
         assert np.corrcoef(x[order, band], raw[raw_order, band])[0, 1] > 1 - 1e-6
+    with pytest.raises(ValueError, match=r"test_fraction 0.01 leaves class 0, of 12 samples, 0 of them to test with"):
+        data.indian_pines(field, test_fraction=0.01)
+    with pytest.raises(ValueError, match=r"test_fraction must be between 0 and 1, both excluded; got 1\.5"):
+        data.indian_pines(field, test_fraction=1.5)
     again, other = data.indian_pines(field, 1 / 3, 4), data.indian_pines(field, 1 / 3, 5)
     np.testing.assert_array_equal(again.test_x, got.test_x)
     assert not np.array_equal(other.test_x, got.test_x)
@@ -101,64 +83,32 @@ def test_pixels_of_a_field(field):
 @pytest.mark.parametrize(
     ("name", "variables", "expected"),
     [
-        (0, {"cube": CUBE}, "has variables cube; wanted indian_pines_corrected"),
-        (1, {}, "has variables none; wanted indian_pines_gt"),
+        (0, {"cube": CUBE}, "cannot be read ('indian_pines_corrected'); wanted a MATLAB file before version 7.3 with"),
         (
             0,
             {"indian_pines_corrected": CUBE[0]},
-            "variable indian_pines_corrected: uint16 of shape 5 x 4; wanted numbers",
+            "variable indian_pines_corrected: uint16 of shape (5, 4); wanted numb",
         ),
-        (1, {"indian_pines_gt": CUBE}, "variable indian_pines_gt: uint16 of shape 6 x 5 x 4; wanted numbers, rows x"),
-        (1, {"indian_pines_gt": np.array([["a"]], object)}, "variable indian_pines_gt: object of shape 1 x 1; wanted"),
-        (1, {"indian_pines_gt": np.zeros((0, 5))}, "variable indian_pines_gt: float64 of shape 0 x 5; wanted numbers"),
-        (1, {"indian_pines_gt": TRUTH.T}, "variable indian_pines_gt: 5 x 6 pixels; wanted 6 x 5, like the image"),
-        (
-            1,
-            {"indian_pines_gt": TRUTH + 1},
-            "variable indian_pines_gt: values 1 to 17; wanted 0 to 16, not all of them 0",
-        ),
-        (
-            1,
-            {"indian_pines_gt": 0 * TRUTH},
-            "variable indian_pines_gt: values 0 to 0; wanted 0 to 16, not all of them 0",
-        ),
+        (1, {"indian_pines_gt": CUBE}, "variable indian_pines_gt: uint16 of shape (6, 5, 4); wanted numbers along 2"),
+        (1, {"indian_pines_gt": np.array([["a"]], object)}, "variable indian_pines_gt: object of shape (1, 1); wanted"),
+        (1, {"indian_pines_gt": np.zeros((0, 5))}, "variable indian_pines_gt: float64 of shape (0, 5); wanted numbers"),
+        (1, {"indian_pines_gt": TRUTH.T}, "5 x 6 pixels; wanted 6 x 5, like the image"),
+        (1, {"indian_pines_gt": TRUTH + 1}, "values 1 to 17; wanted 0 to 16, not all of them 0"),
+        (1, {"indian_pines_gt": 0 * TRUTH}, "values 0 to 0; wanted 0 to 16, not all of them 0"),
+        *((name, damage, "cannot be read (") for name in (0, 1) for damage in (0, 150, 188)),
+        (0, None, "cannot be read (No such file or directory); wanted a MATLAB file"),
+        (1, None, "cannot be read (No such file or directory); wanted a MATLAB file"),
     ],
 )
 def test_variables_that_do_not_fit_are_refused(field, name, variables, expected):
     path = field / list(FILES)[name]
-    scipy.io.savemat(path, variables)
-    assert refusal(data.indian_pines, field).startswith(f"{path}: {expected}")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_files_that_are_no_matlab_files_are_refused(field, name):
-    path = field / name
-    content = path.read_bytes()
-    for damaged in (b"", b"nothing", content[:150], content[:128] + b"\xff" * 60):
-        path.write_bytes(damaged)
-        assert refusal(data.indian_pines, field).startswith(
-            f"{path}: is damaged or no MATLAB file before version 7.3 ("
-        )
-    path.unlink()
-    assert refusal(data.indian_pines, field).startswith(f"{path}: cannot be read, No such file or directory; wanted a")
-
-
-def test_indian_pines_refuses_senseless_options(field):
-    with pytest.raises(ValueError, match=r"test_fraction 0.01 leaves class 0, of 12 samples, 0 of them to test with"):
-        data.indian_pines(field, test_fraction=0.01)
-    with pytest.raises(ValueError, match=r"test_fraction must be between 0 and 1, both excluded; got 1.5"):
-        data.indian_pines(field, test_fraction=1.5)
-    with pytest.raises(TypeError, match="seed must be an integer"):
-        data.indian_pines(field, seed=0.5)
-
-
-def test_without_a_package_the_extra_is_named(field, photographs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.io", None)
-    with pytest.raises(ImportError, match=r'indian_pines needs scipy.* pip install "lp_jax\[train\]"'):
-        data.indian_pines(field)
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r'tiny_imagenet needs Pillow.* pip install "lp_jax\[train\]"'):
-        data.tiny_imagenet(photographs)
+    if isinstance(variables, dict):
+        scipy.io.savemat(path, variables)
+    elif variables is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: min(variables, 150)] + b"\xff" * max(variables - 150, 0))
+    refused(f"{path}: {expected}", data.indian_pines, field)
 
 
 def photograph(path, level, size=(64, 64), mode="RGB"):
@@ -200,60 +150,33 @@ def test_photographs_from_folders(photographs):
     assert fewer.names == ("n02",) and fewer.test_y.tolist() == [0]
 
 
-def test_images_that_are_none_are_refused(photographs):
-    path = photograph(photographs / "train" / "n01" / "images" / "n01_1.JPEG", 7, size=(64, 63))
-    assert refusal(data.tiny_imagenet, photographs).startswith(f"{path}: 64 x 63 pixels; wanted a JPEG file of 64 x 64")
-    content = photograph(path, 7).read_bytes()
-    path.write_bytes(b"no image")
-    assert refusal(data.tiny_imagenet, photographs).startswith(
-        f"{path}: byte 0: no image; wanted a JPEG file of 64 x 64"
-    )
-    for cut in (300, len(content) // 2):
-        path.write_bytes(content[:cut])
-        assert refusal(data.tiny_imagenet, photographs).startswith(f"{path}: ")
-    path.unlink()
-    path.with_name("n01_3.JPEG").mkdir()
-    assert refusal(data.tiny_imagenet, photographs).startswith(f"{path.with_name('n01_3.JPEG')}: cannot be read, Is a")
+ANNOTATIONS = "val/val_annotations.txt"
+IMAGE, VALIDATION = "train/n01/images/n01_1.JPEG", "val/images/val_0.JPEG"
+LINES = "val_0.JPEG\tn02\nval_1.JPEG\tn01\n"
 
 
-def test_folders_that_are_no_tiny_imagenet_are_refused(photographs):
-    annotations = photographs / "val" / "val_annotations.txt"
-    lines = annotations.read_text()
-    write(annotations, lines + "val_2.JPEG\tn03\n")
-    assert refusal(data.tiny_imagenet, photographs).startswith(
-        f"{annotations}: line 3: class 'n03' of image 'val_2.JPEG'; wanted a class with a folder in train"
-    )
-    write(annotations, lines + "val_2.JPEG n01\n")
-    assert refusal(data.tiny_imagenet, photographs).startswith(
-        f"{annotations}: line 3: class '' of image 'val_2.JPEG n"
-    )
-    write(annotations, lines.splitlines()[0] + "\n")
-    assert refusal(data.tiny_imagenet, photographs).startswith(
-        f"{annotations}: line 1: the end, no image of class 'n01' before it; wanted at least one"
-    )
-    write(annotations, lines + "val_9.JPEG\tn01\n")
-    missing = photographs / "val" / "images" / "val_9.JPEG"
-    assert refusal(data.tiny_imagenet, photographs).startswith(f"{missing}: cannot be read, No such file or directory;")
-    annotations.unlink()
-    assert refusal(data.tiny_imagenet, photographs).startswith(f"{annotations}: cannot be read, No such file")
-    expected = "has no folder train/n05/images; wanted one for each class"
-    assert refusal(data.tiny_imagenet, photographs, ["n05"]).startswith(f"{photographs}: {expected}")
-    for path in (photographs / "train" / "n01" / "images").iterdir():
-        path.unlink()
-    assert refusal(data.tiny_imagenet, photographs).startswith(f"{photographs}/train/n01/images: has no files *.JPEG;")
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        (IMAGE, lambda path: photograph(path, 7, size=(64, 63)), "64 x 63 pixels; wanted a JPEG file of 64 x 64"),
+        (IMAGE, lambda path: path.write_bytes(b"no image"), "cannot be read (cannot identify image file"),
+        (IMAGE, lambda path: path.write_bytes(path.read_bytes()[:300]), "cannot be read ("),
+        (IMAGE, lambda path: path.write_bytes(path.read_bytes()[:500]), "cannot be read ("),
+        (IMAGE, lambda path: (path.unlink(), path.mkdir()), "cannot be read (Is a directory)"),
+        (VALIDATION, lambda path: path.unlink(), "cannot be read (No such file or directory); wanted a JPEG file"),
+        (ANNOTATIONS, lambda path: path.unlink(), "cannot be read (No such file or directory); wanted names of files"),
+        (ANNOTATIONS, lambda path: write(path, LINES + "a.JPEG\tn03\n"), "line 3: class 'n03' of image 'a.JPEG'; want"),
+        (ANNOTATIONS, lambda path: write(path, LINES + "a.JPEG n01\n"), "line 3: class '' of image 'a.JPEG n01'; want"),
+        (ANNOTATIONS, lambda path: write(path, LINES[:15]), "no image of class 'n01'; wanted at least one"),
+        ("train/n01/images", lambda path: [file.unlink() for file in path.iterdir()], "has no files *.JPEG; wanted at"),
+    ],
+)
+def test_folders_that_are_no_tiny_imagenet_are_refused(photographs, name, change, expected):
+    change(photographs / name)
+    refused(f"{photographs / name}: {expected}", data.tiny_imagenet, photographs)
+
+
+def test_classes_that_are_not_there_are_refused(photographs):
+    refused(f"{photographs}: has no class 'n05'; wanted one of n01, n02", data.tiny_imagenet, photographs, ["n05"])
     with pytest.raises(ValueError, match=r"classes must be at least one name, none of them twice; got \[\]"):
         data.tiny_imagenet(photographs, [])
-    with pytest.raises(ValueError, match="per_class must be at least 1; got 0"):
-        data.tiny_imagenet(photographs, per_class=0)
-
-
-def test_the_page_names_every_loader():
-    loaders = {name for name in vars(data) if not name.startswith("_") and callable(getattr(data, name))}
-    for name in loaders:
-        assert f"`{name}" in PAGE, name
-
-
-@pytest.mark.parametrize("package", ["optax", "grain"])
-def test_the_examples_of_the_page_run(package, standard_promotion):
-    pytest.importorskip(package)
-    run_page(package)

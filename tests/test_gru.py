@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from networks import mesh
 from recurrent import BATCH, FEATURES, HIDDEN, LENGTHS, STEPS, TARGET, UNITS, X, assert_close, loop, make, weights
 
 import lp_jax
@@ -57,8 +58,7 @@ def test_one_explicit_unit_with_a_step_of_one_is_the_usual_unit():
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_time_steps_over_the_devices_of_a_mesh(workers):
-    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
-    one, spread = (make(True, comm=comm) for comm in (None, lp_jax.MeshComm(mesh)))
+    one, spread = (make(True, comm=comm) for comm in (None, mesh(workers)))
     for solver in (SOLVERS["2 levels"], lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Picard(sweeps=0))):
         gradients = [jax.jit(nnx.grad(loss, argnums=(0, 1)))(gru, X, LENGTHS, solver) for gru in (one, spread)]
         assert_close(jax.tree.leaves(gradients[1]), jax.tree.leaves(gradients[0]), rtol=1e-12)

@@ -74,9 +74,9 @@ def on_one_device(name):
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
-@pytest.mark.parametrize(("name", "coarsest"), [("3 levels", "relay"), ("3 levels", "gather"), ("identity", "auto")])
-def test_numbers_do_not_depend_on_the_number_of_devices(name, workers, coarsest):
-    assert_same(everything(SOLVERS[name], line(workers, coarsest=coarsest)), on_one_device(name))
+@pytest.mark.parametrize(("name", "sequential"), [("3 levels", "relay"), ("3 levels", "gather"), ("identity", "auto")])
+def test_numbers_do_not_depend_on_the_number_of_devices(name, workers, sequential):
+    assert_same(everything(SOLVERS[name], line(workers, sequential=sequential)), on_one_device(name))
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -255,9 +255,9 @@ def collectives(compiled) -> collections.Counter:
     return counts
 
 
-@pytest.mark.parametrize("coarsest", ["relay", "gather"])
+@pytest.mark.parametrize("sequential", ["relay", "gather"])
 @pytest.mark.parametrize("relaxations", [0, 1])
-def test_collectives(relaxations, coarsest):
+def test_collectives(relaxations, sequential):
     """What algorithm.md section 6 implies: one state per relaxation, and the coarsest solve as chosen."""
     workers, cycles, levels, n, width, batch = 4, 5, 3, 64, 8, 3
     params, y0 = dense_params(n, width), dense_state(batch, width)
@@ -268,7 +268,7 @@ def test_collectives(relaxations, coarsest):
         skip_downcycle=False,
         coarse_step=INJECT,
     )
-    comm = line(workers, coarsest=coarsest)
+    comm = line(workers, sequential=sequential)
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
 
     def loss(params, y0):
@@ -280,7 +280,7 @@ def test_collectives(relaxations, coarsest):
     # finest: relaxations and residual; the level below: C-relaxation, residual, and F-relaxation after the correction
     per_cycle = (relaxations + 1) + (1 + 1) + 1
     wanted = collections.Counter({("collective-permute", state): cycles * per_cycle + 1, ("all-reduce", state): 1})
-    if coarsest == "relay":
+    if sequential == "relay":
         wanted["collective-permute", state] += cycles * (workers - 1)
     else:
         wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] = cycles  # the right-hand side
@@ -291,7 +291,7 @@ def test_collectives(relaxations, coarsest):
     # the adjoint needs the states that enter each device after the final sweep; those before it are the sweep's own
     wanted["collective-permute", state] = 2 * wanted["collective-permute", state] + 1
     wanted["all-reduce", state] *= 2
-    if coarsest == "gather":
+    if sequential == "gather":
         wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] += cycles + 1  # and the states linearised at
     assert both == wanted
 
@@ -406,8 +406,8 @@ def test_bad_meshes():
         lp_jax.MeshComm(jax.devices())
     with pytest.raises(ValueError, match=r"explicit axes.*axis_types=\(jax.sharding.AxisType.Auto,\)"):
         lp_jax.MeshComm(jax.make_mesh((2,), ("layers",)))
-    with pytest.raises(ValueError, match="coarsest"):
-        lp_jax.MeshComm(mesh, "a", coarsest="both")
+    with pytest.raises(ValueError, match="sequential"):
+        lp_jax.MeshComm(mesh, "a", sequential="both")
     comm = lp_jax.MeshComm(mesh, "a")
     with pytest.raises(ValueError, match=r"y0 and shared.*sharded over the axis 'a'"):
         lp_jax.solve(dense_step, params, jax.device_put(y0, NamedSharding(mesh, PartitionSpec(None, "a"))), comm=comm)

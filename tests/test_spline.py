@@ -8,13 +8,13 @@ import optax
 import pytest
 import scipy.interpolate
 from flax import nnx
+from networks import F64, assert_close, mesh, normal
 
 import lp_jax
 from lp_jax import nn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-F64 = jnp.float64
 LAYERS, WIDTH = 8, 5
 EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=4)  # four intervals: exact after four cycles
 GRID = np.linspace(0.0, 1.5, LAYERS + 1) ** 2
@@ -28,20 +28,8 @@ def make_trunk(*, make=dense, num_layers=LAYERS, **options):
     return nn.LayerParallel(make, num_layers, **({"solver": EXACT, "rngs": nnx.Rngs(0), "t1": 2.0} | options))
 
 
-def mesh(size=4):
-    return lp_jax.MeshComm(jax.make_mesh((size,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
-
-
-def normal(shape, seed=1):
-    return jax.random.normal(jax.random.key(seed), shape, F64)
-
-
 def params_of(trunk):
     return nnx.to_pure_dict(nnx.state(trunk.layers))
-
-
-def assert_close(got, wanted, rtol=1e-12):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)
 
 
 # ------------------------------------------------------------------------------------------------------------------ B-splines

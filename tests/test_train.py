@@ -20,15 +20,7 @@ import lp_jax
 from lp_jax import nn, train
 
 # optax's Adam raises floats to an integer step count
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Here much is compiled and next to nothing computed."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 
 
 INJECT = lp_jax.Rediscretize(params="inject")
@@ -169,7 +161,7 @@ def test_fit_is_the_plain_loop(state):
         for batch in batches(epoch):
             wanted, metrics = STEP_FN(wanted, batch, SOLVER, ADJOINT)
             losses.append(float(metrics.loss))
-    got, log = run(state, 2)
+    got, log = run(state, 2, log_every=4)
     same(got, wanted)
     rows = log.of("train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -177,14 +169,10 @@ def test_fit_is_the_plain_loop(state):
     assert [row["loss"] for row in rows] == losses
     assert rows[0]["forward_residual_1"] is None and rows[0]["forward_residual_2"] > 0
     assert all(0 <= row["accuracy"] <= 1 and row["result"] == 0 for row in rows)
-
-
-def test_metrics_are_fetched_in_groups(state):
-    _, log = run(state, 2, log_every=4)
-    times = [row["step_time"] for row in log.of("train")]
+    times = [row["step_time"] for row in rows]  # metrics are fetched in groups
     assert times[1] == times[2] == times[3] != times[0]
     assert times[4] == times[5] != times[3]
-    np.testing.assert_allclose(log.rows[-1]["time"], sum(times))
+    np.testing.assert_allclose(rows[-1]["time"], sum(times))
 
 
 def test_measures_come_when_they_are_due(state):
@@ -245,6 +233,15 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(state, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "9"]
 
 
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """A folder with one checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    with checkpoints(folder) as saved:
+        saved.save(train.init_state(initial_params(), OPTIMIZER))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("config", "width", "difference"),
     [
@@ -254,11 +251,9 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(state, tmp_path):
         ({"layers": LAYERS, "seed": 0}, 4, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(state, tmp_path, config, width, difference):
-    with checkpoints(tmp_path) as saved:
-        saved.save(state)
+def test_a_checkpoint_of_another_model_is_refused(state, saved_run, config, width, difference):
     other = {"trunk": state.params["trunk"], "closing": jnp.zeros((width, 1))}
-    with checkpoints(tmp_path, config) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
+    with checkpoints(saved_run, config) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
         saved.restore(train.init_state(other, OPTIMIZER))
     assert "\n" not in str(caught.value)
 
@@ -317,7 +312,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_loses_nothing_that_was_saved(tmp_p
 # --- trouble --------------------------------------------------------------------------------------------------------
 
 
-class Meter(train.Silent):
+class Messages(train.Meter):
     """Keeps what is said."""
 
     def __init__(self):
@@ -342,7 +337,7 @@ def test_growing_residuals_are_reported_once_an_epoch():
     optimizer = optax.sgd(0.0)
     state = train.init_state(jnp.full((layers,), z * layers), optimizer)
     solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
-    meter = Meter()
+    meter = Messages()
     step_fn = train.make_train_step(linear_loss, optimizer)
     _, log = run(state, 2, step_fn=step_fn, solver=solver, adjoint_solver=lp_jax.Serial(), meter=meter)
     norms = train.unflat("forward_residual", log.rows[0])
@@ -352,25 +347,26 @@ def test_growing_residuals_are_reported_once_an_epoch():
     assert "the forward residual grows over the cycles" in meter.said[0] and 'relaxation="FCF"' in meter.said[0]
 
 
-@pytest.mark.parametrize(("scale", "solves"), [(1.0, []), (1e-6, ["adjoint"])])
-def test_rounding_is_not_growth(state, scale, solves):
-    probe = train.Every("probe", 1, lambda *_: {**train.flat("adjoint_residual", [1e-9, 3e-9]), "adjoint_scale": scale})
-    _, log = run(state, 1, measures=[probe])
+@pytest.mark.parametrize(
+    ("norms", "scale", "solves"),
+    [
+        ([0.1, 0.3], {}, ["adjoint"]),
+        ([1e-9, 3e-9], {"adjoint_scale": 1e-6}, ["adjoint"]),
+        ([1e-9, 3e-9], {"adjoint_scale": 1.0}, []),  # rounding
+    ],
+)
+def test_growth_in_a_probe_is_reported_but_rounding_is_not(state, norms, scale, solves):
+    meter = Messages()
+    probe = train.Every("probe", 1, lambda state, batch: train.flat("adjoint_residual", norms) | scale)
+    _, log = run(state, 1, measures=[probe], meter=meter)
     assert [row["solve"] for row in log.of("warning")] == solves
+    assert ["factor 3" in message for message in meter.said] == [True for _ in solves]
 
 
 def test_an_unmet_tolerance_is_reported(state):
-    meter = Meter()
+    meter = Messages()
     run(state, 1, solver=lp_jax.Picard(sweeps=1, rtol=1e-14), meter=meter)
     assert len(meter.said) == 1 and "did not come down to the tolerance" in meter.said[0]
-
-
-def test_growth_in_a_probe_is_reported(state):
-    meter = Meter()
-    probe = train.Every("probe", 1, lambda state, batch: train.flat("adjoint_residual", [0.1, 0.3]))
-    _, log = run(state, 1, measures=[probe], meter=meter)
-    assert [row["solve"] for row in log.of("warning")] == ["adjoint"]
-    assert "factor 3" in meter.said[0]
 
 
 def test_a_step_that_is_not_finite_stops_the_run(state, tmp_path):
@@ -470,7 +466,7 @@ def test_a_damaged_log_is_refused_except_at_its_end(tmp_path):
     path.write_text('{"kind": "train", "step": 1}\n{"kind": "tr')
     assert [row["step"] for row in train.read_rows(path)] == [1]
     path.write_text('{"kind": "tr\n{"kind": "train", "step": 1}\n')
-    with pytest.raises(ValueError, match="line 1, is no row of metrics"):
+    with pytest.raises(ValueError, match="line 1, is not a row of metrics"):
         train.Log(path)
 
 
@@ -485,14 +481,19 @@ def classifier():
 
 
 @pytest.fixture(scope="module")
+def loss_and_params(classifier):
+    """One loss, so that its programs are compiled once."""
+    return train.classification(classifier)
+
+
+@pytest.fixture(scope="module")
 def samples():
     rng = np.random.default_rng(0)
     return rng.normal(size=(10, 4)).astype(np.float32), rng.integers(3, size=10).astype(np.int32)
 
 
-def test_classification_loss_is_cross_entropy(classifier, samples):
-    x, labels = samples
-    loss_fn, params = train.classification(classifier)
+def test_classification_loss_is_cross_entropy(classifier, loss_and_params, samples):
+    (x, labels), (loss_fn, params) = samples, loss_and_params
     loss, info = loss_fn(params, samples, lp_jax.Serial(), None)
     logits = np.asarray(classifier.solve(x, solver=lp_jax.Serial())[0], np.float64)
     log_probability = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -500,18 +501,16 @@ def test_classification_loss_is_cross_entropy(classifier, samples):
     assert int(info.correct) == np.sum(logits.argmax(axis=1) == labels) and int(info.total) == 10
 
 
-def test_evaluation_weighs_batches_by_their_size(classifier, samples):
-    x, labels = samples
-    loss_fn, params = train.classification(classifier)
+def test_evaluation_weighs_batches_by_their_size(loss_and_params, samples):
+    (x, labels), (loss_fn, params) = samples, loss_and_params
     whole = train.evaluate(loss_fn, params, [samples])
     parts = train.evaluate(loss_fn, params, [(x[:7], labels[:7]), (x[7:], labels[7:])])
     np.testing.assert_allclose(parts.loss, whole.loss, rtol=1e-6)
     assert parts.accuracy == whole.accuracy
 
 
-def test_the_confusion_matrix_counts_every_answer(classifier, samples):
-    x, labels = samples
-    params = train.classification(classifier)[1]
+def test_the_confusion_matrix_counts_every_answer(classifier, loss_and_params, samples):
+    (x, labels), (_, params) = samples, loss_and_params
     answers = np.asarray(classifier.solve(x, solver=lp_jax.Serial())[0]).argmax(axis=1)
     masked = np.where(np.arange(10) < 8, labels, -1)
     got = train.confusion_matrix(classifier, params, [(x[:7], masked[:7]), (x[7:], masked[7:])], classes=3)
@@ -519,9 +518,8 @@ def test_the_confusion_matrix_counts_every_answer(classifier, samples):
     np.testing.assert_array_equal(got, wanted)
 
 
-def test_nothing_is_asked_where_a_label_is_negative(classifier, samples):
-    x, labels = samples
-    loss_fn, params = train.classification(classifier)
+def test_negative_labels_do_not_count(loss_and_params, samples):
+    (x, labels), (loss_fn, params) = samples, loss_and_params
     few, few_info = loss_fn(params, (x[:7], labels[:7]), lp_jax.Serial(), None)
     masked, info = loss_fn(params, (x, np.where(np.arange(10) < 7, labels, -1)), lp_jax.Serial(), None)
     np.testing.assert_allclose(masked, few, rtol=1e-6)
@@ -529,8 +527,8 @@ def test_nothing_is_asked_where_a_label_is_negative(classifier, samples):
 
 
 def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
-    rngs = nnx.Rngs(0)
-    trunk = nn.LayerParallel(Restless, LAYERS, rngs=rngs)
+    rngs, depth = nnx.Rngs(0), 4
+    trunk = nn.LayerParallel(Restless, depth, rngs=rngs)
     model = nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), trunk, nn.DenseClosing((6,), 3, rngs=rngs))
     (loss_fn, params), optimizer = train.classification(model), optax.adamw(1e-2, weight_decay=0.1)
     batch = (*samples, jax.random.key(1))
@@ -540,16 +538,16 @@ def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
 
     def loss(layers):
         (y, stats) = model.opening(samples[0]), []
-        for n in range(LAYERS):
+        for n in range(depth):
             layer = Restless(nnx.Rngs(0))
             nnx.update(layer, jax.tree.map(lambda x, n=n: x[n], layers))
-            y = layer(y, n / LAYERS, 1 / LAYERS, key=jax.random.fold_in(batch[2], n))
+            y = layer(y, n / depth, 1 / depth, key=jax.random.fold_in(batch[2], n))
             stats.append(nnx.to_pure_dict(nnx.state(layer, nnx.BatchStat)))
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(model.closing(y), samples[1])
         return jnp.mean(losses), jax.tree.map(lambda *x: jnp.stack(x), *stats)
 
     layers = params["trunk"]["layers"]
-    (wanted, stats), gradient = jax.value_and_grad(loss, has_aux=True)(layers)
+    (wanted, stats), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(layers)
     np.testing.assert_allclose(metrics.loss, wanted, rtol=1e-5)
     new = state.params["trunk"]["layers"]
     for name in ("mean", "var"):
@@ -566,8 +564,8 @@ def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
     np.testing.assert_allclose(pair, (alone + other) / 2, rtol=1e-6)
 
 
-def test_residuals_are_those_of_both_solves(classifier, samples):
-    loss_fn, params = train.classification(classifier)
+def test_residuals_are_those_of_both_solves(classifier, loss_and_params, samples):
+    loss_fn, params = loss_and_params
     solver = lp_jax.MGRIT(coarsening=LAYERS // 2, iterations=3, skip_downcycle=False, coarse_step=INJECT)
     found = train.residuals(classifier, params, samples, solver, solver)
     _, info = jax.jit(loss_fn)(params, samples, solver, lp_jax.Serial())

@@ -1,25 +1,26 @@
 """Transformers: against a plain implementation with every head written out, layer-parallel against serial."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from networks import F64, assert_close, normal
 
 import lp_jax
 from lp_jax import nn
-from lp_jax.nn._network import _over_all
+from lp_jax.nn._network import _combined_stats
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion", "rank_promotion")
 
-F64 = jnp.float64
-BATCH, LENGTH, OTHER, WIDTH, HEADS, LAYERS = 2, 5, 4, 6, 2, 6
+BATCH, LENGTH, OTHER, WIDTH, HEADS, LAYERS = 2, 5, 4, 6, 2, 4
 MASK = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
 OTHER_MASK = jnp.asarray([[True] * 3 + [False], [True] * 4])
 INJECT = lp_jax.Rediscretize(params="inject")
-EXACT = lp_jax.MGRIT(coarsening=2, iterations=3, coarse_step=INJECT)  # three intervals: exact after three cycles
+EXACT = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT)  # two intervals: exact after two cycles
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +30,10 @@ def rank_promotion():
         yield
 
 
-def normal(shape, seed=1):
-    return jax.random.normal(jax.random.key(seed), shape, F64)
-
-
 Y, MEMORY = normal((BATCH, LENGTH, WIDTH)), normal((BATCH, OTHER, WIDTH), 2)
 
 
-def assert_close(got, wanted, rtol=1e-10):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)
+assert_close = functools.partial(assert_close, rtol=1e-10)
 
 
 # --- the same layers, plainly ----------------------------------------------------------------------------------------
@@ -177,7 +173,9 @@ def test_layer_parallel_is_the_plain_network(name, t1):
     step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
     wanted, wanted_gradients = loss_of(plain)(params, y, shared, t1)
     batched = dataclasses.replace(EXACT, interval_map="vmap", storage="all")
-    for solver in (lp_jax.Serial(), batched if name in ("encoder", "decoder") else EXACT):
+    # Serial hands shared values and states of several parts on in its own way; with a mask only it is as for other layers
+    serial = [lp_jax.Serial()] if name in ("decoder", "encoder-decoder") else []
+    for solver in (*serial, batched if name in ("encoder", "decoder") else EXACT):
 
         def run(params, y, shared, t1, solver=solver):
             return lp_jax.solve(step, params, y, shared=shared, t1=t1, solver=solver).y1
@@ -263,7 +261,7 @@ def test_buffers_stay_serial_and_a_network_is_the_sum_of_its_parts():
 
     solution, pullback = network.solve_vjp(Y, solver=lp_jax.Serial(), adjoint_solver=EXACT)
     cotangent, stats = pullback(solution.y1)
-    assert stats.residual_norms.shape == (3,)
+    assert stats.residual_norms.shape == (EXACT.iterations,)
     assert_close(cotangent, jax.vjp(lambda y: network.solve(y, solver=lp_jax.Serial()).y1, Y)[1](solution.y1)[0])
 
 
@@ -274,10 +272,10 @@ def test_residual_norms_of_several_blocks_hide_nothing():
     def stats(iterations, *norms):
         return lp_jax.Stats(jnp.int32(iterations), jnp.asarray(norms, F64))
 
-    got = _over_all([stats(3, nan, 3.0, nan), stats(3, nan, 4.0, 1.0), stats(0), stats(2, nan, 12.0)])
+    got = _combined_stats([stats(3, nan, 3.0, nan), stats(3, nan, 4.0, 1.0), stats(0), stats(2, nan, 12.0)])
     assert int(got.iterations) == 3
     np.testing.assert_allclose(got.residual_norms, [nan, 13.0, nan])
-    np.testing.assert_allclose(_over_all([stats(3, nan, 3.0, 1.0), stats(0)]).residual_norms, [nan, 3.0, 1.0])
+    np.testing.assert_allclose(_combined_stats([stats(3, nan, 3.0, 1.0), stats(0)]).residual_norms, [nan, 3.0, 1.0])
 
 
 def test_a_mask_and_tokens_reach_the_layers_of_a_classifier():

@@ -21,9 +21,6 @@ _SUITES = {
     "accuracy": "What training reaches, over seeds.",
     "pipeline": "Two devices: layers, examples, or a pipeline of microbatches.",
     "model": "Predicted times beside all measured ones.",
-    "published": "Published speedups beside counted ones.",
-    "newton": "States of recurrent networks by Newton's method, iteration by iteration.",
-    "unroll": "Loops within intervals, as they are and unrolled.",
     "profile": "Where the time of a training step goes.",
 }
 _WHAT, _HOW, _WHERE, _OUT, _PLAN = "Model", "Training", "Devices", "Output", "Plan"

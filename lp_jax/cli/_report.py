@@ -84,7 +84,7 @@ def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_so
     batch = next(iter(made.batches(0)))
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
-        measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, whole=made.place.whole)
+        measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, global_sums=made.place.whole)
         return float(measured.relative)
 
     with _quick_compilation():

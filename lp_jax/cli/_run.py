@@ -107,7 +107,7 @@ def train_one(
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
-        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, whole=place.whole)
+        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, global_sums=place.whole)
         solves = residuals(made.model, state.params, batch, *map(_longer, (solver, adjoint_solver)))
         return {
             "gradient_error": error.relative,
@@ -129,7 +129,7 @@ def train_one(
             state = checkpoints.restore(state)
             console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
         state, log = fit(
-            make_train_step(made.loss_fn, optimizer, whole=place.whole),
+            make_train_step(made.loss_fn, optimizer, global_sums=place.whole),
             state,
             made.batches,
             steps_per_epoch=made.task.steps_per_epoch,

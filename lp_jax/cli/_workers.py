@@ -94,7 +94,7 @@ class RankGrid(OneDevice):
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.comm: MPIComm = ranks.layers
-        self.whole = ranks.whole
+        self.whole = ranks.global_sums
 
     def holding(self, model: nnx.Module) -> "RankGrid":
         spread = [
@@ -108,13 +108,13 @@ class RankGrid(OneDevice):
         return f"MPI ranks: layers {self.ranks.layers.size}, data {self.ranks.data.size}"
 
     def share(self, batch: PyTree) -> PyTree:
-        return self.ranks.share(batch)
+        return self.ranks.local_batch(batch)
 
     def loss(self, loss_fn: LossFn) -> LossFn:
         return self.ranks.loss(loss_fn)
 
     def size(self, params: PyTree) -> int:
-        sizes = self.ranks.whole(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
+        sizes = self.ranks.global_sums(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
         return sum(int(leaf[0]) for leaf in jax.tree.leaves(sizes))
 
     def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> RankCheckpoints:

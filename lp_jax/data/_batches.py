@@ -1,8 +1,10 @@
 """Mini-batches in an order that depends on seed and epoch alone."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from lp_jax import _check
@@ -45,15 +47,19 @@ def batches(
     if batch_size > size:
         raise ValueError(f"batch_size must be at most the number of samples, {size}; got {batch_size}.")
     order = generator(seed, epoch).permutation(size)
-    end = size - size % batch_size if drop_last else size
-    picks = (order[start : start + batch_size] for start in range(0, end, batch_size))
-    return (tuple(_pick(array, pick) for array in arrays) for pick in picks)
+    return (jax.tree.map(operator.itemgetter(pick), arrays) for pick in groups(order, batch_size, drop_last))
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """The random numbers of an epoch, a function of seed and epoch alone."""
+    """Return the random numbers of an epoch, a function of seed and epoch alone."""
     entropy = [_check.integer("seed", seed, least=0), _check.integer("epoch", epoch, least=0)]
     return np.random.default_rng(np.random.SeedSequence(entropy))
+
+
+def groups(order: np.ndarray, size: int, drop_last: bool) -> list[np.ndarray]:
+    """Return the parts of an order, ``size`` numbers each; a last one that is not full may be left out."""
+    end = len(order) - len(order) % size if drop_last else len(order)
+    return [order[start : start + size] for start in range(0, end, size)]
 
 
 def _arrays(data: Dataset | Sequence[Any]) -> tuple[Any, ...]:
@@ -62,18 +68,14 @@ def _arrays(data: Dataset | Sequence[Any]) -> tuple[Any, ...]:
     if hasattr(data, "shape"):
         raise TypeError("data must be a Dataset or a sequence of arrays; got one array: pass (array,).")
     arrays = tuple(data)
-    if ragged := [leaf for leaf in _leaves(arrays) if not hasattr(leaf, "shape")]:
-        kind = type(ragged[0]).__name__
+    if other := [leaf for leaf in _leaves(arrays) if not hasattr(leaf, "shape")]:
+        kind = type(other[0]).__name__
         raise TypeError(f"data must be arrays; got a {kind}: sequences of different lengths are for data.bucketed.")
     lengths = [len(array) for array in _leaves(arrays)]
-    if not lengths or len(set(lengths)) > 1:
+    if len(set(lengths)) != 1:
         raise ValueError(f"data must be arrays with one leading length, the number of samples; got lengths {lengths}.")
     return arrays
 
 
 def _leaves(arrays: Any) -> list[Any]:
-    return [leaf for array in arrays for leaf in _leaves(array)] if isinstance(arrays, tuple) else [arrays]
-
-
-def _pick(array: Any, pick: np.ndarray) -> Any:
-    return tuple(_pick(part, pick) for part in array) if isinstance(array, tuple) else array[pick]
+    return jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))

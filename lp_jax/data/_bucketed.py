@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._batches import generator
+from lp_jax.data._batches import generator, groups
 
 UNLABELLED = -1
 
@@ -45,16 +45,13 @@ def padded(sequences: Sequence[np.ndarray], length: int | None = None, *, fill: 
         array([[1, 2, 3],
                [4, 0, 0]])
     """
-    lengths = [len(sequence) for sequence in sequences]
-    if not lengths:
+    if not sequences:
         raise ValueError("sequences must be at least one array; got none.")
-    longest = max(lengths)
-    if length is None:
-        length = longest
-    if longest > length:
-        raise ValueError(f"length must be at least {longest}, that of sequence {lengths.index(longest)}; got {length}.")
+    longest = max(map(len, sequences))
+    if length is not None and longest > length:
+        raise ValueError(f"length must be at least that of the longest sequence, {longest}; got {length}.")
     first = sequences[0]
-    result = np.full((len(lengths), length, *first.shape[1:]), fill, first.dtype)
+    result = np.full((len(sequences), length or longest, *first.shape[1:]), fill, first.dtype)
     for row, sequence in zip(result, sequences, strict=True):
         row[: len(sequence)] = sequence
     return result
@@ -102,50 +99,27 @@ def bucketed(
         [(2, 4), (2, 4), (2, 16)]
     """
     sizes = np.array([len(x) for x in data.x])
-    _fit(data, sizes)
+    pairs = itertools.zip_longest(sizes.tolist(), map(len, data.y), fillvalue=0)
+    for at, (elements, labels) in enumerate(pairs):
+        if elements != labels:
+            raise ValueError(
+                f"data must have a label for each element; got {labels} for the {elements} of sequence {at}."
+            )
     bounds = [_check.integer("lengths", length, least=1) for length in lengths]
     if not bounds or any(later <= earlier for earlier, later in itertools.pairwise(bounds)):
         raise ValueError(f"lengths must increase; got {tuple(bounds)}.")
     if sizes.max(initial=0) > bounds[-1]:
-        at = int(sizes.argmax())
-        raise ValueError(
-            f"lengths must reach the longest sequence, number {at} of length {sizes[at]}; got at most {bounds[-1]}."
-        )
+        raise ValueError(f"lengths must reach the longest sequence, {sizes.max()}; got at most {bounds[-1]}.")
     _check.integer("batch_size", batch_size, least=1)
     if batch_size > len(sizes):
         raise ValueError(f"batch_size must be at most the number of sequences, {len(sizes)}; got {batch_size}.")
-    return _epoch(data, np.searchsorted(bounds, sizes), bounds, batch_size, generator(seed, epoch), drop_last)
+    random = generator(seed, epoch)
+    buckets = np.searchsorted(bounds, sizes)
+    order = random.permutation(len(sizes))
+    parts = groups(order[np.argsort(buckets[order], kind="stable")], batch_size, drop_last)
 
+    def batch(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        length = bounds[buckets[part[-1]]]
+        return padded([data.x[i] for i in part], length), padded([data.y[i] for i in part], length, fill=UNLABELLED)
 
-def _epoch(
-    data: Sequences,
-    buckets: np.ndarray,
-    bounds: list[int],
-    batch_size: int,
-    random: np.random.Generator,
-    drop_last: bool,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    order = random.permutation(len(buckets))
-    order = order[np.argsort(buckets[order], kind="stable")]
-    end = len(order) - len(order) % batch_size if drop_last else len(order)
-    groups = [order[start : start + batch_size] for start in range(0, end, batch_size)]
-    for number in random.permutation(len(groups)):
-        group = groups[number]
-        length = bounds[buckets[group[-1]]]
-        yield (
-            padded([data.x[i] for i in group], length),
-            padded([data.y[i] for i in group], length, fill=UNLABELLED),
-        )
-
-
-def _fit(data: Sequences, sizes: np.ndarray) -> None:
-    """Refuse labels that do not belong to the inputs."""
-    if len(data.x) != len(data.y):
-        raise ValueError(
-            f"data must have labels for each sequence; got {len(data.x)} sequences and {len(data.y)} of labels."
-        )
-    for at, (size, labels) in enumerate(zip(sizes, data.y, strict=True)):
-        if len(labels) != size:
-            raise ValueError(
-                f"data must have a label for each element; got {len(labels)} for sequence {at} of length {size}."
-            )
+    return (batch(parts[number]) for number in random.permutation(len(parts)))

@@ -8,8 +8,8 @@ import numpy as np
 
 from lp_jax import _check
 from lp_jax.data._conllu import read_conllu
-from lp_jax.data._dataset import DataError, Dataset
-from lp_jax.data._read import lines
+from lp_jax.data._dataset import Dataset
+from lp_jax.data._read import lines, wrong
 from lp_jax.data._split import check_fraction
 from lp_jax.data._vocabulary import PADDING, UNKNOWN
 
@@ -77,7 +77,7 @@ def characters(
     for part, purpose in zip(parts, ("train with", "hold out"), strict=True):
         if len(part) <= length:
             wanted = f"more than {length}, a window and the character after it"
-            raise DataError(f"{paths[0]}: {len(part)} characters to {purpose}; wanted {wanted}.")
+            raise wrong(paths[0], f"{len(part)} characters to {purpose}", wanted)
     seen, counts = np.unique(parts[0], return_counts=True)
     known = seen[counts >= min_count]
     (train_x, train_y), (test_x, test_y) = (_windows(_ids(part, known), length) for part in parts)

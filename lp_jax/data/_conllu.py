@@ -1,35 +1,14 @@
 """CoNLL-U files, the format of Universal Dependencies: a word a line, ten columns, a blank line after a sentence."""
 
+import io
 import os
-import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lp_jax.data._dataset import DataError
-from lp_jax.data._read import lines, wrong
+from lp_jax.data._read import lines, needed, reading, wrong
 
-UPOS = (
-    "ADJ",
-    "ADP",
-    "ADV",
-    "AUX",
-    "CCONJ",
-    "DET",
-    "INTJ",
-    "NOUN",
-    "NUM",
-    "PART",
-    "PRON",
-    "PROPN",
-    "PUNCT",
-    "SCONJ",
-    "SYM",
-    "VERB",
-    "X",
-)
+_UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X"
 _COLUMNS = 10
-_ID = re.compile(r"([0-9]+)(?:([-.])([0-9]+))?")
-_TEXT = re.compile(r"# *text *= *(.*)")
 
 
 class Sentence(NamedTuple):
@@ -49,9 +28,9 @@ class Sentence(NamedTuple):
 
 
 def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
-    r"""Read the sentences of a CoNLL-U file, plain or gzipped.
+    r"""Read the sentences of a CoNLL-U file, plain or gzipped, with the package ``conllu``.
 
-    Comments are skipped, and so are the lines of several words in one (1-2) and of words that are not written (1.1).
+    Lines of several words in one (1-2) and of words that are not written (1.1) are left out.
 
     Args:
         path: the file; one whose name ends in ``.gz`` must be gzipped.
@@ -60,8 +39,10 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
         The sentences in the order of the file.
 
     Raises:
-        DataError: for a file that is missing, without a sentence, damaged or not in UTF-8, and for a line that has not 10
-            columns, no word, an id out of order, or a part of speech that is none of the 17 of Universal Dependencies.
+        ModuleNotFoundError: without conllu.
+        DataError: for a file that is missing, without a sentence, damaged or not in UTF-8, and for a sentence with fewer
+            than 10 columns, a word without letters, ids out of order, or a part of speech that is none of the 17 of
+            Universal Dependencies.
 
     Example:
         >>> import pathlib, tempfile
@@ -77,49 +58,30 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
         De Marneffe, Manning, Nivre, Zeman, "Universal Dependencies", Computational Linguistics 47 (2021); the format:
         https://universaldependencies.org/format.html
     """
-    path = Path(path)
+    path, wanted = Path(path), "a CoNLL-U file"
+    raw = dict.fromkeys(("xpos", "feats", "head", "deps", "misc"), lambda row, column: row[column])
+    parsed = needed("conllu").parse_incr(io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw)
     sentences: list[Sentence] = []
-    rows: list[tuple[str, str, str]] = []
-    text = ""
-    for number, line in enumerate([*lines(path, "a CoNLL-U file"), ""], 1):
-        if line.startswith("#"):
-            if comment := _TEXT.fullmatch(line):
-                text = comment[1]
-        elif line:
-            row = _row(path, number, line, len(rows) + 1)
-            rows += [row] if row else []
-        else:
-            if rows:
-                words, upos, feats = zip(*rows, strict=True)
-                sentences.append(Sentence(words, upos, feats, text or " ".join(words)))
-            rows, text = [], ""
+    with reading(path, wanted):
+        for tokens in parsed:
+            if tokens:
+                sentences.append(_sentence(f"{path}: sentence {len(sentences) + 1}", tokens))
     if not sentences:
-        raise DataError(f"{path}: line 1: no sentence in the whole file; wanted at least one.")
+        raise wrong(path, "no sentence in the whole file", "at least one")
     return sentences
 
 
-def _row(path: Path, number: int, line: str, following: int) -> tuple[str, str, str] | None:
-    """Word, part of speech and features; None for a line that is no word."""
-    columns = line.split("\t")
-    if len(columns) != _COLUMNS:
-        raise wrong(path, number, f"{len(columns)} columns", f"{_COLUMNS}, with tabs between them")
-    match = _ID.fullmatch(columns[0])
-    if not match:
-        raise wrong(path, number, f"id {columns[0]!r}", "a number, several words in one (1-2) or an empty node (1.1)")
-    first, kind, last = int(match[1]), match[2], int(match[3] or 0)
-    if kind == "-":
-        in_order = following == first < last
-    elif kind == ".":
-        in_order = first == following - 1
-    else:
-        in_order = first == following
-    if not in_order:
-        raise wrong(path, number, f"id {columns[0]}", f"ids in order, the next word being {following}")
-    if kind:
-        return None
-    if not columns[1]:
-        raise wrong(path, number, "a word without letters", "one in the second column")
-    if columns[3] not in UPOS:
-        tags = ", ".join(UPOS)
-        raise wrong(path, number, f"part of speech {columns[3]!r} of {columns[1]!r}", f"one of {tags}")
-    return columns[1], columns[3], columns[5]
+def _sentence(place: str, tokens: Any) -> Sentence:
+    words = [token for token in tokens if not isinstance(token["id"], tuple)]
+    ids = [token["id"] for token in words]
+    if not words or ids != list(range(1, len(ids) + 1)):
+        raise wrong(place, f"ids {' '.join(map(str, ids))}", "1, 2, 3 and so on")
+    for token in words:
+        if len(token) != _COLUMNS or not token["form"]:
+            raise wrong(
+                place, f"{len(token)} columns, word {token.get('form')!r}", "10 columns and a word in the second"
+            )
+        if token["upos"] not in _UPOS.split():
+            raise wrong(place, f"part of speech {token['upos']!r} of {token['form']!r}", f"one of {_UPOS}")
+    form, upos, feats = (tuple(token[column] for token in words) for column in ("form", "upos", "feats"))
+    return Sentence(form, upos, feats, tokens.metadata.get("text") or " ".join(form))

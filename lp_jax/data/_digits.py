@@ -3,6 +3,8 @@
 import numpy as np
 
 from lp_jax.data._dataset import Dataset
+from lp_jax.data._read import needed
+from lp_jax.data._split import check_fraction
 
 
 def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
@@ -16,7 +18,7 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
         A `Dataset` of inputs ``(8, 8, 1)`` in 10 classes.
 
     Raises:
-        ImportError: without scikit-learn.
+        ModuleNotFoundError: without scikit-learn.
         ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.
 
     Example:
@@ -27,17 +29,10 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
     Reference:
         Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
     """
-    if not 0.0 < test_fraction < 1.0:
-        raise ValueError(f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}.")
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f'digits needs scikit-learn, which is not here ({error}): pip install "lp_jax[train]".'
-        ) from error
-    bunch = load_digits()
+    check_fraction(test_fraction)
+    bunch = needed("sklearn.datasets").load_digits()
     x = (bunch.images[..., None] / 16.0).astype(np.float32)
     y = bunch.target.astype(np.int32)
-    train_x, test_x, train_y, test_y = train_test_split(x, y, test_size=test_fraction, random_state=seed, stratify=y)
+    split = needed("sklearn.model_selection").train_test_split
+    train_x, test_x, train_y, test_y = split(x, y, test_size=test_fraction, random_state=seed, stratify=y)
     return Dataset(train_x, train_y, test_x, test_y, classes=10, shape=x.shape[1:])

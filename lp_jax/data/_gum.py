@@ -2,17 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lp_jax import _check
 from lp_jax.data._bucketed import UNLABELLED, Sequences
 from lp_jax.data._conllu import Sentence, read_conllu
-from lp_jax.data._dataset import DataError
+from lp_jax.data._read import wrong
 from lp_jax.data._vocabulary import FEATURES, Features
-
-_SPLITS = ("train", "dev", "test")
 
 
 class Tagging(NamedTuple):
@@ -106,54 +104,51 @@ def gum(
     _check.integer("min_count", min_count, least=1)
     if max_length is not None:
         _check.integer("max_length", max_length, least=1)
-    paths = {split: _find(Path(folder), split) for split in _SPLITS}
+    paths = {split: _find(Path(folder), split) for split in ("train", "dev", "test")}
     sentences = {split: read_conllu(path) for split, path in paths.items()}
-    features = Features([word for sentence in sentences["train"] for word in sentence.words], min_count)
+    features = Features((word for sentence in sentences["train"] for word in sentence.words), min_count)
     tags = tuple(sorted({tag for sentence in sentences["train"] for tag in getattr(sentence, task)}))
     numbers = {tag: number for number, tag in enumerate(tags)}
-    parts, unseen = {}, {}
-    words: dict[str, list[tuple[str, ...]]] = {split: [] for split in _SPLITS}
     for split, path in paths.items():
-        x: list[np.ndarray] = []
-        y: list[np.ndarray] = []
         for at, sentence in enumerate(sentences[split], 1):
-            labels = np.array([numbers.get(tag, UNLABELLED) for tag in getattr(sentence, task)], np.int32)
-            if strict and UNLABELLED in labels:
-                _refuse_tag(path, at, sentence, int(labels.argmin()), task)
-            if longer == "refuse" and max_length is not None and len(labels) > max_length:
-                found = f"{len(labels)} words, beginning with {' '.join(sentence.words[:4])!r}"
-                raise DataError(f"{path}: sentence {at}: {found}; wanted at most {max_length}.")
-            x += _pieces(features(sentence.words), max_length, longer)
-            y += _pieces(labels, max_length, longer)
-            words[split] += _pieces(tuple(sentence.words), max_length, longer)
-        parts[split] = Sequences(x, y)
-        unseen[split] = int(sum(np.sum(labels == UNLABELLED) for labels in y))
+            place, given = f"{path}: sentence {at}", getattr(sentence, task)
+            if strict and (absent := set(given) - set(tags)):
+                raise wrong(place, f"{task} {min(absent)!r}", "one that the training sentences have, as strict=True")
+            if longer == "refuse" and len(given) > (max_length or len(given)):
+                found = f"{len(given)} words, beginning with {' '.join(sentence.words[:4])!r}"
+                raise wrong(place, found, f"at most {max_length}")
+
+    def numbered(pieces: list[Sentence]) -> Sequences:
+        labels = [[numbers.get(tag, UNLABELLED) for tag in getattr(piece, task)] for piece in pieces]
+        return Sequences([features(piece.words) for piece in pieces], [np.array(row, np.int32) for row in labels])
+
+    pieces = {split: [piece for s in sentences[split] for piece in _pieces(s, max_length, longer)] for split in paths}
+    parts = {split: numbered(pieces[split]) for split in paths}
     return Tagging(
         **parts,
         tags=tags,
         features=FEATURES,
         vocabularies=features.vocabularies,
-        unseen=unseen,
-        test_words=words["test"],
+        unseen={split: sum(int(np.sum(y == UNLABELLED)) for y in part.y) for split, part in parts.items()},
+        test_words=[piece.words for piece in pieces["test"]],
     )
 
 
 def _find(folder: Path, split: str) -> Path:
     ends = f"-{split}.conllu", f"-{split}.conllu.gz"
-    found = sorted(path for end in ends for path in folder.glob(f"*{end}"))
+    found = [path for end in ends for path in folder.glob(f"*{end}")]
     if len(found) != 1:
-        raise DataError(f"{folder}: has {len(found)} files *{ends[0]} or *{ends[1]}; wanted one.")
+        raise wrong(folder, f"has {len(found)} files *{ends[0]} or *{ends[1]}", "one")
     return found[0]
 
 
-def _refuse_tag(path: Path, at: int, sentence: Sentence, word: int, task: str) -> None:
-    found = f"{task} {getattr(sentence, task)[word]!r} of {sentence.words[word]!r}"
-    raise DataError(f"{path}: sentence {at}: {found}; wanted one that the training sentences have, as strict=True.")
-
-
-def _pieces(sequence: Any, max_length: int | None, longer: str) -> list[Any]:
-    if max_length is None or len(sequence) <= max_length:
-        return [sequence]
-    if longer == "cut":
-        return [sequence[:max_length]]
-    return [sequence[start : start + max_length] for start in range(0, len(sequence), max_length)]
+def _pieces(sentence: Sentence, max_length: int | None, longer: str) -> list[Sentence]:
+    """Return the parts of a sentence to take."""
+    length = max_length or len(sentence.words)
+    pieces = []
+    for start in range(0, len(sentence.words), length):
+        words, upos, feats = (
+            column[start : start + length] for column in (sentence.words, sentence.upos, sentence.feats)
+        )
+        pieces.append(sentence._replace(words=words, upos=upos, feats=feats))
+    return pieces[:1] if longer == "cut" else pieces

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._read import Reader, opened
+from lp_jax.data._read import content, reading, wrong
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
-_MOST_AXES = 32  # what any NumPy can have
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
@@ -25,8 +24,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
         The array, in the machine's byte order.
 
     Raises:
-        DataError: for a file that is missing, empty, no IDX file, no gzip file, damaged, or shorter or longer than its
-            header says. Positions are bytes of the unpacked content.
+        DataError: for a file that is missing, damaged, not an IDX file, or shorter or longer than its header says.
 
     Example:
         >>> import pathlib, tempfile
@@ -40,24 +38,16 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Reference:
         LeCun, Cortes, Burges, "The MNIST database of handwritten digits", 1998, section "File formats".
     """
-    with opened(Path(path), "an IDX file") as file:
-        return _parse(file)
-
-
-def _parse(file: Reader) -> np.ndarray:
-    magic = file.demand(4, "its magic number")
-    if magic[:2] != b"\0\0" or magic[2] not in _TYPES or not 1 <= magic[3] <= _MOST_AXES:
+    path = Path(path)
+    raw = content(path, "an IDX file")
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
         types = ", ".join(f"{code:02x}" for code in _TYPES)
-        raise file.error(
-            f"magic number {magic.hex()} is none of an IDX file; wanted 0000, a type ({types}) and the number of axes",
-            0,
-        )
-    axes = magic[3]
-    shape = tuple(np.frombuffer(file.demand(4 * axes, "its header"), ">u4").tolist())
-    dtype = np.dtype(_TYPES[magic[2]]).newbyteorder(">")
-    size = math.prod(shape) * dtype.itemsize
-    described = f"{' x '.join(map(str, shape))} values of {dtype.itemsize} byte(s) that its header announces"
-    values = np.frombuffer(file.demand(size, f"the {described}"), dtype).reshape(shape)
-    if file.take(1):
-        raise file.error(f"the file goes on after the {described}; wanted its end", file.position - 1)
-    return values.astype(dtype.newbyteorder("="))
+        raise wrong(path, f"starts with {raw[:4].hex()!r}", f"an IDX file: 0000, a type ({types}), the number of axes")
+    dtype, axes = np.dtype(_TYPES[raw[2]]).newbyteorder(">"), raw[3]
+    with reading(path, "an IDX file"):
+        shape = np.frombuffer(raw, ">u4", axes, offset=4).tolist()
+        size = 4 + 4 * axes + math.prod(shape) * dtype.itemsize
+        if len(raw) != size:
+            described = f"{' x '.join(map(str, shape))} values of {dtype.itemsize} byte(s) that its header announces"
+            raise wrong(path, f"{len(raw)} bytes", f"{size}, for the {described}")
+        return np.frombuffer(raw, dtype, offset=4 + 4 * axes).reshape(shape).astype(dtype.newbyteorder("="))

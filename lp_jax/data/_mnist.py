@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import DataError, Dataset
+from lp_jax.data._dataset import Dataset
 from lp_jax.data._idx import read_idx
-from lp_jax.data._read import find
+from lp_jax.data._read import find, wrong
 
 _CLASSES = 10
 
@@ -37,39 +37,28 @@ def mnist(folder: str | os.PathLike[str]) -> Dataset:
     Reference:
         LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86 (1998).
     """
-    folder = Path(folder)
-    train_x, train_y = _split(folder, "train")
-    test_x, test_y = _split(folder, "t10k")
-    if train_x.shape[1:] != test_x.shape[1:]:
-        got, wanted = (" x ".join(map(str, x.shape[1:3])) for x in (test_x, train_x))
-        path = _find(folder, "t10k-images-idx3-ubyte")
-        raise DataError(f"{path}: byte 8: images of {got} pixels; wanted {wanted}, like those to train with.")
+    train_x, train_y = _split(Path(folder), "train", None)
+    test_x, test_y = _split(Path(folder), "t10k", train_x.shape[1:3])
     return Dataset(train_x, train_y, test_x, test_y, classes=_CLASSES, shape=train_x.shape[1:])
 
 
-def _split(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    images_file, labels_file = _find(folder, f"{name}-images-idx3-ubyte"), _find(folder, f"{name}-labels-idx1-ubyte")
-    images = _read(images_file, axes=3)
-    labels = _read(labels_file, axes=1)
-    if images.size == 0:
-        raise DataError(
-            f"{images_file}: byte 4: {' x '.join(map(str, images.shape))} pixels; wanted at least one image."
-        )
+def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> tuple[np.ndarray, np.ndarray]:
+    images_file, images = _bytes(folder, f"{name}-images-idx3-ubyte", axes=3)
+    labels_file, labels = _bytes(folder, f"{name}-labels-idx1-ubyte", axes=1)
+    if images.size == 0 or images.shape[1:] != (size or images.shape[1:]):
+        wanted = f"{' x '.join(map(str, size))}, like those to train with" if size else "at least one pixel"
+        raise wrong(images_file, f"{' x '.join(map(str, images.shape))} pixels", f"images of {wanted}")
     if len(labels) != len(images):
-        wanted = f"wanted {len(images)}, one for each image of {images_file.name}"
-        raise DataError(f"{labels_file}: byte 4: {len(labels)} labels; {wanted}.")
+        raise wrong(labels_file, f"{len(labels)} labels", f"{len(images)}, one for each image of {images_file.name}")
     if labels.max() >= _CLASSES:
         at = int(np.argmax(labels >= _CLASSES))
-        raise DataError(f"{labels_file}: byte {8 + at}: label {labels[at]}; wanted 0 to {_CLASSES - 1}.")
+        raise wrong(labels_file, f"label {labels[at]} of image {at}", f"0 to {_CLASSES - 1}")
     return images[..., None].astype(np.float32) / np.float32(255), labels.astype(np.int32)
 
 
-def _find(folder: Path, name: str) -> Path:
-    return find(folder, name, "a folder with the four files of MNIST")
-
-
-def _read(path: Path, *, axes: int) -> np.ndarray:
+def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
+    path = find(folder, name, "a folder with the four files of MNIST")
     array = read_idx(path)
     if array.dtype != np.uint8 or array.ndim != axes:
-        raise DataError(f"{path}: byte 2: {array.dtype} values along {array.ndim} axes; wanted uint8 along {axes}.")
-    return array
+        raise wrong(path, f"{array.dtype} values along {array.ndim} axes", f"uint8 along {axes}")
+    return path, array

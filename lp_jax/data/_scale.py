@@ -1,22 +1,17 @@
-"""Channels of mean 0 and deviation 1, by the statistics of what is trained with."""
+"""Channels of mean 0 and deviation 1, by the statistics of the training part."""
+
+from collections.abc import Callable
 
 import numpy as np
 
 
-class Scale:
-    """Takes the means of some values to 0 and their standard deviations to 1; channels that never change stay at 0.
+def scaler(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that takes the channels of ``values``, the last axis, to mean 0 and standard deviation 1.
 
-    Args:
-        values: ``(values, channels)``.
+    It returns float32. Channels that never change stay at 0.
     """
-
-    def __init__(self, values: np.ndarray):
-        self._mean = values.mean(axis=0, dtype=np.float64)
-        deviation = values.std(axis=0, dtype=np.float64)
-        # of a constant, rounding leaves more than nothing
-        constant = deviation <= 1e-7 * np.abs(self._mean)
-        self._deviation = np.where(constant, 1.0, deviation)
-
-    def __call__(self, values: np.ndarray) -> np.ndarray:
-        """The same of other values, ``(..., channels)``, in float32."""
-        return ((values - self._mean) / self._deviation).astype(np.float32)
+    axes = tuple(range(values.ndim - 1))
+    mean, deviation = (statistic(values, axis=axes, dtype=np.float64) for statistic in (np.mean, np.std))
+    # of a constant, rounding leaves more than nothing
+    deviation = np.where(deviation <= 1e-7 * np.abs(mean), 1.0, deviation)
+    return lambda other: ((other - mean) / deviation).astype(np.float32)

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def check_fraction(test_fraction: float) -> None:
-    """A fraction that leaves something on either side."""
+    """Refuse a fraction that leaves nothing on one side."""
     if not 0.0 < test_fraction < 1.0:
         raise ValueError(f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}.")
 
@@ -12,7 +12,7 @@ def check_fraction(test_fraction: float) -> None:
 def stratified(
     labels: np.ndarray, test_fraction: float, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions to train with and positions held out, the same fraction of every class, each in a random order.
+    """Return positions to train with and positions held out, the same fraction of every class, each in a random order.
 
     Raises:
         ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.

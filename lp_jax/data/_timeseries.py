@@ -8,7 +8,7 @@ import numpy as np
 from lp_jax.data._bucketed import padded
 from lp_jax.data._dataset import Dataset
 from lp_jax.data._read import find, wrong
-from lp_jax.data._scale import Scale
+from lp_jax.data._scale import scaler
 from lp_jax.data._ts import Series, read_ts
 
 
@@ -41,43 +41,31 @@ def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None 
         Dau et al., "The UCR time series archive", arXiv:1810.07758; Bagnall et al., "The UEA multivariate time series
         classification archive, 2018", arXiv:1811.00075.
     """
-    wanted = "the two files of a problem"
-    paths = [find(folder, f"{name}_{split}.ts", wanted) for split in ("TRAIN", "TEST")]
+    paths = [find(Path(folder), f"{name}_{split}.ts", "the two files of a problem") for split in ("TRAIN", "TEST")]
     train, test = (read_ts(path, fill=fill) for path in paths)
     for path, series in zip(paths, (train, test), strict=True):
         _check_against(path, series, train)
-    scale = Scale(np.concatenate(train.x))
-    longest = max(len(x) for x in (*train.x, *test.x))
-    (train_x, train_y), (test_x, test_y) = (_arrays(series, train.classes, scale, longest) for series in (train, test))
-    return Dataset(
-        train_x,
-        train_y,
-        test_x,
-        test_y,
-        classes=len(train.classes),
-        shape=(longest, train.x[0].shape[1]),
-        names=train.classes,
-    )
+    scaled = scaler(np.concatenate(train.x))
+    longest = max(map(len, train.x + test.x))
+
+    def arrays(series: Series) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        lengths = np.array([len(x) for x in series.x], np.int32)
+        labels = np.array([train.classes.index(label) for label in series.labels], np.int32)
+        return (padded([scaled(x) for x in series.x], longest), lengths), labels
+
+    shape = (longest, train.x[0].shape[1])
+    return Dataset(*arrays(train), *arrays(test), classes=len(train.classes), shape=shape, names=train.classes)
 
 
 def _check_against(path: Path, series: Series, train: Series) -> None:
     """Refuse a file that has no classes, or what training lacks."""
     if not series.labels:
-        raise wrong(path, series.lines[0], "a series without a class", "one, announced by @classLabel true ...")
+        raise wrong(path, "series without classes", "classes, announced by @classLabel true ...")
     channels, wanted = series.x[0].shape[1], train.x[0].shape[1]
     if channels != wanted:
-        raise wrong(path, series.lines[0], f"{channels} channels", f"{wanted}, like those to train with")
+        raise wrong(path, f"{channels} channels", f"{wanted}, like those to train with")
     known = set(train.labels)
     for line, label in zip(series.lines, series.labels, strict=True):
         if label not in known:
-            raise wrong(
-                path, line, f"class {label!r}, which no training series has", "one of " + " ".join(sorted(known))
-            )
-
-
-def _arrays(
-    series: Series, classes: tuple[str, ...], scale: Scale, longest: int
-) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    x = padded([scale(values) for values in series.x], longest)
-    lengths = np.array([len(values) for values in series.x], np.int32)
-    return (x, lengths), np.array([classes.index(label) for label in series.labels], np.int32)
+            found = f"class {label!r}, which no training series has"
+            raise wrong(f"{path}: line {line}", found, f"one of {' '.join(sorted(known))}")

@@ -1,7 +1,7 @@
 """The ``.ts`` format of the time series classification archives: a header, then a series a line."""
 
-import math
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,126 +63,84 @@ def read_ts(path: str | os.PathLike[str], *, fill: float | None = None) -> Serie
     """
     path = Path(path)
     content = lines(path, "a .ts file")
-    header, start = _header(path, content)
-    series = Series([], [], header.classes or (), header.name, [])
+    start = next((number for number, line in enumerate(content, 1) if line.lower().split() == ["@data"]), 0)
+    header = _header(path, content[:start])
+    series = Series([], [], header.classes, header.name, [])
     for number, line in enumerate(content[start:], start + 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
+        if not line.strip() or line.startswith("#"):
             continue
-        channels = line.split(":")
-        if header.classes is not None:
-            label = channels.pop().strip()
-            if label not in header.classes:
-                classes = " ".join(header.classes)
-                raise wrong(path, number, f"class {label!r}", f"one of those that the header announces, {classes}")
-            series.labels.append(label)
-        series.x.append(_series(path, number, channels, header, series.x, fill))
+        place, channels = f"{path}: line {number}", line.split(":")
+        if header.classes:
+            series.labels.append(channels.pop().strip())
+            if series.labels[-1] not in header.classes:
+                wanted = f"one of those that the header announces, {' '.join(header.classes)}"
+                raise wrong(place, f"class {series.labels[-1]!r}", wanted)
+        x = _values(place, channels, fill)
+        length, count = (series.x or [x])[0].shape
+        if x.shape[1] != (header.channels or count):
+            raise wrong(place, f"{x.shape[1]} channels", f"{header.channels or count}, with colons between them")
+        if (header.length or header.equal) and len(x) != (header.length or length):
+            raise wrong(place, f"a series of {len(x)} time steps", f"{header.length or length}, as all have one length")
+        series.x.append(x)
         series.lines.append(number)
     if not series.x:
-        raise wrong(path, len(content), "the end of the file, no series before it", "one a line after @data")
+        raise wrong(path, "no series", "one a line after @data")
     return series
 
 
 class _Header(NamedTuple):
-    name: str = ""
-    classes: tuple[str, ...] | None = None
-    channels: int | None = None
-    length: int | None = None
-    equal_length: bool | None = None
+    name: str
+    classes: tuple[str, ...]
+    channels: int  # 0 where the header does not say
+    length: int
+    equal: bool
 
 
-def _header(path: Path, content: list[str]) -> tuple[_Header, int]:
-    """What the header announces, and how many lines it has."""
-    header = _Header()
-    for number, line in enumerate(content, 1):
-        key, *values = line.split() or ["#"]
-        match key.lower():
-            case "@data":
-                if header.equal_length is False:
-                    header = header._replace(length=None)
-                return header, number
-            case "@problemname":
-                header = header._replace(name=" ".join(values))
-            case "@timestamps":
-                if _flag(path, number, key, values):
-                    raise wrong(path, number, "series with time stamps", "@timeStamps false")
-            case "@targetlabel":
-                if _flag(path, number, key, values):
-                    raise wrong(path, number, "a problem of regression", "@classLabel")
-            case "@univariate":
-                if _flag(path, number, key, values):
-                    header = header._replace(channels=1)
-            case "@dimension" | "@dimensions":
-                header = header._replace(channels=_count(path, number, key, values))
-            case "@equallength":
-                header = header._replace(equal_length=_flag(path, number, key, values))
-            case "@serieslength":
-                header = header._replace(length=_count(path, number, key, values))
-            case "@classlabel":
-                classes = tuple(values[1:]) if _flag(path, number, key, values) else None
-                if classes is not None and not 0 < len(set(classes)) == len(classes):
-                    raise wrong(
-                        path, number, f"classes {' '.join(classes) or 'none'}", "at least one, none of them twice"
-                    )
-                header = header._replace(classes=classes)
-            case _ if not key.startswith(("#", "@")):
-                raise wrong(
-                    path, number, f"{line[:20]!r} in the header", "a key (@...), a comment (#...) or @data first"
-                )
-    raise wrong(path, len(content), "the end of the file", "a line @data before it")
+def _header(path: Path, content: list[str]) -> _Header:
+    """Return what the lines up to @data announce."""
+    entries = [line.split() for line in content if line.strip() and not line.startswith("#")]
+    if not entries or not all(key.startswith("@") for key, *_ in entries):
+        raise wrong(path, "no header, or more in it than keys and comments", "keys (@...), the last of them @data")
+    keys = {key.lower(): values for key, *values in entries}
+
+    def value(key: str, default: str, allowed: str, wanted: str) -> str:
+        found = [*keys.get(key, [default]), ""][0].lower()
+        if not re.fullmatch(allowed, found):
+            raise wrong(path, f"{key} {found!r}", wanted)
+        return found
+
+    def flag(key: str, default: str = "false") -> bool:
+        return value(key, default, "true|false", "true or false") == "true"
+
+    def count(key: str) -> int:
+        return int(value(key, "0", "[0-9]+", "a number"))
+
+    if flag("@timestamps") or flag("@targetlabel"):
+        raise wrong(path, "a problem of regression, or series with time stamps", "classes, and values at equal steps")
+    classes = tuple(keys["@classlabel"][1:]) if flag("@classlabel") else ()
+    if flag("@classlabel") and not 0 < len(set(classes)) == len(classes):
+        raise wrong(path, f"classes {' '.join(classes) or 'none'}", "at least one, none of them twice")
+    return _Header(
+        name=" ".join(keys.get("@problemname", [])),
+        classes=classes,
+        channels=1 if flag("@univariate") else count("@dimensions") or count("@dimension"),
+        length=count("@serieslength") if flag("@equallength", "true") else 0,
+        equal=flag("@equallength"),
+    )
 
 
-def _flag(path: Path, number: int, key: str, values: list[str]) -> bool:
-    flag = values[0].lower() if values else ""
-    if flag not in ("true", "false"):
-        raise wrong(path, number, f"{key} {flag!r}", "true or false")
-    return flag == "true"
-
-
-def _count(path: Path, number: int, key: str, values: list[str]) -> int:
-    if len(values) != 1 or not values[0].isdecimal():
-        raise wrong(path, number, f"{key} {' '.join(values)!r}", "a number")
-    return int(values[0])
-
-
-def _series(
-    path: Path, number: int, channels: list[str], header: _Header, before: list[np.ndarray], fill: float | None
-) -> np.ndarray:
-    """A line's channels as ``(time steps, channels)``, ``before`` being the series of the lines before it."""
-    wanted = header.channels or (before[0].shape[1] if before else len(channels))
-    if len(channels) != wanted or not channels:
-        raise wrong(path, number, f"{len(channels)} channels", f"{wanted or 1}, with colons between them")
-    rows = [_values(path, number, channel, fill) for channel in channels]
-    length = len(rows[0])
-    for at, row in enumerate(rows):
-        if len(row) != length:
-            raise wrong(path, number, f"{len(row)} values in channel {at + 1}", f"{length}, as in the first one")
-    wanted = header.length or (len(before[0]) if before and header.equal_length else length)
-    if length != wanted:
-        raise wrong(path, number, f"a series of {length} time steps", f"{wanted}, as all have one length")
-    return np.array(rows, np.float32).T
-
-
-def _values(path: Path, number: int, channel: str, fill: float | None) -> list[float]:
-    texts = channel.split(",")
+def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:
+    """Return a line's channels as ``(time steps, channels)``."""
     try:
-        values = list(map(float, texts))
-    except ValueError:
-        values = [_value(path, number, text) for text in texts]
-    if all(map(math.isfinite, values)):
-        return values
-    for at, value in enumerate(values):
-        if not math.isfinite(value):
-            if fill is None or not math.isnan(value):
-                raise wrong(
-                    path, number, f"value {texts[at].strip()!r}", "a finite number, or a fill for missing values"
-                )
-            values[at] = fill
-    return values
-
-
-def _value(path: Path, number: int, text: str) -> float:
-    try:
-        return math.nan if text.strip() == "?" else float(text)
-    except ValueError:
-        raise wrong(path, number, f"value {text.strip()!r}", "numbers with commas between them") from None
+        rows = [[float(text) for text in channel.replace("?", "nan").split(",")] for channel in channels]
+    except ValueError as error:
+        raise wrong(place, str(error), "numbers with commas between them") from None
+    lengths = [len(row) for row in rows]
+    if len(set(lengths)) != 1:
+        raise wrong(place, f"channels of {lengths} values", "at least one channel, all of one length")
+    x = np.array(rows)
+    if fill is not None:
+        x[np.isnan(x)] = fill
+    if not np.isfinite(x).all():
+        raise wrong(place, f"value {x[~np.isfinite(x)][0]}", "a finite number, or a fill for missing values")
+    return x.astype(np.float32).T

@@ -1,13 +1,14 @@
 """Human activity recognition with a smartphone's sensors, from the UCI repository's text files."""
 
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import DataError, Dataset
-from lp_jax.data._read import find, lines, wrong
-from lp_jax.data._scale import Scale
+from lp_jax.data._dataset import Dataset
+from lp_jax.data._read import find, lines, reading, wrong
+from lp_jax.data._scale import scaler
 
 _CHANNELS = [f"{signal}_{axis}" for signal in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 _WANTED = "the files of UCI HAR"
@@ -42,64 +43,41 @@ def uci_har(folder: str | os.PathLike[str]) -> Dataset:
         smartphones", ESANN 2013.
     """
     folder = Path(folder)
-    activities = _activities(find(folder, "activity_labels.txt", _WANTED))
-    train_x, train_y = _split(folder / "train", "train", activities, None)
-    test_x, test_y = _split(folder / "test", "test", activities, train_x.shape[1])
-    if absent := sorted(set(test_y.tolist()) - set(train_y.tolist())):
-        name = list(activities.values())[absent[0]]
-        at = int(np.argmax(test_y == absent[0])) + 1
-        path = find(folder / "test", "y_test.txt", _WANTED)
-        raise wrong(path, at, f"activity {name}, which no training window has", "one that has")
-    scale = Scale(train_x.reshape(-1, len(_CHANNELS)))
-    names = tuple(activities.values())
+    path = find(folder, "activity_labels.txt", _WANTED)
+    with reading(path, "a number and a name a line"):
+        activities = dict(line.split() for line in lines(path, _WANTED))
+    if len(activities) < len(lines(path, _WANTED)):
+        raise wrong(path, "a number twice", "a new one for each activity")
+    (train_x, train_y), (test_x, test_y) = (
+        _split(folder / split, split, (*activities,)) for split in ("train", "test")
+    )
+    scaled, names, length = scaler(train_x), tuple(activities.values()), train_x.shape[1]
+    if test_x.shape[1] != length:
+        raise wrong(folder / "test", f"windows of {test_x.shape[1]} numbers", f"{length}, like those of train")
+    if absent := set(test_y.tolist()) - set(train_y.tolist()):
+        raise wrong(folder / "test", f"activity {names[min(absent)]}", "one that a training window has")
     return Dataset(
-        scale(train_x), train_y, scale(test_x), test_y, classes=len(names), shape=train_x.shape[1:], names=names
+        scaled(train_x), train_y, scaled(test_x), test_y, classes=len(names), shape=train_x.shape[1:], names=names
     )
 
 
-def _activities(path: Path) -> dict[str, str]:
-    """Names by the numbers that stand for them in the files of labels."""
-    activities = {}
-    for number, line in enumerate(lines(path, "numbers and names of activities"), 1):
-        entry = line.split()
-        if len(entry) != 2 or entry[0] in activities:
-            raise wrong(path, number, f"{line!r}", "a new number and the name of an activity")
-        activities[entry[0]] = entry[1]
-    return activities
-
-
-def _split(folder: Path, split: str, activities: dict[str, str], length: int | None) -> tuple[np.ndarray, np.ndarray]:
-    labels_file = find(folder, f"y_{split}.txt", _WANTED)
-    numbers = list(activities)
-    labels = []
-    for at, line in enumerate(lines(labels_file, "a number of an activity a line"), 1):
-        if line.strip() not in activities:
-            raise wrong(labels_file, at, f"activity {line.strip()!r}", f"one of {' '.join(numbers)}")
-        labels.append(numbers.index(line.strip()))
-    channels = []
+def _split(folder: Path, split: str, numbers: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    path = find(folder, f"y_{split}.txt", _WANTED)
+    labels = [line.strip() for line in lines(path, _WANTED)]
+    for at, label in enumerate(labels, 1):
+        if label not in numbers:
+            raise wrong(f"{path}: line {at}", f"activity {label!r}", f"one of {' '.join(numbers)}")
+    channels: list[np.ndarray] = []
     for channel in _CHANNELS:
         path = find(folder / "Inertial Signals", f"{channel}_{split}.txt", _WANTED)
-        windows = _windows(path, length)
-        length = windows.shape[1]
-        if len(windows) != len(labels):
-            wanted = f"{len(labels)}, one for each label of {labels_file.name}"
-            raise DataError(f"{path}: line {len(windows)}: {len(windows)} windows; wanted {wanted}.")
+        text = lines(path, _WANTED)
+        with reading(path, "a window of numbers a line, all of one length"), warnings.catch_warnings(action="error"):
+            windows = np.loadtxt(text, ndmin=2).astype(np.float32)
+        shape = (len(labels), channels[0].shape[1] if channels else windows.shape[1])
+        if windows.shape != shape:
+            found = f"{len(windows)} windows of {windows.shape[1]} numbers"
+            raise wrong(path, found, f"{shape[0]}, one for each label, of {shape[1]}")
+        if not np.isfinite(windows).all():
+            raise wrong(path, f"a value {windows[~np.isfinite(windows)][0]}", "finite numbers")
         channels.append(windows)
-    return np.stack(channels, axis=-1), np.array(labels, np.int32)
-
-
-def _windows(path: Path, length: int | None) -> np.ndarray:
-    rows = []
-    for number, line in enumerate(lines(path, "a window of numbers a line"), 1):
-        try:
-            row = np.array(list(map(float, line.split())), np.float32)
-        except ValueError as error:
-            raise wrong(path, number, str(error), "numbers with spaces between them") from None
-        if length is None:
-            length = len(row)
-        if len(row) != length or not length:
-            raise wrong(path, number, f"a window of {len(row)} numbers", f"{length or 128}, like the others")
-        if not np.isfinite(row).all():
-            raise wrong(path, number, f"a value {row[~np.isfinite(row)][0]}", "finite numbers")
-        rows.append(row)
-    return np.stack(rows)
+    return np.stack(channels, axis=-1), np.array([numbers.index(label) for label in labels], np.int32)

@@ -8,11 +8,10 @@ import numpy as np
 PADDING, UNKNOWN = "<padding>", "<unknown>"
 SHAPES = ("lower", "Capitalised", "UPPER", "miXed", "number", "letters and digits", "sign")
 FEATURES = ("word", "suffix", "prefix", "shape")
-_AFFIX = 3  # characters
 
 
 def shape(word: str) -> str:
-    """What a word looks like, one of `SHAPES`."""
+    """Return what a word looks like, one of `SHAPES`."""
     letters = any(map(str.isalpha, word))
     if any(map(str.isdigit, word)):
         return "letters and digits" if letters else "number"
@@ -25,13 +24,6 @@ def shape(word: str) -> str:
     return "UPPER" if word.isupper() else "miXed"
 
 
-def vocabulary(items: Iterable[str], min_count: int, reserved: Sequence[str]) -> tuple[str, ...]:
-    """The reserved entries, then what there is at least ``min_count`` times, the most frequent first."""
-    counts = Counter(items)
-    kept = (item for item, count in counts.items() if count >= min_count)
-    return (*reserved, *sorted(kept, key=lambda item: (-counts[item], item)))
-
-
 class Features:
     """Turns words into rows of numbers, one column for each of `FEATURES`.
 
@@ -40,28 +32,26 @@ class Features:
         min_count: how often a word, a beginning or an end must be there to get an id of its own.
     """
 
-    def __init__(self, words: Sequence[str], min_count: int):
-        lower = [word.lower() for word in words]
-        self.vocabularies = (
-            vocabulary(lower, min_count, (PADDING, *(f"<unknown {shape}>" for shape in SHAPES))),
-            vocabulary((word[-_AFFIX:] for word in lower), min_count, (PADDING, UNKNOWN)),
-            vocabulary((word[:_AFFIX] for word in lower), min_count, (PADDING, UNKNOWN)),
-            (PADDING, *SHAPES),
-        )
-        self._ids = [{entry: number for number, entry in enumerate(entries)} for entries in self.vocabularies]
+    def __init__(self, words: Iterable[str], min_count: int):
+        unknown = (tuple(f"<unknown {shape}>" for shape in SHAPES), (UNKNOWN,), (UNKNOWN,), SHAPES)
+        tables = []
+        for column, reserved in zip(zip(*map(_columns, words), strict=True), unknown, strict=True):
+            counts = Counter(entry for entry in column if entry not in reserved)
+            frequent = sorted(counts, key=lambda entry: (-counts[entry], entry))
+            tables.append((PADDING, *reserved, *(entry for entry in frequent if counts[entry] >= min_count)))
+        self.vocabularies = tuple(tables)
+        self._ids = [{entry: number for number, entry in enumerate(entries)} for entries in tables]
 
     def __call__(self, words: Sequence[str]) -> np.ndarray:
-        """The features of words, ``(words, columns)`` int32."""
+        """Return the features of words, ``(words, columns)`` int32; those of an unknown word begin with its shape's."""
         rows = []
-        words_, suffixes, prefixes, shapes = self._ids
-        for word in words:
-            lower, number = word.lower(), shapes[shape(word)]
-            rows.append(
-                (
-                    words_.get(lower, number),
-                    suffixes.get(lower[-_AFFIX:], 1),
-                    prefixes.get(lower[:_AFFIX], 1),
-                    number,
-                )
-            )
+        for word, suffix, prefix, kind in map(_columns, words):
+            of_word, of_suffix, of_prefix, of_shape = self._ids
+            number = of_shape[kind]
+            rows.append((of_word.get(word, number), of_suffix.get(suffix, 1), of_prefix.get(prefix, 1), number))
         return np.array(rows, np.int32)
+
+
+def _columns(word: str) -> tuple[str, str, str, str]:
+    lower = word.lower()
+    return lower, lower[-3:], lower[:3], shape(word)

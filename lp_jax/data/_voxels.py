@@ -51,8 +51,6 @@ def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin:
     corners = _corners(np.asarray(vertices, np.float64), np.asarray(faces))
     low, high = corners.min(axis=(0, 1)), corners.max(axis=(0, 1))
     extent = (high - low).max()
-    if extent == 0:
-        raise ValueError("vertices must span a mesh; those of the faces are all one point.")
     corners = (corners - (low + high) / 2) * ((size - 2 * margin) / extent) + size / 2
     # rounding must not push what lies on a wall outside, nor a plane between two layers to the lower one
     corners = np.round(corners, 9)
@@ -71,25 +69,24 @@ def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin:
 
 
 def _corners(vertices: np.ndarray, faces: np.ndarray) -> np.ndarray:
-    """The corners of each triangle, ``(triangles, 3, 3)``."""
-    if vertices.ndim != 2 or vertices.shape[1] != 3:
-        raise ValueError(f"vertices must be of shape (vertices, 3); got {vertices.shape}.")
+    """Return the corners of each triangle, ``(triangles, 3, 3)``."""
     if faces.dtype.kind not in "iu":
         raise TypeError(f"faces must be integers; got {faces.dtype}.")
-    if faces.ndim != 2 or faces.shape[1] != 3 or len(faces) == 0:
-        raise ValueError(f"faces must be of shape (triangles, 3), at least one of them; got {faces.shape}.")
+    for name, array in (("vertices", vertices), ("faces", faces)):
+        if array.ndim != 2 or array.shape[1] != 3 or len(array) == 0:
+            raise ValueError(f"{name} must be of shape ({name}, 3), at least one of them; got {array.shape}.")
     if faces.min() < 0 or faces.max() >= len(vertices):
         raise ValueError(
             f"faces must be numbers of vertices, 0 to {len(vertices) - 1}; got {faces.min()} to {faces.max()}."
         )
     corners = vertices[faces]
-    if not np.isfinite(corners).all():
-        raise ValueError("vertices must be finite; some of those that the faces use are not.")
+    if not np.isfinite(corners).all() or np.ptp(corners, axis=(0, 1)).max() == 0:
+        raise ValueError("vertices must be finite and span a mesh; those of the faces are not, or are all one point.")
     return corners
 
 
 def _candidates(corners: np.ndarray, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of a triangle's number and a voxel in its bounding box, ``(n,)`` and ``(n, 3)``, some at a time.
+    """Yield pairs of a triangle's number and a voxel in its bounding box, ``(n,)`` and ``(n, 3)``, some at a time.
 
     Voxels are those from ``first`` to ``last`` along each axis.
     """

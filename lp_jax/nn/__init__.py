@@ -1,8 +1,8 @@
-"""Layers of deep networks for `lp_jax.solve`, and their opening and closing, as Flax NNX modules.
+"""Flax NNX modules: layers of deep networks for `lp_jax.solve`, opening layers and closing layers.
 
-A module that is one layer step, ``__call__(y, t, dt) -> y_next``, becomes a network of N such layers by `stack` (pure
-functions) or `LayerParallel` (a module). ``y`` is the state, ``t`` the time at which the layer starts and ``dt`` the
-time that it spans, scalars in the units of ``t0`` and ``t1``.
+A module that is one layer step, ``__call__(y, t, dt) -> y_next``, becomes a network of N layers by `stack` (a pure
+function) or `LayerParallel` (a module). ``y`` is the state, ``t`` the time at which the layer starts and ``dt`` the time
+that it spans, scalars in the units of ``t0`` and ``t1``.
 
 Modules of other libraries need two lines. Flax Linen:
 
@@ -30,7 +30,7 @@ Define such a ``step`` once: `lp_jax.solve` recognises a program that it has com
 try:
     import flax.nnx as _nnx  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(f'lp_jax.nn needs Flax, which is not here ({error}): pip install "lp_jax[nn]".') from error
+    raise ImportError(f'lp_jax.nn needs Flax, which is not installed ({error}): pip install "lp_jax[nn]".') from error
 
 from lp_jax.nn._classifier import Classifier as Classifier
 from lp_jax.nn._convolution import Conv as Conv

@@ -1,4 +1,4 @@
-"""Opening, layers, closing."""
+"""A network of opening layer, trunk and closing layer."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ from lp_jax.nn._network import Trunk
 
 
 class Classifier(nnx.Module):
-    """``closing(trunk(opening(x)))``: an input to logits, through layers that are solved layer-parallel.
+    """Network ``closing(trunk(opening(x)))`` from an input to logits; its trunk is solved layer-parallel.
 
     Args:
-        opening: ``opening(x) -> y0``, the state that enters the trunk; a module or a function.
+        opening: ``opening(x) -> y0``, a module or a function.
         trunk: the layers: `LayerParallel`, `GRU`, or a `Network` of several blocks.
-        closing: ``closing(y1) -> logits``; a module or a function.
-        context: ``context(x)``, what all layers of the trunk get as ``shared`` (which tokens are padding, say); None for
-            nothing.
+        closing: ``closing(y1) -> logits``, a module or a function.
+        context: ``context(x) -> shared``, passed to all layers of the trunk; a padding mask, for example. None if the
+            layers share nothing.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -49,11 +49,11 @@ class Classifier(nnx.Module):
         self.context = context
 
     def __call__(self, x: PyTree, *, data: PyTree = None, key: jax.Array | None = None) -> jax.Array:
-        """The logits, the first of what `solve` returns."""
+        """Return the logits, the first result of `solve`."""
         return self.solve(x, data=data, key=key)[0]
 
     def context_of(self, x: PyTree) -> dict[str, PyTree]:
-        """What the trunk's `solve` is given for a batch of inputs, beside the state: ``shared``, or nothing."""
+        """Return the arguments of the trunk's `solve` that depend on the inputs: ``shared``, or none."""
         return {} if self.context is None else {"shared": self.context(x)}
 
     def solve(
@@ -65,14 +65,14 @@ class Classifier(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[jax.Array, Solution]:
-        """The logits, and how the solve of the trunk went.
+        """Return the logits and the solution of the trunk.
 
         Args:
             x: a batch of inputs, as ``opening`` takes them.
             data: per-layer inputs of the trunk, leaves ``(num_layers, ...)``.
-            key: one random key for this call, in place of ``data``; as for `LayerParallel.solve`.
-            solver: for this call instead of the trunk's own, forward and adjoint.
-            adjoint_solver: for this call, for the adjoint alone.
+            key: one random key for this call, as for `LayerParallel.solve`.
+            solver: solver of this call, forward and adjoint, instead of the trunk's.
+            adjoint_solver: adjoint solver of this call.
 
         Returns:
             ``(logits, solution)``.

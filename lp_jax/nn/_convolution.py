@@ -1,20 +1,21 @@
 """Convolutions, in the formulation that is fast where they run.
 
-XLA's own convolution is fast on accelerators. On a CPU its gradient within a loop is many times slower than it need be
-(measured: 6 to 17 times with 8 and 16 channels), and with few channels the convolution itself is slow too. There, matrix
-products are fast whose inner and outer dimensions are neither very different nor very small. So patches are formed
-along the last axis of space alone: with taps i, j along the two axes of an image,
+XLA's convolution is fast on accelerators. On a CPU its gradient inside a loop is slow: it takes 6 to 17 times as long as
+matrix products that do the same with 8 and 16 channels. Matrix products are fast there if their inner and outer dimensions
+are similar and not very small. So patches are formed along the last axis of space only. With taps i, j along the two axes
+of an image,
 
-    y[h, w] = sum_i z[h + i, w, i],    z[h, w, i] = sum_j x[h, w + j] k[i, j],
+    y[h, w] = sum_i z[h + i, w, i],    z[h, w, i] = sum_j x[h, w + j] k[i, j].
 
-the sum over j and the channels is a product of (3 inputs) by (3 outputs) numbers, and that over i adds its parts, shifted. A
-few images at a time, which stay in the processor's cache. All taps in the patches, or none, moves three times as much.
+The sum over j and the channels is a matrix product with (3 inputs) x (3 outputs) numbers. The sum over i adds its parts,
+shifted. A few images are done at a time, so that they stay in the processor's cache. Patches of all taps, or of none, would
+move three times as much memory.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax import lax
 from lp_jax import _check
 
 _FORMULATIONS = ("auto", "xla", "products")
-_CACHE = 2**21  # bytes of patches and products at once
+_CACHE = 2**21  # bytes of patches and products that are computed at once
 
 
 def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> jax.Array:
@@ -34,15 +35,15 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     Args:
         x: images, ``(batch, *space, inputs)``, one, two or three axes of space.
         kernel: ``(*taps, inputs, outputs)``, an odd number of taps along each axis of space.
-        formulation: "xla"; "products", matrix products of patches along the last axis of space, whose results are shifted
-            along the others and added; or "auto": xla, but on a CPU products. Products are differentiable in reverse mode
-            only.
+        formulation: "xla" for XLA's convolution; "products" for matrix products of patches along the last axis of space,
+            whose results are shifted along the other axes and added; "auto" for products on a CPU and XLA elsewhere.
+            Products are differentiable in reverse mode only.
 
     Returns:
         Images ``(batch, *space, outputs)``.
 
     Raises:
-        ValueError: for an unknown formulation, and for an even number of taps.
+        ValueError: if the formulation is unknown, or the number of taps is even.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,17 +60,40 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     return (_xla if formulation == "xla" else _products)(x, kernel)
 
 
+def _as_general(formulation: str) -> Callable[..., jax.Array]:
+    """Return `convolve` with the signature of `lax.conv_general_dilated`, as `nnx.Conv` calls it."""
+
+    def conv_general_dilated(x: jax.Array, kernel: jax.Array, *_: Any, **__: Any) -> jax.Array:
+        return convolve(x, kernel, formulation=formulation)
+
+    return conv_general_dilated
+
+
+# One function for each formulation: modules with the same one are equal, and share compiled programs.
+_GENERAL = {formulation: _as_general(formulation) for formulation in _FORMULATIONS}
+
+
 class Conv(nnx.Conv):
     """`nnx.Conv` of stride 1 that keeps the size of the image, by `convolve`.
 
     Args:
-        inputs: number of channels before.
-        outputs: number of channels after.
+        inputs: number of input channels.
+        outputs: number of output channels.
         kernel: number of taps along each axis of space.
         formulation: as for `convolve`.
-        dtype: what is computed in; None is the dtype of images and parameters.
+        dtype: dtype of the computation; None is that of images and parameters.
         param_dtype: dtype of the parameters.
         rngs: source of the initial parameters.
+
+    Raises:
+        ValueError: if the formulation is unknown; when called, if the number of taps is even.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> nn.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3), "float32")).shape
+        (2, 8, 8, 4)
     """
 
     def __init__(
@@ -83,17 +107,11 @@ class Conv(nnx.Conv):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        super().__init__(inputs, outputs, kernel, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.formulation = formulation
-
-    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        """The images, convolved, plus the bias of each channel."""
-        assert self.bias is not None
-        kernel, bias = self.kernel[...], self.bias[...]
-        if self.dtype is not None:
-            x, kernel, bias = (a.astype(self.dtype) for a in (x, kernel, bias))
-        y = convolve(x, kernel, formulation=self.formulation)
-        return y + bias.reshape(*[1] * (y.ndim - 1), -1)
+        _check.one_of("formulation", formulation, _FORMULATIONS)
+        general = _GENERAL[formulation]
+        super().__init__(
+            inputs, outputs, kernel, dtype=dtype, param_dtype=param_dtype, conv_general_dilated=general, rngs=rngs
+        )
 
 
 def _xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -104,19 +122,19 @@ def _xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    size = _at_once(x, kernel)
+    size = _images_at_once(x, kernel)
     if size == len(x):
-        return _some(x, kernel)
-    return _merge(lax.map(lambda images: _some(images, kernel), _split(x, size)))
+        return _convolve_few(x, kernel)
+    return _merge(lax.map(lambda images: _convolve_few(images, kernel), _split(x, size)))
 
 
 def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = saved
     mirrored = jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(-2, -1)  # the kernel of the transposed convolution
-    size = _at_once(x, kernel)
+    size = _images_at_once(x, kernel)
 
     def cotangents(x: jax.Array, y_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _some(y_bar, mirrored), _kernel_cotangent(x, y_bar, kernel.shape[:-2])
+        return _convolve_few(y_bar, mirrored), _kernel_cotangent(x, y_bar, kernel.shape[:-2])
 
     def add(total: jax.Array, images: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_bar, kernel_bar = cotangents(*images)
@@ -125,7 +143,7 @@ def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple
     if size == len(x):
         x_bar, kernel_bar = cotangents(x, y_bar)
         return x_bar, kernel_bar.astype(kernel.dtype)
-    zeros = jnp.zeros(kernel.shape, _summed(kernel))
+    zeros = jnp.zeros(kernel.shape, _sum_dtype(kernel))
     kernel_bar, x_bar = lax.scan(add, zeros, (_split(x, size), _split(y_bar, size)))
     return _merge(x_bar), kernel_bar.astype(kernel.dtype)
 
@@ -133,8 +151,8 @@ def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple
 _products.defvjp(lambda x, kernel: (_products(x, kernel), (x, kernel)), _products_bwd)
 
 
-def _some(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The convolution of a few images."""
+def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return the convolution of a few images."""
     *outer, last, inputs, outputs = kernel.shape
     folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
     folded = jnp.moveaxis(folded, -2, 1).reshape(last * inputs, -1)
@@ -145,7 +163,7 @@ def _some(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, taps: tuple[int, ...]) -> jax.Array:
-    """One product of all patches with the cotangents of all parts, which are those of y, shifted back."""
+    """Return the kernel's cotangent: one product of all patches with the shifted cotangents of y."""
     *outer, last = taps
     inputs, outputs = x.shape[-1], y_bar.shape[-1]
     padded = _pad(y_bar, outer, trail=2)
@@ -157,22 +175,22 @@ def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, taps: tuple[int, ...]) -> 
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, preferred_element_type=_summed(a))
+    return jnp.matmul(a, b, preferred_element_type=_sum_dtype(a))
 
 
-def _summed(x: jax.Array) -> Any:
-    """The dtype of sums: at least single precision."""
+def _sum_dtype(x: jax.Array) -> Any:
+    """Return the dtype of sums: at least single precision."""
     return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 def _patches(x: jax.Array, taps: int) -> jax.Array:
-    """What the taps along the last axis of space see, side by side: ``(batch, *space, taps * inputs)``."""
+    """Return the neighbours along the last axis of space side by side, ``(batch, *space, taps * inputs)``."""
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(taps // 2, taps // 2), (0, 0)])
     return jnp.concatenate([lax.slice_in_dim(padded, i, i + x.shape[-2], axis=-2) for i in range(taps)], axis=-1)
 
 
-def _at_once(x: jax.Array, kernel: jax.Array) -> int:
-    """So many images that patches and products of them are in the cache; a divisor of the batch."""
+def _images_at_once(x: jax.Array, kernel: jax.Array) -> int:
+    """Return the number of images whose patches and products fit into the cache; it divides the batch."""
     *outer, last, inputs, outputs = kernel.shape
     numbers = math.prod(x.shape[1:-1]) * (last * inputs + math.prod(outer) * outputs)
     most = max(1, _CACHE // max(1, numbers * x.dtype.itemsize))
@@ -196,5 +214,5 @@ def _pad(images: jax.Array, taps: Sequence[int], *, trail: int) -> jax.Array:
 
 
 def _window(padded: jax.Array, offset: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
-    """A view of the image's size, ``offset`` from the corner of the padded one."""
+    """Return the part of the padded images that begins at ``offset`` and has the size of the image."""
     return padded[(slice(None), *(slice(o, o + n) for o, n in zip(offset, shape[1:], strict=False)))]

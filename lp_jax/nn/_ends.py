@@ -1,4 +1,4 @@
-"""What stands before and after the layers: from an input to a state, and from a state to logits."""
+"""Opening layers, from an input to a state, and closing layers, from a state to logits."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from lp_jax.nn._residual import Activation
 
 
 class DenseOpening(nnx.Module):
-    """Dense opening layer, ``activation(W x + b)`` of the flattened input: ``(..., *shape)`` to ``(..., width)``.
+    """Dense opening layer, ``activation(W x + b)`` of the flattened input, ``(..., *shape)`` to ``(..., width)``.
 
     Args:
         shape: shape of one input, without the batch.
@@ -24,7 +24,7 @@ class DenseOpening(nnx.Module):
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: when called, for an input of another shape.
+        ValueError: when called, if the input has another shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,12 +49,12 @@ class DenseOpening(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The state that enters the first layer."""
+        """Return the state that enters the first layer."""
         return self.activation(self.linear(_flatten(x, self.shape)))
 
 
 class ConvOpening(nnx.Module):
-    """Convolutional opening layer, ``activation(K * x + b)``: lifts ``(batch, *space, inputs)`` to more channels.
+    """Convolutional opening layer, ``activation(K * x + b)``, ``(batch, *space, inputs)`` to ``(batch, *space, channels)``.
 
     Args:
         inputs: number of channels of the input.
@@ -87,23 +87,23 @@ class ConvOpening(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The state that enters the first layer."""
+        """Return the state that enters the first layer."""
         return self.activation(self.conv(x))
 
 
 class DenseClosing(nnx.Module):
-    """Dense closing layers: the flattened state, ``(..., *shape)``, to logits, ``(..., classes)``.
+    """Dense closing layers, from the flattened state, ``(..., *shape)``, to logits, ``(..., classes)``.
 
     Args:
         shape: shape of one state, without the batch.
         classes: number of logits.
-        hidden: size of a layer between, None for none.
-        activation: elementwise function of the layer between.
+        hidden: size of the hidden layer; None for one dense layer without a hidden one.
+        activation: elementwise function of the hidden layer.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: when called, for a state of another shape.
+        ValueError: when called, if the state has another shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -131,19 +131,19 @@ class DenseClosing(nnx.Module):
         self.activation = activation
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """The logits."""
-        *between, last = self.layers
+        """Return the logits."""
+        *hidden, last = self.layers
         x = _flatten(y, self.shape)
-        for linear in between:
+        for linear in hidden:
             x = self.activation(linear(x))
         return last(x)
 
 
 class PoolClosing(nnx.Module):
-    """Mean over space, then a dense layer: ``(..., *space, channels)`` to logits, ``(..., classes)``.
+    """Mean over space and a dense layer, from ``(..., *space, channels)`` to logits, ``(..., classes)``.
 
     Args:
-        shape: shape of one state, ``(*space, channels)``, without the batch. The sizes of space may differ when called.
+        shape: shape of one state, ``(*space, channels)``, without the batch. A call may have other sizes of space.
         classes: number of logits.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
@@ -163,7 +163,7 @@ class PoolClosing(nnx.Module):
         self.linear = nnx.Linear(channels, classes, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         return self.linear(jnp.mean(y, axis=self.space))
 
 

@@ -1,4 +1,4 @@
-"""Trained layers without a solver: one by one, as a plain function, and in a file."""
+"""Trained parameters outside the solver: layer by layer, as a plain function, and in a file."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -9,28 +9,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jax import lax
 
 from lp_jax import _inputs, _tree
-from lp_jax._mpi import MPIComm
 from lp_jax._types import Layer, PyTree, State
-from lp_jax.nn._layer_parallel import LayerParallel, stacks
-from lp_jax.nn._stack import Beside, Context, TrunkStep
+from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
+from lp_jax.nn._stack import PerCall, PerLayer
 
 
 def unstack(layers: PyTree) -> list[PyTree]:
-    """Parameters layer by layer.
+    """Return the parameters layer by layer.
 
     Args:
-        layers: stacked parameters, leaves ``(N, ...)``, or a `LayerParallel`, whose layers' parameters are meant: those
-            that a spline has there, where it has ``weights=nn.Spline(...)``.
+        layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`. With ``weights=nn.Spline(...)`` a layer's
+            parameters are the spline's values.
 
     Returns:
         N trees of parameters, leaves without the axis of layers.
 
     Raises:
-        ValueError: for leaves of different lengths, and for layers that are spread over MPI ranks.
+        ValueError: if the leaves differ in length, or the layers are spread over MPI ranks.
 
     Example:
         >>> from flax import nnx
@@ -41,22 +40,23 @@ def unstack(layers: PyTree) -> list[PyTree]:
         (16, (8, 8))
     """
     if isinstance(layers, LayerParallel):
-        _, layers, _ = _whole(layers)
+        refuse_ranks(layers)
+        _, layers, _ = stacks(layers)
     count = _inputs.number_of_layers(layers, None)
     return [jax.tree.map(lambda x, n=n: x[n], layers) for n in range(count)]
 
 
 def restack(layers: Sequence[PyTree]) -> PyTree:
-    """Undo `unstack`.
+    """Stack parameters that `unstack` gave layer by layer.
 
     Args:
-        layers: parameters layer by layer, trees of one structure, shapes and dtypes.
+        layers: parameters of each layer, trees of the same structure, shapes and dtypes.
 
     Returns:
         Stacked parameters, leaves ``(N, ...)``; ``nnx.update(trunk.layers, params)`` puts them into a `LayerParallel`.
 
     Raises:
-        ValueError: for no layers, and for layers that are not alike.
+        ValueError: if there are no layers, or they differ in structure, shapes or dtypes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -77,21 +77,20 @@ def restack(layers: Sequence[PyTree]) -> PyTree:
 
 
 def sequential(trunk: LayerParallel) -> Callable[..., State]:
-    """A trained trunk as a plain function, one layer after the other, without a solver.
+    """Return a trained trunk as a plain function: a ``lax.scan`` over the layers, without a solver.
 
     The function holds the parameters as they are now. Layers with running statistics should be in ``eval()`` mode;
-    else they normalise by the batch.
+    otherwise they normalise by the batch.
 
     Args:
-        trunk: the layers; on a mesh or one device.
+        trunk: the layers, on one device or a mesh.
 
     Returns:
-        ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of `LayerParallel.solve`; a
-        ``lax.scan`` over the layers.
+        ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of `LayerParallel.solve`.
 
     Raises:
-        ValueError: for layers that are spread over MPI ranks.
-        TypeError: for what is no `LayerParallel`.
+        ValueError: if the layers are spread over MPI ranks.
+        TypeError: if ``trunk`` is not a `LayerParallel`.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -104,36 +103,37 @@ def sequential(trunk: LayerParallel) -> Callable[..., State]:
     """
     if not isinstance(trunk, LayerParallel):
         raise TypeError(f"trunk must be a LayerParallel; got {type(trunk).__name__}. Pass the trunk that it holds.")
-    step, params, stats = _whole(trunk)
+    refuse_ranks(trunk)
+    step, params, stats = stacks(trunk)
     t0, t1, count = trunk.t0, np.asarray(trunk.t1), trunk.num_layers
 
     def network(y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
         def body(y: State, x: tuple[Any, ...]) -> tuple[State, None]:
-            params, beside, t, dt, index = x
-            y = step(y, Layer(params, Context(shared, key), beside, t, dt, index, 0))
+            params, per_layer, t, dt, index = x
+            y = step(y, Layer(params, PerCall(shared, key), per_layer, t, dt, index, 0))
             return (y[0] if step.updates else y), None
 
         times = _inputs.times(t0, t1, count, _tree.real_dtype(y))
-        return lax.scan(body, y, (params, Beside(data, stats), *times, jnp.arange(count, dtype=jnp.int32)))[0]
+        return lax.scan(body, y, (params, PerLayer(data, stats), *times, jnp.arange(count, dtype=jnp.int32)))[0]
 
     return network
 
 
 def save(path: str | os.PathLike[str], params: PyTree) -> None:
-    """Write parameters into a file in the format of safetensors.
+    """Write parameters to a file in the format of safetensors.
 
-    An array's name is its path, "trunk.layers.inner.kernel" say; other programs read the file as well. Nothing in it is
-    code. A file that is there is replaced, at once when all is written.
+    An array's name is its path in the tree, for example "trunk.layers.inner.kernel". Other programs can read the file, and
+    it contains no code. An existing file is replaced when everything is written.
 
     Args:
-        path: of the file; ``.safetensors`` is the usual ending.
-        params: nested dicts (or lists) of arrays; or a module or its state, of which parameters and running statistics are
-            meant.
+        path: path of the file; ``.safetensors`` is the usual ending.
+        params: nested dicts or lists of arrays; or a module or its state, whose parameters and running statistics are
+            saved.
 
     Raises:
-        ImportError: without safetensors.
-        TypeError: for arrays of a dtype that the format does not have, like random keys.
-        ValueError: for keys that cannot be part of a name.
+        ImportError: if safetensors is not installed.
+        TypeError: if the format does not have the dtype of an array, like that of random keys.
+        ValueError: if a key cannot be part of a name.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -156,23 +156,23 @@ def save(path: str | os.PathLike[str], params: PyTree) -> None:
 
 
 def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
-    """Read parameters from a file that `save` wrote, or any file of safetensors.
+    """Read parameters from a file that `save` or another program wrote in the format of safetensors.
 
     Args:
-        path: of the file.
-        like: what the parameters must be like, in names, shapes and dtypes: a tree of arrays or shapes, a module, or
-            its state. None is whatever there is.
+        path: path of the file.
+        like: tree of arrays or shapes, module, or state of a module, whose names, shapes and dtypes the parameters must
+            have. None accepts any.
 
     Returns:
-        Parameters, bit for bit those that were saved: with ``like`` in its structure (that of `nnx.to_pure_dict` for a module
-        or state), else nested dicts; what is a number in a name is an integer key, as for NNX's lists.
+        The parameters, bit for bit as saved. With ``like`` they have its structure (that of `nnx.to_pure_dict` for a module
+        or state), otherwise they are nested dicts, with integer keys for numbers in names, as for NNX's lists.
         ``nnx.update(model, nn.load(path, like=model))`` puts them into a module.
 
     Raises:
-        ImportError: without safetensors.
-        FileNotFoundError: where there is no file.
-        ValueError: for a file of another format, or cut off, for one of a later version, and for parameters that are not
-            like ``like``.
+        ImportError: if safetensors is not installed.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file has another format or a later version, is incomplete, or does not match ``like``; and if
+            JAX would cut float64 to float32.
 
     Example:
         >>> import tempfile
@@ -190,16 +190,18 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     if like is None:
         return _nested(path, arrays)
     wanted, structure = _named(like)
-    missing, unknown = (", ".join(sorted(a.keys() - b.keys())[:5]) for a, b in ((wanted, arrays), (arrays, wanted)))
-    if missing or unknown:
-        parts = [
-            f"{what} {names}" for what, names in (("lacks", missing), ("has, but like has not,", unknown)) if names
+    missing, unexpected = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+    if missing or unexpected:
+        lists = [
+            f"{title}: {', '.join(names[:5])}."
+            for title, names in (("Missing", missing), ("Unexpected", unexpected))
+            if names
         ]
-        raise ValueError(f"{path} does not hold the parameters of `like`: it {' and '.join(parts)}.")
+        raise ValueError(f"{path} does not hold the parameters of `like`. {' '.join(lists)}")
     for name, leaf in wanted.items():
         if (a := _aval(arrays[name])) != (b := _aval(leaf)):
             raise ValueError(
-                f"{path}: {name} is {a}, and {b} in `like`. Build the network as it was when it was saved."
+                f"{path}: {name} is {a}, but {b} in `like`. Build the network as it was when it was saved."
             )
     return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
 
@@ -227,37 +229,37 @@ def _read(path: Path) -> dict[str, jax.Array]:
             version = (file.metadata() or {}).get(_VERSION_KEY, _VERSION)
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is no file of safetensors, or not all of one: {error}.") from error
+        raise ValueError(f"{path} is not a file of safetensors, or is incomplete: {error}.") from error
     if version != _VERSION:
-        raise ValueError(f"{path} has format version {version}, this lp_jax reads version {_VERSION}: update it.")
+        raise ValueError(f"{path} has format version {version}, this lp_jax reads version {_VERSION}: update lp_jax.")
     return {name: _as_jax(path, name, x) for name, x in arrays.items()}
 
 
 def _as_jax(path: Path, name: str, x: np.ndarray) -> jax.Array:
     if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
         raise ValueError(
-            f'{path}: {name} is {x.dtype}, which JAX would cut to half of its bits: jax.config.update("jax_enable_x64", True).'
+            f"{path}: {name} is {x.dtype}, which JAX would cut to half of its bits. Call "
+            'jax.config.update("jax_enable_x64", True) first.'
         )
     return jnp.asarray(x)
 
 
 def _nested(path: Any, arrays: dict[str, jax.Array]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for name, x in arrays.items():
-        *outer, last = (int(part) if part.isdecimal() else part for part in name.split("."))
-        branch = tree
-        for part in outer:
-            branch = branch.setdefault(part, {})
-            if not isinstance(branch, dict):
-                break
-        if not isinstance(branch, dict) or last in branch:
-            raise ValueError(f"{path}: {name} is both an array and a part of the name of others.")
-        branch[last] = x
-    return tree
+    flat = {tuple(map(_key, name.split("."))): x for name, x in arrays.items()}
+    for name, keys in zip(arrays, flat, strict=True):
+        if any(keys[:length] in flat for length in range(1, len(keys))):
+            raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
+    nested: dict[Any, Any] = traverse_util.unflatten_dict(flat)
+    return nested
+
+
+def _key(part: str) -> str | int:
+    """Return a part of a name as a key; numbers are integers."""
+    return int(part) if part.isdecimal() and str(int(part)) == part else part
 
 
 def _named(tree: PyTree) -> tuple[dict[str, Any], Any]:
-    """Arrays by their names, and the structure of the tree."""
+    """Return the arrays by their names, and the structure of the tree."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree, (nnx.Param, nnx.BatchStat))
     if isinstance(tree, nnx.State):
@@ -271,8 +273,8 @@ def _name(path: tuple[Any, ...]) -> str:
     for key in keys:
         if not (isinstance(key, int) or (isinstance(key, str) and key and "." not in key and not key.isdecimal())):
             raise ValueError(
-                f"{key!r} in params{jax.tree_util.keystr(path)} cannot be part of an array's name, which is its keys with dots "
-                "between them: take integers, or non-empty strings without dots that are no numbers."
+                f"{key!r} in params{jax.tree_util.keystr(path)} cannot be part of an array's name, the keys joined by dots. "
+                "Use integers, or non-empty strings that have no dots and are not numbers."
             )
     if not keys:
         raise ValueError("params is a single array; put it into a dict, whose key becomes its name.")
@@ -285,13 +287,3 @@ def _described(tree: PyTree) -> dict[str, str]:
 
 def _aval(x: Any) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-
-
-def _whole(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
-    """`stacks` of a trunk that has all of its layers here."""
-    if isinstance(trunk.comm, MPIComm) and trunk.comm.size > 1:
-        raise ValueError(
-            f"the trunk's layers are spread over {trunk.comm.size} ranks, each of which has its own alone. Gather them first "
-            "(lp_jax.train.Ranks.gather), into a network on one rank."
-        )
-    return stacks(trunk)

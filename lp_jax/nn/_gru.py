@@ -1,15 +1,16 @@
-r"""Gated recurrent units: time steps are the layers, their weights are shared, the inputs are what differs.
+r"""Gated recurrent units: time steps are the layers; they share the weights and differ in the inputs.
 
-With the gates of Cho et al. (the reset gate applied after the product, as cuDNN does),
+With the gates of Cho et al. (the reset gate is applied after the product, as in cuDNN),
 
 .. math::
     r = \sigma(W_r x + b_r + U_r h + c_r), \quad z = \sigma(W_z x + b_z + U_z h + c_z), \quad
     n = \tanh(W_n x + b_n + r \odot (U_n h + c_n)),
 
-a unit is a step of the ODE :math:`h' = (1 - z) \odot (n - h)`: explicit Euler with a step of 1 is the usual unit; implicit
-Euler for the stiff part is stable for any step, which the coarse levels need.
+a unit is a step of the ODE :math:`h' = (1 - z) \odot (n - h)`. Explicit Euler with a step of 1 is the usual unit. Implicit
+Euler for the stiff part is stable for any step, as the coarse levels need.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _check, _inputs
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
@@ -29,7 +31,7 @@ from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
 
 class Gates(NamedTuple):
-    """The linear map to the three gates r, z, n, as one for each or as one for all.
+    """The linear map to the three gates r, z, n: one map for each, or one for all.
 
     Attributes:
         kernels: three ``(inputs, hidden)``, or a single ``(inputs, 3 hidden)`` with the gates side by side.
@@ -39,51 +41,52 @@ class Gates(NamedTuple):
     kernels: tuple[jax.Array, ...]
     biases: tuple[jax.Array, ...]
 
-    def apart(self) -> "Gates":
-        """One map for each gate, on a CPU: there, slices of a small product cost more than two products more."""
+    def split_on_cpu(self) -> "Gates":
+        """Return one map for each gate on a CPU, where slices of a small product cost more than two more products."""
         if jax.default_backend() != "cpu":
             return self
         return Gates(*(tuple(jnp.split(parts[0], 3, axis=-1)) for parts in self))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Products, to be taken apart by `each`."""
+        """Return the products, which `split_gates` splits into gates."""
         lead = [1] * (x.ndim - 1)
         return tuple(
             x @ kernel + bias.reshape(*lead, -1) for kernel, bias in zip(self.kernels, self.biases, strict=True)
         )
 
 
-def each(gates: tuple[jax.Array, ...]) -> Sequence[jax.Array]:
-    """The parts of r, z and n, ``(..., hidden)``."""
+def split_gates(gates: tuple[jax.Array, ...]) -> Sequence[jax.Array]:
+    """Return the parts of r, z and n, ``(..., hidden)``."""
     return gates if len(gates) == 3 else jnp.split(gates[0], 3, axis=-1)
 
 
-class GRUStep(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class GRUStep:
     """One time step of stacked units, as ``step(y, layer)``.
 
-    ``y`` has one state ``(batch, hidden)`` per unit, ``layer.data`` the inputs' part of the first unit's gates and which
-    examples go on, ``layer.shared`` the weights.
+    ``y`` has one state ``(batch, hidden)`` per unit. ``layer.data`` has the inputs' part of the first unit's gates, and
+    the mask of the examples that have not ended. ``layer.shared`` has the weights.
     """
 
     implicit: bool
 
     def __call__(self, y: tuple[jax.Array, ...], layer: Layer) -> tuple[jax.Array, ...]:
-        inputs, going_on = layer.data
+        inputs, active = layer.data
         recurrent, between = layer.shared
         out: list[jax.Array] = []
         for number, h in enumerate(y):
             if number > 0:
                 inputs = between[number - 1](out[-1])
             new = unit(h, inputs, recurrent[number](h), layer.dt, implicit=self.implicit)
-            out.append(new if going_on is None else jnp.where(going_on[:, None], new, h))
+            out.append(new if active is None else jnp.where(active[:, None], new, h))
         return tuple(out)
 
 
 def unit(
     h: jax.Array, inputs: tuple[jax.Array, ...], recurrent: tuple[jax.Array, ...], dt: jax.Array, *, implicit: bool
 ) -> jax.Array:
-    """One unit, from the inputs' and the state's part of its gates."""
-    (xr, xz, xn), (hr, hz, hn) = each(inputs), each(recurrent)
+    """Return the new state of one unit, from the inputs' and the state's part of its gates."""
+    (xr, xz, xn), (hr, hz, hn) = split_gates(inputs), split_gates(recurrent)
     return _cell(h, xr + hr, xz + hz, xn, hn, dt, implicit)
 
 
@@ -91,36 +94,36 @@ def unit(
 def _cell(
     h: jax.Array, r: jax.Array, z: jax.Array, xn: jax.Array, hn: jax.Array, dt: jax.Array, implicit: bool
 ) -> jax.Array:
-    """The elementwise part; to compute it again costs less than to keep what its gradient needs."""
+    """Compute the elementwise part, again for the gradient: that costs less than to keep what the gradient needs."""
     n = jnp.tanh(xn + nnx.sigmoid(r) * hn)
     rate = dt * nnx.sigmoid(-z)  # dt (1 - z)
     return (h + rate * n) / (1 + rate) if implicit else h + rate * (n - h)
 
 
 class GRU(nnx.Module):
-    r"""A recurrent network of stacked units, its time steps solved layer-parallel.
+    r"""Recurrent network of stacked units whose time steps are solved layer-parallel.
 
-    A trunk like `LayerParallel`, whose "state that enters" is the sequence: ``gru(x)`` are the units' last states.
+    A trunk like `LayerParallel`, called with the sequence instead of a state: ``gru(x)`` are the units' last states.
 
     Args:
         features: size of the input at each time.
         hidden: size of the state of each unit.
-        units: number of units on top of each other; one state of the solve holds all of them.
-        implicit: :math:`h \leftarrow (h + \Delta t (1 - z) \odot n) / (1 + \Delta t (1 - z))`; else the explicit
-            :math:`h \leftarrow h + \Delta t (1 - z) \odot (n - h)`, for a step of 1 the usual unit.
+        units: number of stacked units; one state of the solve holds all of them.
+        implicit: True for :math:`h \leftarrow (h + \Delta t (1 - z) \odot n) / (1 + \Delta t (1 - z))`, False for
+            :math:`h \leftarrow h + \Delta t (1 - z) \odot (n - h)`, which with a step of 1 is the usual unit.
         dt: time that one step spans.
-        solver: `MGRIT`, `Picard`, `Newton` or `Serial`. States of a unit move far in a step, so that no iteration is safe on
-            every sequence: sweeps, alone or as coarse steps, can overflow, and rediscretized cycles leave large errors. `Newton`
-            with full Jacobians converges where they do not, for small states; `lp_jax.plan` looks at yours.
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`. A unit's state moves far in a step, so no iteration is safe on all
+            sequences: sweeps can overflow, also as coarse steps, and cycles with `Rediscretize` leave large errors. `Newton`
+            with full Jacobians converges on more of them, for small states. `lp_jax.plan` measures a given network.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
-        comm: where the time steps live. Every worker has all weights; with `MPIComm` every rank is given the whole
-            sequence, and uses its own run of it.
+        comm: where the time steps live. Each worker has all weights. With `MPIComm` each rank gets the sequences of all
+            times, and uses its own run of them.
         param_dtype: dtype of the parameters; that of the input.
         rngs: source of the initial parameters: uniform in :math:`\pm 1/\sqrt{hidden}`.
 
     Raises:
-        ValueError: for sizes below 1.
-        TypeError: for a solver that is none.
+        ValueError: if a size is below 1.
+        TypeError: if a size is not an integer, or a solver is not a `Solver`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -169,28 +172,31 @@ class GRU(nnx.Module):
         self.recurrent = nnx.List([gates(hidden) for _ in range(units)])
 
     def __call__(self, x: Any) -> tuple[jax.Array, ...]:
-        """The last state of each unit, ``(batch, hidden)``; ``y1`` of what `solve` returns."""
+        """Return the last state of each unit, ``(batch, hidden)``, ``y1`` of `solve`."""
         return self.solve(x).y1
 
     def solve(self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None) -> Solution:
-        """Run through a sequence and tell how the solve went.
+        """Propagate the units' states, zero at first, through the sequences.
 
         Args:
-            x: the sequences, ``(batch, time, features)``; or ``(x, lengths)``, where each of them ends after ``lengths``
-                steps, ``(batch,)`` integers: its state does not change any more.
-            solver: for this call instead of the module's own, forward and adjoint.
-            adjoint_solver: for this call, for the adjoint alone.
+            x: the sequences, ``(batch, time, features)``; or ``(x, lengths)`` with ``(batch,)`` integers: after ``lengths``
+                steps a sequence ends, and its state does not change any more.
+            solver: solver of this call, forward and adjoint, instead of the module's.
+            adjoint_solver: adjoint solver of this call.
 
         Returns:
             The `Solution`; ``y1`` is a tuple of the units' last states.
+
+        Raises:
+            ValueError: if the sequences or the lengths have a wrong shape.
         """
         problem = self.problem(x)
-        return solve(**problem, **solvers_of(self, solver, adjoint_solver, problem))
+        return solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
 
     def solve_vjp(
         self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
     ) -> tuple[Solution, Callable[[Any], tuple[None, Stats]]]:
-        """`solve`, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``, to see how the adjoint solve converges.
+        """Return what `solve` does, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``.
 
         Args:
             x: as for `solve`.
@@ -198,39 +204,44 @@ class GRU(nnx.Module):
             adjoint_solver: as for `solve`.
         """
         problem = self.problem(x)
-        solution, pullback = solve_vjp(**problem, **solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = solve_vjp(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
         return solution, lambda cotangent: (None, pullback(cotangent)[1])
 
-    def problem(self, x: Any) -> dict[str, Any]:
-        """What `solve` hands to `lp_jax.solve`, solvers aside: for `lp_jax.plan`, `lp_jax.calibrate` and solves of your own.
+    def problem(self, x: Any) -> Problem:
+        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
 
         Args:
             x: as for `solve`.
 
         Returns:
-            Arguments by name; the gates of each unit's inputs are ``data``, the recurrent weights ``shared``.
+            The `Problem`: its ``data`` are the gates of the first unit's inputs, its ``shared`` the recurrent weights.
+
+        Raises:
+            ValueError: as for `solve`.
         """
         x, lengths = x if isinstance(x, tuple) else (x, None)
         self._check(x, lengths)
         comm, (batch, steps, _) = self.comm, x.shape
-        going_on = None if lengths is None else jnp.arange(steps)[:, None] < lengths[None]
+        active = None if lengths is None else jnp.arange(steps)[:, None] < lengths[None]
         first, *between = (_gates(part) for part in self.inputs)
-        between, recurrent = ([gates.apart() for gates in some] for some in (between, map(_gates, self.recurrent)))
+        between, recurrent = (
+            [gates.split_on_cpu() for gates in some] for some in (between, map(_gates, self.recurrent))
+        )
         x = jnp.swapaxes(x, 0, 1)
         if comm is not None:
             solvers = (self.solver, self.adjoint_solver or self.solver)
-            x, going_on = comm.share(comm.replicate(x), solvers), comm.share(going_on, solvers)
+            x, active = comm.share(comm.replicate(x), solvers), comm.share(active, solvers)
             first = comm.replicate(first)
         zeros = jnp.zeros((batch, self.hidden), x.dtype)
-        return {
-            "step": GRUStep(self.implicit),
-            "params": None,
-            "y0": (zeros,) * len(self.recurrent),
-            "shared": (recurrent, between),
-            "data": (tuple(each(first(x))), going_on),  # one product for all times
-            "t1": np.asarray(steps * self.dt),
-            "comm": comm,
-        }
+        return Problem(
+            GRUStep(self.implicit),
+            None,
+            (zeros,) * len(self.recurrent),
+            shared=(recurrent, between),
+            data=(tuple(split_gates(first(x))), active),  # one product for all times
+            t1=np.asarray(steps * self.dt),
+            comm=comm,
+        )
 
     def _check(self, x: jax.Array, lengths: jax.Array | None) -> None:
         features = self.inputs[0].kernel.shape[0]

@@ -9,42 +9,46 @@ from flax import nnx
 
 from lp_jax import _inputs, planning
 from lp_jax._mgrit import MGRIT
+from lp_jax._mpi import MPIComm
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree, State
 from lp_jax.nn._spline import Spline, coefficients, expand
-from lp_jax.nn._stack import Beside, Context, MakeModule, TrunkStep, stacked_module, trunk_step
+from lp_jax.nn._stack import MakeModule, PerCall, PerLayer, TrunkStep, stacked_module, trunk_step
+
+AUTO = "auto"
 
 
 class LayerParallel(nnx.Module):
-    """N residual layers, used like any one layer: ``y1 = trunk(y)``.
+    """N residual layers, used like a single layer: ``y1 = trunk(y)``.
 
-    ``trunk.layers`` is the module that ``make_module`` builds, its parameters stacked: each an `nnx.Param` with the
-    layers as leading axis. So optimizers, `nnx.split`, checkpoints, ``trunk.eval()`` and the like work as everywhere in
-    NNX. All settings are static: a program is compiled once for each. To change a tolerance without compiling again,
-    pass the solver to `solve` as an argument of the jitted function.
+    ``trunk.layers`` is the module that ``make_module`` builds, with stacked parameters: each `nnx.Param` has the layers
+    as leading axis. Optimizers, `nnx.split`, checkpoints and ``trunk.eval()`` work as everywhere in NNX. All settings are
+    static: each compiles a program of its own. To change a tolerance without compiling again, pass the solver to `solve`
+    as an argument of the jitted function.
 
     Args:
-        make_module: ``make_module(rngs)`` builds one layer, ``__call__(y, t, dt) -> y_next``; see `stack`. It may hold
-            running statistics, like those of `nnx.BatchNorm`, too.
+        make_module: ``make_module(rngs)`` builds one layer, ``__call__(y, t, dt) -> y_next``; see `stack`. It may also
+            hold running statistics, like those of `BatchNorm`.
         num_layers: number of layers N.
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
-        solver: `MGRIT`, `Picard`, `Newton` or `Serial`; or "auto": sweeps to a tolerance, or `Serial` with a warning where
-            these cannot be faster, by the shapes of a call and the devices at hand (`planning.auto`). To measure, and know
-            the gradient's error: ``lp_jax.plan(**trunk.problem(y))``.
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`. "auto" chooses by the shapes of a call and the devices: sweeps to a
+            tolerance, or `Serial` with a warning if they cannot be faster (`planning.auto`). `lp_jax.plan` measures, and
+            knows the gradient's error.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
-        weights: None for parameters of each layer's own; or a `Spline`, whose coefficients then are the parameters. Every
-            worker makes of them the weights of its own layers. Not for layers with running statistics.
-        comm: where the layers live: None is one device. With `MeshComm` the parameters are made on their devices, with
-            `MPIComm` every rank has those of its own run (`layer_slices`), or all coefficients.
+        weights: None if each layer has its own parameters; or a `Spline`, whose coefficients are the parameters. Each
+            worker computes the weights of its layers from them. Not for layers with running statistics.
+        comm: where the layers live; None is one device. With `MeshComm` the parameters are made on their devices. With
+            `MPIComm` each rank holds those of its run (`layer_slices`), or all coefficients.
         rngs: source of the initial parameters.
 
     Raises:
         ValueError: as for `stack`.
-        TypeError: as for `stack`, and for a solver that is none.
+        TypeError: as for `stack`, and if a solver is not a `Solver`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -74,11 +78,11 @@ class LayerParallel(nnx.Module):
     ):
         self.t0 = float(t0)
         self.t1 = _hashable(np.asarray(t1, float).tolist())
-        self.solver = solver if isinstance(solver, str) and solver == AUTO else static_solver("solver", solver)
+        self.solver = solver if solver == AUTO else static_solver("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
         _inputs.comm(comm)
         self.comm = nnx.static(comm)
-        solvers = _of_layers(self)
+        solvers = _placing_solvers(self)
         self.weights = nnx.static(weights)
         if weights is None:
             self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers, holds=(nnx.Param, nnx.BatchStat))
@@ -87,7 +91,7 @@ class LayerParallel(nnx.Module):
         self.num_layers = int(num_layers)
 
     def __call__(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
-        """The state after the last layer; ``y1`` of what `solve` returns."""
+        """Return the state after the last layer, ``y1`` of `solve`."""
         return self.solve(y, shared=shared, data=data, key=key).y1
 
     def solve(
@@ -101,28 +105,29 @@ class LayerParallel(nnx.Module):
         adjoint_solver: Solver | None = None,
         guess: str | State = "constant",
     ) -> Solution:
-        """Propagate ``y`` through the layers and tell how the solve went.
+        """Propagate ``y`` through the layers.
 
-        Layers that keep running statistics (`nnx.BatchNorm`), unless in ``eval()`` mode, update them: from the states of
-        the final sweep alone, once per layer and call.
+        Layers with running statistics (`BatchNorm`) update them once per call, from the states of the final sweep; in
+        ``eval()`` mode they do not.
 
         Args:
-            y: the state that enters, a pytree of floating-point arrays, like the layers' ``y``.
-            shared: what all layers get as ``shared``: a padding mask, a memory to attend to. Differentiated, where inexact.
-            data: per-layer inputs, leaves ``(num_layers, ...)``: what the layers get as ``key``.
-            key: one random key for this call, in place of ``data``: each layer gets as ``key`` what
-                `jax.random.fold_in` makes of it and the layer's number, on any number of workers.
-            solver: for this call instead of the module's own, forward and adjoint: ``solve(y, solver=lp_jax.Serial())``
+            y: the state that enters the first layer, a pytree of floating-point arrays.
+            shared: passed to all layers as ``shared``: a padding mask, a memory to attend to. Differentiated, if inexact.
+            data: per-layer inputs, leaves ``(num_layers, ...)``; each layer gets its slice as ``data``, or as ``key`` if it
+                has no keyword ``data``.
+            key: one random key for this call. Each layer gets ``jax.random.fold_in(key, index)`` as ``key``, on any
+                number of workers.
+            solver: solver of this call, forward and adjoint, instead of the module's. ``solve(y, solver=lp_jax.Serial())``
                 gives the exact states and the exact gradient.
-            adjoint_solver: for this call, for the adjoint alone.
+            adjoint_solver: adjoint solver of this call.
             guess: as for `lp_jax.solve`.
 
         Returns:
             The `Solution`.
 
         Raises:
-            ValueError: as for `lp_jax.solve`, and for both data and key.
-            TypeError: as for `lp_jax.solve`, and for data, key or shared that the layers do not take.
+            ValueError: as for `lp_jax.solve`, and if data and key would both be the layers' ``key``.
+            TypeError: as for `lp_jax.solve`, and if data, key or shared is given and the layers have no such keyword.
 
         Example:
             >>> import jax.numpy as jnp, lp_jax
@@ -135,7 +140,7 @@ class LayerParallel(nnx.Module):
             True
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solution = solve(**problem, **solvers_of(self, solver, adjoint_solver, problem), guess=guess)
+        solution = solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem), guess=guess)
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
@@ -150,10 +155,10 @@ class LayerParallel(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[Solution, Callable[[State], tuple[State, Stats]]]:
-        """`solve`, and the pullback of the last state that also tells how the adjoint solve converged.
+        """Return what `solve` does and the pullback of the last state, with the stats of the adjoint solve.
 
         Args:
-            y: as for `solve`, like all other arguments.
+            y: as for `solve`.
             shared: as for `solve`.
             data: as for `solve`.
             key: as for `solve`.
@@ -174,7 +179,7 @@ class LayerParallel(nnx.Module):
             2
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solution, pullback = solve_vjp(**problem, **solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = solve_vjp(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)
@@ -182,22 +187,21 @@ class LayerParallel(nnx.Module):
 
         return solution, pull
 
-    def problem(
-        self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None
-    ) -> dict[str, Any]:
-        """What `solve` hands to `lp_jax.solve`, solvers aside: for `lp_jax.plan`, `lp_jax.calibrate` and solves of your own.
+    def problem(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> Problem:
+        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
 
         Args:
-            y: as for `solve`, like all other arguments.
+            y: as for `solve`.
             shared: as for `solve`.
             data: as for `solve`.
             key: as for `solve`.
 
         Returns:
-            Arguments by name: ``step``, ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1``, ``comm``, ``has_aux``.
+            The `Problem`; ``vars(problem)`` are the arguments of `lp_jax.solve`.
 
         Raises:
-            ValueError: for both data and key.
+            ValueError: if the data have another number of layers.
+            TypeError: if the state is not floating point or complex.
 
         Example:
             >>> import jax.numpy as jnp, lp_jax
@@ -205,33 +209,40 @@ class LayerParallel(nnx.Module):
             >>> from lp_jax import nn
             >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
             >>> problem = trunk.problem(jnp.ones((4, 8), "float32"))
-            >>> bool((lp_jax.solve(**problem).y1 == trunk(problem["y0"])).all())
+            >>> bool((lp_jax.solve(**vars(problem)).y1 == trunk(problem.y0)).all())
             True
         """
-        if data is not None and key is not None:
-            raise ValueError("data and key were both given, and layers take one of them as `key`. Leave one out.")
         step, params, stats = stacks(self)
-        return {
-            "step": step,
-            "params": params,
-            "y0": y,
-            "shared": Context(shared, key),
-            "data": Beside(data, stats),
-            "t0": self.t0,
-            "t1": np.asarray(self.t1),
-            "comm": self.comm,
-            "has_aux": step.updates,
-        }
+        return Problem(
+            step,
+            params,
+            y,
+            shared=PerCall(shared, key),
+            data=PerLayer(data, stats),
+            t0=self.t0,
+            t1=np.asarray(self.t1),
+            comm=self.comm,
+            has_aux=step.updates,
+        )
 
 
 def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
-    """The layers as a pure step, their parameters and their running statistics, leaves ``(num_layers, ...)``."""
+    """Return the layers as a pure step, their parameters and running statistics, leaves ``(num_layers, ...)``."""
     step, params, stats = trunk_step(trunk.layers)
     if trunk.weights is not None:
         times = np.asarray(trunk.t1)
         layers = times if times.shape == (trunk.num_layers + 1,) else trunk.num_layers
-        params = expand(trunk.weights, params, layers, trunk.comm, _of_layers(trunk))
+        params = expand(trunk.weights, params, layers, trunk.comm, _placing_solvers(trunk))
     return step, params, stats
+
+
+def refuse_ranks(trunk: LayerParallel) -> None:
+    """Refuse a trunk whose layers are spread over MPI ranks."""
+    if isinstance(trunk.comm, MPIComm) and trunk.comm.size > 1:
+        raise ValueError(
+            f"the trunk's layers are spread over {trunk.comm.size} ranks, and each has only its run. Gather them first "
+            "(lp_jax.train.Ranks.gather), into a network on one rank."
+        )
 
 
 def _hashable(times: float | list[float]) -> float | tuple[float, ...]:
@@ -239,28 +250,23 @@ def _hashable(times: float | list[float]) -> float | tuple[float, ...]:
 
 
 def static_solver(name: str, solver: Any) -> Any:
-    """A solver as NNX metadata: its tolerances as Python floats, lest they count as state of the model."""
+    """Return a solver as NNX metadata, with tolerances as Python floats: arrays would be state of the model."""
     _inputs.solver(name, solver)
     return nnx.static(jax.tree.map(float, solver))
 
 
-def solvers_of(
-    trunk: Any, solver: Solver | None, adjoint_solver: Solver | None, problem: dict[str, Any]
-) -> dict[str, Any]:
-    """The solvers of a call: those given, or the trunk's own, which may be left to the problem's shapes."""
+def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None, problem: Problem) -> dict[str, Any]:
+    """Return the solvers of a call: those given or the trunk's; "auto" is decided by the shapes of the problem."""
     if solver is None:
         solver = trunk.solver
         adjoint_solver = trunk.adjoint_solver if adjoint_solver is None else adjoint_solver
     if solver == AUTO:
-        solver, adjoint = planning.auto(**problem)
+        solver, adjoint = planning.auto(**vars(problem))
         adjoint_solver = adjoint if adjoint_solver is None else adjoint_solver
     return {"solver": solver, "adjoint_solver": adjoint_solver}
 
 
-AUTO = "auto"
-
-
-def _of_layers(trunk: LayerParallel) -> tuple[Solver, Solver]:
-    """Forward and adjoint, as far as they decide which layers live where."""
-    solver: Any = Serial() if trunk.solver == AUTO else trunk.solver  # sweeps leave that open, too
+def _placing_solvers(trunk: LayerParallel) -> tuple[Solver, Solver]:
+    """Return the forward and adjoint solver that decide which layers live where."""
+    solver: Any = Serial() if trunk.solver == AUTO else trunk.solver  # "auto" takes sweeps, which suit any placement
     return solver, trunk.adjoint_solver or solver

@@ -1,4 +1,4 @@
-"""Several blocks of layers, with other layers in between."""
+"""Blocks of layers, with other layers between them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree, State
@@ -16,23 +15,23 @@ Pullback = Callable[[State], tuple[State, Stats]]
 
 
 class Trunk(Protocol):
-    """What `Classifier` and `Network` ask of layers that are solved for: `LayerParallel`, `GRU`, `Network`."""
+    """Layers that are solved layer-parallel, as `Classifier` holds them: `LayerParallel`, `GRU` or `Network`."""
 
     @property
     def solve(self) -> Callable[..., Solution]:
-        """``solve(y, **options)``: propagate a state, and tell how the solve went."""
+        """``solve(y, **options) -> solution`` propagates a state."""
 
     @property
     def solve_vjp(self) -> Callable[..., tuple[Solution, Pullback]]:
-        """`solve`, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)``."""
+        """``solve_vjp(y, **options) -> (solution, pullback)``; ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)``."""
 
 
 class Network(nnx.Module):
-    """Blocks of layer-parallel layers and plain layers, one after the other; itself a trunk like `LayerParallel`.
+    """Layer-parallel blocks and plain layers, one after the other; a trunk like `LayerParallel`.
 
-    A network whose state changes its shape on the way, by pooling or by more channels, is a sequence of solves with
-    transitions in between. So is one with buffer layers, which stay serial: blocks with ``solver=Serial()``, before and
-    after those that are solved in parallel.
+    A network whose state changes its shape, by pooling or by more channels, is a sequence of solves with transitions
+    between them. So is a network with buffer layers: blocks with ``solver=Serial()`` before and after the blocks that are
+    solved in parallel.
 
     Args:
         *parts: `LayerParallel` blocks, and modules or functions ``part(y) -> y``.
@@ -52,7 +51,7 @@ class Network(nnx.Module):
         self.parts = nnx.List(parts)
 
     def __call__(self, y: State, *, shared: PyTree = None, key: jax.Array | None = None) -> State:
-        """The state after the last part; ``y1`` of what `solve` returns."""
+        """Return the state after the last part, ``y1`` of `solve`."""
         return self.solve(y, shared=shared, key=key).y1
 
     def solve(
@@ -64,18 +63,19 @@ class Network(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> Solution:
-        """Propagate ``y`` through all parts and tell how the solves went.
+        """Propagate ``y`` through all parts.
 
         Args:
-            y: the state that enters.
-            shared: for every block, as for `LayerParallel.solve`.
-            key: of this call; every block gets one of its own.
-            solver: for this call, forward and adjoint, in all blocks but those that were built with `Serial`.
-            adjoint_solver: for this call, for the adjoint alone.
+            y: the state that enters the first part.
+            shared: passed to every block, as for `LayerParallel.solve`.
+            key: random key of this call; each block gets another key made from it.
+            solver: solver of this call, forward and adjoint, in all blocks but those built with an exact solver
+                (`Serial`).
+            adjoint_solver: adjoint solver of this call.
 
         Returns:
-            A `Solution` with the last state; its residual norms are taken over all blocks, its result is the worst, and
-            trajectories and aux are lists over the blocks.
+            A `Solution` with the last state. Its residual norms are taken over all blocks, its result is the worst one,
+            and its trajectory and aux are lists over the blocks.
         """
         solutions = []
         for number, part in enumerate(self.parts):
@@ -85,7 +85,7 @@ class Network(nnx.Module):
             options = _options(part, number, shared, key, solver, adjoint_solver)
             solutions.append(part.solve(y, **options))
             y = solutions[-1].y1
-        return _combined(y, solutions)
+        return _combined_solution(y, solutions)
 
     def solve_vjp(
         self,
@@ -96,9 +96,9 @@ class Network(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[Solution, Pullback]:
-        """`solve`, and the pullback of the last state that also tells how the adjoint solves converged.
+        """Return what `solve` does and the pullback of the last state, with the stats of the adjoint solves.
 
-        Running statistics are left as they are.
+        Running statistics are not updated.
 
         Args:
             y: as for `solve`, like all other arguments.
@@ -127,13 +127,13 @@ class Network(nnx.Module):
             for pull in reversed(pullbacks):
                 cotangent, found = pull(cotangent)
                 stats += [] if found is None else [found]
-            return cotangent, _over_all(stats)
+            return cotangent, _combined_stats(stats)
 
-        return _combined(y, solutions), pullback
+        return _combined_solution(y, solutions), pullback
 
 
 def _pure(part: Any) -> Callable[[State], State]:
-    """A part as a function that changes nothing in it."""
+    """Return a part as a function that leaves the part unchanged."""
     if not isinstance(part, nnx.Module):
         function: Callable[[State], State] = part
         return function
@@ -150,8 +150,9 @@ def _options(
     solver: Solver | None,
     adjoint_solver: Solver | None,
 ) -> dict[str, Any]:
+    """Return the arguments of one block's solve."""
     options: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
-    if isinstance(part.solver, Serial):
+    if getattr(getattr(part, "solver", None), "exact", False):  # neither "auto" nor a Network is
         options = {}
     if shared is not None:
         options["shared"] = shared
@@ -160,18 +161,21 @@ def _options(
     return options
 
 
-def _combined(y: State, solutions: Sequence[Solution]) -> Solution:
+def _combined_solution(y: State, solutions: Sequence[Solution]) -> Solution:
     return Solution(
         y,
-        stats=_over_all([solution.stats for solution in solutions]),
+        stats=_combined_stats([solution.stats for solution in solutions]),
         result=jnp.max(jnp.stack([solution.result for solution in solutions])),
         trajectory=[solution.trajectory for solution in solutions],
         aux=[solution.aux for solution in solutions],
     )
 
 
-def _over_all(stats: Sequence[Stats]) -> Stats:
-    """The most iterations, and residual norms over all solves that made so many; NaN where one of them is."""
+def _combined_stats(stats: Sequence[Stats]) -> Stats:
+    """Return the largest number of iterations, and residual norms over all solves that made that many.
+
+    A norm is NaN where that of one of these solves is.
+    """
     length = max(len(s.residual_norms) for s in stats)
     norms = jnp.stack([jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))) for s in stats])
     iterations = jnp.stack([s.iterations for s in stats])

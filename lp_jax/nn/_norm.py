@@ -1,4 +1,4 @@
-"""Normalisation of what a layer computes."""
+"""Normalisation layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from lp_jax import _check
 class BatchNorm(nnx.BatchNorm):
     """`nnx.BatchNorm`, with running statistics in the dtype of its parameters.
 
-    In a layer of `LayerParallel` it normalises by the mean and variance of the batch, and the running statistics are
-    updated from the final sweep of the solve alone. After ``model.eval()`` it normalises by the running statistics.
+    In a layer of `LayerParallel` it normalises by the mean and variance of the batch, and the final sweep of the solve
+    updates the running statistics. After ``model.eval()`` it normalises by the running statistics.
 
     Args:
         features: size of the last axis.
-        **options: of `nnx.BatchNorm`.
+        **options: all others of `nnx.BatchNorm`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -36,20 +36,15 @@ class BatchNorm(nnx.BatchNorm):
         self.var = nnx.BatchStat(jnp.ones((features,), dtype))
 
 
-def norm(
+def make_norm(
     kind: str | None, kinds: tuple[str, ...], features: int, groups: int, param_dtype: Any, rngs: nnx.Rngs
 ) -> Callable[[jax.Array], jax.Array]:
-    """A normalisation by name, one of ``kinds``, or none."""
+    """Return the normalisation called ``kind``, one of ``kinds``; the identity for None."""
     if kind is None:
-        return unchanged
+        return nnx.identity
     _check.one_of("norm", kind, kinds, otherwise="or None")
     if kind == "layer":
         return nnx.LayerNorm(features, param_dtype=param_dtype, rngs=rngs)
     if kind == "batch":
         return BatchNorm(features, momentum=0.9, param_dtype=param_dtype, rngs=rngs)
     return nnx.GroupNorm(features, num_groups=groups, param_dtype=param_dtype, rngs=rngs)
-
-
-def unchanged(x: jax.Array) -> jax.Array:
-    """``x`` as it is."""
-    return x

@@ -1,4 +1,4 @@
-"""More layers for a trained network, over the same time."""
+"""Refinement of a trained network: more layers over the same time."""
 
 from typing import Any
 
@@ -9,33 +9,32 @@ from flax import nnx
 
 from lp_jax import _check
 from lp_jax._inputs import number_of_layers
-from lp_jax._mpi import MPIComm
 from lp_jax._types import PyTree
-from lp_jax.nn._layer_parallel import LayerParallel
+from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks
 from lp_jax.nn._spline import midpoints
 
 
 def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
-    r"""Each layer of a trained network in ``factor`` parts, for training to go on with a deeper one.
+    r"""Replace each layer of a trained network by ``factor`` layers, so that training continues with a deeper network.
 
-    The layers are steps of an ODE over [t0, t1], and stay so: with ``factor`` times as many steps of 1 / ``factor`` of their
-    length. What the network computes changes by :math:`O(\Delta t)`, its distance to the ODE's solution. Weights between
-    the layers' midpoints are constant in pieces, which gives the same function of depth, or linear in pieces, which is
-    closer to a smooth function of depth: :math:`O(\Delta t^2)` where constants give :math:`O(\Delta t)`.
+    The layers are steps of an ODE over [t0, t1]. The refined network takes ``factor`` times as many steps, each 1 /
+    ``factor`` as long. Its output changes by :math:`O(\Delta t)`, the distance of the network from the ODE's solution.
+    As functions of depth, the new weights are piecewise constant, which is the same function, or piecewise linear, which
+    is closer to a smooth one: :math:`O(\Delta t^2)` instead of :math:`O(\Delta t)`.
 
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
-        factor: number of layers in the place of each.
-        how: "constant", or "linear": linear between midpoints, and in the outer halves of the first and the last layer as in
-            the next ones. A trunk of a `Spline` is neither, it is evaluated at more midpoints.
+        factor: number of layers that replace each layer.
+        how: "constant"; or "linear" between the layers' midpoints, extrapolated to both ends. It does not apply to a trunk
+            with a `Spline`, which is evaluated at more midpoints.
 
     Returns:
         Parameters, leaves ``(factor * N, ...)``; or a new `LayerParallel` with the same settings. Running statistics are
-        repeated. An optimizer begins anew.
+        repeated. The state of an optimizer is not refined: initialise it again.
 
     Raises:
-        ValueError: for a factor below 1, for an unknown ``how``, and for layers that are spread over MPI ranks.
-        TypeError: for another module.
+        ValueError: if the factor is below 1, ``how`` is unknown, or the layers are spread over MPI ranks.
+        TypeError: for any other module.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,31 +54,27 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
     _check.integer("factor", factor, least=1)
     _check.one_of("how", how, ("constant", "linear"))
     if isinstance(layers, LayerParallel):
-        return _trunk(layers, factor, how)
+        return _refined_trunk(layers, factor, how)
     if isinstance(layers, nnx.Module):
         raise TypeError(
             f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. Refine the trunk that it holds: "
             "model.trunk = nn.refine(model.trunk)."
         )
-    return _lists(layers, np.arange(number_of_layers(layers, None) + 1.0), factor, how)
+    return _refined(layers, np.arange(number_of_layers(layers, None) + 1.0), factor, how)
 
 
-def _trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel:
+def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel:
     comm, times = trunk.comm, np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
     if np.ndim(trunk.t1):
         times = np.asarray(trunk.t1)
     graphdef, *states = nnx.split(trunk, nnx.Param, nnx.BatchStat)
     params, stats = states
     if trunk.weights is None:
-        if isinstance(comm, MPIComm) and comm.size > 1:
-            raise ValueError(
-                f"refine was given layers that are spread over {comm.size} ranks, where more layers would lie otherwise. Refine "
-                "the whole network on one rank, and let each rank take its own layers of that."
-            )
+        refuse_ranks(trunk)
 
         def deeper(params: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
-            lists = _lists(params, times, factor, how), _lists(stats, times, factor, "constant")
-            return lists if comm is None else comm.spread(lists)
+            refined = _refined(params, times, factor, how), _refined(stats, times, factor, "constant")
+            return refined if comm is None else comm.spread(refined)
 
         params, stats = jax.jit(deeper)(params, stats)
     refined = nnx.merge(graphdef, params, stats)
@@ -89,8 +84,8 @@ def _trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel:
     return refined
 
 
-def _lists(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
-    """Lists over the layers between ``times`` as lists over ``factor`` times as many."""
+def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
+    """Return stacked leaves for ``factor`` times as many layers; ``times`` are those between the given layers."""
     if how == "constant" or len(times) == 2:
         return jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), tree)
     old, new = midpoints(times), midpoints(_subdivided(times, factor))
@@ -105,7 +100,7 @@ def _lists(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
 
 
 def _subdivided(times: np.ndarray, factor: int) -> np.ndarray:
-    """``times``, and those that cut each interval between them into equal parts."""
+    """Return ``times`` and those that cut each interval between them into ``factor`` equal parts."""
     parts = np.arange(factor) / factor
     inner = times[:-1, None] + np.diff(times)[:, None] * parts
     return np.append(inner.ravel(), times[-1])

@@ -1,14 +1,15 @@
 r"""Residual layers as steps of an ODE, :math:`y_{n+1} = y_n + \Delta t\, f(y_n)`.
 
 Their initial parameters are those of `nnx.Linear` and `nnx.Conv`: kernels LeCun normal, biases zero. Nothing needs to
-be scaled with the depth: each layer adds ``dt`` times a term of the state's size, so ``t1``, not the number of layers,
-says how far the state moves. End times of 1 to 4 are usual.
+be scaled with the depth. Each layer adds ``dt`` times a term of the state's size, so ``t1`` decides how far the state
+moves, and the number of layers does not. End times of 1 to 4 are usual.
 
 References:
     He, Zhang, Ren, Sun, "Deep residual learning for image recognition", CVPR 2016; Haber, Ruthotto, "Stable
     architectures for deep neural networks", Inverse Problems 34 (2018).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lp_jax.nn._convolution import Conv
-from lp_jax.nn._norm import norm as make_norm
-from lp_jax.nn._norm import unchanged
+from lp_jax.nn._norm import make_norm
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -31,15 +31,15 @@ class DenseResidual(nnx.Module):
 
     Args:
         width: size of the state.
-        hidden: size of the hidden layer; None is none.
+        hidden: size of the hidden layer; None for one dense layer without a hidden one.
         activation: elementwise function :math:`\sigma`.
-        norm: None, "layer" (over the state's last axis) or "batch" (over all others, see `BatchNorm`).
-        dtype: what products are computed in, `jax.numpy.bfloat16`, say; the state keeps its dtype.
+        norm: None, "layer" (over the state's last axis) or "batch" (over all other axes, see `BatchNorm`).
+        dtype: dtype of the products, for example `jax.numpy.bfloat16`; the state keeps its own. None is the state's.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: for an unknown ``norm``.
+        ValueError: if ``norm`` is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -68,12 +68,12 @@ class DenseResidual(nnx.Module):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = make_norm(norm, ("layer", "batch"), width, 1, param_dtype, rngs)
         self.inner = nnx.Linear(width, width if hidden is None else hidden, **options)
-        self.outer = unchanged if hidden is None else nnx.Linear(hidden, width, **options)
+        self.outer = nnx.identity if hidden is None else nnx.Linear(hidden, width, **options)
         self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
-        """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
-        return y + dt * _back(self.outer(self.activation(self.inner(self.norm(y)))), y, self.dtype)
+        """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
+        return y + dt * _to_dtype_of(self.outer(self.activation(self.inner(self.norm(y)))), y, self.dtype)
 
 
 class ConvResidual(nnx.Module):
@@ -91,12 +91,12 @@ class ConvResidual(nnx.Module):
             (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels for "group"; must divide ``channels``.
         formulation: of the convolutions, as for `convolve`.
-        dtype: what products are computed in, `jax.numpy.bfloat16`, say; the state keeps its dtype.
+        dtype: dtype of the products, for example `jax.numpy.bfloat16`; the state keeps its own. None is the state's.
         param_dtype: dtype of the parameters; that of the state.
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: for an unknown ``norm``, or groups that do not divide the channels.
+        ValueError: if ``norm`` is unknown, or the groups do not divide the channels.
 
     Example:
         >>> import jax.numpy as jnp
@@ -124,24 +124,19 @@ class ConvResidual(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options: dict[str, Any] = {
-            "formulation": formulation,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        self.conv1 = Conv(channels, channels, tuple(kernel), **options)
-        self.norm1 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
-        self.conv2 = Conv(channels, channels, tuple(kernel), **options)
-        self.norm2 = make_norm(norm, ("layer", "group", "batch"), channels, groups, param_dtype, rngs)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        conv = functools.partial(Conv, channels, channels, tuple(kernel), formulation=formulation, **options)
+        kinds = ("layer", "group", "batch")
+        self.conv1, self.norm1 = conv(), make_norm(norm, kinds, channels, groups, param_dtype, rngs)
+        self.conv2, self.norm2 = conv(), make_norm(norm, kinds, channels, groups, param_dtype, rngs)
         self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
-        """The state at ``t + dt``. The right-hand side does not depend on ``t``."""
+        """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
         hidden = self.activation(self.norm1(self.conv1(y)))
-        return y + dt * _back(self.activation(self.norm2(self.conv2(hidden))), y, self.dtype)
+        return y + dt * _to_dtype_of(self.activation(self.norm2(self.conv2(hidden))), y, self.dtype)
 
 
-def _back(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` in the dtype of the state where another one was asked for; any other difference is a mistake."""
+def _to_dtype_of(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    """Return ``x`` in the dtype of the state ``y`` if products have another; any other difference is a mistake."""
     return x if dtype is None else x.astype(y.dtype)

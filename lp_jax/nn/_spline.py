@@ -18,27 +18,26 @@ from lp_jax.nn._stack import MakeModule, stacked_module
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spline:
-    r"""Weights that are a spline of depth, :math:`\theta(t) = \sum_k c_k B_k(t)`, in place of each layer's own.
+    r"""Weights that are a spline of depth, :math:`\theta(t) = \sum_k c_k B_k(t)`.
 
     ``nn.LayerParallel(..., weights=nn.Spline(coefficients=K))`` trains K sets of parameters, the coefficients
-    :math:`c_k`; a layer has the spline's value at its midpoint. :math:`B_k` are the B-splines of the open uniform knots
-    over [t0, t1]. They are positive and sum to 1, so a layer's weights lie between the coefficients near it. Degree 0 is
-    weights that are constant in pieces, and with as many coefficients as layers the ordinary network.
+    :math:`c_k`. A layer's weights are the spline's value at its midpoint. :math:`B_k` are the B-splines of the open uniform
+    knots over [t0, t1]. They are positive and sum to 1, so a layer's weights lie between the coefficients near it. Degree
+    0 gives piecewise constant weights; with N coefficients it is the network without a spline.
 
-    Midpoints, as :math:`\theta` at the middle of a layer is its mean over the layer to second order (the left end gives it
-    to first order), as they treat both ends of the network alike, and as no jump of a spline of degree 0 falls on one where
-    K divides N.
+    The value at the midpoint is the mean over the layer to second order, while that at the left end is so to first order
+    only. Midpoints also treat both ends of the network alike, and avoid the jumps of a spline of degree 0 if K divides N.
 
-    Coefficients are drawn like layers. Between knots weights vary less than the coefficients: the sum of
+    The coefficients are drawn like layers. Between knots the weights vary less than the coefficients: the sum of
     :math:`B_k^2` is about 0.5 for degree 3.
 
     Args:
         coefficients: number of coefficients K, at least degree + 1.
-        degree: of the polynomials between knots; the spline has degree - 1 continuous derivatives.
+        degree: degree of the polynomials between knots; the spline has degree - 1 continuous derivatives.
 
     Raises:
-        ValueError: for a negative degree, and for too few coefficients.
-        TypeError: for either that is no integer.
+        ValueError: if the degree is negative, or there are too few coefficients.
+        TypeError: if either is not an integer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,17 +62,17 @@ class Spline:
         least = _check.integer("degree", self.degree, least=0) + 1
         if _check.integer("coefficients", self.coefficients, least=1) < least:
             raise ValueError(
-                f"coefficients must be at least degree + 1 = {least}, as many as a polynomial of degree {self.degree} has; got "
-                f"{self.coefficients}."
+                f"coefficients must be at least degree + 1 = {least}, as many as a polynomial of degree {self.degree} has; "
+                f"got {self.coefficients}."
             )
 
     def basis(self, layers: int | Sequence[float] | np.ndarray) -> np.ndarray:
-        r"""The values :math:`B_k` at the layers' midpoints; a layer's weights are its row times the coefficients.
+        r"""Return the values :math:`B_k` at the layers' midpoints; a layer's weights are its row times the coefficients.
 
-        By the recursion of Cox and de Boor.
+        Computed by the recursion of Cox and de Boor.
 
         Args:
-            layers: number of layers N, equally long, or the N + 1 times at which they start and the last one ends.
+            layers: number N of layers of equal length; or the N + 1 times at which they start and the last one ends.
 
         Returns:
             Shape ``(N, coefficients)``, float64; each row sums to 1.
@@ -88,7 +87,7 @@ class Spline:
         """
         if np.ndim(layers) == 0:
             number = _check.integer("layers", layers, least=1)
-            t = (np.arange(number) + 0.5) / number  # rounded once: what is on a knot is on it exactly
+            t = (np.arange(number) + 0.5) / number  # rounded once, so that midpoints on a knot are exactly on it
         else:
             times = np.asarray(layers, float)
             t = (midpoints(times) - times[0]) / (times[-1] - times[0])
@@ -104,25 +103,25 @@ class Spline:
 
 
 def midpoints(times: np.ndarray) -> np.ndarray:
-    """The middle of each layer, given the times between them."""
+    """Return the middle of each layer, given the times between them."""
     return (times[:-1] + times[1:]) / 2
 
 
 def coefficients(spline: Spline, make_module: MakeModule, num_layers: int, rngs: nnx.Rngs, comm: Any) -> nnx.Module:
-    """The coefficients as one module, drawn like layers; all of them on every rank, spread over the devices of a mesh."""
+    """Return the coefficients as one module, drawn like layers: all on each rank, or spread over the devices of a mesh."""
     if not isinstance(spline, Spline):
         raise TypeError(f"weights must be None or a spline, like nn.Spline(coefficients=8); got {spline!r}.")
     if spline.coefficients > _check.integer("num_layers", num_layers, least=1):
         raise ValueError(
-            f"weights={spline} has more coefficients than the network has layers, num_layers={num_layers}, which then do not "
-            "determine them. Take at most as many, or leave weights out."
+            f"weights={spline} has more coefficients than the network has layers, num_layers={num_layers}, so the layers do "
+            "not determine them. Take at most num_layers coefficients, or leave weights out."
         )
     kinds = (nnx.Param, nnx.BatchStat)
     module = stacked_module(make_module, spline.coefficients, rngs, comm, None, holds=kinds)
     if jax.tree.leaves(nnx.state(module, nnx.BatchStat)):
         raise ValueError(
             f"weights={spline} is not for layers with running statistics, which belong to a layer and not to a coefficient. Use "
-            "a norm without, like nnx.LayerNorm, or leave weights out."
+            "a norm without them, like nnx.LayerNorm, or leave weights out."
         )
     return module
 
@@ -130,9 +129,9 @@ def coefficients(spline: Spline, make_module: MakeModule, num_layers: int, rngs:
 def expand(
     spline: Spline, coefficients: PyTree, layers: int | np.ndarray, comm: Any, solvers: Sequence[Solver]
 ) -> PyTree:
-    """Parameters of the layers, leaves ``(N, ...)``, from coefficients, leaves ``(K, ...)``.
+    """Return the parameters of the layers, leaves ``(N, ...)``, from coefficients, leaves ``(K, ...)``.
 
-    Every worker makes those of its own layers; the coefficients are everybody's.
+    Each worker computes those of its own layers; all workers have the coefficients.
     """
     rows = spline.basis(layers)
     if comm is not None:

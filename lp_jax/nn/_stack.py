@@ -23,18 +23,18 @@ class ModuleStep:
 
     def __call__(self, y: State, layer: Layer) -> State:
         module = nnx.merge(self.graphdef, layer.params)
-        return _call(module, y, layer, key=layer.data, shared=layer.shared)
+        return _call(module, y, layer, data=layer.data, shared=layer.shared)
 
 
-class Beside(NamedTuple):
-    """What a trunk's layers get beside their parameters, as ``data`` of `solve`: the caller's, and running statistics."""
+class PerLayer(NamedTuple):
+    """The ``data`` of a trunk's solve, leaves ``(layers, ...)``: the caller's data, and the running statistics."""
 
     data: PyTree
     stats: PyTree
 
 
-class Context(NamedTuple):
-    """What all of a trunk's layers get, as ``shared`` of `solve`: the caller's, and the key of this call."""
+class PerCall(NamedTuple):
+    """The ``shared`` of a trunk's solve: the caller's shared values, and the random key of the call."""
 
     shared: PyTree
     key: jax.Array | None
@@ -48,35 +48,44 @@ class TrunkStep:
     updates: bool
 
     def __call__(self, y: State, layer: Layer) -> Any:
-        beside, context = layer.data, layer.shared
-        module = nnx.merge(self.graphdef, layer.params, beside.stats)
-        key = beside.data if context.key is None else jax.random.fold_in(context.key, layer.index)
-        y = _call(module, y, layer, key=key, shared=context.shared)
+        (data, stats), (shared, key) = layer.data, layer.shared
+        module = nnx.merge(self.graphdef, layer.params, stats)
+        key = None if key is None else jax.random.fold_in(key, layer.index)
+        y = _call(module, y, layer, data=data, shared=shared, key=key)
         return (y, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))) if self.updates else y
 
 
-def _call(module: Any, y: State, layer: Layer, *, key: PyTree, shared: PyTree) -> State:
-    """The module's step, with those keywords that it names."""
-    takes = inspect.signature(module.__call__).parameters
-    for name, value, given in (("key", key, "data"), ("shared", shared, "shared")):
-        if value is not None and name not in takes:
-            raise TypeError(
-                f"{given} was given, but {type(module).__name__}.__call__ has nowhere to take it. Let it accept a keyword "
-                f"`{name}`, __call__(self, y, t, dt, *, {name}=None); or leave {given} out."
+def _call(module: Any, y: State, layer: Layer, *, data: PyTree, shared: PyTree, key: jax.Array | None = None) -> State:
+    """Call the module with the keywords that it has."""
+    keywords, name = inspect.signature(module.__call__).parameters, type(module).__name__
+    if data is not None and "data" not in keywords and "key" in keywords:  # data are the layers' keys
+        if key is not None:
+            raise ValueError(
+                f"data and key were both given, but {name}.__call__ has no keyword `data`, so both would be its `key`. Leave "
+                "one out, or let it accept `data`."
             )
-    offered = {"key": key, "shared": shared, "index": layer.index}
-    return module(y, layer.t, layer.dt, **{name: value for name, value in offered.items() if name in takes})
+        data, key = None, data
+    given = {"data": data, "key": key, "shared": shared}
+    for argument, value in given.items():
+        if value is not None and argument not in keywords:
+            raise TypeError(
+                f"{argument} was given, but {name}.__call__ has no such keyword. Let it accept one, __call__(self, y, t, dt, *, "
+                f"{argument}=None), or leave {argument} out."
+            )
+    offered = given | {"index": layer.index}
+    return module(y, layer.t, layer.dt, **{k: value for k, value in offered.items() if k in keywords})
 
 
 def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[ModuleStep, PyTree]:
     """Turn a module that is one layer into the first two arguments of `lp_jax.solve`.
 
-    The module's ``__call__(y, t, dt) -> y_next`` is one step. It gets, by name, whichever of these keywords it has:
+    The module's ``__call__(y, t, dt) -> y_next`` is one step. It may have any of these keywords, and gets them by name:
 
-    - ``key``, as in ``__call__(y, t, dt, *, key=None)``: the layer's slice of ``solve``'s ``data``, or None without data.
-      This is how dropout is done: an ``nnx.Dropout(rate)`` built without ``rngs``, called as ``dropout(y, rngs=key)``,
-      and ``data=jax.random.split(key, num_layers)``: the masks then depend on nothing but the key and the layer.
-    - ``shared``: what ``solve`` got as ``shared``, the same for all layers: a padding mask, say.
+    - ``data``, as in ``__call__(y, t, dt, *, data=None)``: the layer's slice of the solve's ``data``, or None.
+    - ``key``: the layer's random key. Without a keyword ``data``, it is the layer's slice of the solve's ``data``. For
+      dropout, build ``nnx.Dropout(rate)`` without ``rngs``, call it as ``dropout(y, rngs=key)``, and pass
+      ``data=jax.random.split(key, num_layers)``. The masks then depend only on the key and the layer.
+    - ``shared``: the ``shared`` of the solve, the same for all layers; a padding mask, for example.
     - ``index``: number of the layer, an int32 scalar.
 
     Args:
@@ -89,9 +98,9 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
         reuses the compiled program. ``params`` is a nested dict of arrays, leaves ``(num_layers, ...)``.
 
     Raises:
-        ValueError: for ``num_layers`` below 1, and for a module that holds anything but `nnx.Param`: stored random
-            streams, arrays, running statistics (these are carried by `LayerParallel`).
-        TypeError: for ``rngs`` or a module that are none.
+        ValueError: if ``num_layers`` is below 1, or the module holds anything but `nnx.Param`: stored random streams,
+            arrays, running statistics (`LayerParallel` carries these).
+        TypeError: if ``rngs`` is not an `nnx.Rngs`, or ``make_module`` does not build an `nnx.Module`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -116,10 +125,10 @@ def stacked_module(
     *,
     holds: tuple[type[nnx.Variable], ...],
 ) -> nnx.Module:
-    """N layers as one module, whose variables have the layers as their leading axis; with ``comm`` on its workers.
+    """Return N layers as one module whose variables have the layers as leading axis; with ``comm`` on its workers.
 
-    ``solvers`` are those of the layers, None for what is no layer but something that all workers have. ``holds`` are the
-    kinds of variables that a layer may have.
+    ``solvers`` are those of the layers; None for variables that all workers hold. ``holds`` are the kinds of variables
+    that a layer may have.
     """
     num_layers = _check.integer("num_layers", num_layers, least=1)
     if not isinstance(rngs, nnx.Rngs):
@@ -132,7 +141,7 @@ def stacked_module(
         if not isinstance(module, nnx.Module):
             raise TypeError(f"make_module(rngs) must build an nnx.Module; got {type(module).__name__}.")
         _refuse_state(module, holds)
-        # split here: a module that leaves vmap as a pytree has forgotten which of its parameters are one and the same
+        # Split here: a module that leaves vmap as a pytree no longer knows which of its parameters are the same one.
         graphdef, state = nnx.split(module)
         graphdefs.append(graphdef)
         return nnx.to_pure_dict(state)
@@ -143,14 +152,14 @@ def stacked_module(
 
 
 def trunk_step(module: nnx.Module) -> tuple[TrunkStep, PyTree, PyTree]:
-    """A stacked module as a pure step, its parameters and its running statistics."""
+    """Return a stacked module as a pure step, its parameters and its running statistics."""
     graphdef, state = nnx.split(module)
     params, stats = (nnx.to_pure_dict(nnx.filter_state(state, kind)) for kind in (nnx.Param, nnx.BatchStat))
     return TrunkStep(graphdef, _updates(module)), params, stats
 
 
 def _updates(module: nnx.Module) -> bool:
-    """Whether a call changes running statistics: not those of a module in ``eval()`` mode."""
+    """Return whether a call changes running statistics; in ``eval()`` mode it does not."""
     return any(
         not getattr(part, "use_running_average", False)
         for _, part in nnx.iter_modules(module)
@@ -159,7 +168,7 @@ def _updates(module: nnx.Module) -> bool:
 
 
 def _refuse_state(module: nnx.Module, holds: tuple[type[nnx.Variable], ...]) -> None:
-    """A layer is evaluated many times per solve, in any order: what it would change in itself has no meaning."""
+    """Refuse variables that a layer would change: it is evaluated many times per solve, in any order."""
     others = {
         ".".join(map(str, path)): type(value)
         for path, value in nnx.to_flat_state(nnx.state(module))

@@ -1,4 +1,4 @@
-"""What stands before and after a transformer's layers: from tokens to states, from states to logits."""
+"""Opening and closing layers of a transformer: from tokens to states, from states to logits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,21 +11,21 @@ from lp_jax import _check
 
 
 class TokenOpening(nnx.Module):
-    """Embeddings of tokens and of their positions, summed: ``(batch, length)`` integers to ``(batch, length, width)``.
+    """Sum of the embeddings of tokens and positions, from ``(batch, length)`` integers to ``(batch, length, width)``.
 
-    A token may be described by several numbers (a word, its ending, ...), ``(batch, length, columns)``: each column has an
-    embedding of its own.
+    Several integers may describe a token (a word and its ending, for example): ``(batch, length, columns)``. Each column
+    has an embedding.
 
     Args:
-        sizes: number of different values, of one column or of each.
+        sizes: number of different values; a sequence has one number for each column.
         width: size of the state at each position.
-        max_length: most positions.
+        max_length: largest number of positions.
         param_dtype: dtype of the parameters, and of the state.
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: when called, for more positions than there are, and for another number of columns.
-        TypeError: when called, for tokens that are no integers.
+        ValueError: when called, if there are more than ``max_length`` positions, or another number of columns.
+        TypeError: when called, if the tokens are not integers.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,7 +55,7 @@ class TokenOpening(nnx.Module):
         self.positions = embed(max_length)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """The state that enters the first layer."""
+        """Return the state that enters the first layer."""
         shape = ("batch", "length") if self.columns is None else ("batch", "length", self.columns)
         if tokens.ndim != len(shape) or (self.columns is not None and tokens.shape[-1] != self.columns):
             raise ValueError(f"tokens must have the shape ({', '.join(map(str, shape))}); got {tokens.shape}.")
@@ -64,8 +64,8 @@ class TokenOpening(nnx.Module):
         length = tokens.shape[1]
         if length > self.max_length:
             raise ValueError(
-                f"the network was built for sequences of at most {self.max_length} positions; got {length}. Cut them, or build "
-                f"it with max_length={length}."
+                f"the network was built for sequences of at most {self.max_length} positions; got {length}. Cut them, or "
+                f"build it with max_length={length}."
             )
         columns = [tokens] if self.columns is None else [tokens[..., c] for c in range(self.columns)]
         y = sum(embedding(column) for embedding, column in zip(self.tokens, columns, strict=True))
@@ -73,7 +73,7 @@ class TokenOpening(nnx.Module):
 
 
 class TokenClosing(nnx.Module):
-    """Layer norm, then a dense layer at each position: ``(batch, length, width)`` to ``(batch, length, classes)``.
+    """Layer norm and a dense layer at each position, from ``(batch, length, width)`` to ``(batch, length, classes)``.
 
     Args:
         width: size of the state at each position.
@@ -95,5 +95,5 @@ class TokenClosing(nnx.Module):
         self.linear = nnx.Linear(width, classes, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         return self.linear(self.norm(y))

@@ -1,4 +1,4 @@
-"""Between two blocks of layers: fewer points, more channels."""
+"""The layer between two blocks: fewer points in space, more channels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,23 +8,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lp_jax import _check
-from lp_jax.nn._norm import norm as make_norm
+from lp_jax.nn._norm import make_norm
 from lp_jax.nn._residual import Activation
 
 _POOLS = ("max", "mean", "stride")
 
 
 class ConvTransition(nnx.Module):
-    """Fewer points and another number of channels: ``(batch, *space, inputs)`` to ``(batch, *space / factor, channels)``.
+    """Convolution and pooling, from ``(batch, *space, inputs)`` to ``(batch, *space / factor, channels)``.
 
-    ``activation(norm(K * y + b))``, then pooling over windows of ``factor`` points along each axis; with "stride" the
-    convolution is evaluated at every ``factor``-th point alone.
+    Computes ``activation(norm(K * y + b))`` and pools windows of ``factor`` points along each axis. With "stride" the
+    convolution is evaluated at every ``factor``-th point only.
 
     Args:
-        inputs: number of channels of the state that enters.
-        channels: number of channels of the state that leaves.
+        inputs: number of channels of the state before.
+        channels: number of channels of the state after.
         kernel: size of the kernel, one number for each axis of space.
-        factor: how many times fewer points each axis has after it.
+        factor: number of points along each axis that become one.
         pool: "max", "mean" or "stride".
         norm: None, "layer", "group" or "batch", as for `ConvResidual`.
         activation: elementwise function.
@@ -32,7 +32,7 @@ class ConvTransition(nnx.Module):
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: for an unknown ``pool`` or ``norm``.
+        ValueError: if ``pool`` or ``norm`` is unknown, or ``factor`` is below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -66,7 +66,7 @@ class ConvTransition(nnx.Module):
         self.window = (factor,) * len(tuple(kernel))
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """The state that enters the next block."""
+        """Return the state that enters the next block."""
         y = self.activation(self.norm(self.conv(y)))
         if self.pool == "stride":
             return y

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, in a folder of their own."""
+"""Checkpoints of a run."""
 
 import os
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ from lp_jax.train._step import TrainState
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used, said in one line."""
+    """A checkpoint cannot be used; the message is one line."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. A context manager; also usable without.
+    """The checkpoints of one run, in a folder. May be used as a context manager.
 
-    Each is written beside the others and renamed when complete, so a run that is killed meanwhile leaves the earlier
-    ones as they are and its own unfinished one unseen.
+    A checkpoint is written under another name and renamed when it is complete. If the run is killed meanwhile, the
+    earlier checkpoints remain, and the incomplete one is ignored.
 
     Args:
-        folder: where they lie; made if it is not there.
-        config: what the run is made of, JSON values: model, sizes, seed. Stored with each checkpoint, and what
-            `restore` compares, so leave out what may change when a run goes on (its length, the solver).
-        keep: number of checkpoints that stay, the newest ones.
+        folder: the folder; it is made if it does not exist.
+        config: settings of the run, JSON values: model, sizes, seed. They are stored with each checkpoint, and `restore`
+            compares them, so leave out settings that may change when a run is resumed (its length, the solver).
+        keep: number of checkpoints to keep, the newest ones.
 
     Example:
         >>> import jax.numpy as jnp, optax, tempfile
@@ -53,35 +53,36 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint; None if there is none."""
+        """Step of the newest complete checkpoint; None without checkpoints."""
         newest = self._checkpointer.latest
         return None if newest is None else int(newest.step)
 
     def save(self, state: TrainState) -> None:
-        """Write ``state`` and return when it is safe; nothing if its step is there already."""
+        """Write ``state`` and return when it is complete; a step that is saved already is not written again."""
         step = int(state.step)
         if step != self.latest:
             self._checkpointer.save(step, state, force=True, custom_metadata={"config": self.config, "step": step})
 
     def restore(self, template: TrainState) -> TrainState:
-        """The newest state.
+        """Return the newest state.
 
         Args:
-            template: a state of the same model, as `init_state` gives it; says structure, shapes, dtypes and devices.
+            template: a state of the same model, as `init_state` returns it, with the structure, shapes, dtypes and
+                devices of the result.
 
         Raises:
-            CheckpointError: if there is none, it cannot be read, or it is of another model, naming what differs.
+            CheckpointError: if there is no checkpoint, it cannot be read, or it is of another model.
         """
         step = self.latest
         if step is None:
-            raise CheckpointError(f"no checkpoint in {self.folder}; leave out resuming to start afresh.")
+            raise CheckpointError(f"no checkpoint in {self.folder}; start the run without resuming.")
         path = self.folder / str(step)
         try:
             metadata = self._checkpointer.metadata(step)
         except Exception as error:
             raise self._unreadable(path, error) from error
         if metadata.metadata is None:
-            raise self._unreadable(path, ValueError("its list of arrays is damaged"))
+            raise self._unreadable(path, ValueError("the list of its arrays is damaged"))
         stored = (metadata.custom_metadata or {}).get("config", {})
         if difference := first_difference(stored, self.config) or _first_leaf(metadata.metadata, template):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
@@ -94,32 +95,29 @@ class Checkpoints:
     def _unreadable(self, path: Path, error: Exception) -> CheckpointError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return CheckpointError(
-            f"the checkpoint {path} cannot be read ({reason}); remove it to go on from the one before."
+            f"the checkpoint {path} cannot be read ({reason}); remove it to resume from the one before."
         )
 
 
 def first_difference(stored: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """The first entry in which two configurations differ, said in words; None if there is none."""
-    for name in [*config, *(name for name in stored if name not in config)]:
+    """Return the first entry in which two configurations differ, in words; None if they are equal."""
+    for name in {**config, **stored}:
         if stored.get(name) != config.get(name):
             return f"{name} is {stored.get(name)!r} there and {config.get(name)!r} here"
     return None
 
 
 def _first_leaf(stored: Any, template: TrainState) -> str | None:
-    """The first array of ``template`` that the checkpoint holds not at all or in another shape or dtype."""
-    there = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(stored)}
-    here = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(template)}
-    for name in [*here, *(name for name in there if name not in here)]:
-        a, b = (_describe(tree.get(name)) for tree in (there, here))
+    """Return the first array that differs in shape or dtype, or is not in both, in words."""
+    there, here = _described(stored), _described(template)
+    for name in {**here, **there}:
+        a, b = there.get(name, "absent"), here.get(name, "absent")
         if a != b:
             return f"{name} is {a} there and {b} here"
     return None
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _describe(leaf: Any) -> str:
-    return "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+def _described(tree: Any) -> dict[str, str]:
+    paths = jax.tree.leaves_with_path(tree)
+    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, (_, leaf) in zip(names, paths, strict=True)}

@@ -1,4 +1,4 @@
-"""Classification with an NNX model whose layers are solved layer-parallel."""
+"""Classification with an NNX model that is solved layer-parallel."""
 
 import functools
 from collections.abc import Iterable
@@ -19,14 +19,19 @@ from lp_jax.train._step import Batch, Info, LossFn
 
 
 class Evaluation(NamedTuple):
-    """Of a model on a data set: mean loss, and fraction of right answers."""
+    """Loss and accuracy of a model on a data set.
+
+    Attributes:
+        loss: mean loss.
+        accuracy: fraction of right answers.
+    """
 
     loss: float
     accuracy: float
 
 
 class Residuals(NamedTuple):
-    """How the solves of a training step converge.
+    """Convergence of the solves of a training step.
 
     Attributes:
         forward: stats of the forward solve.
@@ -42,17 +47,17 @@ class Residuals(NamedTuple):
 
 
 def classification(model: Classifier) -> tuple[LossFn, PyTree]:
-    """Softmax cross-entropy of a classifier, as a pure function of its parameters.
+    """Return the softmax cross-entropy of a classifier as a pure function of its parameters.
 
     Args:
-        model: an `lp_jax.nn.Classifier`, or any NNX module with its ``solve``. It is used in the mode that it is in:
-            what `evaluate` takes is made of ``model.eval()``.
+        model: an `lp_jax.nn.Classifier`, or any NNX module with the same ``solve``, in training or ``eval()`` mode. For
+            `evaluate`, call this again after ``model.eval()``.
 
     Returns:
-        ``(loss_fn, params)``: the loss for `make_train_step`, and the model's parameters, a nested dict, running statistics
-        among them; ``nnx.update(model, params)`` puts them back. Batches are ``(x, labels)``, or ``(x, labels, key)`` for a
-        model with dropout. Labels are integers of the shape of the logits but for their last axis; where one is negative,
-        as on padding, nothing is asked.
+        ``(loss_fn, params)``: the loss for `make_train_step`, and the model's parameters and running statistics, a nested
+        dict; ``nnx.update(model, params)`` puts them back. Batches are ``(x, labels)``, or ``(x, labels, key)`` for a
+        model with dropout. Labels are integers with the shape of the logits without their last axis. Negative labels,
+        as on padding, do not count.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -73,10 +78,9 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
     graphdef, state = nnx.split(model)
 
     def loss_fn(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:
-        x, labels, *key = batch
+        x, labels, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
-        given = {"key": key[0]} if key else {}
-        logits, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
+        logits, solution = merged.solve(x, **keys, solver=solver, adjoint_solver=adjoint_solver)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
         total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
@@ -88,13 +92,13 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
 
 
 def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Batch], *, solver: Solver = Serial()) -> Evaluation:
-    """Loss and accuracy over a data set, by default of the exact network.
+    """Return loss and accuracy over a data set, by default of the exact network.
 
     Args:
         loss_fn: as for `make_train_step`; the loss is a mean over the batch.
         params: the model's parameters.
-        batches: the data set; batches may differ in size, each size compiles once.
-        solver: of the layers; serial propagation if not said otherwise.
+        batches: the data set. Batches may differ in size; each size compiles once.
+        solver: solver of the layers.
     """
     results = [_evaluate(loss_fn, params, batch, solver) for batch in batches]
     loss, correct, total = (sum(column) for column in zip(*jax.device_get(results), strict=True))
@@ -108,13 +112,13 @@ def _evaluate(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver) -> 
 
 
 def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Serial()) -> jax.Array:
-    """The logits of a classifier, by default of the exact network.
+    """Return the logits of a classifier, by default of the exact network.
 
     Args:
-        model: an `lp_jax.nn.Classifier`, in the mode that it is in; its own parameters are not used.
-        params: as `classification` returns them.
+        model: an `lp_jax.nn.Classifier`, in training or ``eval()`` mode; its own parameters are not used.
+        params: the parameters, as `classification` returns them.
         x: a batch of inputs; each shape compiles once.
-        solver: of the layers; serial propagation if not said otherwise.
+        solver: solver of the layers.
     """
     return _logits(nnx.graphdef(model), params, x, solver)
 
@@ -122,14 +126,14 @@ def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Se
 def confusion_matrix(
     model: Classifier, params: PyTree, batches: Iterable[Batch], *, classes: int, solver: Solver = Serial()
 ) -> np.ndarray:
-    """How often a model answers what, class by class.
+    """Return the number of times that a model gives each answer to each class.
 
     Args:
-        model: an `lp_jax.nn.Classifier`, in the mode that it is in; its own parameters are not used.
-        params: as `classification` returns them.
-        batches: the data set, ``(x, labels)``; where a label is negative, nothing is asked.
+        model: an `lp_jax.nn.Classifier`, in training or ``eval()`` mode; its own parameters are not used.
+        params: the parameters, as `classification` returns them.
+        batches: the data set, ``(x, labels)``; negative labels do not count.
         classes: number of classes.
-        solver: of the layers; serial propagation if not said otherwise.
+        solver: solver of the layers.
 
     Returns:
         Counts, ``(classes, classes)``: a row for each true class, a column for each answer.
@@ -150,14 +154,14 @@ def _logits(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -
 def residuals(
     model: Classifier, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None = None
 ) -> Residuals:
-    """Convergence of the solves of a training step: its forward solve's stats and its adjoint solve's.
+    """Return the stats of the forward and the adjoint solve of a training step.
 
     Args:
         model: an `lp_jax.nn.Classifier`; its own parameters are not used.
-        params: as `classification` returns them.
-        batch: ``(x, labels)``.
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
+        params: the parameters, as `classification` returns them.
+        batch: ``(x, labels)``, or ``(x, labels, key)``.
+        solver: solver of the forward solve.
+        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
     """
     return _residuals(nnx.graphdef(model), params, batch, solver, adjoint_solver)
 
@@ -167,18 +171,23 @@ def _residuals(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None
 ) -> Residuals:
     model = nnx.merge(graphdef, params)
-    x, labels, *key = batch
-    given = {"key": key[0]} if key else {}
+    x, labels, keys = split_batch(batch)
     solution, pullback = model.trunk.solve_vjp(
-        model.opening(x), **model.context_of(x), **given, solver=solver, adjoint_solver=adjoint_solver
+        model.opening(x), **model.context_of(x), **keys, solver=solver, adjoint_solver=adjoint_solver
     )
     cotangent = jax.grad(lambda y1: cross_entropy(model.closing(y1), labels))(solution.y1)
     _, adjoint = pullback(cotangent)
     return Residuals(solution.stats, adjoint, _tree.norm(solution.y1), _tree.norm(cotangent))
 
 
+def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
+    """Return inputs, labels and, as keyword arguments of a solve, the random key of a batch, if it has one."""
+    x, labels, *key = batch
+    return x, labels, {"key": key[0]} if key else {}
+
+
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean over the labels that are not negative."""
-    asked = labels >= 0
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, labels, 0))
-    return jnp.sum(jnp.where(asked, losses, 0)) / jnp.sum(asked).astype(losses.dtype)
+    """Return the mean over the labels that are not negative."""
+    counts = labels >= 0
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, labels, 0))
+    return jnp.sum(jnp.where(counts, losses, 0)) / jnp.sum(counts).astype(losses.dtype)

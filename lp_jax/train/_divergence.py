@@ -1,4 +1,4 @@
-"""Watching a run: what is reported while training, and what stops it."""
+"""Divergence: warnings while training, and the error that stops it."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ ADVICE = (
 )
 
 
-_SMALL = 1e-5  # of the state: near the rounding of single precision, and no harm to a gradient
+_ROUNDING = 1e-5  # residual norms below this fraction of the state's norm are near the rounding of single precision
 
 
 class DivergenceError(RuntimeError):
@@ -19,7 +19,10 @@ class DivergenceError(RuntimeError):
 
 
 def growth(norms: Sequence[float]) -> float | None:
-    """Last over first of the residual norms that were measured; None where there are fewer than two.
+    """Return the last residual norm over the first one; None if fewer than two were measured.
+
+    Args:
+        norms: residual norms, NaN where not measured.
 
     Example:
         >>> from lp_jax import train
@@ -32,26 +35,26 @@ def growth(norms: Sequence[float]) -> float | None:
     return measured[-1] / measured[0] if measured[0] > 0 else 1.0
 
 
-def complaint(what: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
-    """What is wrong with a solve, and what to do; None if nothing is seen to be.
+def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
+    """Return what is wrong with a solve and what to do; None if no problem is seen.
 
     Args:
-        what: name of the solve, as "forward".
-        norms: its residual norms, NaN where not taken.
-        scale: norm of the state; a residual that is small to it may wander.
+        solve: name of the solve, "forward" or "adjoint".
+        norms: its residual norms, NaN where not measured.
+        scale: norm of the state; residual norms far below it may grow by rounding.
         result: its code in `lp_jax.RESULTS`.
     """
     factor = growth(norms)
-    if factor is not None and factor > 1 and max(n for n in norms if not math.isnan(n)) > _SMALL * scale:
+    if factor is not None and factor > 1 and max(n for n in norms if not math.isnan(n)) > _ROUNDING * scale:
         listed = ", ".join(f"{norm:.2g}" for norm in norms if not math.isnan(norm))
-        return f"the {what} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
+        return f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
     if result not in (DONE, NON_FINITE):
-        return f"the {what} solve: {RESULTS[result]}."
+        return f"the {solve} solve: {RESULTS[result]}."
     return None
 
 
-def refusal(step: int, loss: float, gradient_norm: float, result: int) -> str:
-    """Why training stops at a step that is not finite, and what to do."""
+def divergence_message(step: int, loss: float, gradient_norm: float, result: int) -> str:
+    """Return why training stops at a step that is not finite, and what to do."""
     if result == NON_FINITE:
         return f"stopped at step {step}: {RESULTS[NON_FINITE]}."
     if not math.isfinite(loss):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: finish the step first."""
+"""SIGINT (Ctrl-C) and SIGTERM while training: the step is finished first."""
 
 import signal
 import threading
@@ -9,21 +9,21 @@ class Interrupted(RuntimeError):
     """A signal stopped the training after a finished step.
 
     Attributes:
-        signal: its number.
-        step: number of steps done; all of them are in the checkpoint, if there are checkpoints.
+        signal: number of the signal.
+        step: number of steps done; with checkpoints, the last one is of this step.
     """
 
-    def __init__(self, number: int, step: int, saved: str | None):
-        kept = f"saved to {saved}" if saved else "nothing is saved without checkpoints"
-        super().__init__(f"{signal.Signals(number).name}: stopped after step {step}; {kept}")
+    def __init__(self, number: int, step: int, path: str | None):
+        saved = f"saved to {path}" if path else "nothing is saved without checkpoints"
+        super().__init__(f"{signal.Signals(number).name}: stopped after step {step}; {saved}")
         self.signal = number
         self.step = step
 
 
 class Interrupts:
-    """Context that turns the first SIGINT or SIGTERM into ``received``; the next one acts as it did before.
+    """Context manager that stores the first SIGINT or SIGTERM in ``received``; a second one acts as usual.
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    It does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(self) -> None:

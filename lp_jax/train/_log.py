@@ -1,4 +1,4 @@
-"""The record of a run: flat rows, in memory and as JSON lines."""
+"""Log of a run: flat rows, in memory and as JSON lines."""
 
 import json
 import math
@@ -11,13 +11,17 @@ Row: TypeAlias = dict[str, Any]
 
 
 class Log:
-    """Rows of a run, each one flat: strings, numbers, booleans, None.
+    """Rows of a run, each a flat dictionary of strings, numbers, booleans and None.
 
-    Every row has ``kind`` ("train", "test", "probe", "warning", ...) and ``step``. With a path, each is appended to
-    that file as one line of JSON and flushed; numbers that are not finite become null.
+    Every row has ``kind`` ("train", "test", "probe", "warning", ...) and ``step``. With a path, each row is appended to
+    the file as one line of JSON and flushed; numbers that are not finite become null.
 
     Args:
-        path: the file, or None to keep rows in memory only. Its rows are read; a last line that was cut off is not one.
+        path: the file, or None to keep the rows in memory only. The rows of an existing file are read; an incomplete last
+            line is left out.
+
+    Raises:
+        ValueError: if the file has another line that is not a row.
 
     Example:
         >>> from lp_jax import train
@@ -42,23 +46,23 @@ class Log:
                 file.write(_line(row))
 
     def rewind(self, step: int) -> None:
-        """Drop all rows past ``step``: a run resumed there writes them again."""
+        """Remove all rows after ``step``; a run that is resumed there writes them again."""
         self.rows = [row for row in self.rows if row["step"] <= step]
         if self.path is not None and self.path.exists():
             scratch = self.path.with_name(self.path.name + ".new")
             scratch.write_text("".join(map(_line, self.rows)), encoding="utf-8")
-            scratch.replace(self.path)  # at once: a kill leaves the old file or the new one
+            scratch.replace(self.path)  # atomic: if killed, the old file or the new one remains
 
     def of(self, kind: str) -> list[Row]:
-        """The rows of one kind, oldest first."""
+        """Return the rows of one kind, oldest first."""
         return [row for row in self.rows if row["kind"] == kind]
 
 
 def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
-    """The rows of a file of JSON lines, up to a last line that was cut off.
+    """Yield the rows of a file of JSON lines; an incomplete last line is left out.
 
     Raises:
-        ValueError: for a line in the middle that is no JSON object.
+        ValueError: if another line is not a row.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
@@ -68,18 +72,24 @@ def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
         except (ValueError, TypeError, KeyError):
             if number == len(lines):
                 return
-            raise ValueError(f"{path}, line {number}, is no row of metrics: {line[:60]!r}.") from None
+            raise ValueError(f"{path}, line {number}, is not a row of metrics: {line[:60]!r}.") from None
         yield row
 
 
 def flat(prefix: str, values: Mapping[str, Any] | Iterable[Any]) -> Row:
-    """Several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ..."""
+    """Return several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ...
+
+    Example:
+        >>> from lp_jax import train
+        >>> train.flat("forward_residual", [0.5, 0.1])
+        {'forward_residual_1': 0.5, 'forward_residual_2': 0.1}
+    """
     items = values.items() if isinstance(values, Mapping) else enumerate(values, 1)
     return {f"{prefix}_{name}": value for name, value in items}
 
 
 def unflat(prefix: str, row: Row) -> list[float]:
-    """The numbered columns that `flat` wrote, NaN where nothing was measured."""
+    """Return the values of the numbered columns that `flat` wrote, NaN for None."""
     values: list[float] = []
     while (name := f"{prefix}_{len(values) + 1}") in row:
         values.append(math.nan if row[name] is None else row[name])
@@ -87,7 +97,7 @@ def unflat(prefix: str, row: Row) -> list[float]:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value; numbers of NumPy and JAX become Python's."""
+    """Return a JSON value; numbers of NumPy and JAX become Python's."""
     if value is None or isinstance(value, (str, bool)):
         return value
     value = value.item() if hasattr(value, "item") else value

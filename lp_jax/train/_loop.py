@@ -11,7 +11,7 @@ import jax
 from lp_jax._solution import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
-from lp_jax.train._divergence import DivergenceError, complaint, refusal
+from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
 from lp_jax.train._interrupt import Interrupted, Interrupts
 from lp_jax.train._log import Log, flat, unflat
 from lp_jax.train._progress import Meter, Silent
@@ -20,14 +20,14 @@ from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
 
 
 class Every(NamedTuple):
-    """Something to measure now and then: at the first step, at every ``steps``-th and at the last.
+    """A measurement at the first step, at every ``steps``-th and at the last.
 
     Attributes:
-        kind: of the rows that it writes, "test" or "probe" or any other word.
-        steps: how often.
-        measure: ``measure(state, batch) -> values``, the state after the step and the batch that it took; flat, as
-            `Log` rows are. Columns ``forward_residual_1``, ... with ``forward_scale``, and the same for "adjoint", are
-            watched for growth.
+        kind: kind of the rows that it writes: "test", "probe" or any other word.
+        steps: number of steps between two measurements.
+        measure: ``measure(state, batch) -> values``, with the state after the step, its batch, and flat values as in
+            `Log` rows. Growth of columns ``forward_residual_1``, ... with ``forward_scale`` is reported, and the same for
+            "adjoint".
     """
 
     kind: str
@@ -54,40 +54,39 @@ def fit(
 ) -> tuple[TrainState, Log]:
     """Train from ``state`` to the end of the last epoch.
 
-    A run that goes on from a checkpoint does what it would have done without a break, to the bit: the order of batches
-    depends on the epoch alone, and the log is rewound to the state's step. Metrics stay on the device until they are
+    A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit: the order of batches
+    depends on the epoch only, and the log is rewound to the state's step. Metrics stay on the device until they are
     logged, so the host does not wait for each step.
 
-    Trouble is never trained through. Residual norms that grow over the cycles of a solve, and tolerances that were not
-    met, are reported and logged (rows of kind "warning") when they begin. A step that is not finite stops the run; no
-    checkpoint holds its state.
+    A warning is reported and logged (a row of kind "warning") when residual norms grow over the cycles of a solve, or a
+    tolerance is not met. A step that is not finite stops the run, and its state is not saved.
 
     Args:
-        step_fn: as `make_train_step` returns it.
-        state: where to start; `init_state`, or `Checkpoints.restore`.
+        step_fn: the training step, as `make_train_step` returns it.
+        state: the first state, from `init_state` or `Checkpoints.restore`.
         batches: ``batches(epoch)`` gives the batches of an epoch, always the same ones in the same order.
-        steps_per_epoch: how many they are.
-        epochs: how many epochs there are in all, those behind ``state`` included.
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
-        measures: what is measured now and then.
-        log: gets the rows; those of training have the columns step, epoch, loss, accuracy, gradient_norm,
-            forward_residual_1, ..., result, time (seconds since the start) and step_time (seconds per step, the mean
-            since the last time the host waited). A new one, in memory, if None.
-        log_every: steps between two times that metrics are fetched.
+        steps_per_epoch: number of batches of an epoch.
+        epochs: number of epochs of the whole run, including those before ``state``.
+        solver: solver of the forward solve.
+        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
+        measures: measurements at some of the steps.
+        log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
+            accuracy, gradient_norm, forward_residual_1, ..., result, time (seconds since the start) and step_time
+            (seconds per step, the mean since the host last waited).
+        log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
-        checkpoint_every: an epoch's steps if None.
-        meter: shows how it goes.
-        agree: where several processes train together, ``agree(signal) -> signal`` makes all of them stop at the same
-            step: from the signal that each received, or None, one for all. It is asked when metrics are fetched.
-            `Ranks.agree` for MPI ranks.
+        checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
+        meter: display of the progress.
+        agree: for several processes that train together: ``agree(signal) -> signal`` makes one signal for all of the
+            signals (or None) that they received, so that they stop at the same step. It is called when metrics are
+            fetched. `Ranks.agree` for MPI ranks.
 
     Returns:
-        The last state, and the log.
+        The last state and the log.
 
     Raises:
-        DivergenceError: when loss, gradient or parameters are not finite, with advice.
-        Interrupted: after SIGINT or SIGTERM, once the step is finished and saved.
+        DivergenceError: if loss, gradient or parameters are not finite; the message has advice.
+        Interrupted: after SIGINT or SIGTERM, when the step is finished and saved.
         ValueError: if an epoch has another number of batches than ``steps_per_epoch``.
 
     Example:
@@ -109,7 +108,7 @@ def fit(
     log = Log() if log is None else log
     done, last = int(state.step), steps_per_epoch * epochs
     log.rewind(done)
-    record = _Record(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints)
+    record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     step = done
     meter.start(done, last)
@@ -122,7 +121,7 @@ def fit(
                     record.add(metrics, epoch)
                     due = [m for m in measures if step in (1, last) or step % m.steps == 0]
                     saves = checkpoints is not None and (step == last or step % checkpoint_every == 0)
-                    # the first step of a process compiles: kept apart, so that the times of the others are steps alone
+                    # The first step of a process compiles, and is fetched on its own to keep that out of the others' times.
                     fetches = due or saves or step in (done + 1, last) or step % log_every == 0
                     signal = interrupts.received
                     if agree is not None:
@@ -147,19 +146,19 @@ def fit(
     return state, log
 
 
-class _Record:
-    """From metrics on the device to rows, warnings and, where they are not finite, the end."""
+class _Recorder:
+    """Turns metrics on the device into rows, warnings and, if they are not finite, an error."""
 
     def __init__(self, log: Log, meter: Meter, *, quiet: int, checkpoints: Checkpoints | RankCheckpoints | None):
         self.log, self.meter, self.checkpoints = log, meter, checkpoints
-        self.quiet = quiet  # steps after a warning during which it is not repeated
+        self.quiet = quiet  # number of steps during which a warning is not repeated
         self.warned = {row["solve"]: row["step"] for row in log.of("warning")}
         self.pending: list[tuple[int, Metrics]] = []
         self.seconds = max((row["time"] for row in log.of("train")), default=0.0)
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave out of the step times what happened since the last flush."""
+        """Exclude the time since the last flush from the step times."""
         self.clock = time.perf_counter()
 
     def add(self, metrics: Metrics, epoch: int) -> None:
@@ -186,12 +185,12 @@ class _Record:
                 step_time=step_time,
             )
             if not metrics.finite:
-                raise DivergenceError(self._refusal(number, metrics))
+                raise DivergenceError(self._divergence(number, metrics))
             self._watch("forward", number, norms, float(info.scale), int(info.result))
         self.restart_clock()
 
     def measured(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Log what was measured at a step."""
+        """Log a measurement."""
         self._write(kind, step, **values)
         row = self.log.rows[-1]
         for solve in ("forward", "adjoint"):
@@ -202,14 +201,14 @@ class _Record:
         self.meter.show(self.log.rows[-1])
 
     def _watch(self, solve: str, step: int, norms: Sequence[float], scale: float, result: int = DONE) -> None:
-        message = complaint(solve, norms, scale, result)
+        message = convergence_warning(solve, norms, scale, result)
         if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
             self.warned[solve] = step
             self._write("warning", step, solve=solve, message=message)
             self.meter.say(f"step {step}: {message}")
 
-    def _refusal(self, step: int, metrics: Metrics) -> str:
-        text = refusal(step, float(metrics.loss), float(metrics.gradient_norm), int(metrics.info.result))
+    def _divergence(self, step: int, metrics: Metrics) -> str:
+        text = divergence_message(step, float(metrics.loss), float(metrics.gradient_norm), int(metrics.info.result))
         if self.checkpoints is None or self.checkpoints.latest is None:
             return f"{text} No checkpoint was saved before."
         return f"{text} The last checkpoint is that of step {self.checkpoints.latest}, in {self.checkpoints.folder}."

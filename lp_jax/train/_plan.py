@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from lp_jax import planning
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._types import PyTree, State
 from lp_jax.nn import Classifier
@@ -17,12 +18,12 @@ class Inner(NamedTuple):
     """The layers that are solved for, alone.
 
     Attributes:
-        problem: arguments of `lp_jax.solve`, as a batch reaches them.
+        problem: the problem of a batch.
         cotangent: of their last state, as the loss gives it.
         fewer: those of the arguments that a quarter of the examples makes smaller; None for fewer than eight examples.
     """
 
-    problem: dict[str, Any]
+    problem: Problem
     cotangent: State
     fewer: dict[str, Any] | None
 
@@ -43,12 +44,12 @@ def inner(model: Classifier, params: PyTree, batch: Batch) -> Inner:
     fewer = None
     if quarter >= 2:
         smaller, _, _ = _reached(merged, jax.tree.map(lambda leaf: leaf[:quarter], x), key)
-        fewer = {name: smaller[name] for name in ("y0", "shared", "data")}
+        fewer = {name: getattr(smaller, name) for name in ("y0", "shared", "data")}
     return Inner(problem, cotangent, fewer)
 
 
-def _reached(model: Any, x: PyTree, key: list[jax.Array]) -> tuple[dict[str, Any], State, Any]:
-    """The longest block's arguments, its last state, and all that comes between it and the closing layer."""
+def _reached(model: Any, x: PyTree, key: list[jax.Array]) -> tuple[Problem, State, Any]:
+    """The longest block's problem, its last state, and all that comes between it and the closing layer."""
     given = {**model.context_of(x), **({"key": key[0]} if key else {})}
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
     lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts]
@@ -101,7 +102,7 @@ def plan(
     """
     problem, cotangent, fewer = inner(model, params, batch)
     return planning.plan(
-        **problem,
+        **vars(problem),
         cotangent=cotangent,
         fewer=fewer,
         error=error,

@@ -1,4 +1,4 @@
-"""How far the layer-parallel gradient is from the exact one."""
+"""Error of the layer-parallel gradient."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class GradientError(NamedTuple):
 
     Attributes:
         relative: ``|g - e| / |e|`` in the 2-norm, over all parameters.
-        cosine: of the angle between ``g`` and ``e``; 1 is the same direction.
+        cosine: cosine of the angle between ``g`` and ``e``; 1 is the same direction.
         groups: ``relative`` of each group of parameters, by name.
     """
 
@@ -35,20 +35,20 @@ def gradient_error(
     adjoint_solver: Solver | None = None,
     *,
     depth: int = 1,
-    whole: Callable[[PyTree], PyTree] | None = None,
+    global_sums: Callable[[PyTree], PyTree] | None = None,
 ) -> GradientError:
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch.
 
-    Costs two gradients, each compiled once for a ``loss_fn`` and the solvers' structure.
+    Costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers.
 
     Args:
         loss_fn: as for `make_train_step`.
-        params: where the gradients are taken.
-        batch: what they are taken of.
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
-        depth: parameters are grouped by so many keys of their path in the tree.
-        whole: as for `make_train_step`.
+        params: the parameters at which the gradients are taken.
+        batch: the batch.
+        solver: solver of the forward solve.
+        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
+        depth: number of keys of a parameter's path that name its group.
+        global_sums: as for `make_train_step`.
 
     Returns:
         A `GradientError` of scalars.
@@ -66,7 +66,7 @@ def gradient_error(
         (True, ['trunk'])
     """
     g = _gradient(loss_fn, params, batch, solver, adjoint_solver)
-    return _compare(g, _gradient(loss_fn, params, batch, Serial(), Serial()), depth, whole)
+    return _compare(g, _gradient(loss_fn, params, batch, Serial(), Serial()), depth, global_sums)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -75,13 +75,13 @@ def _gradient(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver, adj
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _compare(g: PyTree, e: PyTree, depth: int, whole: Callable[[PyTree], PyTree] | None) -> GradientError:
+def _compare(g: PyTree, e: PyTree, depth: int, global_sums: Callable[[PyTree], PyTree] | None) -> GradientError:
     def products(a: jax.Array, b: jax.Array) -> jax.Array:  # of one parameter: |a - b|^2, |a|^2, |b|^2, (a, b)
         return jnp.stack([jnp.sum(x * y) for x, y in ((a - b, a - b), (a, a), (b, b), (a, b))])
 
     sums = jax.tree.map(products, g, e)
     groups: dict[str, jax.Array] = {}
-    for path, leaf in jax.tree.leaves_with_path(sums if whole is None else whole(sums)):
+    for path, leaf in jax.tree.leaves_with_path(sums if global_sums is None else global_sums(sums)):
         name = jax.tree_util.keystr(path[:depth], simple=True, separator="/")
         groups[name] = groups[name] + leaf if name in groups else leaf
     relative, cosine = _error(jax.tree.reduce(jnp.add, groups))
@@ -89,7 +89,7 @@ def _compare(g: PyTree, e: PyTree, depth: int, whole: Callable[[PyTree], PyTree]
 
 
 def _error(products: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Relative error and cosine; 0 where there is nothing to divide: a group without gradient has no error."""
+    """Return relative error and cosine; both are 0 for a group without gradient."""
     error, gg, ee, ge = products
     return _ratio(jnp.sqrt(error), jnp.sqrt(ee)), _ratio(ge, jnp.sqrt(gg) * jnp.sqrt(ee))
 

@@ -1,6 +1,4 @@
-"""What a run shows while it goes on."""
-
-from typing import Protocol
+"""Display of a run's progress."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -8,44 +6,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lp_jax.train._log import Row, unflat
 
 
-class Meter(Protocol):
-    """Shows a run. `fit` calls ``start``, then ``show`` and ``say`` as things happen, and ``stop`` in any case."""
+class Meter:
+    """Display of a run. `fit` calls ``start``, then ``show`` and ``say``, and in any case ``stop``.
+
+    A class that inherits from this one overrides the methods that it needs; the others do nothing.
+    """
 
     def start(self, done: int, total: int) -> None:
-        """``done`` of ``total`` steps are behind."""
+        """Called when the run starts, with ``done`` of ``total`` steps done."""
 
     def show(self, row: Row) -> None:
-        """A row was logged."""
+        """Called for every row that is logged."""
 
     def say(self, message: str) -> None:
-        """Something that the user should read."""
+        """Called with every message to the user."""
 
     def stop(self) -> None:
-        """The run ended, well or not."""
+        """Called when the run ends, also by an error."""
 
 
-class Silent:
-    """A meter that shows nothing; what there is to say stays in the log."""
-
-    def start(self, done: int, total: int) -> None:
-        """Nothing."""
-
-    def show(self, row: Row) -> None:
-        """Nothing."""
-
-    def say(self, message: str) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
+class Silent(Meter):
+    """A meter that shows nothing; warnings are still in the log."""
 
 
-class Bar:
+class Bar(Meter):
     """A progress bar on a terminal; elsewhere one line per evaluation.
 
     Args:
-        title: what stands before the bar.
-        console: where it is drawn; standard error if None.
+        title: text before the bar.
+        console: where the bar is drawn; standard error if None.
     """
 
     def __init__(self, title: str = "training", console: Console | None = None):
@@ -69,7 +58,7 @@ class Bar:
         self._progress.start()
 
     def show(self, row: Row) -> None:
-        """Move the bar to the row's step, and show its main numbers."""
+        """Move the bar to the row's step and show its main numbers."""
         self._latest |= _main_numbers(row)
         latest = "  ".join(f"{name} {value}" for name, value in self._latest.items())
         self._progress.update(self._task, completed=row["step"], latest=latest)

@@ -1,6 +1,6 @@
-"""Training over MPI ranks: who holds what, and what they tell each other.
+"""Training over MPI ranks: which rank holds which layers and examples, and how their results are combined.
 
-On a mesh none of this is needed: there arrays are global, and the compiler sums what is spread.
+On a mesh arrays are global and the compiler sums over devices, so none of this is needed.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax import MPIComm
+from lp_jax._mpi import MPIComm
 from lp_jax._solver import Stats
 from lp_jax._types import PyTree
 from lp_jax.train._checkpoint import Checkpoints
@@ -25,18 +25,18 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A grid of MPI ranks: along one side the layers are spread, along the other the examples of each batch.
+    """A grid of MPI ranks: the layers are spread along one side, the examples of each batch along the other.
 
-    Ranks ``0 ... layers.size - 1`` of ``world`` hold the layers of one network together, the next ones those of its
-    first copy, which sees other examples, and so on; `grid` makes them. What every rank has of the parameters: its
-    layers, and all that lies outside the trunk.
+    Ranks ``0 ... layers.size - 1`` of ``world`` hold the layers of one network. The next ``layers.size`` ranks hold a copy
+    of it, which gets other examples, and so on. Each rank has the parameters of its layers, and all parameters outside
+    the trunk. `grid` makes it.
 
     Args:
         world: all ranks.
-        layers: those that hold one network together; the ``comm`` of `lp_jax.solve`.
-        data: those that hold the same layers.
-        trunk: path of the stacked layers within the parameters, or several. An optimizer keeps what belongs to a
-            parameter under the same path, within its own state.
+        layers: the ranks that hold one network; the ``comm`` of `lp_jax.solve`.
+        data: the ranks that hold the same layers.
+        trunk: path of the stacked layers in the parameters, or several paths. In an optimizer's state, the arrays of a
+            parameter lie under the same path.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -51,9 +51,9 @@ class Ranks:
         ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(1.0)
-        >>> step_fn = train.make_train_step(ranks.loss(loss_fn), optimizer, whole=ranks.whole)
+        >>> step_fn = train.make_train_step(ranks.loss(loss_fn), optimizer, global_sums=ranks.global_sums)
         >>> state = train.init_state({"trunk": jnp.zeros(8)[mine]}, optimizer)
-        >>> state, metrics = step_fn(state, ranks.share(jnp.ones(4)), solver, None)
+        >>> state, metrics = step_fn(state, ranks.local_batch(jnp.ones(4)), solver, None)
         >>> float(metrics.loss)
         1.0
     """
@@ -65,11 +65,11 @@ class Ranks:
 
     @staticmethod
     def grid(comm: Any = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk") -> "Ranks":
-        """Arrange the ranks of a communicator; called by all of them.
+        """Arrange the ranks of a communicator as a grid. All of them must call this.
 
         Args:
             comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``.
-            data: number of copies of the network, each with its share of every batch.
+            data: number of copies of the network; each gets an equal part of every batch.
             trunk: as for the class.
 
         Raises:
@@ -79,22 +79,22 @@ class Ranks:
         layers, rest = divmod(world.size, data)
         if rest:
             raise ValueError(
-                f"{world.size} ranks cannot be arranged as layers x data with data={data}; it must divide."
+                f"{world.size} ranks cannot be arranged as layers x data with data={data}; it must divide their number."
             )
         row, column = divmod(world.rank, layers)
         along, across = (MPIComm(world.comm.Split(color, world.rank)) for color in (row, column))
         return Ranks(world, along, across, trunk)
 
     @property
-    def chief(self) -> bool:
-        """Whether this is the rank that writes files and shows how it goes."""
+    def is_root(self) -> bool:
+        """Whether this is rank 0 of ``world``, which writes files and shows the progress."""
         return self.world.rank == 0
 
-    def share(self, batch: Batch) -> Batch:
-        """This rank's examples of a batch, leaves ``(batch, ...)``.
+    def local_batch(self, batch: Batch) -> Batch:
+        """Return this rank's examples of a batch, leaves ``(batch, ...)``.
 
         Raises:
-            ValueError: for a batch that cannot be split evenly.
+            ValueError: if the batch cannot be split evenly.
         """
         copies, number = self.data.size, self.data.rank
 
@@ -107,45 +107,46 @@ class Ranks:
         return jax.tree.map(leaf, batch) if copies > 1 else batch
 
     def loss(self, loss_fn: LossFn) -> LossFn:
-        """The mean of a loss over the shares of a batch: its value, its gradient and its `Info` are the whole batch's.
+        """Return the mean of a loss over the ranks' examples; value, gradient and `Info` are those of the whole batch.
 
         Args:
-            loss_fn: a mean over the ``info.total`` answers that it is asked for, as for `make_train_step`.
+            loss_fn: a mean over ``info.total`` answers, as for `make_train_step`.
         """
         if self.data.size == 1:
             return loss_fn
 
         def mean_loss(params: PyTree, batch: Batch, solver: Any, adjoint_solver: Any) -> tuple[jax.Array, Info]:
             loss, info = loss_fn(_transposed_mean(params, self.data), batch, solver, adjoint_solver)
-            whole = self._whole_info(jax.lax.stop_gradient(info))
-            weight = info.total * self.data.size / whole.total
-            return _mean(loss * weight.astype(loss.dtype), self.data), whole
+            combined = self._combined_info(jax.lax.stop_gradient(info))
+            weight = info.total * self.data.size / combined.total
+            return _mean(loss * weight.astype(loss.dtype), self.data), combined
 
         return mean_loss
 
-    def _whole_info(self, info: Info) -> Info:
+    def _combined_info(self, info: Info) -> Info:
         norms, scale = info.stats.residual_norms, jnp.asarray(info.scale)
         correct, total, *squares = self.data.sum((info.correct, info.total, norms**2, scale**2))
         iterations, result = self.data.max((info.stats.iterations, info.result))
         replace = _mean(info.replace, self.data)
         return Info(correct, total, Stats(iterations, jnp.sqrt(squares[0])), result, jnp.sqrt(squares[1]), replace)
 
-    def whole(self, sums: PyTree) -> PyTree:
-        """Sums over each parameter, from what each rank has of it: ``whole`` of `make_train_step`."""
-        spread = self._of_trunk(sums)
+    def global_sums(self, sums: PyTree) -> PyTree:
+        """Return sums over all layers, from those over each rank's layers: ``global_sums`` of `make_train_step`."""
         leaves, structure = jax.tree.flatten(sums)
-        summed = iter(self.layers.sum([x for x, mine in zip(leaves, spread, strict=True) if mine]))
-        both = [next(summed) if mine else x for x, mine in zip(leaves, spread, strict=True)]
-        return jax.tree.unflatten(structure, both)
+        spread = self._in_trunk(sums)
+        summed = iter(self.layers.sum([x for x, in_trunk in zip(leaves, spread, strict=True) if in_trunk]))
+        return jax.tree.unflatten(
+            structure, [next(summed) if in_trunk else x for x, in_trunk in zip(leaves, spread, strict=True)]
+        )
 
     def agree(self, signal: int | None) -> int | None:
-        """The signal that any rank received: ``agree`` of `fit`."""
+        """Return the signal that any rank received: ``agree`` of `fit`."""
         return max(self.world.host.allgather(signal or 0)) or None
 
     def once(self, f: Callable[[], T]) -> T:
-        """``f()`` on the chief; its value, or what it raised, on every rank."""
+        """Call ``f()`` on rank 0 and return its value, or raise its exception, on every rank."""
         outcome: tuple[Any, Exception | None] = (None, None)
-        if self.chief:
+        if self.is_root:
             try:
                 outcome = f(), None
             except Exception as error:
@@ -156,72 +157,73 @@ class Ranks:
         return value
 
     def checkpoints(self, folder: str | os.PathLike[str], **options: Any) -> "RankCheckpoints":
-        """Checkpoints of the whole network, in files of the chief's; arguments as for `Checkpoints`."""
+        """Return checkpoints of the whole network, which rank 0 writes; arguments as for `Checkpoints`."""
         return RankCheckpoints(self, folder, **options)
 
     def gather(self, tree: PyTree) -> PyTree:
-        """Parameters, or a whole `TrainState`, as NumPy arrays of all layers, on the chief; None on other ranks."""
+        """Return parameters, or a `TrainState`, as NumPy arrays of all layers on rank 0; None on other ranks."""
         if self.data.rank > 0:
             return None
 
         def leaf(x: Any, spread: bool) -> Any:
-            parts = self.layers.host.gather(np.asarray(x)) if spread else None
-            if not self.chief:
+            runs = self.layers.host.gather(np.asarray(x)) if spread else None
+            if not self.is_root:
                 return None
-            return np.asarray(x) if parts is None else np.concatenate(parts)
+            return np.asarray(x) if runs is None else np.concatenate(runs)
 
-        whole = self._leaf_by_leaf(leaf, tree)
-        return whole if self.chief else None
+        gathered = self._leaf_by_leaf(leaf, tree)
+        return gathered if self.is_root else None
 
-    def scatter(self, whole: PyTree, like: PyTree) -> PyTree:
-        """Undo `gather`.
+    def scatter(self, gathered: PyTree, like: PyTree) -> PyTree:
+        """Return this rank's part of arrays that `gather` returned.
 
         Args:
-            whole: on the chief, what `gather` gave; anything on other ranks.
-            like: what this rank is to get, for its structure and its number of layers.
+            gathered: on rank 0, the result of `gather`; any value on other ranks.
+            like: arrays with the structure and the number of layers of this rank's part.
         """
-        whole = iter(jax.tree.leaves(whole) if self.chief else ())
+        leaves = iter(jax.tree.leaves(gathered) if self.is_root else ())
 
         def leaf(x: Any, spread: bool) -> Any:
-            all_of_it = np.asarray(next(whole)) if self.chief else None
+            all_layers: Any = np.asarray(next(leaves)) if self.is_root else None
             if not spread:
-                return jnp.asarray(self.world.host.bcast(all_of_it))
-            mine = None
+                return jnp.asarray(self.world.host.bcast(all_layers))
+            run = None
             if self.data.rank == 0:
                 lengths = self.layers.host.allgather(len(x))
-                pieces = np.split(all_of_it, np.cumsum(lengths)[:-1]) if all_of_it is not None else None
-                mine = self.layers.host.scatter(pieces)
-            return jnp.asarray(self.data.host.bcast(mine))
+                runs = np.split(all_layers, np.cumsum(lengths)[:-1]) if all_layers is not None else None
+                run = self.layers.host.scatter(runs)
+            return jnp.asarray(self.data.host.bcast(run))
 
         return self._leaf_by_leaf(leaf, like)
 
     def _leaf_by_leaf(self, f: Callable[[Any, bool], Any], tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, list(map(f, leaves, self._of_trunk(tree))))
+        return jax.tree.unflatten(structure, list(map(f, leaves, self._in_trunk(tree))))
 
-    def _of_trunk(self, tree: PyTree) -> list[bool]:
-        """For each leaf of parameters, or of an optimizer's state, whether it is a list of layers."""
+    def _in_trunk(self, tree: PyTree) -> list[bool]:
+        """Return for each leaf of parameters, or of an optimizer's state, whether it is stacked over the trunk's layers."""
         names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree))
         trunks = (self.trunk,) if isinstance(self.trunk, str) else self.trunk
         return [any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
 
 
 class RankCheckpoints:
-    """`Checkpoints` for a training over MPI ranks; `Ranks.checkpoints` makes them.
+    """`Checkpoints` of a run over MPI ranks, made by `Ranks.checkpoints`.
 
-    A file holds the whole network, as that of a run on one device does; so a run goes on with any number of ranks, on a
-    mesh, or on one device. Only the chief touches the folder; its memory must hold the whole state. All ranks call the
-    methods together.
+    A checkpoint holds the whole network, like that of a run on one device, so a run can be resumed with any number of
+    ranks, on a mesh, or on one device. Only rank 0 reads and writes the folder, and its memory must hold the whole
+    state. All ranks must call a method together.
 
     Args:
-        ranks: who holds what.
-        folder: as for `Checkpoints`, like the options.
+        ranks: the grid of ranks.
+        folder: as for `Checkpoints`.
+        **options: as for `Checkpoints`.
     """
 
     def __init__(self, ranks: Ranks, folder: str | os.PathLike[str], **options: Any):
         self.folder = Path(folder).resolve()
         self._ranks = ranks
-        self._files: Any = Checkpoints(folder, **options) if ranks.chief else None  # the chief alone uses it
+        self._files: Any = Checkpoints(folder, **options) if ranks.is_root else None
         self.latest = ranks.once(lambda: self._files.latest)
 
     def __enter__(self) -> "RankCheckpoints":
@@ -236,8 +238,8 @@ class RankCheckpoints:
         step = int(state.step)
         if step == self.latest:
             return
-        whole = self._ranks.gather(state)
-        self._ranks.once(lambda: self._files.save(whole))
+        gathered = self._ranks.gather(state)
+        self._ranks.once(lambda: self._files.save(gathered))
         self.latest = step
 
     def restore(self, template: TrainState) -> TrainState:
@@ -250,14 +252,14 @@ class RankCheckpoints:
             return jax.ShapeDtypeStruct((*length, *x.shape[len(length) :]), x.dtype, sharding=device)
 
         wanted = ranks._leaf_by_leaf(leaf, template)
-        whole: list[Any] = []
-        ranks.once(lambda: whole.append(self._files.restore(wanted)))
-        return ranks.scatter(whole[0] if whole else None, template)
+        restored: list[Any] = []
+        ranks.once(lambda: restored.append(self._files.restore(wanted)))
+        return ranks.scatter(restored[0] if restored else None, template)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _mean(x: jax.Array, ranks: MPIComm) -> jax.Array:
-    """Mean over the ranks. Every rank differentiates it on its own, for all: the cotangent is that of one of them."""
+    """Return the mean over the ranks. All ranks differentiate the same mean, so each passes on its cotangent unchanged."""
     return jax.tree.map(lambda u: u / ranks.size, ranks.sum(x))
 
 
@@ -266,7 +268,7 @@ _mean.defvjp(lambda x, ranks: (_mean(x, ranks), None), lambda ranks, _, cotangen
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _transposed_mean(tree: PyTree, ranks: MPIComm) -> PyTree:
-    """What all ranks have, used by each for its own part of a mean: the gradient is the mean of theirs."""
+    """Return ``tree``, which all ranks hold; its cotangent is the mean of the ranks'."""
     return tree
 
 

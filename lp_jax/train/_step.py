@@ -1,4 +1,4 @@
-"""One training step: state in, state and metrics out."""
+"""The training step: from a state to the next one and metrics."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lp_jax import _tree
 from lp_jax._solver import Solver, Stats
@@ -15,7 +16,7 @@ Batch: TypeAlias = Any
 
 
 class TrainState(NamedTuple):
-    """All that a run carries from step to step, and all that a checkpoint holds.
+    """State of a run: what it carries from step to step, and what a checkpoint holds.
 
     Attributes:
         step: number of steps done, an int32 scalar.
@@ -29,16 +30,16 @@ class TrainState(NamedTuple):
 
 
 class Info(NamedTuple):
-    """What a loss function reports beside the loss.
+    """The auxiliary output of a loss function.
 
     Attributes:
         correct: number of right answers in the batch.
-        total: number of answers in the batch, which the loss is a mean over.
-        stats: of the forward solve.
-        result: of the forward solve, a code of `lp_jax.RESULTS`.
+        total: number of answers in the batch; the loss is their mean.
+        stats: stats of the forward solve.
+        result: result code of the forward solve, one of `lp_jax.RESULTS`.
         scale: 2-norm of the state, if known; residual norms far below it are rounding, not divergence.
-        replace: new values of those of the model's ``params`` that are not trained (running statistics), a part of that
-            nested dict. The loss must not depend on the old ones.
+        replace: new values of the parameters that are not trained (running statistics), a part of the nested dict
+            ``params``. The loss must not depend on the old values.
     """
 
     correct: jax.Array
@@ -50,13 +51,13 @@ class Info(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What one step measured, still on the device.
+    """Metrics of one step, still on the device.
 
     Attributes:
-        loss: of the batch, before the update.
-        gradient_norm: 2-norm of the whole gradient.
-        finite: whether loss, gradient and updated parameters all are.
-        info: what the loss function reported.
+        loss: loss of the batch, before the update.
+        gradient_norm: 2-norm of the gradient over all parameters.
+        finite: whether loss, gradient and updated parameters are finite.
+        info: auxiliary output of the loss function.
     """
 
     loss: jax.Array
@@ -70,10 +71,15 @@ StepFn: TypeAlias = Callable[[TrainState, Batch, Solver, Solver | None], tuple[T
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step; what the optimizer keeps for a parameter lies where the parameter does."""
+    """Return the state before the first step.
+
+    Args:
+        params: the model's parameters.
+        optimizer: any optax transformation. Its state of a parameter gets the parameter's sharding.
+    """
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda kept, param: jax.device_put(kept, param.sharding) if param.sharding.num_devices > 1 else kept,
+        lambda slot, param: jax.device_put(slot, param.sharding) if param.sharding.num_devices > 1 else slot,
         optimizer.init(params),
         params,
     )
@@ -81,16 +87,17 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
 
 
 def make_train_step(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, whole: Callable[[PyTree], PyTree] | None = None
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, global_sums: Callable[[PyTree], PyTree] | None = None
 ) -> StepFn:
-    """The jitted training step for a loss and an optimizer.
+    """Return the jitted training step for a loss and an optimizer.
 
     Args:
         loss_fn: ``loss_fn(params, batch, solver, adjoint_solver) -> (loss, info)``, a pure function, with `Info`. It
-            hands both solvers to `lp_jax.solve`.
+            passes both solvers to `lp_jax.solve`.
         optimizer: any optax transformation.
-        whole: ``whole(sums) -> sums``, for parameters of which this process has a part only: from sums over that part,
-            one for each parameter, those over all of it. `Ranks.whole` for MPI ranks; None where arrays are global.
+        global_sums: ``global_sums(sums) -> sums``, if this process holds only a part of each parameter: from sums over the
+            part, one for each parameter, to sums over all parts. `Ranks.global_sums` for MPI ranks; None for global
+            arrays.
 
     Returns:
         ``step_fn(state, batch, solver, adjoint_solver) -> (state, metrics)``. The solvers are arguments: another
@@ -120,18 +127,21 @@ def make_train_step(
         gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, info), gradient = gradient_fn(state.params, batch, solver, adjoint_solver)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = _replaced(optax.apply_updates(state.params, updates), info.replace)
+        params = _merged(optax.apply_updates(state.params, updates), info.replace)
         info = info._replace(replace=None)
         squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
-        gradient_norm, norm = jnp.sqrt(jax.tree.reduce(jnp.add, squares if whole is None else whole(squares)))
+        gradient_norm, norm = jnp.sqrt(
+            jax.tree.reduce(jnp.add, squares if global_sums is None else global_sums(squares))
+        )
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
         return TrainState(state.step + 1, params, opt_state), Metrics(loss, gradient_norm, finite, info)
 
     return step_fn
 
 
-def _replaced(params: PyTree, new: PyTree) -> PyTree:
-    """A nested dict with a part of it exchanged."""
-    if not isinstance(new, dict):
-        return params if new is None else new
-    return params | {name: _replaced(params[name], value) for name, value in new.items()}
+def _merged(params: PyTree, new: PyTree) -> PyTree:
+    """Return a nested dict with the values of ``new`` in place of its own."""
+    if new is None:
+        return params
+    flat, flat_new = (flatten_dict(tree, keep_empty_nodes=True) for tree in (params, new))
+    return unflatten_dict(flat | flat_new)

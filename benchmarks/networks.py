@@ -1,0 +1,290 @@
+"""The networks of all suites: equal layers that one solve goes through, weights as at initialisation, and a batch.
+
+Inputs and labels are random, since the time of a step does not depend on them. All arrays are NumPy's, in float32, and the
+same in every process.
+
+| name | one layer | loss |
+|---|---|---|
+| ``dense`` | ``y + h tanh(y W + b)`` | half the squared distance to a target |
+| ``conv`` | ``y + h relu(conv(relu(conv(y))))`` on images, one convolution before, two dense layers after | cross entropy |
+| ``encoder`` | pre-norm attention (four heads, 32 tokens) and feed-forward | half the mean squared distance |
+| ``voxels`` | two convolutions over 16 x 16 x 16 points | half the mean squared distance |
+| ``gru`` | a time step of two implicit units on top of each other, a dense layer on the last state | cross entropy |
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import lp_jax
+from lp_jax import nn
+
+HEADS, TOKENS, POINTS = 4, 32, 16
+FEATURES, UNITS = 9, 2
+SERIAL = lp_jax.Serial(), lp_jax.Serial()
+
+Pair = tuple[Any, Any]
+"""A forward and an adjoint solver."""
+
+
+class Weights(NamedTuple):
+    """All weights of a network.
+
+    Attributes:
+        opening: of what comes before the layers.
+        layers: of the layers, leaves ``(layers, ...)``; of the GRU those of its units, which all time steps share.
+        closing: of what comes after the layers.
+    """
+
+    opening: Any
+    layers: Any
+    closing: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    """A network, its initial weights and a batch.
+
+    Attributes:
+        name: kind of network.
+        weights: the initial ones.
+        x: the inputs, examples first.
+        target: what the loss compares with.
+        problem: ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`, solvers aside.
+        scan: ``scan(weights, x)``: the last state, as one writes it by hand.
+        measure: ``measure(closing, y1, target)``: the loss.
+    """
+
+    name: str
+    weights: Weights
+    x: np.ndarray
+    target: np.ndarray
+    problem: Callable[..., dict[str, Any]]
+    scan: Callable[[Weights, jax.Array], Any]
+    measure: Callable[[Any, Any, jax.Array], jax.Array]
+
+    def loss(self, solvers: Pair | None = None, comm: Any = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """Return ``loss(weights, x, target)`` by these solvers, or by a scan; it also gives the last residual norm, or NaN."""
+
+        def loss(weights: Weights, x: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+            norms = jnp.full(1, jnp.nan, jnp.float32)
+            if solvers is None:
+                y1 = self.scan(weights, x)
+            else:
+                problem = self.problem(weights, x, solvers, comm)
+                solution = lp_jax.solve(**problem, solver=solvers[0], adjoint_solver=solvers[1])
+                y1, norms = solution.y1, jnp.append(norms, solution.stats.residual_norms)
+            return self.measure(weights.closing, y1, target), norms[-1]
+
+        return loss
+
+
+def through(step: Any, h: float, params: Any, y: jax.Array) -> jax.Array:
+    """Scan over residual layers of length ``h``."""
+    dt = jnp.asarray(h, y.dtype)
+
+    def body(y: jax.Array, params: Any) -> tuple[jax.Array, None]:
+        return step(y, lp_jax.Layer(params, None, None, 0 * dt, dt, jnp.int32(0), 0)), None
+
+    return lax.scan(body, y, params)[0]
+
+
+def _residual(
+    name: str,
+    step: Any,
+    weights: Weights,
+    x: np.ndarray,
+    target: np.ndarray,
+    measure: Callable[[Any, Any, jax.Array], jax.Array],
+    enter: Callable[[Any, jax.Array], jax.Array] = lambda opening, x: x,
+) -> Network:
+    """Residual layers with h = 1/N; ``enter(opening, x)`` is the state that enters them."""
+    h = 1 / len(jax.tree.leaves(weights.layers)[0])
+
+    def problem(weights: Weights, x: jax.Array, solvers: Pair | None = None, comm: Any = None) -> dict[str, Any]:
+        return {"step": step, "params": weights.layers, "y0": enter(weights.opening, x), "comm": comm}
+
+    def scan(weights: Weights, x: jax.Array) -> jax.Array:
+        return through(step, h, weights.layers, enter(weights.opening, x))
+
+    return Network(name=name, weights=weights, x=x, target=target, problem=problem, scan=scan, measure=measure)
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def _uniform(rng: np.random.Generator, bound: float, *shape: int) -> np.ndarray:
+    return (rng.uniform(-1, 1, shape) * bound).astype(np.float32)
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+
+
+def _linear(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+    kernel, bias = weights
+    return x @ kernel + bias.reshape(*[1] * (x.ndim - 1), -1)
+
+
+def half_mean_square(closing: Any, y1: jax.Array, target: jax.Array) -> jax.Array:
+    return 0.5 * jnp.mean((y1 - target) ** 2)
+
+
+def dense(width: int, layers: int, batch: int) -> Network:
+    """Layers of a matrix each."""
+
+    def step(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
+        w, b = layer.params
+        return y + layer.dt * jnp.tanh(y @ w + b[None])
+
+    def half_square(closing: Any, y1: jax.Array, target: jax.Array) -> jax.Array:
+        return 0.5 * jnp.sum((y1 - target) ** 2)
+
+    rng = np.random.default_rng(0)
+    stacked = _normal(rng, layers, width, width) / np.float32(math.sqrt(width)), 0.1 * _normal(rng, layers, width)
+    x, target = (_normal(rng, batch, width) for _ in range(2))
+    return _residual("dense", step, Weights(None, stacked, None), x, target, half_square)
+
+
+class Convolved(NamedTuple):
+    """Weights of a convolutional layer, stacked over the layers: (N, C, C, 3, 3) and (N, C), twice."""
+
+    w1: Any
+    b1: Any
+    w2: Any
+    b2: Any
+
+
+def conv(channels: int, layers: int, batch: int, *, size: int = 28, formulation: str = "auto") -> Network:
+    """Layers of two convolutions each, weights as PyTorch draws them: uniform within 1 / sqrt(fan in)."""
+    hidden, classes = 32, 10
+
+    def convolve(y: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        return nn.convolve(y, w.transpose(2, 3, 1, 0), formulation=formulation) + b[None, None, None]
+
+    def enter(opening: Any, images: jax.Array) -> jax.Array:
+        return jax.nn.relu(convolve(images.transpose(0, 2, 3, 1), *opening))
+
+    def step(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
+        p = layer.params
+        return y + layer.dt * jax.nn.relu(convolve(jax.nn.relu(convolve(y, p.w1, p.b1)), p.w2, p.b2))
+
+    def measure(closing: Any, y: jax.Array, labels: jax.Array) -> jax.Array:
+        inner, outer = closing
+        flat = y.transpose(0, 3, 1, 2).reshape(labels.size, -1)  # PyTorch's order
+        return _cross_entropy(_linear(jax.nn.relu(_linear(flat, inner)), outer), labels)
+
+    rng = np.random.default_rng(0)
+
+    def convolved(inputs: int, *stack: int) -> tuple[np.ndarray, np.ndarray]:
+        bound = 1 / math.sqrt(9 * inputs)
+        return _uniform(rng, bound, *stack, channels, inputs, 3, 3), _uniform(rng, bound, *stack, channels)
+
+    def linear(inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
+        bound = 1 / math.sqrt(inputs)
+        return _uniform(rng, bound, inputs, outputs), _uniform(rng, bound, outputs)
+
+    opening = convolved(1)
+    stacked = Convolved(*convolved(channels, layers), *convolved(channels, layers))
+    weights = Weights(opening, stacked, (linear(channels * size**2, hidden), linear(hidden, classes)))
+    images = _normal(rng, batch, 1, size, size)
+    labels = rng.integers(0, classes, batch).astype(np.int32)
+    return _residual("conv", step, weights, images, labels, measure, enter)
+
+
+def encoder(width: int, layers: int, batch: int) -> Network:
+    """The library's layers of a transformer."""
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return nn.EncoderLayer(width, min(HEADS, width), depth=layers, rngs=rngs)
+
+    return _modules("encoder", make, layers, (batch, TOKENS, width))
+
+
+def voxels(width: int, layers: int, batch: int) -> Network:
+    """The library's convolutions in three dimensions, and smooth states: what a coarser grid in space is for."""
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return nn.ConvResidual(width, kernel=(3, 3, 3), rngs=rngs)
+
+    network = _modules("voxels", make, layers, (batch, *(POINTS,) * 3, width))
+    waves = np.sin(np.arange(POINTS) * (2 * np.pi / POINTS)).astype(np.float32)
+    smooth = (waves[:, None, None] * waves[:, None] * waves)[..., None]
+    return dataclasses.replace(network, x=network.x[:, :1, :1, :1] * smooth)
+
+
+def _modules(name: str, make: Callable[[nnx.Rngs], nnx.Module], layers: int, shape: tuple[int, ...]) -> Network:
+    rng = np.random.default_rng(0)
+    step, params = nn.stack(make, layers, rngs=nnx.Rngs(0))
+    x, target = (_normal(rng, *shape) for _ in range(2))
+    return _residual(name, step, Weights(None, jax.tree.map(np.asarray, params), None), x, target, half_mean_square)
+
+
+def gru(hidden: int, steps: int, batch: int) -> Network:
+    """Two implicit units; each has a kernel and a bias for its inputs and for its state, drawn as PyTorch draws them."""
+    classes, bound = 6, hidden**-0.5
+    rng = np.random.default_rng(0)
+
+    def gates(inputs: int) -> tuple[np.ndarray, np.ndarray]:
+        return _uniform(rng, bound, inputs, 3 * hidden), _uniform(rng, bound, 3 * hidden)
+
+    def problem(weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None) -> dict[str, Any]:
+        solver, adjoint_solver = solvers
+        make = functools.partial(nn.GRU, FEATURES, hidden, units=UNITS, comm=comm)
+        module = nnx.eval_shape(lambda: make(solver=solver, adjoint_solver=adjoint_solver, rngs=nnx.Rngs(0)))
+        for number, unit in enumerate(weights.layers):
+            for part, (kernel, bias) in zip((module.inputs[number], module.recurrent[number]), unit, strict=True):
+                part.kernel, part.bias = nnx.Param(kernel), nnx.Param(bias)
+        return vars(module.problem(x))
+
+    units = [(gates(FEATURES if number == 0 else hidden), gates(hidden)) for number in range(UNITS)]
+    x = _normal(rng, batch, steps, FEATURES)
+    closing = _uniform(rng, bound, hidden, classes), _uniform(rng, bound, classes)
+    return Network(
+        name="gru",
+        weights=Weights(None, units, closing),
+        x=x,
+        target=rng.integers(0, classes, batch).astype(np.int32),
+        problem=problem,
+        scan=_scan_gru,
+        measure=lambda closing, states, labels: _cross_entropy(_linear(states[-1], closing), labels),
+    )
+
+
+def _scan_gru(weights: Weights, x: jax.Array) -> tuple[jax.Array, ...]:
+    """The first map of the inputs is taken of all times at once."""
+    units = weights.layers
+
+    def cell(h: jax.Array, inputs: jax.Array, recurrent: tuple[jax.Array, jax.Array]) -> jax.Array:
+        (xr, xz, xn), (hr, hz, hn) = jnp.split(inputs, 3, 1), jnp.split(_linear(h, recurrent), 3, 1)
+        n = jnp.tanh(xn + jax.nn.sigmoid(xr + hr) * hn)
+        rate = 1 - jax.nn.sigmoid(xz + hz)
+        return (h + rate * n) / (1 + rate)
+
+    def step(states: tuple[jax.Array, ...], gates: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        out: list[jax.Array] = []
+        for number, ((between, recurrent), h) in enumerate(zip(units, states, strict=True)):
+            out.append(cell(h, gates if number == 0 else _linear(out[-1], between), recurrent))
+        return tuple(out), None
+
+    zeros = (jnp.zeros((len(x), units[0][1][0].shape[0]), x.dtype),) * len(units)
+    return lax.scan(step, zeros, _linear(x.swapaxes(0, 1), units[0][0]))[0]
+
+
+NETWORKS: dict[str, Callable[..., Network]] = {
+    "dense": dense,
+    "conv": conv,
+    "gru": gru,
+    "encoder": encoder,
+    "voxels": voxels,
+}
+"""By name, from width or channels, layers or time steps, and batch."""

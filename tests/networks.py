@@ -1,0 +1,34 @@
+"""Small pieces that the tests of Flax modules share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import lp_jax
+from lp_jax import nn
+
+F64 = jnp.float64
+
+
+def normal(shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), shape, F64)
+
+
+def assert_close(got, wanted, rtol=1e-12):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)
+
+
+def mesh(size=4):
+    return lp_jax.MeshComm(jax.make_mesh((size,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
+
+
+class BatchNormed(nnx.Module):
+    """y + dt * tanh(norm(y W + b)), a layer with running statistics."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(5, 5, param_dtype=F64, rngs=rngs)
+        self.norm = nn.BatchNorm(5, momentum=0.9, param_dtype=F64, rngs=rngs)
+
+    def __call__(self, y, t, dt):
+        return y + dt * nnx.tanh(self.norm(self.linear(y)))
