@@ -1,6 +1,7 @@
 """What every MPI rank of a test runs: solves on this many ranks, against the same solve on one device.
 
-Arguments: cases, each with its own argument after ``=``. One job runs several, as starting the ranks takes seconds.
+Arguments: cases, each with its own argument after ``=``. One job runs several, as starting the ranks takes seconds;
+and each case imports what it needs.
 """
 
 import collections
@@ -11,23 +12,15 @@ import signal
 import sys
 from pathlib import Path
 
-import architectures
-import digits_training
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import test_battery as battery
-import test_golden
-import test_mesh as mesh
-import test_spline
-from flax import nnx
-from problems import dense_params, dense_state, dense_step, relative_error
+from problems import INJECT, dense_params, dense_state, dense_step, relative_error
 
 import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
-from lp_jax import nn, planning, train
+from lp_jax import planning
 
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -56,6 +49,9 @@ def same_everywhere(tree):
 
 @case
 def solvers(names):
+    import test_battery as battery
+    import test_mesh as mesh
+
     params, y0, shared, data = battery.operands()
     for name in names.split(","):
         solver = mesh.SOLVERS[name]
@@ -132,6 +128,8 @@ def small(dtypes):
 @case
 def golden(folder):
     """Stored results of another code."""
+    import test_golden
+
     solver = lp_jax.MGRIT(levels=3, coarsening=4)  # a run that suits every stored case: 64 layers, factors 2 and 4
     assert test_golden.on_workers(Path(folder), COMM, mine(64, solver), every=24) == 4 + 2
 
@@ -139,6 +137,8 @@ def golden(folder):
 @case
 def training(_=None):
     """200 steps on real digits end with the same parameters."""
+    import digits_training
+
     wanted = digits_training.train(digits_training.initial(), None)[0] if COMM.rank == 0 else None
     opening, layers, closing = COMM.comm.bcast(jax.tree.map(np.asarray, wanted))
     run = mine(digits_training.LAYERS, digits_training.SOLVER, digits_training.ADJOINT)
@@ -150,6 +150,11 @@ def training(_=None):
 @jax.numpy_dtype_promotion("standard")  # optax's Adam
 def grid(copies):
     """Layers x data: three steps and a probe have the numbers of one device; states are gathered and scattered whole."""
+    import digits_training
+    import optax
+
+    from lp_jax import train
+
     ranks = train.Ranks.grid(data=int(copies))
     n, width, batch = 12, 5, 8
     run = lp_jax.layer_slices(n, ranks.layers.size, digits_training.SOLVER, digits_training.ADJOINT)[ranks.layers.rank]
@@ -208,6 +213,11 @@ def grid(copies):
 @case
 def spline(_=None):
     """Every rank has all coefficients and makes the weights of its own layers; ranks without layers too."""
+    import test_spline
+    from flax import nnx
+
+    from lp_jax import nn
+
     make = functools.partial(test_spline.make_trunk, num_layers=4, weights=nn.Spline(coefficients=3, degree=2))
     trunks = make(), make(comm=COMM)
     y = test_spline.normal((3, test_spline.WIDTH))
@@ -226,6 +236,8 @@ def spline(_=None):
 @case
 def modules(_=None):
     """Dropout, running statistics, masks, sequences: nothing depends on the number of ranks."""
+    import architectures
+
     run = mine(architectures.LAYERS, architectures.SOLVER)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         wanted = architectures.everything(None) if COMM.rank == 0 else None
@@ -253,7 +265,7 @@ def count(jaxpr, times=1, counts=None):
 def messages(_=None):
     """As on a mesh: one state per relaxation, P - 1 for a relay, one all-reduce each of the norms and y1."""
     n, width, batch, cycles = 64, 8, 3, 5
-    solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=mesh.INJECT)
+    solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=INJECT)
     params = cut(dense_params(n, width), mine(n, solver))
     y0 = dense_state(batch, width)
     for sequential in ("relay", "gather"):
@@ -301,6 +313,8 @@ def disagree(_=None):
 @case
 def examples(_=None):
     """The examples in docstrings that start MPI; in the process of pytest they are skipped."""
+    from lp_jax import train
+
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
         for module in (lp_jax._mpi, train._ranks):
             result = doctest.testmod(module)
@@ -321,7 +335,7 @@ def fail(how):
     def step(y, layer):
         return y + layer.dt * layer.params * y + jax.pure_callback(broken, layer.t, layer.t)
 
-    solver = lp_jax.MGRIT(coarsening=2, interval_map="loop", coarse_step=mesh.INJECT)
+    solver = lp_jax.MGRIT(coarsening=2, interval_map="loop", coarse_step=INJECT)
     params = jnp.ones(16)[mine(16, solver)]
     print(lp_jax.solve(step, params, jnp.ones(()), solver=solver, comm=COMM).y1)
 

@@ -1,4 +1,4 @@
-"""The README's example runs, and says what it computes."""
+"""The examples of the pages run, and say what they compute; links lead somewhere."""
 
 import os
 import re
@@ -6,32 +6,40 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+import pytest
 
-
-QUICK = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+ROOT = Path(__file__).parents[1]
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """For pages that compile much and compute little."""
 
 
+def code_of(page):
+    """All examples of a page, as one program."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL))
+
+
+def output(code, **environment):
+    """What a program prints."""
+    command = [sys.executable, "-c", code]
+    env = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=env).stdout
+
+
 def test_the_example_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    code = code_of("README.md")
     assert len([line for line in code.splitlines() if line.strip()]) <= 16
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    out = output(code)
     promised = float(re.findall(r"print.*# (\S+)", code)[0])
     assert promised / 1.5 < float(out) < promised * 1.5
 
 
 def test_the_examples_of_architectures_run():
-    text = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200, check=True, env=QUICK)
+    output(code_of("docs/architectures.md"), **QUICK)
 
 
 def test_the_counts_of_solvers_are_those_of_their_page():
-    text = (Path(__file__).parents[1] / "docs" / "solvers.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
-    *counted, serial, picard, mgrit = map(str.split, out.splitlines())
+    text = (ROOT / "docs" / "solvers.md").read_text()
+    *counted, serial, picard, mgrit = map(str.split, output(code_of("docs/solvers.md")).splitlines())
     assert len(counted) == 4
     for _, depth, work in counted:
         assert f"{depth} and {int(work):,}" in text
@@ -39,18 +47,18 @@ def test_the_counts_of_solvers_are_those_of_their_page():
 
 
 def test_the_worked_examples_of_planning_run():
-    text = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    code = code.replace("machine=gpu", "machine=gpu, seconds=0.1")  # the sweeps and Newton's method, no cycles
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    text = (ROOT / "docs" / "planning.md").read_text()
+    # the sweeps and Newton's method, no cycles
+    out = output(code_of("docs/planning.md").replace("machine=gpu", "machine=gpu, seconds=0.1"))
     for line in re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)[1].splitlines():
-        assert line in done.stdout
-    assert (
-        "Use solver=lp_jax.Picard(sweeps=32, rtol=0.01), adjoint_solver=lp_jax.Picard(sweeps=32, rtol=0.1)"
-        in done.stdout
-    )
+        assert line in out
+    assert "Use solver=lp_jax.Picard(sweeps=32, rtol=0.01), adjoint_solver=lp_jax.Picard(sweeps=32, rtol=0.1)" in out
 
 
-def test_links_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (Path(__file__).parents[1] / target).exists(), target
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_exist(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
