@@ -130,7 +130,7 @@ def test_a_solver_is_planned(page):
 
 def test_a_solver_is_drawn(page):
     title = viz.hierarchy(page["BlockJacobi"](iterations=6), 32).get_suptitle()
-    assert "BlockJacobi" in title and "6 iterations" in title
+    assert "6 BlockJacobi iterations" in title and "32 layers" in title
 
 
 def test_a_comm_counts_the_messages_of_a_program(page):
