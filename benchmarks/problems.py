@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.networks import Pair
-from lp_jax.cli._catalog import resolved
 from lp_jax.cli._experiment import experiment
-from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import default_solvers, with_effort
-from lp_jax.cli._tasks import task
+from lp_jax.cli._problem import prepare
 from lp_jax.train import LossFn, residuals
 
 
@@ -45,26 +42,21 @@ class Problem(NamedTuple):
 
 def load(problem: str, model: str, path: Path, *, seed: int, **options: Any) -> Problem:
     """Load a problem with its settings on the command line, apart from ``options``."""
-    given = {"seed": seed, "name": None, "heads": 4, "buffers": 0, "dropout": 0.0, "units": 1} | options
-    sizes = ("layers", "width", "stride", "t1", "epochs", "batch_size", "learning_rate")
-    chosen = resolved(problem, dict.fromkeys(sizes) | {"model": model} | given)
-    learned = task(problem, path, name=chosen["name"] or "", batch_size=chosen["batch_size"], seed=seed)
-    layers = chosen["layers"] or learned.length
-    t1 = chosen["t1"] or float(layers)
-    settings = Settings(**chosen | {"problem": problem, "data": str(path), "layers": layers, "t1": t1})
+    settings, learned = prepare(problem, {"model": model, "data": path, "seed": seed} | options)
     made = experiment(settings, learned)
+    training = settings.training
     return Problem(
-        layers=layers,
+        layers=settings.layers,
         model=made.model,
         params=made.params,
         loss_fn=made.loss_fn,
         test_fn=made.test_fn,
         batches=made.batches,
         steps_per_epoch=learned.steps_per_epoch,
-        epochs=settings.epochs,
-        learning_rate=settings.learning_rate,
+        epochs=training.epochs,
+        learning_rate=training.learning_rate,
         test_batches=learned.test_batches,
-        solvers=default_solvers(model),
+        solvers=settings.model.solvers,
     )
 
 
@@ -73,5 +65,5 @@ def taken(problem: Problem, params: Any, batch: Any, solvers: Pair) -> Pair:
     if not any(solver.has_tolerance for solver in solvers):
         return solvers
     solves = residuals(problem.model, params, batch, *solvers)
-    forward, adjoint = (with_effort(s, int(found.iterations)) for s, found in zip(solvers, solves[:2], strict=True))
+    forward, adjoint = (s.with_effort(int(found.iterations)) for s, found in zip(solvers, solves[:2], strict=True))
     return forward, adjoint

@@ -93,7 +93,7 @@ class OneDevice(Comm):
         return Local(layers=given, held=(given,))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Workers(abc.ABC):
     """A row of workers, seen from one of them. Stacked arrays are spread over it in contiguous runs.
 
@@ -108,7 +108,7 @@ class Workers(abc.ABC):
 
     layers: int
     held: tuple[int, ...]
-    sequential: str = "relay"
+    sequential: str
 
     @abc.abstractmethod
     def index(self) -> Any:
@@ -304,9 +304,11 @@ def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:
     return _tree.where(condition, a, b)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Local(Workers):
     """All layers on one device."""
+
+    sequential: str = "relay"
 
     def index(self) -> int:
         return 0

@@ -142,7 +142,7 @@ def _describe(path: Any, leaf: Any) -> str:
     return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class OnMesh(Workers):
     """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots.
 

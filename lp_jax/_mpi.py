@@ -209,7 +209,7 @@ def _runs(total: int, workers: int, unit: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class OnRanks(Workers):
     """The ranks of a communicator, seen from this one."""
 

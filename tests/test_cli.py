@@ -1,6 +1,7 @@
 """The command line: options, results, resuming, and one line for everything that can go wrong."""
 
 import dataclasses
+import functools
 import gzip
 import json
 import os
@@ -14,10 +15,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from command import one_line, run
 
 import lp_jax
 from lp_jax import train, viz
-from lp_jax.cli import _report, _solver, main
+from lp_jax.cli import _models, _options, _problem, _report, main
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -34,99 +36,51 @@ def quick_compilation():
 ROOT = Path(lp_jax.__file__).parents[1]
 SMALL = ["--layers", "8", "--width", "6", "--batch-size", "200", "--epochs", "2", "--log-every", "3"]
 STEPS = 2 * (1437 // 200)
-INJECT = ["--coarse-step", "inject"]  # compiles in half the time
-
-
-def run(*args, capsys=None):
-    """Exit code, standard output and standard error of the command, run in this process."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in args])
-    return (caught.value.code, *capsys.readouterr())
+MULTIGRID = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step.sweeps", "3"]
+INJECT = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step", "Rediscretize"]  # compiles quickly
 
 
 @pytest.fixture
 def cli(capsys):
-    return lambda *args: run(*args, capsys=capsys)
-
-
-def one_line(text):
-    """The error, and nothing but it."""
-    assert text.startswith("lp-jax: ") and text.count("\n") == 1 and text.endswith("\n"), text
-    assert "Traceback" not in text
-    return text
+    return functools.partial(run, capsys)
 
 
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_the_solvers_is_an_option(cli):
-    code, out, _ = cli("train", "digits", "--help")
-    assert code == 0
-    for field in dataclasses.fields(lp_jax.MGRIT):
-        name = field.name.replace("_", "-")
-        assert f"--{name} " in out and f"--adjoint-{name} " in out
-    for title in ("Model:", "Training:", "Solver:", "Output:"):
+def test_help_shows_examples_groups_and_defaults(cli):
+    code, out, _ = cli("train", "mnist", "--model", "conv", "--help")
+    assert code == 0 and "lp-jax train mnist --data ~/mnist" in out
+    for title in ("Data and model:", "Residual layers of two convolutions each:", "Training:", "Solvers:", "Output:"):
         assert f"\n{title}\n" in out
-    for option in (
-        "--serial",
-        "--resume",
-        "--seed",
-        "--sweeps",
-        "--adjoint-sweeps",
-        "--no-skip-downcycle",
-        "--probe-every",
-    ):
-        assert re.search(rf"{option}\b", out)
+    for option, default in (("--layers", "32"), ("--t1", "1.0"), ("--epochs", "5"), ("--stride", "1")):
+        assert re.search(rf"{option} [^-]*default: {default}\)", " ".join(out.split()))
+    assert "default: null" not in out and "--heads" not in out
 
 
-COMPONENTS = [
-    lp_jax.Rediscretize(params="inject"),
-    lp_jax.Rediscretize(params="mean"),
-    lp_jax.Picard(sweeps=0),
-    lp_jax.Picard(sweeps=3, around="trajectory"),
-    lp_jax.Newton(iterations=2, batch_axes=1),
-    lp_jax.Newton(iterations=3, jacobian="diagonal", batch_axes=1),
-    lp_jax.Serial(),
-]
+@pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
+def test_every_field_of_a_solver_is_an_option(cli, kind):
+    code, out, _ = cli("train", "digits", "--solver.help", kind.__name__)
+    assert code == 0 and all(f"--solver.{field.name}" in out for field in dataclasses.fields(kind))
 
 
-@pytest.mark.parametrize("value", COMPONENTS)
-def test_components_are_spelled_and_read_back(value):
-    assert _solver.SYNTAX["coarse_step"].parse(_solver.spell(value)) == value
+def options(*args, stored=None, problem="digits"):
+    """The options that the command would take, and as what it would store them."""
+    known = _problem.find(problem)
+    groups = functools.partial(_options.add_training, model=next(iter(known.models.values())), problem=problem)
+    parser = _options.parser_of("lp-jax train", known, known.kind(None), groups, ())
+    return _options.parse(parser, known, list(_options.spelled_out(args)), stored)
 
 
-@pytest.mark.parametrize("value", [None, lp_jax.spatial(2), (None, lp_jax.spatial(3))])
-def test_transfers_are_spelled_and_read_back(value):
-    assert _solver.SYNTAX["spatial"].parse(_solver.spell(value)) == value
-
-
-def test_defaults_are_spelled_and_read_back():
-    for name in _solver.FIELDS:
-        for solver in (_solver.CYCLES, *_solver.SWEEPS, lp_jax.Newton()):
-            value = getattr(solver, name, None)
-            if value is not None and not isinstance(value, bool):
-                assert _solver.SYNTAX[name].parse(_solver.spell(value)) == value
+def solvers(*args, model=_models.Dense()):
+    """The solvers of a command line; what is stored of them gives the same ones."""
+    given, stored = options(*args)
+    found = _options.solvers(given, model)
+    assert _options.solvers(options(stored=json.loads(json.dumps(stored)))[0], model) == found
+    return found
 
 
 def test_options_build_the_solver_that_they_name():
-    options = {
-        "levels": "3",
-        "coarsening": "4,2",
-        "iterations": "5",
-        "rtol": "1e-3",
-        "atol": "1e-9",
-        "relaxation": "FCF,FCFCF",
-        "c_weight": "0.9",
-        "cycle": "W",
-        "skip_downcycle": False,
-        "min_coarse": "4",
-        "coarse_step": "mean",
-        "coarsest": "picard:3",
-        "storage": "all",
-        "interval_map": "vmap",
-        "adjoint_iterations": "2",
-        "adjoint_cycle": "F",
-    }
     forward = lp_jax.MGRIT(
         levels=3,
         coarsening=(4, 2),
@@ -140,69 +94,117 @@ def test_options_build_the_solver_that_they_name():
         min_coarse=4,
         coarse_step=lp_jax.Rediscretize(params="mean"),
         coarsest=lp_jax.Picard(sweeps=3),
+        spatial=lp_jax.spatial(2),
         storage="all",
         interval_map="vmap",
     )
-    assert _solver.build(options) == (forward, dataclasses.replace(forward, iterations=2, cycle="F"))
+    text = """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
+        --solver.atol=1e-9 --solver.relaxation [FCF,FCFCF] --solver.c_weight 0.9 --solver.cycle W
+        --solver.skip_downcycle false --solver.min_coarse 4 --solver.coarse_step Rediscretize
+        --solver.coarse_step.params mean --solver.coarsest Picard --solver.coarsest.sweeps 3 --spatial 2
+        --solver.storage all --solver.interval-map vmap --adjoint-iterations 2"""
+    assert solvers(*text.split()) == (forward, dataclasses.replace(forward, iterations=2, rtol=None, atol=None))
 
 
-def test_the_adjoint_follows_what_is_set():
-    assert _solver.build({}) == _solver.build({"solver": "picard"}) == _solver.SWEEPS
-    forward, adjoint = _solver.build({"iterations": "4"})
-    assert forward.iterations == adjoint.iterations == 4
-    assert _solver.build({"serial": True}) == (lp_jax.Serial(), lp_jax.Serial())
-    assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_sweeps": "2"}) == (
-        lp_jax.Picard(sweeps=3),
-        lp_jax.Picard(sweeps=2),
+NEWTON = "--solver Newton --solver.batch_axes 1"
+PAIRS = {
+    "": _models.Dense.solvers,
+    "--serial": (lp_jax.Serial(), lp_jax.Serial()),
+    "--solver MGRIT": (lp_jax.MGRIT(), lp_jax.MGRIT()),
+    "--solver Picard --solver.sweeps 3 --adjoint_iterations 2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
+    "--solver Picard --solver.windows 8 --adjoint_solver MGRIT": (lp_jax.Picard(windows=8), lp_jax.MGRIT()),
+    "--adjoint_solver Serial": (_models.Dense.solvers[0], lp_jax.Serial()),
+    f"{NEWTON} --solver.iterations 7": (
+        lp_jax.Newton(iterations=7, batch_axes=1),
+        lp_jax.Newton(iterations=7, batch_axes=1).for_adjoint(),
+    ),
+    f"{NEWTON} --solver.jacobian diagonal --solver.damping Clip --solver.damping.limit 0.5": (
+        lp_jax.Newton(jacobian="diagonal", damping=lp_jax.Clip(limit=0.5), batch_axes=1),
     )
-    assert _solver.build({"solver": "picard", "sweeps": "3", "adjoint_solver": "mgrit"})[1] == _solver.CYCLES
-    newton = lp_jax.Newton(iterations=7, relaxations=16, batch_axes=1)
-    assert _solver.build({"solver": "newton", "iterations": "7"}) == (newton, newton.for_adjoint())
-    options = {"solver": "newton", "damping": "clip:0.5", "jacobian": "diagonal", "adjoint_damping": "shrink:0.2"}
-    newton = lp_jax.Newton(jacobian="diagonal", relaxations=16, damping=lp_jax.Clip(limit=0.5), batch_axes=1)
-    assert _solver.build(options) == (newton, dataclasses.replace(newton, damping=lp_jax.Shrink(by=0.2)))
-
-
-def test_an_option_chooses_the_kind_of_solver_that_it_belongs_to():
-    mgrit = dataclasses.replace(_solver.CYCLES, levels=3)
-    assert _solver.build({"levels": "3"}) == (mgrit, mgrit)
-    assert _solver.build({"sweeps": "3"}) == (lp_jax.Picard(sweeps=3),) * 2
-    assert _solver.build({"windows": "8"}) == (lp_jax.Picard(windows=8),) * 2
-    assert _solver.build({"rtol": "1e-4"}) == (dataclasses.replace(_solver.SWEEPS[0], rtol=1e-4),) * 2
-    assert _solver.build({"rtol": "1e-4", "levels": "3"})[0] == dataclasses.replace(mgrit, rtol=1e-4)
-    assert _solver.build({"jacobian": "diagonal"})[0] == lp_jax.Newton(
-        jacobian="diagonal", relaxations=16, batch_axes=1
+    * 2,
+    "--solver MGRIT --solver.coarse_step.sweeps 3 --solver.coarse_step.around trajectory": (
+        lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=3, around="trajectory")),
     )
-    assert _solver.build({"relaxations": "4"})[0] == lp_jax.Newton(relaxations=4, batch_axes=1)
-    recurrent = _solver.default_solvers("gru")
-    assert _solver.build({}, recurrent) == recurrent
-    assert _solver.build({"iterations": "2"}, recurrent) == (dataclasses.replace(_solver.CYCLES, iterations=2),) * 2
+    * 2,
+    "--solver MGRIT --solver.coarse_step Newton --solver.coarse_step.batch_axes 1": (
+        lp_jax.MGRIT(coarse_step=lp_jax.Newton(batch_axes=1)),
+    )
+    * 2,
+}
 
 
-@pytest.mark.parametrize("text", ["4", "1e-3", "F,FCF", "vmap"])
-def test_short_form_of_a_solver_is_code(text):
-    name = {"4": "levels", "1e-3": "rtol", "F,FCF": "relaxation", "vmap": "interval_map"}[text]
-    solver, _ = _solver.build({name: text})
+@pytest.mark.parametrize("text", PAIRS)
+def test_the_adjoint_follows_what_is_set(text):
+    assert solvers(*text.split()) == PAIRS[text]
+
+
+def test_a_recurrent_network_has_defaults_of_its_own():
+    assert solvers(model=_models.GRU()) == (_models.CYCLES, _models.CYCLES)
+
+
+def test_a_solver_of_the_user_is_named_by_its_module(cli, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses, lp_jax\nfrom lp_jax._pytree import register\n\n@register()\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+        'class Jacobi(lp_jax.Picard):\n    """Sweeps.\n\n    Args:\n        weight: Weight of a sweep.\n    """\n\n'
+        "    weight: float = 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = cli("train", "digits", "--solver.help", "mine.Jacobi")
+    assert code == 0 and "Weight of a sweep." in out
+    forward, adjoint = solvers("--solver", "mine.Jacobi", "--solver.weight", "0.5", "--adjoint_iterations", "1")
+    assert type(forward).__name__ == "Jacobi" and forward.weight == adjoint.weight == 0.5 and adjoint.sweeps == 1
+
+
+def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
+    _, stored = options(
+        *["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
+    )
+    args = ["--solver", "Picard", "--layers", "8"]
+    kept = _options.overridden(stored, vars(_options.first_look(args, "lp-jax train digits")))
+    given, _ = options(*args, stored=kept)
+    assert _options.solvers(given, _models.Dense()) == (lp_jax.Picard(), lp_jax.Picard())
+    assert (given["layers"], given["devices"]) == (8, 2)
+    given, _ = options("--solver.iterations", "3", stored=stored)
+    assert given["solver"] == lp_jax.MGRIT(storage="all", iterations=3) and given["adjoint_iterations"] == 1
+
+
+def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("layers: 8\nepochs: 3\nsolver:\n  class_path: MGRIT\n  init_args: {levels: 3}\n")
+    given, _ = options("--config", str(file), "--epochs", "4", "--solver.iterations", "1")
+    assert (given["layers"], given["epochs"]) == (8, 4)
+    assert given["solver"] == lp_jax.MGRIT(levels=3, iterations=1)
+
+
+@pytest.mark.parametrize("solver", [lp_jax.MGRIT(levels=4), lp_jax.Picard(rtol=1e-3), lp_jax.MGRIT(relaxation="FCF")])
+def test_short_form_of_a_solver_is_code(solver):
     assert eval(lp_jax.planning.code(solver), vars(lp_jax)) == solver
 
 
 WRONG = {
-    "--layers 0": "--layers",
-    "--layers many": "--layers",
-    "--t1 0": "--t1",
-    "--model transformer": "--model",
-    "--levels 0": "--levels must be at least 1; got 0",
-    "--levels two": "--levels takes N; got 'two'",
-    "--coarsening 4,1": "--coarsening must be at least 2; got 1",
-    "--relaxation CF": '--relaxation must be "F"',
-    "--cycle X": "--cycle must be",
-    "--coarse-step picard": "--coarse-step takes inject|mean|picard:N[:trajectory]|newton:N[:diagonal]|serial; got 'picard'",
-    "--adjoint-storage none": "--adjoint-storage must be",
-    "--solver picard --levels 3": "--levels is of --solver mgrit, not picard",
-    "--sweeps 3 --levels 2": "--levels is of --solver mgrit, not picard",
-    "--adjoint-iterations 1": "--adjoint-iterations is of --adjoint-solver mgrit, not picard",
-    "--adjoint-solver serial --adjoint-iterations 2": "--adjoint-iterations is of --adjoint-solver mgrit, not serial",
-    "--serial --solver mgrit": "contradict",
+    "--layers 0": "--layers must be at least 1; got 0",
+    "--layers many": "--layers: Expected a <class 'int'>. Got value: many",
+    "--t1 0": "--t1 must be positive; got 0.0",
+    "--learning_rate 0": "--learning_rate must be positive",
+    "--model transformer": "--model must be one of dense, conv, resnet; got 'transformer'",
+    "--heads 2": "unrecognized arguments: --heads 2",
+    "--solver MGRIT --solver.levels 0": "levels must be at least 1; got 0",
+    "--solver MGRIT --solver.levels two": "'lp_jax.MGRIT': Parser key \"levels\": Expected a <class 'int'>. Got value: two",
+    "--solver MGRIT --solver.coarsening [4,1]": "coarsening must be at least 2; got 1",
+    "--solver MGRIT --solver.relaxation CF": 'relaxation must be "F"',
+    "--solver MGRIT --solver.cycle X": "cycle must be",
+    "--solver MGRIT --solver.coarse_step.sweeps -1": "sweeps must be at least 0; got -1",
+    "--solver MGRIT --solver.coarse_step Nobody": "Expected a dot import path string: Nobody",
+    "--adjoint_solver MGRIT --adjoint_solver.storage none": "storage must be",
+    "--solver Picard --solver.levels 3": "'lp_jax.Picard': Option 'levels' is not accepted",
+    "--solver nowhere.Solver": "No module named 'nowhere'",
+    "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
+    "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
+    "--adjoint_iterations 0": "--adjoint_iterations: Not of type PositiveInt: 0",
+    "--log-every 0": "--log_every: Not of type PositiveInt: 0",
+    "--devices 0": "--devices: invalid PositiveInt value: '0'",
+    "--config nowhere.yaml": "File does not exist",
     "--frobnicate": "--frobnicate",
 }
 
@@ -223,12 +225,16 @@ def test_wrong_options_are_refused_in_one_line(cli, tmp_path, options):
 def finished(tmp_path_factory, quick_compilation):
     """A small run with all that a run leaves; the solvers that one picture compares are fewer and shorter."""
     folder = tmp_path_factory.mktemp("runs") / "digits"
-    fewer = {"injection": lp_jax.Rediscretize(params="inject")}
+
+    def variants(solver):
+        injection = dataclasses.replace(solver, coarse_step=lp_jax.Rediscretize(params="inject"))
+        return {"injection": injection, "as it is": solver}
+
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(_report, "ITERATIONS", 1)
-        patch.setattr(_report, "COARSE_STEPS", fewer)
+        patch.setattr(lp_jax.MGRIT, "variants", variants)
         with pytest.raises(SystemExit) as caught:
-            main(["train", "digits", "--out", str(folder), *SMALL, "--solver", "mgrit"])
+            main(["train", "digits", "--out", str(folder), *SMALL, *MULTIGRID])
     assert caught.value.code == 0
     return folder
 
@@ -253,7 +259,7 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
 
     monkeypatch.setattr(viz, "gradient_errors", gradient_errors)
     monkeypatch.setattr(_report, "ITERATIONS", 1)
-    options = ("--no-compare", "--rtol", "1e-1", *SMALL)
+    options = ("--no-compare", "--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "1e-1", *SMALL)
     assert cli("train", "digits", "--out", tmp_path / "run", *options)[0] == 0
     (probe, *_) = [row for row in train.read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "probe"]
     taken = sum(probe[f"forward_residual_{n}"] is not None for n in range(1, 33))
@@ -307,6 +313,7 @@ REFUSED = {
     "": "holds a run already; add --resume",
     "--resume --layers 16": "of another model: layers is 8 there and 16 here",
     "--resume --seed 1": "of another model: seed is 0 there and 1 here",
+    "--resume --model conv": "of another model: model is 'dense' there and 'conv' here",
 }
 
 
@@ -356,7 +363,7 @@ def test_a_checkpoint_that_was_swapped_is_refused(cli, finished, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     config = json.loads((finished / "config.json").read_text())
-    config["options"]["width"] = 7
+    config["options"]["width"] = config["fingerprint"]["width"] = 7
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "checkpoints").symlink_to(finished / "checkpoints")
     code, _, err = cli("train", "digits", "--out", folder, "--resume")
@@ -390,8 +397,8 @@ def test_divergence_ends_with_advice_and_an_exit_code(cli, tmp_path):
 
 def test_debug_shows_where_an_error_comes_from(cli, tmp_path):
     code, _, err = cli("train", "digits", "--batch-size", "5000", "--debug", "--out", tmp_path / "run")
-    assert code == 1 and err.startswith("Traceback") and ", in task\n" in err
-    assert err.endswith("ValueError: --batch-size 5000 is more than the 1437 training examples.\n")
+    assert code == 1 and err.startswith("Traceback") and ", in steps_per_epoch\n" in err
+    assert err.endswith("ValueError: --batch_size 5000 is more than the 1437 training examples.\n")
 
 
 # --- MNIST ----------------------------------------------------------------------------------------------------------
@@ -458,25 +465,26 @@ def test_info_tells_versions_devices_and_mpi(cli):
     assert {"lp_jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "mpi4jax", "MPI"} <= set(lines)
 
 
-@pytest.mark.parametrize("args", [[], ["train"], ["--help"]])
+@pytest.mark.parametrize("args", [[], ["train"], ["--help"], ["bench"]])
 def test_help_without_a_command(cli, args):
     code, out, _ = cli(*args)
-    assert code == 0 and "lp-jax train digits" in out
+    wanted = {"bench": ("resnet ", "ranks ")}.get("".join(args), ("lp-jax train digits",))
+    assert code == 0 and all(text in out for text in wanted) and not re.search("^ +worker ", out, re.MULTILINE)
 
 
 def test_missing_extras_are_named_and_import_is_light():
     script = """
         import sys
         import lp_jax.cli
-        heavy = {"click", "rich", "flax", "optax", "orbax", "matplotlib", "sklearn"} & set(sys.modules)
+        heavy = {"jsonargparse", "rich", "flax", "optax", "orbax", "matplotlib", "sklearn"} & set(sys.modules)
         assert not heavy, heavy
-        sys.modules["click"] = None
-        lp_jax.cli.main(["info"])
+        sys.modules["jsonargparse"] = None
+        lp_jax.cli.main(["train", "digits"])
     """
     process = program("-c", "\n".join(line.strip() for line in script.splitlines()))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert one_line(err) == "lp-jax: this needs click, of the extra lp_jax[train]: pip install 'lp_jax[train]'\n"
+    assert one_line(err) == "lp-jax: jsonargparse is missing; pip install 'lp_jax[train]' installs it\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import one_line, run
 from flax import nnx
 from matplotlib.image import imread
 
 import lp_jax
 from lp_jax import nn, planning, train, viz
 from lp_jax._comm import OneDevice
-from lp_jax.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 
@@ -151,12 +151,6 @@ def test_a_plan_is_a_picture(tmp_path, workers):
     assert "serial propagation" in viz.plan(nothing).get_suptitle()
 
 
-def run(capsys, *args):
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in args])
-    return (caught.value.code, *capsys.readouterr())
-
-
 SMALL = ["--layers", 8, "--width", 6, "--batch-size", 100]
 
 
@@ -182,15 +176,14 @@ def test_training_takes_what_is_planned(capsys, tmp_path):
 
 WRONG = {
     "plan digits --workers 65 --layers 64": "--workers must be from 1 to the 64 layers; got 65",
-    "plan digits --layers 0": "--layers",
+    "plan digits --layers 0": "--layers must be at least 1",
     "plan digits --error 0": "--error",
     "plan digits --machine nowhere.json": "nowhere.json",
     "plan machine nowhere.json --layers 4": "nowhere.json",
     "plan machine README.md --layers 4": "README.md is no machine file",
     "plan machine README.md": "--layers",
-    "plan gum": "Missing option '--data'",
-    "train digits --solver auto --levels 2": "--levels is of --solver mgrit, not auto",
-    "train digits --solver auto --adjoint-iterations 2": "--solver auto chooses the adjoint solver, too",
+    "plan gum": "Missing option --data: folder of",
+    "train digits --solver auto --solver.levels 2": "--solver",
 }
 
 
@@ -199,5 +192,4 @@ def test_nonsense_gets_one_line(capsys, line, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("# no JSON")
     code, out, err = run(capsys, *line.split())
-    assert code != 0 and WRONG[line] in err
-    assert err.startswith("lp-jax: ") and err.count("\n") == 1 and not out
+    assert code != 0 and WRONG[line] in one_line(err) and not out

@@ -6,13 +6,15 @@ import re
 import jax
 import numpy as np
 import pytest
+from command import run
 from PIL import Image
 from scipy.io import savemat
 
 from lp_jax import data
-from lp_jax.cli import main
-from lp_jax.cli._catalog import PROBLEMS, resolved
-from lp_jax.cli._samples import interlinear, written
+from lp_jax.cli._commands import problems
+from lp_jax.cli._problem import find, model_and_training
+from lp_jax.cli.problems.gum import interlinear
+from lp_jax.cli.problems.text import written
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -103,16 +105,19 @@ RUNS = {
         treebank,
         ["--layers", "4", "--width", "8", "--heads", "2", "--dropout", "0.1", "--buffers", "1", "--no-compare"],
     ),
-    "timeseries": (series, ["--name", "Tiny", "--width", "4", "--units", "2"]),
+    "timeseries": (series, ["--name", "Tiny", "--width", "4", "--units", "2", "--no-compare"]),
     "text": (book, ["--layers", "4", "--width", "8", "--heads", "2"]),
     "indianpines": (pines, ["--layers", "8", "--width", "6", "--serial"]),
     "modelnet": (
         shapes,
-        ["--layers", "4", "--width", "1", "--coarsening", "2", "--spatial", "3", "--relaxation", "FCF", "--no-compare"],
+        [
+            *("--layers", "4", "--width", "1", "--no-compare"),
+            *("--solver.coarsening", "2", "--spatial", "3", "--solver.relaxation", "FCF"),
+        ],
     ),
     "tinyimagenet": (
         pictures,
-        ["--layers", "16", "--width", "2", "--coarsening", "2", "--model", "resnet", "--no-compare"],
+        ["--layers", "16", "--width", "2", "--solver.coarsening", "2", "--model", "resnet", "--no-compare"],
     ),
 }
 
@@ -133,18 +138,17 @@ def test_from_files_to_a_table(problem, tmp_path, capsys):
     files = [] if make is None else ["--data", str(make(folder))]
     size = [] if "--batch-size" in options else ["--batch-size", "4"]
     out = tmp_path / "run"
-    few = ["--no-pictures", "--probe-every", "1000"] + ([] if "--serial" in options else ["--coarse-step", "inject"])
-    with pytest.raises(SystemExit) as caught:
-        main(["train", problem, *files, "--epochs", "1", *size, *options, *few, "--out", str(out)])
-    said = capsys.readouterr()
-    assert caught.value.code == 0, said.err
-    assert "test accuracy" in said.out
+    cycle = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step", "Rediscretize"]
+    few = ["--no-pictures", "--probe-every", "1000"]
+    solver = [] if "--serial" in options else cycle
+    code, said, err = run(capsys, "train", problem, *files, "--epochs", 1, *size, *solver, *options, *few, "--out", out)
+    assert code == 0 and "test accuracy" in said, err
     results = json.loads((out / "summary.json").read_text())["results"]
     assert list(results) == [run for run, not_if in RUN_NAMES if not_if not in options]
     assert all(np.isfinite(run["test_loss"]) and run["steps"] > 0 for run in results.values())
     if problem in SAMPLES:
         text = (out / "samples.txt").read_text(encoding="utf-8")
-        assert re.search(SAMPLES[problem], text, re.S) and text in said.out
+        assert re.search(SAMPLES[problem], text, re.S) and text in said
 
 
 def test_a_tagged_sentence_says_what_is_wrong_and_wraps():
@@ -172,18 +176,22 @@ def test_a_text_goes_on_with_what_is_likely():
     assert before.endswith("\nabcdefghijklmnop") and after == ("abcdefghijklmnopqrstuvwxyz" * 10)[16:216]
 
 
-@pytest.mark.parametrize("problem", [name for name, problem in PROBLEMS.items() if problem.files])
+@pytest.mark.parametrize("problem", [name for name in problems() if find(name).sources])
 def test_files_that_are_not_named_are_asked_for(problem, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["train", problem])
-    assert caught.value.code == 2
-    assert f"Missing option '--data': the {PROBLEMS[problem].files}." in " ".join(capsys.readouterr().err.split())
+    code, _, err = run(capsys, "train", problem)
+    wanted = find(problem).sources["data"]
+    assert code == 2 and f"Missing option --data: {wanted[0].lower()}{wanted[1:]}" in err
 
 
 def test_settings_that_are_not_given_are_those_of_problem_and_model():
-    nothing = dict.fromkeys(("model", "layers", "width", "stride", "t1", "epochs", "batch_size", "learning_rate"))
-    dense, conv = (resolved("mnist", {**nothing, "model": model}) for model in ("resnet", "conv"))
-    assert (dense["model"], dense["layers"], dense["width"]) == ("dense", 64, 64)
-    assert (conv["layers"], conv["t1"]) == (32, 1.0)
-    assert resolved("mnist", {**nothing, "layers": 7})["layers"] == 7
-    assert resolved("tinyimagenet", {**nothing, "model": "resnet"})["model"] == "pooled"
+    dense, conv = (model_and_training(find("mnist"), {"model": model})[0] for model in ("resnet", "conv"))
+    assert (type(dense).__name__, dense.layers, dense.width) == ("Dense", 64, 64)
+    assert (conv.layers, conv.t1) == (32, 1.0)
+    model, training = model_and_training(find("mnist"), {"layers": 7, "epochs": 2, "seed": 3})
+    assert (model.layers, training.epochs, training.seed, training.batch_size) == (7, 2, 3, 50)
+    assert find("tinyimagenet").kind("resnet") == "pooled" and "resnet" not in find("gum").choices
+
+
+def test_every_problem_is_a_file_with_a_line_of_help():
+    assert set(RUNS) | {"digits", "mnist"} == set(problems())
+    assert all(find(name).about == text and text.endswith(".") for name, text in problems().items())

@@ -236,7 +236,7 @@ def test_the_core_needs_jax_alone():
     import subprocess
     import sys
 
-    extras = {"flax", "optax", "orbax", "click", "rich", "matplotlib", "sklearn"}
+    extras = {"flax", "optax", "orbax", "jsonargparse", "rich", "matplotlib", "sklearn"}
     code = f"import sys, lp_jax; print(sorted({extras} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[]"

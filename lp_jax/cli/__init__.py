@@ -1,11 +1,12 @@
-"""The command ``lp-jax``. Nothing beyond Python's own library is imported before it runs."""
+"""The command ``lp-jax``."""
 
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lp_jax.cli._last_words import Terminated, last_words, missing, terminate
+from lp_jax.cli._commands import run
+from lp_jax.cli._errors import Terminated, describe, terminate
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -15,21 +16,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         args: what follows the command's name; that of the process if None.
     """
     args = list(sys.argv[1:] if args is None else args)
-    before = signal.signal(signal.SIGTERM, terminate)
+    code, before = 0, signal.signal(signal.SIGTERM, terminate)
     try:
-        _dispatch(args)
+        run(args)
     except (Exception, KeyboardInterrupt, Terminated) as error:
-        message, code = last_words(error, debug="--debug" in args)
+        message, code = describe(error, args)
         print(message, file=sys.stderr)
-        sys.exit(code)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _dispatch(args: list[str]) -> NoReturn:
-    try:
-        from lp_jax.cli._app import app
-    except ModuleNotFoundError as error:  # click itself, perhaps
-        print(missing(error), file=sys.stderr)
-        sys.exit(1)
-    sys.exit(app.main(args, prog_name="lp-jax", standalone_mode=False) or 0)
+    sys.exit(code)

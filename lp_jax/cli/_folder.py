@@ -6,43 +6,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
+from lp_jax.cli._errors import CommandError
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
+"""File of what a run was started with."""
 
 
-def prepare(folder: Path, *, resume: bool) -> dict[str, Any] | None:
-    """Make sure that the folder can be written to, and holds a run if and only if it is to be resumed.
-
-    Returns:
-        The configuration of the run that it holds, or None.
+def new_run(folder: Path) -> None:
+    """Make sure that a new run can write into the folder.
 
     Raises:
-        click.ClickException: in one line, if not.
+        CommandError: where it cannot, and where the folder holds something already.
     """
-    config = folder / _CONFIG
-    held = config.exists()
-    if held and not resume:
-        raise click.ClickException(
-            f"{folder} holds a run already; add --resume to go on with it, or choose another --out."
-        )
-    if resume and not held:
-        raise click.ClickException(f"{folder} holds no run to resume; leave out --resume to start one.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise click.ClickException(f"cannot write to {folder}: {error.strerror}; choose another --out.") from None
-    if not held and any(folder.iterdir()):
-        raise click.ClickException(f"{folder} is not empty and holds no run; choose another --out.")
-    if not held:
-        return None
+    if (folder / CONFIG).exists():
+        raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
+    _require_writable(folder)
+    if any(folder.iterdir()):
+        raise CommandError(f"{folder} is not empty and holds no run; choose another --out.")
+
+
+def stored_run(folder: Path, problem: str) -> dict[str, Any]:
+    """Return what the run in the folder was started with.
+
+    Raises:
+        CommandError: where there is none, or one on another problem, or none that can go on.
+    """
+    config = folder / CONFIG
+    if not config.exists():
+        raise CommandError(f"{folder} holds no run to resume; leave out --resume to start one.")
+    _require_writable(folder)
     try:
         stored = json.loads(config.read_text(encoding="utf-8"))
-        return {name: stored[name] for name in ("problem", "options", "solver", "adjoint_solver")}
+        found = {name: stored[name] for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")}
     except (ValueError, TypeError, KeyError):
-        raise click.ClickException(f"{config} is not the configuration of a run; it cannot be resumed.") from None
+        raise CommandError(f"{config} is not the configuration of a run; it cannot be resumed.") from None
+    if found["problem"] != problem:
+        raise CommandError(f"{folder} holds a run on {found['problem']}, not {problem}; choose another --out.")
+    return found
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -52,6 +52,10 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     scratch.replace(path)
 
 
-def write_config(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write what the run was started with."""
-    write_json(folder / _CONFIG, values)
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(f"cannot write to {folder}: {error.strerror}; choose another --out.") from None

@@ -3,11 +3,18 @@
 import importlib.metadata
 import platform
 
-_EXTRAS = {"flax": "nn", "optax": "train", "orbax-checkpoint": "train", "mpi4jax": "mpi", "mpi4py": "mpi"}
+_EXTRAS = {
+    "flax": "nn",
+    "jsonargparse": "train",
+    "optax": "train",
+    "orbax-checkpoint": "train",
+    "mpi4jax": "mpi",
+    "mpi4py": "mpi",
+}
 
 
 def report() -> str:
-    """Versions, devices and MPI, for people."""
+    """Return versions, devices and MPI, for people."""
     import jax
 
     lines = [("lp_jax", version("lp_jax")), ("python", platform.python_version())]
@@ -21,7 +28,7 @@ def report() -> str:
 
 
 def version(name: str) -> str:
-    """Version of an installed package, or how to get it."""
+    """Return the version of an installed package, or how to get it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

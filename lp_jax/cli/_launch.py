@@ -1,100 +1,149 @@
 """``--mpi`` and ``--distributed``: the processes of one run, how they decide together and how they end together."""
 
-import json
+import abc
 import math
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-import click
 import jax
 import numpy as np
-from jax._src.distributed import global_state  # the number of processes before devices are made, a barrier in time
+from jax.experimental import multihost_utils
 
-from lp_jax.cli._last_words import last_words
-from lp_jax.cli._sizes import mesh_sizes, set_cpu_devices
-from lp_jax.train import Ranks
+from lp_jax import MPIComm
+from lp_jax.cli._errors import CommandError, UsageError, describe
 
 T = TypeVar("T")
 
+_AXES = ("layers", "data")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # set by mpirun, mpiexec and srun
 
 _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 
 
-class Launch:
-    """One process, on its own.
+class Launch(abc.ABC):
+    """One process of a run, as a context in which the run goes on.
 
-    A context: what leaves it as an exception is said by one process only, if all of them fail alike; a process that
-    fails alone says so and ends the whole job, as the others would wait for it.
+    Args:
+        options: of the command line, by name.
+
+    Attributes:
+        number: of this process.
+        size: number of processes.
     """
 
-    chief = True
     number = 0
     size = 1
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.debug = options["debug"]
+        self._args = ["--debug"] if options["debug"] else []
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.number == 0
+
+    @abc.abstractmethod
+    def once(self, f: Callable[[], T]) -> T:
+        """Return ``f()``, done by process 0, in every process; or raise the `CommandError` that it raised."""
+
+    @abc.abstractmethod
+    def agree(self, signal: int | None) -> int | None:
+        """Return the signal that any process received."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:  # noqa: B027
+        """Leave an error to whoever catches it."""
+
+
+class SingleProcess(Launch):
+    """A process on its own."""
 
     def once(self, f: Callable[[], T]) -> T:
-        """``f()``, done by the chief; its value, or the `click.ClickException` that it raised, in every process."""
         return f()
 
     def agree(self, signal: int | None) -> int | None:
-        """The signal that any process received."""
         return signal
 
-    def __enter__(self) -> "Launch":
-        return self
+
+class SeveralProcesses(Launch):
+    """One of several processes.
+
+    An error that all of them meet is told by the first one only. A process that fails alone tells it and ends the whole
+    job, as the others would wait for it.
+    """
+
+    def once(self, f: Callable[[], T]) -> T:
+        outcome: tuple[Any, CommandError | None] = (None, None)
+        if self.is_root:
+            try:
+                outcome = f(), None
+            except CommandError as error:
+                outcome = None, error
+        value, raised = self._broadcast(outcome)
+        if raised is not None:
+            raise raised
+        return value
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or isinstance(error, SystemExit) or self.size == 1:
+        if error is None or isinstance(error, SystemExit):
             return
-        message, code = last_words(error, debug=self.debug)
-        if self.chief:
+        message, code = describe(error, self._args)
+        if self.is_root:
             print(message, file=sys.stderr, flush=True)
         alike = self._all_failed()
-        if not alike and not self.chief:
+        if not alike and not self.is_root:
             print(f"process {self.number}: {message}", file=sys.stderr, flush=True)
         if not alike:
             self._abort(code)
         raise SystemExit(code)
 
-    def _all_failed(self) -> bool:
-        """Whether every process comes here."""
-        return True
+    @abc.abstractmethod
+    def _broadcast(self, value: Any) -> Any:
+        """Return the first process's value."""
 
+    @abc.abstractmethod
+    def _all_failed(self) -> bool:
+        """Return whether every process comes here."""
+
+    @abc.abstractmethod
     def _abort(self, code: int) -> None:
         """End the job."""
 
 
-class MPILaunch(Launch):
+class MPILaunch(SeveralProcesses):
     """The ranks of an MPI job."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
-        self._ranks = Ranks.grid()
-        self.number, self.size = self._ranks.world.rank, self._ranks.world.size
-        self.chief = self.number == 0
+        self._host = MPIComm().host
+        self.number, self.size = self._host.rank, self._host.size
         if self.size == 1:
-            raise click.ClickException(
+            raise CommandError(
                 "--mpi finds a single rank; start with mpirun -n 4 lp-jax train ... --mpi, where mpirun is that of the "
                 "MPI that mpi4py uses (lp-jax info says which)."
             )
 
-    def once(self, f: Callable[[], T]) -> T:
-        return self._ranks.once(f)
-
     def agree(self, signal: int | None) -> int | None:
-        return self._ranks.agree(signal)
+        return max(self._host.allgather(signal or 0)) or None
+
+    def _broadcast(self, value: Any) -> Any:
+        return self._host.bcast(value)
 
     def _all_failed(self) -> bool:
         from mpi4py import MPI
 
-        return _within(_PATIENCE, MPI.COMM_WORLD.Ibarrier().Test)  # nothing else is sent over this communicator
+        met = MPI.COMM_WORLD.Ibarrier()  # nothing else is sent over this communicator
+        end = time.monotonic() + _PATIENCE
+        while not (finished := met.Test()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return finished
 
     def _abort(self, code: int) -> None:
         from mpi4py import MPI
@@ -102,7 +151,7 @@ class MPILaunch(Launch):
         MPI.COMM_WORLD.Abort(code)
 
 
-class DistributedLaunch(Launch):
+class DistributedLaunch(SeveralProcesses):
     """The processes of ``jax.distributed``."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -110,9 +159,7 @@ class DistributedLaunch(Launch):
         address, process = options["coordinator"], options["process"]
         number, count = _process(process) if process is not None else (None, None)
         if (address is None) != (process is None):
-            raise click.UsageError(
-                "--coordinator and --process belong together; under Slurm or Open MPI leave out both."
-            )
+            raise UsageError("--coordinator and --process belong together; under Slurm or Open MPI leave out both.")
         sizes = mesh_sizes(options)
         # SIGTERM is ours: a training finishes its step and saves
         jax.config.update("jax_enable_preemption_service", False)
@@ -121,46 +168,28 @@ class DistributedLaunch(Launch):
         try:
             jax.distributed.initialize(address, count, number, cluster_detection_method=method)
         except (ValueError, RuntimeError) as error:
-            raise click.ClickException(
+            raise CommandError(
                 f"the processes did not find each other ({error}); start with srun, with mpirun, or each by hand with "
                 "--coordinator HOST:PORT --process I/N."
             ) from None
         if sizes:
-            set_cpu_devices(max(1, math.prod(sizes.values()) // global_state.num_processes))
+            set_cpu_devices(max(1, math.prod(sizes.values()) // (count or _started()[1])))
         self.number, self.size = jax.process_index(), jax.process_count()
-        self.chief = self.number == 0
-
-    def once(self, f: Callable[[], T]) -> T:
-        from jax.experimental import multihost_utils
-
-        def tell(text: str | None) -> str:
-            words = np.frombuffer((text or "").encode(), np.uint8)
-            size = int(multihost_utils.broadcast_one_to_all(np.int32(len(words))))
-            padded = words if self.chief else np.zeros(size, np.uint8)
-            return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).decode()
-
-        if not self.chief:
-            outcome = json.loads(tell(None))
-            if "message" in outcome:
-                raise click.ClickException(outcome["message"])
-            return outcome["value"]
-        try:
-            value = f()
-        except click.ClickException as error:
-            tell(json.dumps({"message": error.format_message()}))
-            raise
-        tell(json.dumps({"value": value}))
-        return value
 
     def agree(self, signal: int | None) -> int | None:
-        from jax.experimental import multihost_utils
-
         return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
 
+    def _broadcast(self, value: Any) -> Any:
+        words = np.frombuffer(pickle.dumps(value), np.uint8)
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(words))))
+        padded = words if self.is_root else np.zeros(size, np.uint8)
+        return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes())
+
     def _all_failed(self) -> bool:
-        client: Any = global_state.client
+        from orbax.checkpoint import multihost
+
         try:
-            client.wait_at_barrier("lp-jax-failed", round(1000 * _PATIENCE))
+            multihost.get_barrier_sync_fn()(key="lp-jax-failed", timeout_ms=round(1000 * _PATIENCE))
         except RuntimeError:
             return False
         return True
@@ -173,35 +202,61 @@ def launch(options: Mapping[str, Any]) -> Launch:
     """Meet the other processes, if there are to be any.
 
     Raises:
-        click.UsageError: for options that contradict each other.
-        click.ClickException: where the other processes are not found.
+        UsageError: for options that contradict each other.
+        CommandError: where the other processes are not found.
     """
     if options["mpi"] and options["distributed"]:
-        raise click.UsageError("--mpi and --distributed are two engines; give one of them.")
+        raise UsageError("--mpi and --distributed are two engines; give one of them.")
     if not options["distributed"] and (options["coordinator"] or options["process"]):
-        raise click.UsageError("--coordinator and --process are of --distributed.")
+        raise UsageError("--coordinator and --process are of --distributed.")
     if options["mpi"]:
         return MPILaunch(options)
     if options["distributed"]:
         return DistributedLaunch(options)
-    for name in _SIZES:
-        if os.environ.get(name, "1") != "1":
-            raise click.UsageError(
-                f"this is one of {os.environ[name]} processes ({name}), which would all train the same into one folder; "
-                "add --mpi or --distributed, or start one process."
+    name, count = _started()
+    if count > 1:
+        raise UsageError(
+            f"this is one of {count} processes ({name}), which would all train the same into one folder; "
+            "add --mpi or --distributed, or start one process."
+        )
+    return SingleProcess(options)
+
+
+def mesh_sizes(options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of the axes that ``--devices`` or ``--mesh`` name; empty where neither is given.
+
+    Raises:
+        UsageError: for an unknown axis, no number, and for both options at once.
+    """
+    if options["mesh"] is not None and options["devices"] is not None:
+        raise UsageError("--devices N is short for --mesh layers=N; give one of the two.")
+    if options["mesh"] is None:
+        return {} if options["devices"] is None else {"layers": options["devices"]}
+    sizes: dict[str, int] = {}
+    for part in options["mesh"].split(","):
+        name, _, number = part.partition("=")
+        if name not in _AXES or name in sizes or not number.isdecimal() or int(number) < 1:
+            raise UsageError(
+                f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options['mesh']!r}."
             )
-    return Launch(options)
+        sizes[name] = int(number)
+    return sizes
 
 
-def _within(seconds: float, done: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not (finished := done()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return finished
+def set_cpu_devices(count: int) -> None:
+    """Cut this machine's processor into devices, where JAX will run on it. Call it before JAX is first used."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _started() -> tuple[str, int]:
+    """Return how many processes mpirun, mpiexec or srun started, and the variable that says so."""
+    found = [(name, int(os.environ[name])) for name in _SIZES if os.environ.get(name, "1") != "1"]
+    return found[0] if found else ("", 1)
 
 
 def _process(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise click.UsageError(f"--process takes I/N, this one of how many, like 0/2 and 1/2; got {text!r}.")
+        raise UsageError(f"--process takes I/N, this one of how many, like 0/2 and 1/2; got {text!r}.")
     return int(number), int(count)

@@ -1,47 +1,47 @@
-"""From the name of a model to a network for a task."""
+"""Models of the command line: settings, and the network that they make for a task."""
 
+import abc
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import nnx
 
-from lp_jax import Serial, nn
+from lp_jax import MGRIT, Picard, Serial, _check, nn
 from lp_jax._solver import Solver
-from lp_jax.cli._settings import Settings
-from lp_jax.cli._tasks import Task
+from lp_jax.cli._task import Task
+from lp_jax.planning import RECOMMENDED
+
+Pair = tuple[Solver, Solver]
+"""A forward and an adjoint solver."""
+
+# Recurrent units move farther in a step than sweeps over all of them bear. Width 64 trained on BasicMotions for 240 steps:
+# this 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1; `Newton(iterations=4, relaxations=16)` 3e-2 at half the depth
+# and five times the work, for a device that has room.
+CYCLES = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(sweeps=3))
 
 _MOST_INPUTS = 65_536  # of a dense closing layer; larger states are averaged over space
 
 
-def model(settings: Settings, task: Task, solvers: tuple[Solver, Solver], comm: Any) -> nn.Classifier:
-    """The network, at its initial parameters.
+class Site(NamedTuple):
+    """Where a network is built: what it learns, how its layers are solved for, where they live."""
 
-    Args:
-        settings: what is trained.
-        task: what it is trained on.
-        solvers: forward and adjoint.
-        comm: where its layers live.
-    """
-    return _MODELS[settings.model](_Site(settings, task, solvers, comm, nnx.Rngs(settings.seed)))
-
-
-class _Site(NamedTuple):
-    """Where a network is built."""
-
-    settings: Settings
     task: Task
-    solvers: tuple[Solver, Solver]
+    layers: int
+    t1: float
+    solvers: Pair
     comm: Any
     rngs: nnx.Rngs
 
-    def trunk(self, make: Callable[[nnx.Rngs], nnx.Module], layers: int) -> nn.LayerParallel:
+    def trunk(self, make: Callable[[nnx.Rngs], nnx.Module], blocks: int = 1) -> nn.LayerParallel:
+        """Return the layers, or those of one of several blocks."""
         solver, adjoint_solver = self.solvers
         return nn.LayerParallel(
             make,
-            layers,
-            t1=self.settings.t1,
+            self.layers // blocks,
+            t1=self.t1,
             solver=solver,
             adjoint_solver=adjoint_solver,
             comm=self.comm,
@@ -49,93 +49,176 @@ class _Site(NamedTuple):
         )
 
 
-def _dense(site: _Site) -> nn.Classifier:
-    settings, task, rngs = site.settings, site.task, site.rngs
-    width = settings.width
-    return nn.Classifier(
-        nn.DenseOpening(task.shape, width, rngs=rngs),
-        site.trunk(lambda rngs: nn.DenseResidual(width, rngs=rngs), settings.layers),
-        nn.DenseClosing((width,), task.classes, rngs=rngs),
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model(abc.ABC):
+    """A network, up to what its task says. The first line of a subclass's docstring is its help.
+
+    Args:
+        layers: Number of layers; null is the number of steps of the sequence.
+        width: Size of the state, or number of channels.
+        t1: Time at which the last layer ends; null is one unit of time per layer.
+    """
+
+    layers: int | None = 64
+    width: int = 64
+    t1: float | None = 2.0
+
+    solvers: ClassVar[Pair] = RECOMMENDED
+    """What measured best for networks of this kind."""
+
+    blocks: ClassVar[int] = 1
+    """Number of solves that the layers are cut into."""
+
+    residual: ClassVar[bool] = False
+    """Whether ``--model resnet`` may mean this one."""
+
+    layer_name: ClassVar[str] = "layers"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int):
+                _check.integer(field.name, value, least=0 if field.name == "buffers" else 1)
+        if self.t1 is not None and not self.t1 > 0:
+            raise ValueError(f"t1 must be positive; got {self.t1}.")
+
+    @classmethod
+    def about(cls) -> str:
+        """Return a few words on it."""
+        return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+
+    @abc.abstractmethod
+    def build(self, site: Site) -> nn.Classifier:
+        """Return the network at its initial parameters."""
 
 
-def _conv(site: _Site) -> nn.Classifier:
-    settings, task, rngs = site.settings, site.task, site.rngs
-    width, (*space, inputs) = settings.width, task.shape
-    kernel, state = (3,) * len(space), (*(-(-size // settings.stride) for size in space), width)
-    closing = nn.DenseClosing if math.prod(state) <= _MOST_INPUTS else nn.PoolClosing
-    return nn.Classifier(
-        nn.ConvTransition(inputs, width, kernel=kernel, factor=settings.stride, rngs=rngs),
-        site.trunk(lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs), settings.layers),
-        closing(state, task.classes, rngs=rngs),
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dense(Model):
+    """Residual layers of one matrix each."""
 
+    residual: ClassVar[bool] = True
 
-def _pooled(site: _Site) -> nn.Classifier:
-    settings, task, rngs = site.settings, site.task, site.rngs
-    width, (*space, inputs) = settings.width, task.shape
-    kernel = (3,) * len(space)
-    parts: list[Any] = []
-    for number in range(settings.blocks):
-        channels = width * 2**number
-        if number > 0:
-            parts.append(nn.ConvTransition(channels // 2, channels, kernel=kernel, norm="batch", rngs=rngs))
-
-        def make(rngs: nnx.Rngs, channels: int = channels) -> nnx.Module:
-            return nn.ConvResidual(channels, kernel=kernel, norm="batch", rngs=rngs)
-
-        parts.append(site.trunk(make, settings.layers // settings.blocks))
-    return nn.Classifier(
-        nn.ConvOpening(inputs, width, kernel=kernel, rngs=rngs),
-        nn.Network(*parts),
-        nn.PoolClosing((*space, channels), task.classes, rngs=rngs),
-    )
-
-
-def _transformer(site: _Site) -> nn.Classifier:
-    settings, task, rngs = site.settings, site.task, site.rngs
-    width, depth = settings.width, settings.layers + 2 * settings.buffers
-
-    def make(rngs: nnx.Rngs) -> nnx.Module:
-        return nn.EncoderLayer(
-            width, settings.heads, causal=task.causal, dropout=settings.dropout, depth=depth, rngs=rngs
+    def build(self, site: Site) -> nn.Classifier:
+        return nn.Classifier(
+            nn.DenseOpening(site.task.shape, self.width, rngs=site.rngs),
+            site.trunk(lambda rngs: nn.DenseResidual(self.width, rngs=rngs)),
+            nn.DenseClosing((self.width,), site.task.classes, rngs=site.rngs),
         )
 
-    def buffer() -> nn.LayerParallel:
-        return nn.LayerParallel(make, settings.buffers, t1=settings.buffers, solver=Serial(), rngs=rngs)
 
-    sizes = task.sizes[0] if task.causal else task.sizes
-    middle = site.trunk(make, settings.layers)
-    return nn.Classifier(
-        nn.TokenOpening(sizes, width, max_length=task.length, rngs=rngs),
-        nn.Network(buffer(), middle, buffer()) if settings.buffers else middle,
-        nn.TokenClosing(width, task.classes, rngs=rngs),
-        context=None if task.causal else _is_token,
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conv(Model):
+    """Residual layers of two convolutions each.
 
+    Args:
+        stride: Stride of the opening layer: how many times fewer points the states have along each axis.
+    """
 
-def _is_token(tokens: jax.Array) -> jax.Array:
-    """Where there is no padding."""
-    return tokens[..., 0] > 0
+    stride: int = 1
+    residual: ClassVar[bool] = True
 
-
-def _gru(site: _Site) -> nn.Classifier:
-    settings, task, rngs = site.settings, site.task, site.rngs
-    gru = nn.GRU(
-        task.shape[-1],
-        settings.width,
-        units=settings.units,
-        dt=settings.t1 / settings.layers,
-        solver=site.solvers[0],
-        adjoint_solver=site.solvers[1],
-        comm=site.comm,
-        rngs=rngs,
-    )
-    return nn.Classifier(_as_it_is, gru, LastUnit(settings.width, task.classes, rngs=rngs))
+    def build(self, site: Site) -> nn.Classifier:
+        width, (*space, inputs) = self.width, site.task.shape
+        kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
+        closing = nn.DenseClosing if math.prod(state) <= _MOST_INPUTS else nn.PoolClosing
+        return nn.Classifier(
+            nn.ConvTransition(inputs, width, kernel=kernel, factor=self.stride, rngs=site.rngs),
+            site.trunk(lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs)),
+            closing(state, site.task.classes, rngs=site.rngs),
+        )
 
 
-def _as_it_is(x: Any) -> Any:
-    return x
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pooled(Model):
+    """Four blocks of convolutional layers with batch norm; images are halved and channels doubled in between."""
+
+    residual: ClassVar[bool] = True
+    blocks: ClassVar[int] = 4
+
+    def build(self, site: Site) -> nn.Classifier:
+        width, (*space, inputs) = self.width, site.task.shape
+        kernel = (3,) * len(space)
+        parts: list[Any] = []
+        for number in range(self.blocks):
+            channels = width * 2**number
+            if number > 0:
+                parts.append(nn.ConvTransition(channels // 2, channels, kernel=kernel, norm="batch", rngs=site.rngs))
+
+            def make(rngs: nnx.Rngs, channels: int = channels) -> nnx.Module:
+                return nn.ConvResidual(channels, kernel=kernel, norm="batch", rngs=rngs)
+
+            parts.append(site.trunk(make, self.blocks))
+        return nn.Classifier(
+            nn.ConvOpening(inputs, width, kernel=kernel, rngs=site.rngs),
+            nn.Network(*parts),
+            nn.PoolClosing((*space, channels), site.task.classes, rngs=site.rngs),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer(Model):
+    """Layers of self-attention and a dense network, causal for text.
+
+    Args:
+        heads: Number of attention heads.
+        buffers: Number of serial layers before and after those that are solved in parallel.
+        dropout: Dropout rate.
+    """
+
+    heads: int = 4
+    buffers: int = 0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1; got {self.dropout}.")
+
+    def build(self, site: Site) -> nn.Classifier:
+        task, rngs, depth = site.task, site.rngs, site.layers + 2 * self.buffers
+
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            return nn.EncoderLayer(
+                self.width, self.heads, causal=task.causal, dropout=self.dropout, depth=depth, rngs=rngs
+            )
+
+        def buffer() -> nn.LayerParallel:
+            return nn.LayerParallel(make, self.buffers, t1=self.buffers, solver=Serial(), rngs=rngs)
+
+        sizes = task.sizes[0] if task.causal else task.sizes
+        middle = site.trunk(make)
+        return nn.Classifier(
+            nn.TokenOpening(sizes, self.width, max_length=task.length, rngs=rngs),
+            nn.Network(buffer(), middle, buffer()) if self.buffers else middle,
+            nn.TokenClosing(self.width, task.classes, rngs=rngs),
+            context=None if task.causal else _is_token,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRU(Model):
+    """Gated recurrent units; the steps of the sequence are the layers.
+
+    Args:
+        units: Number of recurrent units on top of each other.
+    """
+
+    units: int = 1
+    solvers: ClassVar[Pair] = (CYCLES, CYCLES)
+    layer_name: ClassVar[str] = "steps"
+
+    def build(self, site: Site) -> nn.Classifier:
+        gru = nn.GRU(
+            site.task.shape[-1],
+            self.width,
+            units=self.units,
+            dt=site.t1 / site.layers,
+            solver=site.solvers[0],
+            adjoint_solver=site.solvers[1],
+            comm=site.comm,
+            rngs=site.rngs,
+        )
+        return nn.Classifier(_unchanged, gru, LastUnit(self.width, site.task.classes, rngs=site.rngs))
 
 
 class LastUnit(nnx.Module):
@@ -145,14 +228,14 @@ class LastUnit(nnx.Module):
         self.linear = nnx.Linear(width, classes, rngs=rngs)
 
     def __call__(self, states: tuple[jax.Array, ...]) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         return self.linear(states[-1])
 
 
-_MODELS: dict[str, Callable[..., nn.Classifier]] = {
-    "dense": _dense,
-    "conv": _conv,
-    "pooled": _pooled,
-    "transformer": _transformer,
-    "gru": _gru,
-}
+def _is_token(tokens: jax.Array) -> jax.Array:
+    """Return where there is no padding."""
+    return tokens[..., 0] > 0
+
+
+def _unchanged(x: Any) -> Any:
+    return x

@@ -1,67 +1,82 @@
 """``lp-jax plan``: which solver for a network, and what it would give."""
 
+import argparse
 import dataclasses
 import platform
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import jax
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from lp_jax import planning
-from lp_jax.cli._experiment import experiment, settings_and_task
-from lp_jax.cli._settings import Settings
-from lp_jax.cli._tasks import Task
+from lp_jax.cli._commands import MenuParser
+from lp_jax.cli._errors import CommandError, UsageError
+from lp_jax.cli._experiment import experiment
+from lp_jax.cli._options import first_look, parse, parser_of, spelled_out
+from lp_jax.cli._problem import Settings, find, prepare
+from lp_jax.cli._task import Task
 from lp_jax.cli._workers import mesh_comm
 
 
-def plan_problem(problem: str, options: Mapping[str, Any]) -> None:
-    """Build the network, plan for it, show the plan.
+def run(name: str, args: Sequence[str]) -> None:
+    """Plan, show the plan.
 
     Args:
-        problem: one of the catalog.
-        options: of the command line, by name.
+        name: the problem; "machine" for a network of which nothing is known.
+        args: the command line after it.
     """
+    found, out = _of_machine(args) if name == "machine" else _of_problem(name, args)
+    print(found)
+    if out is not None:
+        from lp_jax import viz
+
+        out.mkdir(parents=True, exist_ok=True)
+        viz.plan(found).savefig(out / "plan.png")
+        print(f"\nIn {out}: plan.png")
+
+
+def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
+    problem, args = find(name), list(spelled_out(args))
+    kind = problem.kind(first_look(args, f"lp-jax plan {name}").model)
+    examples = [
+        (f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")
+    ]
+    options, _ = parse(parser_of(f"lp-jax plan {name}", problem, kind, _add_network, examples), problem, args)
     machine = None if options["machine"] is None else _machine(options["machine"])
-    settings, learned = settings_and_task(problem, options)
-    if not 1 <= options["workers"] <= settings.layers:
-        raise click.UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {options['workers']}.")
+    settings, task = prepare(name, options)
+    workers, error, seconds = (options[option] for option in ("workers", "error", "seconds"))
+    if not 1 <= workers <= settings.layers:
+        raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {workers}.")
     console = Console(stderr=True)
-    found = planned(
-        settings,
-        learned,
-        console,
-        machine=machine,
-        workers=options["workers"],
-        error=options["error"],
-        seconds=options["seconds"],
-    )
+    found = planned(settings, task, console, machine=machine, workers=workers, error=error, seconds=seconds)
     if options["save"] is not None:
         found.machine.save(options["save"])
-    _show(found, options["out"])
+    return found, options["out"]
 
 
-def plan_file(file: Path, layers: int, workers: int, error: float, out: Path | None) -> None:
-    """Times by a machine file alone.
-
-    Args:
-        file: what `Machine.save` wrote.
-        layers: number of layers.
-        workers: number of workers that they are spread over.
-        error: largest error of the gradient.
-        out: folder for the picture, or None.
-    """
+def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
+    about = (
+        "Predict times from a machine file, which lp-jax plan PROBLEM --save FILE writes. Gradient errors stay unknown."
+    )
+    parser = MenuParser(prog="lp-jax plan machine", description=about, allow_abbrev=False)
+    parser.add_argument("file", type=Path, help="Machine file.")
+    parser.add_argument("--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers.")
+    _add_plan(parser)
+    options = parser.parse_args(list(spelled_out(args)))
+    machine = _machine(options.file)
     try:
-        _show(planning.choose(layers, _machine(file), workers=workers, error=error), out)
-    except ValueError as problem:
-        raise click.UsageError(f"--{problem}") from None
+        found = planning.choose(options.layers, machine, workers=options.workers, error=options.error)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    return found, options.out
 
 
 def planned(
     settings: Settings,
-    learned: Task,
+    task: Task,
     console: Console,
     *,
     machine: planning.Machine | None = None,
@@ -69,11 +84,11 @@ def planned(
     error: float = 1e-2,
     seconds: float = 10.0,
 ) -> planning.Plan:
-    """The plan for a network at its initial parameters, on its first batch.
+    """Return the plan for a network at its initial parameters, on its first batch.
 
     Args:
         settings: what is trained.
-        learned: what it is trained on.
+        task: what it is trained on.
         console: where progress is shown.
         machine: what layers take; None measures it.
         workers: as for `lp_jax.plan`.
@@ -82,7 +97,7 @@ def planned(
     """
     from lp_jax import train
 
-    made = experiment(settings, learned)
+    made = experiment(settings, task)
     with console.status("measuring layers, and the gradients of solvers that would be faster"):
         batch = next(iter(made.batches(0)))
         interconnect = None
@@ -99,23 +114,32 @@ def planned(
             seconds=seconds,
         )
     if machine is None:
-        name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.model}"
+        name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.kind}"
         found = dataclasses.replace(found, machine=dataclasses.replace(found.machine, name=name))
     return found
+
+
+def _add_plan(parser: Any) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("Plan")
+    group.add_argument(
+        "--workers", type=PositiveInt, metavar="N", default=1, help="Number of devices that the layers are spread over."
+    )
+    group.add_argument(
+        "--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient."
+    )
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
+    return group
+
+
+def _add_network(parser: Any) -> None:
+    add = _add_plan(parser).add_argument
+    add("--machine", type=Path, metavar="FILE", help="Machine file, read in place of measuring.")
+    add("--save", type=Path, metavar="FILE", help="File for what was measured.")
+    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
 
 
 def _machine(path: Path) -> planning.Machine:
     try:
         return planning.Machine.load(path)
     except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _show(found: planning.Plan, out: Path | None) -> None:
-    click.echo(str(found))
-    if out is not None:
-        from lp_jax import viz
-
-        out.mkdir(parents=True, exist_ok=True)
-        viz.plan(found).savefig(out / "plan.png")
-        click.echo(f"\nIn {out}: plan.png")
+        raise CommandError(str(error)) from None

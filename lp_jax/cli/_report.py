@@ -1,7 +1,6 @@
 """What a run leaves: a table, a summary, pictures."""
 
 import contextlib
-import dataclasses
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,28 +10,20 @@ import jax
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lp_jax import MGRIT, Picard, Rediscretize, viz
+from lp_jax import viz
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._info import version
 from lp_jax.cli._run import Run
-from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import with_effort
 from lp_jax.train import gradient_error, residuals
 
-COARSE_STEPS: Mapping[str, Rediscretize | Solver] = {
-    "injection": Rediscretize(params="inject"),
-    "mean of parameters": Rediscretize(params="mean"),
-    "1 Picard sweep": Picard(sweeps=1),
-    "2 Picard sweeps": Picard(sweeps=2),
-}
 ITERATIONS, MOST_ITERATIONS = 3, 8
 """How many are drawn at least, and at most."""
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """The runs side by side."""
+    """Return a table of the runs, one column each."""
     result = Table(title="Test set; the network evaluated exactly", title_justify="left", title_style="")
     result.add_column("")
     for run in runs:
@@ -52,12 +43,12 @@ def _gradient_error(summary: Mapping[str, Any]) -> str:
     return f"{summary['gradient_error']:.1e} (cosine {summary['gradient_cosine']:.4f})"
 
 
-def summary(settings: Settings, runs: Sequence[Run], solver: Solver, adjoint_solver: Solver) -> dict[str, Any]:
-    """All that the table says, and what it was measured with."""
+def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the numbers of the table, the solvers, versions and device."""
     return {
-        "problem": dataclasses.asdict(settings),
-        "solver": repr(solver),
-        "adjoint_solver": repr(adjoint_solver),
+        "problem": made.settings.flat(),
+        "solver": repr(made.solvers[0]),
+        "adjoint_solver": repr(made.solvers[1]),
         "results": {run.name: run.summary() for run in runs},
         "versions": {name: version(name) for name in ("lp_jax", "jax", "flax", "optax")},
         "python": platform.python_version(),
@@ -69,9 +60,9 @@ class GradientErrors(NamedTuple):
     """Errors of a trained network's gradient.
 
     Attributes:
-        choices: by name and number of iterations, 1, 2, ..., forward and adjoint alike.
-        own: the run's.
-        iterations: the run's, forward and adjoint.
+        choices: errors after 1, 2, ... iterations, forward and adjoint alike, by the name of the solver.
+        own: error of the run's own solvers.
+        iterations: numbers of iterations of the run's own solvers.
     """
 
     choices: dict[str, list[float]]
@@ -79,9 +70,9 @@ class GradientErrors(NamedTuple):
     iterations: tuple[int, int]
 
 
-def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_solver: Solver) -> GradientErrors:
+def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
     """Measure the gradient on the first batch with few iterations and more, and with other coarse steps."""
-    batch = next(iter(made.batches(0)))
+    batch, (solver, adjoint_solver) = next(iter(made.batches(0))), made.solvers
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
         measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, global_sums=made.place.whole)
@@ -90,71 +81,53 @@ def gradient_errors(made: Experiment, params: PyTree, solver: Solver, adjoint_so
     with _quick_compilation():
         solves = residuals(made.model, params, batch, solver, adjoint_solver)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
-        most = ITERATIONS if isinstance(solver, MGRIT) else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
+        variants, adjoints = solver.variants(), adjoint_solver.variants()
+        most = ITERATIONS if len(variants) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
         choices = {
             name: [
-                error(*(with_effort(s, count, coarse_step) for s in (solver, adjoint_solver)))
-                for count in range(1, most + 1)
+                error(*(s.with_effort(n) for s in (variant, adjoints.get(name, adjoint_solver))))
+                for n in range(1, most + 1)
             ]
-            for name, coarse_step in _choices(solver).items()
+            for name, variant in variants.items()
         }
         return GradientErrors(choices, error(solver, adjoint_solver), taken)
 
 
-def pictures(
-    settings: Settings,
-    runs: Sequence[Run],
-    solver: Solver,
-    adjoint_solver: Solver,
-    errors: GradientErrors | None,
-) -> dict[str, Figure]:
-    """What there is to draw, by the name of its file: of a serial run, neither residuals nor gradient errors."""
-    first = runs[0]
+def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | None) -> dict[str, Figure]:
+    """Return the pictures by file name; a serial run has none of residuals and gradient errors."""
+    first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
         "hierarchy.png": viz.hierarchy(
-            solver, settings.layers // settings.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
+            solver, settings.layers // settings.model.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
         ),
     }
     if first.log.of("probe"):
-        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=_iteration(solver))
+        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=solver.iteration_name)
     if errors is not None:
         forward, adjoint = errors.iterations
         figures["gradient_error.png"] = viz.gradient_errors(
             errors.choices,
             run=(f"this run: {forward} forward,\n{adjoint} adjoint", forward, errors.own),
-            iteration=_iteration(solver),
-            choice="coarse step" if isinstance(solver, MGRIT) else "solver",
+            iteration=solver.iteration_name,
+            choice="coarse step" if len(errors.choices) > 1 else "solver",
         )
     return figures
 
 
-def save(folder: Path, figures: Mapping[str, Figure]) -> list[Path]:
-    """Write pictures into a folder; their paths."""
-    paths = [folder / name for name in figures]
-    for path, figure in zip(paths, figures.values(), strict=True):
-        figure.savefig(path)
-    return paths
-
-
-def _iteration(solver: Solver) -> str:
-    return {"Picard": "sweep", "Newton": "iteration"}.get(type(solver).__name__, "cycle")
+def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
+    """Write pictures into a folder; return their names."""
+    for name, figure in figures.items():
+        figure.savefig(folder / name)
+    return list(figures)
 
 
 @contextlib.contextmanager
 def _quick_compilation() -> Iterator[None]:
-    """Each program here runs once, so the time goes into compiling it."""
+    """Compile quickly: each program here runs once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
-
-
-def _choices(solver: Solver) -> dict[str, Any]:
-    """Coarse steps to compare, the solver's own included; one nameless choice for a solver that has none."""
-    if not isinstance(solver, MGRIT):
-        return {type(solver).__name__: None}
-    own = {} if solver.coarse_step in COARSE_STEPS.values() else {"this run's coarse step": solver.coarse_step}
-    return {**COARSE_STEPS, **own}

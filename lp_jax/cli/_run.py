@@ -1,5 +1,6 @@
 """One run: train layer-parallel, train the serial baseline, compare."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,12 +8,10 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from lp_jax import Serial
 from lp_jax._solver import Solver
 from lp_jax.cli._experiment import Experiment
 from lp_jax.cli._launch import Launch
-from lp_jax.cli._settings import Settings
-from lp_jax.cli._solver import with_effort
+from lp_jax.cli._models import Pair
 from lp_jax.train import (
     Bar,
     Batch,
@@ -31,20 +30,12 @@ from lp_jax.train import (
 _PROBES = 6  # of the gradient in a run, if not said otherwise
 
 
-class Plan(NamedTuple):
-    """How a run is watched and saved: steps between two probes, checkpoints, times that metrics are fetched."""
-
-    probe_every: int | None
-    checkpoint_every: int
-    log_every: int
-
-
 class Run(NamedTuple):
     """A finished training.
 
     Attributes:
-        name: of what it is in tables and pictures.
-        state: the last one.
+        name: its name in tables and pictures.
+        state: the last state.
         log: all rows.
     """
 
@@ -53,7 +44,7 @@ class Run(NamedTuple):
     log: Log
 
     def summary(self) -> dict[str, Any]:
-        """The numbers that the table shows."""
+        """Return the numbers that the table shows."""
         test, probes = self.log.of("test")[-1], self.log.of("probe")
         # the first time of each process holds its compilation
         times = [row["step_time"] for row in self.log.of("train")]
@@ -67,48 +58,36 @@ class Run(NamedTuple):
         }
 
 
-def name_of(solver: Solver) -> str:
-    """What a run with this forward solver is called."""
-    return "serial" if isinstance(solver, Serial) else "layer-parallel"
-
-
 def _longer(solver: Solver) -> Solver:
-    """With iterations enough to see whether, and how fast, they converge; as it is where that is what ends them."""
-    return solver if solver.has_tolerance else with_effort(solver, max(solver.iterations + 2, 4))
+    """Return the solver with enough iterations to see how fast they converge; unchanged where a tolerance ends them."""
+    return solver if solver.has_tolerance else solver.with_effort(max(solver.iterations + 2, 4))
 
 
 def train_one(
-    settings: Settings,
-    plan: Plan,
-    made: Experiment,
-    solver: Solver,
-    adjoint_solver: Solver,
-    folder: Path,
-    console: Console,
-    launch: Launch,
+    made: Experiment, solvers: Pair, options: Mapping[str, Any], folder: Path, console: Console, launch: Launch
 ) -> Run:
-    """Train with one pair of solvers, from the newest checkpoint in ``folder`` if there is one.
+    """Train with a pair of solvers, from the newest checkpoint in ``folder`` if there is one.
 
-    All processes of ``launch`` call this together; the chief's log is the one in ``folder``.
+    All processes of ``launch`` call this together; the log of process 0 is the one in ``folder``.
 
     Raises:
         lp_jax.train.DivergenceError: when the run is no longer finite.
         lp_jax.train.Interrupted: after SIGINT or SIGTERM, when all is saved.
         lp_jax.train.CheckpointError: for a checkpoint of another model.
     """
-    name = name_of(solver)
-    exact = isinstance(solver, Serial) and isinstance(adjoint_solver, Serial)
-    optimizer = optax.adam(settings.learning_rate)
-    place = made.place
+    solver, adjoint_solver = solvers
+    name = "serial" if solver.exact else "layer-parallel"
+    training, place = made.settings.training, made.place
+    optimizer = optax.adam(training.learning_rate)
     state = place.everywhere(init_state(made.params, optimizer))
-    total = made.task.steps_per_epoch * settings.epochs
+    total = made.task.steps_per_epoch * training.epochs
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
         error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, global_sums=place.whole)
-        solves = residuals(made.model, state.params, batch, *map(_longer, (solver, adjoint_solver)))
+        solves = residuals(made.model, state.params, batch, *map(_longer, solvers))
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,
@@ -120,11 +99,11 @@ def train_one(
         }
 
     measures = [Every("test", made.task.steps_per_epoch, test)]
-    if not exact:
-        measures.append(Every("probe", plan.probe_every or max(1, total // _PROBES), probe))
-    if launch.chief:
+    if not (solver.exact and adjoint_solver.exact):
+        measures.append(Every("probe", options["probe_every"] or max(1, total // _PROBES), probe))
+    if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)
-    with place.checkpoints(folder / "checkpoints", settings.fingerprint()) as checkpoints:
+    with place.checkpoints(folder / "checkpoints", made.settings.fingerprint()) as checkpoints:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
             console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
@@ -133,14 +112,14 @@ def train_one(
             state,
             made.batches,
             steps_per_epoch=made.task.steps_per_epoch,
-            epochs=settings.epochs,
+            epochs=training.epochs,
             solver=solver,
             adjoint_solver=adjoint_solver,
             measures=measures,
-            log=Log(folder / "metrics.jsonl" if launch.chief else None),
-            log_every=plan.log_every,
+            log=Log(folder / "metrics.jsonl" if launch.is_root else None),
+            log_every=options["log_every"],
             checkpoints=checkpoints,
-            checkpoint_every=plan.checkpoint_every,
+            checkpoint_every=options["checkpoint_every"],
             meter=Bar(name, console),
             agree=launch.agree if launch.size > 1 else None,
         )

@@ -1,12 +1,12 @@
-"""``--devices`` and ``--mesh``: where the layers, and the examples of a batch, are spread."""
+"""``--devices`` and ``--mesh``: where the layers, and the examples of a batch, live."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
 import jax
 import numpy as np
 from flax import nnx
@@ -15,14 +15,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lp_jax import MeshComm, MPIComm, layer_slices
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch
-from lp_jax.cli._sizes import mesh_sizes, set_cpu_devices
+from lp_jax.cli._errors import CommandError, UsageError
+from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch, mesh_sizes, set_cpu_devices
 from lp_jax.nn import LayerParallel
 from lp_jax.train import Checkpoints, LossFn, RankCheckpoints, Ranks
 
 
-class OneDevice:
-    """All on one device.
+class Place(abc.ABC):
+    """Where the layers, and the examples of a batch, live.
 
     Attributes:
         comm: of the solves.
@@ -32,36 +32,43 @@ class OneDevice:
     comm: MeshComm | MPIComm | None = None
     whole: Callable[[PyTree], PyTree] | None = None
 
+    @abc.abstractmethod
     def describe(self) -> str | None:
-        """A line on where all is."""
-        return None
+        """Return a line on it, or None."""
 
-    def holding(self, model: nnx.Module) -> "OneDevice":
-        """This place, once it is known which of the parameters are spread."""
+    def holding(self, model: nnx.Module) -> "Place":
+        """Return this place, now that it is known which parameters are spread."""
         return self
 
     def everywhere(self, tree: PyTree) -> PyTree:
-        """Arrays that all workers have, made by one."""
+        """Return arrays that one worker made, on all workers."""
         return tree
 
     def share(self, batch: PyTree) -> PyTree:
-        """A batch, as it is spread."""
+        """Return a batch, spread over the workers."""
         return batch
 
     def loss(self, loss_fn: LossFn) -> LossFn:
-        """The loss of a whole batch, from that of a share."""
+        """Return the loss of a whole batch, from that of a share."""
         return loss_fn
 
     def size(self, params: PyTree) -> int:
-        """Number of parameters of the whole network."""
+        """Return the number of parameters of the whole network."""
         return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
 
     def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> Checkpoints | RankCheckpoints:
-        """Where states are saved."""
+        """Return where states are saved."""
         return Checkpoints(folder, config=config)
 
 
-class Devices(OneDevice):
+class OneDevice(Place):
+    """A single device."""
+
+    def describe(self) -> None:
+        return None
+
+
+class Devices(Place):
     """The devices of a mesh, of one process or of several."""
 
     def __init__(self, comm: MeshComm) -> None:
@@ -88,7 +95,7 @@ class Devices(OneDevice):
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-class RankGrid(OneDevice):
+class RankGrid(Place):
     """The ranks of an MPI job."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -121,17 +128,17 @@ class RankGrid(OneDevice):
         return self.ranks.checkpoints(folder, config=config)
 
 
-def workers(options: Mapping[str, Any], layers: int, launch: Launch, solvers: tuple[Solver, Solver]) -> OneDevice:
-    """Where the options say that a run of so many layers lives. On a CPU the devices of a mesh are made: parts of it.
+def workers(options: Mapping[str, Any], layers: int, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
+    """Return where the options put a run of this many layers. On a CPU, cut it into the devices of a mesh.
 
     Raises:
-        click.UsageError: for an unknown axis, for both options at once, and for a batch that cannot be split evenly.
-        click.ClickException: where there are too few devices, or too many ranks.
+        UsageError: for an unknown axis, for both options at once, and for a batch that cannot be split evenly.
+        CommandError: where there are too few devices, or too many ranks.
     """
     sizes = mesh_sizes(options)
     if options["batch_size"] % sizes.get("data", 1):
-        raise click.UsageError(
-            f"--batch-size {options['batch_size']} cannot be split evenly over data={sizes['data']}; choose a multiple."
+        raise UsageError(
+            f"--batch_size {options['batch_size']} cannot be split evenly over data={sizes['data']}; choose a multiple."
         )
     if isinstance(launch, MPILaunch):
         return RankGrid(_grid(sizes, launch, layers, solvers))
@@ -145,13 +152,13 @@ def _grid(sizes: Mapping[str, int], launch: MPILaunch, layers: int, solvers: tup
     copies = sizes.get("data", 1)
     rows = sizes.get("layers", max(1, launch.size // copies))
     if rows * copies != launch.size:
-        raise click.ClickException(
+        raise CommandError(
             f"layers={rows} x data={copies} makes {rows * copies} ranks and mpirun started {launch.size}; "
             "with --mpi, --devices and --mesh must name all of them, or be left out."
         )
     busy = sum(run.stop > run.start for run in layer_slices(layers, rows, *solvers))
     if busy < rows:
-        raise click.ClickException(
+        raise CommandError(
             f"{layers} layers can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
             "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
         )
@@ -159,14 +166,14 @@ def _grid(sizes: Mapping[str, int], launch: MPILaunch, layers: int, solvers: tup
 
 
 def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
-    """Of all devices, where it is not said."""
+    """Return the mesh of these axes; all devices in one row where there are none."""
     if processes == 1:
         set_cpu_devices(math.prod(sizes.values()))
     there = jax.device_count()
     sizes = {"layers": 1} | sizes if sizes else {"layers": there}
     needed = math.prod(sizes.values())
     if there < needed or (processes > 1 and there != needed):
-        raise click.ClickException(
+        raise CommandError(
             f"{needed} devices are needed and there are {there} ({jax.default_backend()}{_of_processes(processes)}); "
             "ask for others with --devices or --mesh."
         )
@@ -174,7 +181,7 @@ def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
 
 
 def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
-    """The first devices as a mesh of these axes."""
+    """Return the first devices as a mesh of these axes."""
     mesh = jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),

@@ -1,0 +1,129 @@
+"""The menus of ``lp-jax``: which command is meant. Each command reads its own options."""
+
+import argparse
+import ast
+import functools
+import importlib.metadata
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lp_jax.cli._errors import CommandError, UsageError
+
+Examples = Sequence[tuple[str, str]]
+
+_BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+_ABOUT = "Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard sweeps."
+_COMMANDS = {
+    "train": "Train a deep network, layer-parallel, and compare with the exact baseline.",
+    "plan": "Predict before training what layer-parallelism gives, and with which solver.",
+    "bench": "Time the library against its alternatives. The suites come with the source.",
+    "info": "Show versions, devices and MPI.",
+}
+_EXAMPLES: Mapping[str, Examples] = {
+    "": [
+        ("lp-jax train digits", "train on scikit-learn's digits, nothing to download"),
+        ("lp-jax train digits --help", "all options of a command"),
+        ("lp-jax plan digits", "recommend a solver, predict its time and error"),
+        ("lp-jax info", "versions, devices, MPI"),
+    ],
+    "train": [
+        ("lp-jax train digits", "8 x 8 pixels, from scikit-learn"),
+        ("lp-jax train mnist --data FOLDER", "from the four IDX files"),
+        ("lp-jax train gum --data FOLDER", "tag the words of a treebank with a transformer"),
+        ("lp-jax train timeseries --data FOLDER --name BasicMotions", "a recurrent network, parallel in time"),
+    ],
+    "plan": [
+        ("lp-jax plan digits", "a solver for this network on this machine"),
+        ("lp-jax plan digits --workers 8 --error 1e-3", "layers spread over eight such machines, a closer gradient"),
+        ("lp-jax plan digits --save machine.json", "keep what was measured"),
+        ("lp-jax plan machine machine.json --layers 1024", "predict from what was measured elsewhere"),
+    ],
+    "bench": [
+        ("lp-jax bench ranks --help", "the options of a suite"),
+        ("lp-jax bench dense --quick", "a tiny row, to see that all works"),
+    ],
+}
+
+
+class MenuParser(argparse.ArgumentParser):
+    """A parser that raises what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message."""
+        error = UsageError(message)
+        error.command = self.prog
+        raise error
+
+
+def run(args: Sequence[str]) -> None:
+    """Run the command that the arguments name, or print the menu.
+
+    Raises:
+        UsageError: for a command that does not exist.
+    """
+    if "" not in sys.path:
+        sys.path.append("")  # solvers of the user: --solver mymodule.MySolver
+    command, rest = _choose("", _ABOUT, _COMMANDS, args)
+    if command == "info":
+        MenuParser(prog="lp-jax info", description=_COMMANDS["info"]).parse_args(rest)
+        from lp_jax.cli._info import report
+
+        print(report())
+        return
+    entries = _suites() if command == "bench" else problems()
+    if command == "plan":
+        entries["machine"] = "Predict times from a machine file, for any number of layers."
+    entry, rest = _choose(command, _COMMANDS[command], entries, rest)
+    if command == "bench":
+        sys.path.insert(0, str(_BENCHMARKS.parent))
+        sys.exit(importlib.import_module(f"benchmarks.{entry}").main(rest))
+    importlib.import_module(f"lp_jax.cli._{command}").run(entry, rest)
+
+
+def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the entry of a menu that comes first, and the arguments after it; print the menu where there is none."""
+    prog = f"lp-jax {command}".rstrip()
+    parser = MenuParser(
+        prog=prog,
+        usage=f"{prog} COMMAND ...",
+        description=description(about, _EXAMPLES[command]),
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=20),
+    )
+    if not command:
+        version = importlib.metadata.version("lp_jax")
+        parser.add_argument("--version", action="version", version=f"lp_jax {version}", help="Version of lp_jax.")
+    menu = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, text in entries.items():
+        menu.add_parser(name, help=text.replace("%", "%%"), add_help=False)
+    return parser.parse_args(args[:1] or ["--help"]).command, list(args[1:])
+
+
+def description(about: str, examples: Examples) -> str:
+    """Return what a command does, and examples of calls."""
+    width = max((len(call) for call, _ in examples), default=0)
+    return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])
+
+
+def summaries(folder: Path, pattern: str = "") -> dict[str, str]:
+    """Return the first line of every public module's docstring, of those whose source matches; none is imported."""
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("[!_]*.py"))}
+    found = {name: text for name, text in sources.items() if re.search(pattern, text, re.MULTILINE)}
+    return {name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in found.items()}
+
+
+def problems() -> dict[str, str]:
+    """Return the problems, and what each is."""
+    return summaries(Path(__file__).parent / "problems")
+
+
+def _suites() -> dict[str, str]:
+    found = summaries(_BENCHMARKS, r"^(def main\(arguments|main = )")
+    if not found:
+        raise CommandError(
+            "the benchmarks come with the source and not with the package: clone the repository, and in its folder "
+            "pip install -e '.[bench]'."
+        )
+    return found

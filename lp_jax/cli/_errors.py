@@ -1,0 +1,59 @@
+"""Errors of the command line, and how any error is told: in one line, with an exit code."""
+
+import itertools
+import signal
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+
+class CommandError(Exception):
+    """A command that cannot do its work; the message says what to do."""
+
+    code = 1
+
+
+class UsageError(CommandError):
+    """Options that are wrong or contradict each other; ``command`` is the one whose help tells more."""
+
+    code = 2
+    command: str | None = None
+
+
+class Terminated(BaseException):
+    """SIGTERM outside of a training loop, which would finish its step first."""
+
+
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Handler of SIGTERM."""
+    raise Terminated
+
+
+def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
+    """Return the line for an error, and the exit code: 1 (failed), 2 (wrong use), 128 + signal.
+
+    Args:
+        error: what ended the program.
+        args: what follows the command's name; with ``--debug`` an unforeseen error is told with its traceback.
+    """
+    if isinstance(error, KeyboardInterrupt | Terminated):
+        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        message = f"{number.name}: stopped; what was saved before is kept, and --resume goes on from there"
+        return _line(message), 128 + number
+    if isinstance(error, UsageError):
+        words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
+        command = error.command or " ".join(["lp-jax", *words][:3])
+        return _line(f"{error} (see {command} --help)"), UsageError.code
+    if isinstance(error, CommandError):
+        return _line(str(error)), error.code
+    if isinstance(error, ModuleNotFoundError):
+        known = "lp_jax[" in str(error)  # the message says what to install
+        return _line(str(error) if known else f"{error.name} is missing; pip install 'lp_jax[train]' installs it"), 1
+    if "--debug" in args:
+        return "".join(traceback.format_exception(error)).rstrip(), 1
+    return _line(f"{str(error) or type(error).__name__} (--debug shows where)"), 1
+
+
+def _line(message: str) -> str:
+    return f"lp-jax: {' '.join(message.split())}"

@@ -1,0 +1,239 @@
+"""Options of ``lp-jax train`` and ``lp-jax plan``: a parser for each problem, and what the options mean."""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, get_loader, set_parsing_settings
+from jsonargparse.typing import PositiveInt, register_type
+
+import lp_jax
+from lp_jax._solver import Solver
+from lp_jax.cli._commands import Examples, MenuParser, description
+from lp_jax.cli._errors import UsageError
+from lp_jax.cli._models import Model, Pair
+from lp_jax.cli._problem import Problem, model_and_training
+from lp_jax.cli._task import Training
+from lp_jax.planning import code
+
+set_parsing_settings(subclasses_enabled=["is_pure_dataclass"])  # a coarse step may be `Rediscretize` or a solver
+register_type(jax.Array, float, float)  # a tolerance may be traced; here it is a number
+
+Groups = Callable[[ArgumentParser], object]
+"""Adds the options of one command to a parser."""
+
+
+class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Examples keep their lines; a default that says nothing is left out."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action) or ""
+        shown = action.default is not None and action.default is not False
+        return text if shown else re.sub(r" \(default: %\(default\)s\)|, default: %\(default\)s", "", text)
+
+
+def spelled_out(args: Iterable[str]) -> Iterator[str]:
+    """Yield the arguments with ``--serial`` as ``--solver Serial``, and ``--batch-size`` as ``--batch_size``."""
+    for arg in args:
+        if arg == "--serial":
+            yield from ("--solver", "Serial")
+        else:
+            name, equals, value = arg.partition("=")
+            yield (name.replace("-", "_").replace("__", "--", 1) if arg.startswith("--") else name) + equals + value
+
+
+def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
+    """Return the options that decide about all others: model, folder, processes. Others are ignored."""
+    parser = MenuParser(prog=command, add_help=False, allow_abbrev=False)
+    for name in ("--config", "--model", "--solver", "--adjoint_solver"):
+        parser.add_argument(name)
+    add_launch(parser)
+    add_folder(parser, command.split()[-1])
+    found = parser.parse_known_args(args)[0]
+    if found.config is not None and Path(found.config).is_file():
+        stored = get_loader("yaml")(Path(found.config).read_text(encoding="utf-8"))
+        parser.set_defaults(**{name: stored[name] for name in vars(found) if name in stored})
+        found = parser.parse_known_args(args)[0]
+    found.out = Path(found.out)
+    return found
+
+
+def add_launch(parser: Any) -> None:
+    """Add where a run lives."""
+    add = parser.add_argument_group("Devices").add_argument
+    add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
+    add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
+    add("--mpi", action="store_true", help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.")
+    add(
+        "--distributed",
+        action="store_true",
+        help="Processes of jax.distributed hold the layers: srun lp-jax train ... --distributed.",
+    )
+    add("--coordinator", metavar="HOST:PORT", help="Address of process 0; srun and mpirun set it by themselves.")
+    add("--process", metavar="I/N", help="Number of this process and of all of them, like 0/2; needs --coordinator.")
+    add("--debug", action="store_true", help="Traceback of an error, in place of one line.")
+
+
+def add_folder(parser: Any, problem: str) -> None:
+    """Add where a run is kept."""
+    add = parser.add_argument_group("Output").add_argument
+    add("--out", type=Path, metavar="FOLDER", default=Path("runs", problem), help="Folder for all results.")
+    add("--resume", action="store_true", help="Go on with the run in --out; options left out are as they were.")
+
+
+def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
+    """Add solvers, devices and output, which only training has."""
+    solver, adjoint_solver = (code(one) for one in model.solvers)
+    add = parser.add_argument_group("Solvers").add_argument
+    add(
+        "--solver",
+        type=Solver | Literal["auto"] | None,
+        metavar="CLASS",
+        help="Solver of the layers: a class of lp_jax, or your own as module.Class. Its fields are options, like "
+        f"--solver.levels 3; --solver.help CLASS lists them. Left out: {solver}. --serial is short for --solver Serial; "
+        "auto is the solver that lp-jax plan recommends.",
+    )
+    add(
+        "--adjoint_solver",
+        type=Solver | None,
+        metavar="CLASS",
+        help=f"Solver of the adjoint system. Left out: the same as --solver; where that is left out, too: {adjoint_solver}.",
+    )
+    add(
+        "--adjoint_iterations",
+        type=PositiveInt,
+        metavar="N",
+        help="Number of iterations of the adjoint solver, without a tolerance.",
+    )
+    add(
+        "--spatial",
+        type=PositiveInt,
+        metavar="D",
+        help="Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
+        "--solver.relaxation FCF.",
+    )
+    add_launch(parser)
+    add_folder(parser, problem)
+    add = parser.add_argument_group("Watching").add_argument
+    add("--checkpoint_every", type=PositiveInt, metavar="N", default=200, help="Number of steps between checkpoints.")
+    add(
+        "--probe_every",
+        type=PositiveInt,
+        metavar="N",
+        help="Number of steps between gradient probes. Left out: 6 in a run.",
+    )
+    add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
+    add("--no_compare", action="store_true", help="No serial baseline to compare with.")
+    add("--no_pictures", action="store_true", help="No pictures.")
+
+
+def parser_of(command: str, problem: Problem, kind: str, groups: Groups, examples: Examples) -> ArgumentParser:
+    """Return the parser of a command on a problem, whose defaults are those of the model."""
+    model = problem.models[kind]
+    parser = ArgumentParser(
+        prog=command,
+        usage=f"{command} [OPTIONS]",
+        description=description(problem.about, examples),
+        formatter_class=_Formatter,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML or JSON file of options, by name.")
+    add = parser.add_argument_group("Data and model").add_argument
+    for name, text in problem.sources.items():
+        add(f"--{name}", type=Path if name == "data" else str, metavar=name.upper(), help=text)
+    kinds = "; ".join(f"{name}: {one.about()}" for name, one in problem.models.items())
+    add("--model", choices=problem.choices, default=kind, help=f"Model, with options of its own. {kinds}.")
+    parser.add_class_arguments(type(model), None)
+    parser.add_class_arguments(Training, None)
+    parser.set_defaults(**dataclasses.asdict(model), **dataclasses.asdict(problem.training))
+    groups(parser)
+    return parser
+
+
+def parse(
+    parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options by name: solvers as objects, and all of them as they are stored.
+
+    Args:
+        parser: of the command.
+        problem: what it works on.
+        args: the command line, `spelled_out`.
+        stored: options of a run that is resumed, which the command line changes.
+
+    Raises:
+        UsageError: for options that are unknown, missing or out of range.
+    """
+    before = [] if stored is None else ["--config", json.dumps(dict(stored))]
+    try:
+        read = parser.parse_args([*before, *args])
+        options = {name: value for name, value in vars(parser.instantiate(read)).items() if name != "config"}
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        raise UsageError(_reason(str(error))) from None
+    try:
+        model_and_training(problem, options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--{error}") from None
+    for name, text in problem.sources.items():
+        if options[name] is None:
+            raise UsageError(f"Missing option --{name}: {text[0].lower()}{text[1:]}")
+    kept = json.loads(parser.dump(read, format="json", skip_unset=False))
+    if "data" in kept:
+        kept["data"] = str(options["data"].resolve())  # resuming may happen elsewhere
+    return options, kept
+
+
+def solvers(options: Mapping[str, Any], model: Model) -> Pair:
+    """Return the forward and the adjoint solver that the options give.
+
+    Raises:
+        UsageError: for options that contradict each other.
+    """
+    solver, adjoint_solver, iterations = (options[n] for n in ("solver", "adjoint_solver", "adjoint_iterations"))
+    if solver == "auto":
+        if adjoint_solver is not None or iterations is not None:
+            raise UsageError("--solver auto chooses the adjoint solver, too; leave out --adjoint_... options.")
+        return model.solvers
+    forward, adjoint = model.solvers if solver is None else (solver, solver.for_adjoint())
+    adjoint = adjoint_solver or adjoint
+    adjoint = adjoint if iterations is None else adjoint.with_effort(iterations)
+    return _coarsened(forward, options["spatial"]), _coarsened(adjoint, options["spatial"])
+
+
+def _coarsened(solver: Any, dims: int | None) -> Solver:
+    if dims is None:
+        return solver
+    try:
+        return dataclasses.replace(solver, spatial=lp_jax.spatial(dims))
+    except TypeError:
+        raise UsageError(f"--spatial needs a solver with levels, like --solver MGRIT; got {code(solver)}.") from None
+
+
+def _reason(text: str) -> str:
+    """Return the part of the parser's message that tells what is wrong: it lists why each allowed type does not fit."""
+    key = re.match(r'Parser key "([\w.]+)":', text)
+    head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))
+    reasons = [part for part in parts if "Does not validate" not in part]
+    telling = [part for part in reasons if not part.startswith(("Expected a ", "Import path"))]
+    found = telling[-1] if telling else reasons[0] if reasons else head[key.end() :] if key else head
+    given = re.search(r"Given value: (\w+)$", text)
+    found = found if given is None or given[1] in found else f"{found}. Got value: {given[1]}"
+    return f"--{key[1]}: {found}" if key else found
+
+
+def overridden(stored: Mapping[str, Any], look: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stored options without those that the command line replaces as a whole."""
+    void: set[str] = set()
+    if look["solver"] is not None:  # another class does not inherit fields
+        void |= {"solver", "adjoint_solver", "adjoint_iterations", "spatial"}
+    if look["adjoint_solver"] is not None:
+        void |= {"adjoint_solver", "adjoint_iterations"}
+    if any(look[name] for name in ("devices", "mesh", "mpi", "distributed")):
+        void |= {"devices", "mesh"}
+    return {name: value for name, value in stored.items() if name not in void}

@@ -1,0 +1,145 @@
+"""Problems of the command line: what one is, how it is found, and what a run on it is."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lp_jax.cli._errors import UsageError
+from lp_jax.cli._models import Model
+from lp_jax.cli._task import Task, Training
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A problem that ``lp-jax train`` and ``lp-jax plan`` know: a module of `lp_jax.cli.problems`, which it is named after.
+
+    The first line of that module's docstring is its help.
+
+    Attributes:
+        load: ``load(training, **sources)`` reads the data.
+        models: models with their default settings, by name; the first one is the default.
+        training: default settings of training.
+        sources: options that say where the data is, by name, with their help; "data" is a path.
+        examples: (call, what it does), for the help.
+        about: first line of the help.
+    """
+
+    load: Callable[..., Task]
+    models: Mapping[str, Model]
+    training: Training
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    examples: tuple[tuple[str, str], ...]
+    about: str = ""
+
+    @property
+    def choices(self) -> list[str]:
+        """Names for ``--model``: "resnet" stands for the first model, where that is one."""
+        return [*self.models, *(["resnet"] if next(iter(self.models.values())).residual else [])]
+
+    def kind(self, name: str | None) -> str:
+        """Return the model's own name.
+
+        Raises:
+            UsageError: for a model that the problem does not have.
+        """
+        if name not in (None, *self.choices):
+            raise UsageError(f"--model must be one of {', '.join(self.choices)}; got {name!r}.")
+        return next(iter(self.models)) if name is None or name == "resnet" else name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What makes a run what it is, the solvers apart. Two runs of equal settings take the same batches.
+
+    Attributes:
+        problem: name of the problem.
+        kind: name of the model.
+        model: the model's settings.
+        training: settings of training.
+        sources: where the data is.
+        layers: number of layers, or of steps of the sequence.
+        t1: time at which the last layer ends.
+    """
+
+    problem: str
+    kind: str
+    model: Model
+    training: Training
+    sources: Mapping[str, Any]
+    layers: int
+    t1: float
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in; the length of a run and its learning rate may change on the way."""
+        free = ("data", "epochs", "learning_rate")
+        return {name: value for name, value in self.flat().items() if name not in free}
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings by name, for JSON."""
+        sources = {name: str(value) for name, value in self.sources.items()}
+        fixed = {"problem": self.problem, "model": self.kind, **sources}
+        sizes = {**dataclasses.asdict(self.model), "layers": self.layers, "t1": self.t1}
+        return fixed | sizes | dataclasses.asdict(self.training)
+
+    def describe(self, count: int) -> str:
+        """Return one line on what is trained, a network of ``count`` parameters."""
+        return (
+            f"{self.sources.get('name', self.problem)}: {self.kind}, {self.layers} {self.model.layer_name}, "
+            f"{self.model.width} wide, {count:,} parameters, t1 = {self.t1:g} ({self.model.about()})"
+        )
+
+
+def find(name: str) -> Problem:
+    """Return the problem of this name."""
+    module = importlib.import_module(f"lp_jax.cli.problems.{name}")
+    return dataclasses.replace(module.PROBLEM, about=(module.__doc__ or "").partition("\n")[0])
+
+
+def model_and_training(problem: Problem, options: Mapping[str, Any]) -> tuple[Model, Training]:
+    """Return the settings that the options give, the problem's own where they give none.
+
+    Raises:
+        ValueError: for a value out of range; the message begins with its name.
+    """
+    return _updated(problem.models[problem.kind(options.get("model"))], options), _updated(problem.training, options)
+
+
+def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
+    """Return what the options ask for, with the data that they name.
+
+    Args:
+        name: the problem.
+        options: settings by name, those of the problem where they are left out; where its data is.
+
+    Raises:
+        lp_jax.data.DataError: for files that are missing or damaged.
+        ValueError: for a setting out of range, and for a batch larger than the training set.
+    """
+    problem = find(name)
+    model, training = model_and_training(problem, options)
+    sources = {source: options[source] for source in problem.sources}
+    if "data" in sources:
+        sources["data"] = Path(sources["data"])
+    task = problem.load(training, **sources)
+    layers = model.layers or task.length
+    if layers == 0:
+        raise UsageError(f"--layers must be a number; got null, and the inputs of {name} are no sequences.")
+    settings = Settings(
+        problem=name,
+        kind=problem.kind(options.get("model")),
+        model=model,
+        training=training,
+        sources=sources,
+        layers=layers,
+        t1=model.t1 or float(layers),
+    )
+    return settings, task
+
+
+def _updated(settings: T, options: Mapping[str, Any]) -> T:
+    names = [field.name for field in dataclasses.fields(settings)]  # type: ignore[arg-type]
+    return dataclasses.replace(settings, **{name: options[name] for name in names if name in options})  # type: ignore[type-var]

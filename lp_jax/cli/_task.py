@@ -1,0 +1,108 @@
+"""What a network learns: settings of training, and data as batches."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from lp_jax import _check, data
+
+Predict = Callable[[Any], np.ndarray]
+"""From a batch of inputs to logits."""
+
+_EVALUATION_BATCH = 500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training.
+
+    Args:
+        epochs: Number of epochs.
+        batch_size: Number of examples per step.
+        learning_rate: Learning rate of Adam.
+        seed: Seed of the split, the initial parameters and the order of the batches.
+    """
+
+    epochs: int = 30
+    batch_size: int = 50
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check.integer("epochs", self.epochs, least=1)
+        _check.integer("batch_size", self.batch_size, least=1)
+        _check.integer("seed", self.seed, least=0)
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive; got {self.learning_rate}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned, as batches ``(x, labels)``.
+
+    Attributes:
+        batches: batches of training, by epoch.
+        steps_per_epoch: number of them.
+        test_batches: the test set.
+        shape: shape of one input, without the batch: of an image, a point, or one time of a sequence.
+        classes: number of classes.
+        names: names of the classes; empty where they are numbers.
+        length: largest number of positions of a sequence; 0 for other inputs.
+        sizes: number of values of each of the numbers that describe a token; empty for other inputs.
+        causal: whether a position sees only itself and those before it.
+        samples: makes a text of a few answers, to read; None shows nothing.
+    """
+
+    batches: Callable[[int], Iterable[Any]]
+    steps_per_epoch: int
+    test_batches: list[Any]
+    shape: tuple[int, ...]
+    classes: int
+    names: tuple[str, ...] = ()
+    length: int = 0
+    sizes: tuple[int, ...] = ()
+    causal: bool = False
+    samples: Callable[[Predict], str] | None = None
+
+
+def classification(dataset: data.Dataset, training: Training) -> Task:
+    """Return the task of a data set: batches in the order that the seed gives, pixels scaled to [0, 1]."""
+
+    def cut(x: Any, start: int) -> Any:
+        part = slice(start, start + _EVALUATION_BATCH)
+        return tuple(leaf[part] for leaf in x) if isinstance(x, tuple) else _scaled(x[part])
+
+    def batches(epoch: int) -> Iterator[Any]:
+        for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
+            yield _scaled(x), y
+
+    test = [
+        (cut(dataset.test_x, i), dataset.test_y[i : i + _EVALUATION_BATCH])
+        for i in range(0, len(dataset.test_y), _EVALUATION_BATCH)
+    ]
+    return Task(
+        batches=batches,
+        steps_per_epoch=steps_per_epoch(len(dataset.train_y), training),
+        test_batches=test,
+        shape=dataset.shape,
+        classes=dataset.classes,
+        names=dataset.names,
+    )
+
+
+def steps_per_epoch(examples: int, training: Training) -> int:
+    """Return the number of full batches.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    if examples < training.batch_size:
+        raise ValueError(f"--batch_size {training.batch_size} is more than the {examples} training examples.")
+    return examples // training.batch_size
+
+
+def _scaled(x: Any) -> Any:
+    """Return bytes as numbers in [0, 1], anything else unchanged."""
+    return x.astype(np.float32) / np.float32(255) if getattr(x, "dtype", None) == np.uint8 else x
