@@ -25,8 +25,7 @@ _UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are r
 def problem(network: str, width: int, layers: int, batch: int) -> Problem:
     """The layers only, with weights as the suites draw them."""
     drawn = NETWORKS[network](width, layers, batch)
-    found = drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x)))
-    return Problem(**(found | {"comm": None}))
+    return Problem(**drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x))))
 
 
 def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
@@ -54,10 +53,10 @@ def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) 
 def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
     """That of all layers, by serial propagation, on each of so many devices at the same time, in one program."""
     given = problem(*sizes)
-    arrays = {name: given.pop(name) for name in ("params", "y0", "shared", "data") if name in given}
+    arrays = {name: getattr(given, name) for name in ("params", "y0", "shared", "data")}
 
     def gradient(arrays: dict[str, Any]) -> Any:
-        solution, pullback = solve_vjp(**given, **arrays, solver=Serial())
+        solution, pullback = solve_vjp(**(vars(given) | arrays), solver=Serial())
         return pullback(solution.y1)[0]
 
     if devices == 1:

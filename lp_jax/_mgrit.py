@@ -152,24 +152,24 @@ class MGRIT(Solver):
                 f"{self.coarsest!r}."
             )
 
+        if self._coarse.takes_points and any(self._transfers()):
+            raise ValueError(
+                f"coarse_step={self.coarse_step!r} takes the states of the finest level, which do not fit on a level that "
+                "`spatial` made smaller. Leave one of the two out."
+            )
+
     def transfers(self, steps: int) -> list[Transfer | None]:
         return [_at(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         looped = chain.looped if self.interval_map == "auto" else self.interval_map == "loop"
-        coarse_step = cast(CoarseStep, self.coarse_step)
         transfer = [*self.transfers(chain.total), None]
         (_, factor), *coarser = self.grid(chain.total)
         levels = [chain.finest(factor, looped=looped, transfer=fitted(transfer[0], chain.y0))]
         for number, (_, factor) in enumerate(coarser, 1):
             finer = levels[-1]
             y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
-            step, xs, around = coarse_step.coarsen(chain, number, finer.interval_span, looped=looped)
-            if around is not None and any(transfer):
-                raise ValueError(
-                    f"coarse_step={coarse_step!r} takes the states of the finest level, which do not fit on a level that "
-                    "`spatial` made smaller. Leave one of the two out."
-                )
+            step, xs, around = self._coarse.coarsen(chain, number, finer.interval_span, looped=looped)
             levels.append(
                 dataclasses.replace(
                     finer,

@@ -83,6 +83,10 @@ class Picard(Solver):
         return self.sweeps
 
     @property
+    def takes_points(self) -> bool:
+        return self.around == "trajectory"
+
+    @property
     def keeps_states(self) -> bool:
         return self.storage == "all"
 
@@ -159,7 +163,7 @@ class Picard(Solver):
         def around(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
 
-        return Coarse(solve_interval, (xs, None), around if self.around == "trajectory" else None)
+        return Coarse(solve_interval, (xs, None), around if self.takes_points else None)
 
     def _interval(
         self, step: SliceStep, u: State, xs: PyTree, states: State | None, shared: PyTree, looped: bool

@@ -39,6 +39,11 @@ class Coarse(NamedTuple):
 class CoarseStep(abc.ABC):
     """What stands in for the layers of an interval on a coarse level of `MGRIT`."""
 
+    @property
+    def takes_points(self) -> bool:
+        """Whether the steps are taken around the F-points of the last relaxation."""
+        return False
+
     @abc.abstractmethod
     def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
         """Make the steps of a coarse level.

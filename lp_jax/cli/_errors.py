@@ -8,13 +8,19 @@ from types import FrameType
 from typing import NoReturn
 
 
-class CommandError(Exception):
+class ToldError(Exception):
+    """An error whose message says all that a user needs. Never raised itself."""
+
+    code: int
+
+
+class CommandError(ToldError):
     """A command that cannot do its work; the message says what to do."""
 
     code = 1
 
 
-class UsageError(CommandError):
+class UsageError(ToldError):
     """Options that are wrong or contradict each other; ``command`` is the one whose help tells more."""
 
     code = 2
@@ -45,7 +51,7 @@ def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
         command = error.command or " ".join(["lp-jax", *words][:3])
         return _line(f"{error} (see {command} --help)"), UsageError.code
-    if isinstance(error, CommandError):
+    if isinstance(error, ToldError):
         return _line(str(error)), error.code
     if isinstance(error, ModuleNotFoundError):
         known = "lp_jax[" in str(error)  # the message says what to install

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
-from lp_jax.cli._errors import CommandError, UsageError, describe
+from lp_jax.cli._errors import CommandError, ToldError, UsageError, describe
 
 T = TypeVar("T")
 
@@ -80,11 +80,11 @@ class SeveralProcesses(Launch):
     """
 
     def once(self, f: Callable[[], T]) -> T:
-        outcome: tuple[Any, CommandError | None] = (None, None)
+        outcome: tuple[Any, ToldError | None] = (None, None)
         if self.is_root:
             try:
                 outcome = f(), None
-            except CommandError as error:
+            except ToldError as error:
                 outcome = None, error
         value, raised = self._broadcast(outcome)
         if raised is not None:

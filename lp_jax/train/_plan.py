@@ -18,7 +18,7 @@ class Inner(NamedTuple):
     """The layers that are solved for, alone.
 
     Attributes:
-        problem: the layers, as a batch reaches them.
+        problem: the problem of a batch.
         cotangent: of their last state, as the loss gives it.
         fewer: those of the arguments that a quarter of the examples makes smaller; None for fewer than eight examples.
     """
@@ -49,7 +49,7 @@ def inner(model: Classifier, params: PyTree, batch: Batch) -> Inner:
 
 
 def _reached(model: Any, x: PyTree, key: list[jax.Array]) -> tuple[Problem, State, Any]:
-    """The longest block, its last state, and all that comes between it and the closing layer."""
+    """The longest block's problem, its last state, and all that comes between it and the closing layer."""
     given = {**model.context_of(x), **({"key": key[0]} if key else {})}
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
     lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts]
