@@ -1,6 +1,7 @@
 """The problem as the solvers receive it: a chain of layers, before any of them decides how to group it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,19 +20,20 @@ class Chain:
     """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
 
     Attributes:
-        call: the layer as a function of level, state, slice and shared; returns ``(u_next, aux)``.
+        call: the layer as a function of level, state, slice and shared; returns ``(u_next, aux)``. It is the identity on
+            slices that only pad.
         slices: stacked operands of this worker's layers. What only pads has an index of at least ``layers``.
         shared: operand of every step.
         y0: the state that enters.
         layers: number of layers of the whole network.
-        padded: whether some of the slices may only pad.
+        padded: whether ``call`` minds slices that only pad.
         workers: where the layers live.
         differentiable: which leaves of ``slices`` have a gradient.
         recurrent: whether all other leaves that have one are in ``shared``: the weights of a recurrent network.
         looped: what ``interval_map="auto"`` means here: loop (True) or batch.
     """
 
-    call: Callable[[int, State, Slices, PyTree], tuple[State, PyTree]]
+    call: "Call"
     slices: Slices
     shared: PyTree
     y0: State
@@ -52,24 +54,14 @@ class Chain:
         """Number of slices on this worker."""
         return self.slices.index.shape[0]
 
-    def step_with_aux(self, level: int) -> Callable[[State, Slices, PyTree], tuple[State, PyTree]]:
-        """The step on ``level``, returning ``(u_next, aux)``; the identity on what only pads."""
-
-        def step(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
-            u_next, aux = self.call(level, u, x, shared)
-            return (_tree.where(x.index < self.layers, u_next, u) if self.padded else u_next), aux
-
-        return step
-
     def step(self, level: int) -> SliceStep:
-        """`step_with_aux`, aux dropped."""
-        call = self.step_with_aux(level)
-        return lambda u, x, shared: call(u, x, shared)[0]
+        """The layer on ``level``, aux dropped."""
+        return lambda u, x, shared: self.call(level, u, x, shared)[0]
 
     @property
     def linearised(self) -> Linearised:
         """A layer of the finest level, to be transposed."""
-        return Linearised(self.step_with_aux(0), self.differentiable, weights=self.recurrent)
+        return Linearised(functools.partial(self.call, 0), self.differentiable, weights=self.recurrent)
 
     def finest(self, factor: int, *, looped: bool, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""
@@ -89,7 +81,7 @@ class Chain:
         """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
         layers = slices.index.shape[0]
         workers = Local(layers=layers, held=(layers,)).fit(unit)
-        call = self.call
+        call = self.call if self.padded or not workers.padded else guarded(self.call, self.layers)
         return Chain(
             call=lambda _, u, x, shared: call(level, u, x, shared),
             slices=pad_slices(slices, workers.held[0], self.layers),
@@ -100,6 +92,19 @@ class Chain:
             workers=workers,
             looped=self.looped,
         )
+
+
+Call = Callable[[int, State, Slices, PyTree], tuple[State, PyTree]]
+
+
+def guarded(call: Call, layers: int) -> Call:
+    """``call``, as the identity on what only pads: slices whose index is not below the number of layers."""
+
+    def guard(level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+        u_next, aux = call(level, u, x, shared)
+        return _tree.where(x.index < layers, u_next, u), aux
+
+    return guard
 
 
 def pad_slices(slices: Slices, n: int, layers: int) -> Slices:

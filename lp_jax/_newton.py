@@ -106,8 +106,8 @@ class Newton(Solver):
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
             (examples); their Jacobians are taken one by one. None is 0, and refused where a leaf has several axes.
-        storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "c_points"
-            (the states alone; each layer is linearised again in every iteration).
+        storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "states"
+            (no more than these; each layer is linearised again in every iteration).
 
     Raises:
         ValueError: for values out of range, and for states that ``batch_axes`` does not fit.
@@ -141,7 +141,7 @@ class Newton(Solver):
         _check.integer("relaxations", self.relaxations, least=0)
         if self.batch_axes is not None:
             _check.integer("batch_axes", self.batch_axes, least=0)
-        _check.one_of("storage", self.storage, ("c_points", "all"))
+        _check.one_of("storage", self.storage, ("states", "all"))
 
     @property
     def keeps_states(self) -> bool:

@@ -44,7 +44,7 @@ class Picard(Solver):
             the states of the last relaxation, shifted by the change of the state that enters. The latter is more
             accurate far from an ODE and stores all states.
         storage: what the adjoint finds, of a solver: "all" (what a scan's gradient keeps; no layer is evaluated again), or
-            "c_points" (the states alone; each layer is linearised again in every sweep).
+            "states" (no more than these; each layer is linearised again in every sweep).
 
     Raises:
         ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows without a
@@ -76,7 +76,7 @@ class Picard(Solver):
                 f"sweeps={self.sweeps}, rtol={self.rtol}, atol={self.atol}."
             )
         _check.one_of("around", self.around, ("start", "trajectory"))
-        _check.one_of("storage", self.storage, ("c_points", "all"))
+        _check.one_of("storage", self.storage, ("states", "all"))
 
     @property
     def iterations(self) -> int:

@@ -106,10 +106,9 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
-    step = chain.step_with_aux(0)
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
-        u, aux = step(u, x, chain.shared)
+        u, aux = chain.call(0, u, x, chain.shared)
         return u, (u, aux)
 
     if checkpoint_every is None or checkpoint_every >= chain.steps:

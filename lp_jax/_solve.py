@@ -175,6 +175,7 @@ class _Static:
 
     traced: Traced
     zeros: bool  # both solves start from zeros
+    scan: bool  # this is a ``lax.scan`` that JAX differentiates
 
     def forward_workers(self, solver: Solver) -> Workers:
         """The workers, with slots for whole intervals of the forward solver."""
@@ -203,7 +204,9 @@ def _prepare(
     solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
     intervals = -(-traced.workers.rows[0] // solver.stride(layers))
     guess = _inputs.guess(guess, operands.common.y0, intervals)
-    static = _Static(traced, isinstance(guess, str) and guess == "zeros")
+    exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
+    scan = exact and (traced.looped or not (traced.recurrent and solver.keeps_states))
+    static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
     if isinstance(guess, str):
         arrays = _Arrays(operands, solver, adjoint_solver, None)
     else:
@@ -217,12 +220,28 @@ def _prepare(
 @functools.lru_cache(maxsize=128)
 def _program(static: _Static) -> _Program:
     """The jitted functions of a solve. Compiling is JAX's to cache; this only keeps their identity."""
-    forward = jax.jit(functools.partial(_forward, static), static_argnames="keep")
-    backward = jax.jit(functools.partial(_backward, static))
+    return _scanned(static) if static.scan else _iterated(static)
+
+
+def _scanned(static: _Static) -> _Program:
+    """Serial propagation, differentiated by JAX."""
     scan = jax.jit(functools.partial(_scan, static))
 
+    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State], tuple[Operands, Stats]]]:
+        leaves, combine = _tree.partition(arrays.operands)
+        y1, pull, rest = jax.vjp(lambda x: scan(arrays._replace(operands=combine(x))), leaves, has_aux=True)
+        return (y1, rest), lambda cotangent: (combine(pull(cotangent)[0], fill=None), _no_stats(cotangent))
+
+    return _Program(scan, vjp)
+
+
+def _iterated(static: _Static) -> _Program:
+    """The forward solve, differentiated by the adjoint solve."""
+    forward = jax.jit(functools.partial(_forward, static), static_argnames="keep")
+    backward = jax.jit(functools.partial(_backward, static))
+
     @jax.custom_vjp
-    def iterated(arrays: _Arrays) -> Output:
+    def run(arrays: _Arrays) -> Output:
         return forward(arrays, keep=False)[0]
 
     def fwd(arrays: _Arrays) -> tuple[Output, Any]:
@@ -233,28 +252,12 @@ def _program(static: _Static) -> _Program:
         operands, _ = backward(*residuals, cotangents[0])
         return (_Arrays(operands, None, None, None),)  # type: ignore[arg-type]
 
-    iterated.defvjp(fwd, bwd)
-
-    def run(arrays: _Arrays) -> Output:
-        return (scan if _is_scan(static, arrays) else iterated)(arrays)
-
     def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State], tuple[Operands, Stats]]]:
-        if not _is_scan(static, arrays):
-            out, kept = forward(arrays, keep=True)
-            return out, functools.partial(backward, arrays, kept)
-        leaves, combine = _tree.partition(arrays.operands)
-        y1, pull, rest = jax.vjp(lambda x: scan(arrays._replace(operands=combine(x))), leaves, has_aux=True)
-        return (y1, rest), lambda cotangent: (combine(pull(cotangent)[0], fill=None), _no_stats(cotangent))
+        out, kept = forward(arrays, keep=True)
+        return out, functools.partial(backward, arrays, kept)
 
+    run.defvjp(fwd, bwd)
     return _Program(run, vjp)
-
-
-def _is_scan(static: _Static, arrays: _Arrays) -> bool:
-    """Whether this is a ``lax.scan`` that JAX differentiates."""
-    traced = static.traced
-    if traced.workers.size > 1 or not (arrays.solver.exact and arrays.adjoint_solver.exact):
-        return False
-    return traced.looped or not (traced.recurrent and arrays.solver.keeps_states)
 
 
 def _scan(static: _Static, arrays: _Arrays) -> Output:
@@ -315,13 +318,13 @@ def _backward(static: _Static, arrays: _Arrays, left: Forward, cotangent: State)
 
 def _emit(chain: Chain, keep_states: bool) -> Advance:
     """A step of the finest level that emits aux, and, if asked to, the state it got and what its transpose needs."""
-    step, linearised = chain.step_with_aux(0), chain.linearised
+    linearised = chain.linearised
 
     def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
         if keep_states:
             u_next, aux, kept = linearised.evaluate(u, x, shared)
             return u_next, (u, kept, aux)
-        u_next, aux = step(u, x, shared)
+        u_next, aux = chain.call(0, u, x, shared)
         return u_next, (None, None, aux)
 
     return advance

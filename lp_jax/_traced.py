@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from lp_jax import _inputs, _tree
-from lp_jax._chain import Chain, pad_slices
+from lp_jax._chain import Chain, guarded, pad_slices
 from lp_jax._comm import OneDevice, Workers
 from lp_jax._level import Level
 from lp_jax._problem import Problem
@@ -101,7 +101,7 @@ class Traced:
     def chain(self, slices: Slices, common: Common, workers: Workers) -> Chain:
         """The chain of this worker's layers."""
         return Chain(
-            call=self.call,
+            call=guarded(self.call, workers.layers) if self.padded else self.call,
             slices=slices,
             shared=(common.shared, common.closed_over),
             y0=common.y0,

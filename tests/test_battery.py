@@ -46,7 +46,7 @@ SOLVERS = {
     "serial": lp_jax.Serial(),
     "serial-checkpointed": lp_jax.Serial(checkpoint_every=5),
     "picard": lp_jax.Picard(sweeps=N),
-    "picard-c-points": lp_jax.Picard(sweeps=N, storage="c_points"),
+    "picard-c-points": lp_jax.Picard(sweeps=N, storage="states"),
     "newton": lp_jax.Newton(iterations=N, atol=1e-15, batch_axes=0),
     "mgrit-1": lp_jax.MGRIT(levels=1),
     "mgrit-inject": lp_jax.MGRIT(levels=3, coarsening=3, coarse_step=INJECT, **EXACT),

@@ -20,8 +20,8 @@ SOLVERS = {
     "serial": lp_jax.Serial(),
     "Picard": lp_jax.Picard(sweeps=3),
     "Picard, windows": lp_jax.Picard(sweeps=3, windows=4),
-    "Picard, windows, states alone": lp_jax.Picard(sweeps=3, windows=5, storage="c_points"),
-    "Picard, states alone": lp_jax.Picard(sweeps=3, storage="c_points"),
+    "Picard, windows, states alone": lp_jax.Picard(sweeps=3, windows=5, storage="states"),
+    "Picard, states alone": lp_jax.Picard(sweeps=3, storage="states"),
     **{
         f"{levels} levels, {name}, {cycle}, {relaxation}, skip {skip}": lp_jax.MGRIT(
             levels=levels,

@@ -210,7 +210,7 @@ def test_public_functions_have_documentation():
     [
         lp_jax.Picard(sweeps=3),
         lp_jax.Picard(sweeps=9, rtol=1e-3),
-        lp_jax.Picard(sweeps=3, storage="c_points"),
+        lp_jax.Picard(sweeps=3, storage="states"),
         lp_jax.MGRIT(iterations=2, coarse_step=lp_jax.Picard(sweeps=1), storage="all"),
         lp_jax.MGRIT(iterations=2, coarse_step=lp_jax.Picard(sweeps=1), coarsest=lp_jax.Picard(sweeps=2)),
     ],

@@ -46,7 +46,7 @@ def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool,
     chain = functools.partial(
         _chain, _Counted(sequential="relay", layers=layers, held=(mine,) * math.ceil(layers / mine))
     )
-    before = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "c_points")
+    before = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
     forward = functools.partial(_forward, before, chain, kept=kept)
     arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))
     if adjoint:
