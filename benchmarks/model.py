@@ -139,7 +139,8 @@ class Machines:
             key = ", ".join(map(str, (self._row.suite, *self._row.sizes, name)))
             stored = read(self._path)
             if not (self._kept and key in stored):
-                stored = read(self._path) | {key: make()}
+                made = make()  # may write others
+                stored = read(self._path) | {key: made}
                 write(self._path, stored)
             self._found[name] = stored[key]
         return self._found[name]

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 
@@ -23,8 +23,11 @@ from lp_jax._transfer import fitted
 from lp_jax._types import Advance, CPoints, Scalar, State, Transfer
 from lp_jax._work import Held, Sizes, Uncounted, Work
 
-Relaxation = Callable[[Level, CPoints], CPoints]
-"""``r(level, u) -> u``: improves the C-points of a level."""
+if TYPE_CHECKING:
+    Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
+    AnyCoarseStep: TypeAlias = CoarseStep | Callable[..., State]
+else:  # what a command line can spell
+    Relaxation, AnyCoarseStep = str, CoarseStep
 
 
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
@@ -80,12 +83,12 @@ class MGRIT(Solver):
     iterations: int = 2
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
-    relaxation: str | Relaxation | tuple[str | Relaxation, ...] = ("F", "FCF")
+    relaxation: Relaxation | tuple[Relaxation, ...] = ("F", "FCF")
     c_weight: float | jax.Array = 1.0
     cycle: str = "V"
     skip_downcycle: bool = True
     min_coarse: int = 2
-    coarse_step: CoarseStep | Callable[..., State] = Picard(sweeps=1)
+    coarse_step: AnyCoarseStep = Picard(sweeps=1)
     coarsest: Solver = Serial()
     spatial: Transfer | tuple[Transfer | None, ...] | None = None
     storage: str = "c_points"
@@ -154,8 +157,8 @@ class MGRIT(Solver):
 
         if self._coarse.takes_points and any(self._transfers()):
             raise ValueError(
-                f"coarse_step={self.coarse_step!r} takes the states of the finest level, which do not fit on a level that "
-                "`spatial` made smaller. Leave one of the two out."
+                'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
+                f"`spatial` made smaller; got {self.coarse_step!r}. Leave one of the two out."
             )
 
     def transfers(self, steps: int) -> list[Transfer | None]:

@@ -66,7 +66,7 @@ def test_serial_training():
 
 
 @pytest.mark.parametrize("sweeps", [1, 3])
-@pytest.mark.parametrize("storage", ["c_points", "all"])
+@pytest.mark.parametrize("storage", ["states", "all"])
 def test_global_picard(sweeps, storage):
     """Forward and adjoint sweeps, one batch each; between them layers are evaluated again; after them, the gradient.
 

@@ -198,7 +198,7 @@ def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
 def test_what_solvers_count_is_what_is_read(workers, storage, adjoint):
     """Evaluations and, on four workers, messages, in the program that the reader sees; of Picard all batches."""
     options = {"workers": workers, "looped": False, "kept": storage == "all", "adjoint": adjoint}
-    picard = lp_jax.Picard(sweeps=3, storage=storage)
+    picard = lp_jax.Picard(sweeps=3, storage="all" if storage == "all" else "states")
     assert read(picard, N, **options) == count(picard, N, **options)
     for solver in (
         lp_jax.Serial(),

@@ -320,7 +320,7 @@ def test_evaluation_counts(interval_map, skip, relaxation):
     assert linearised == expected | {0: expected[0] + recomputed}
 
 
-@pytest.mark.parametrize("storage", ["c_points", "all"])
+@pytest.mark.parametrize("storage", ["states", "all"])
 def test_evaluation_counts_of_picard(storage):
     """What is kept is that of one evaluation more, after the last sweep."""
     n, sweeps = 40, 3
@@ -384,7 +384,7 @@ def test_enough_sweeps_in_windows_are_exact():
     """A window of k layers is exact after k sweeps."""
     params, y0 = dense_params(12, 4, scale=3.0), dense_state(2, 4)
     value, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=8.0)
-    for storage in ("all", "c_points"):
+    for storage in ("all", "states"):
         solver = lp_jax.Picard(sweeps=4, windows=4, storage=storage)
         got, gradient = jax.jit(
             jax.value_and_grad(lambda a, s=solver: squared(lp_jax.solve(dense_step, *a, t1=8.0, solver=s).y1))

@@ -84,7 +84,9 @@ def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
         for point, is_coarse in zip(points.tolist(), coarse.tolist(), strict=True):
             if not place.shows(point):
                 continue
-            kind = "coarsest level" if row.factor == 1 else "C-point: also on the next level" if is_coarse else "F-point"
+            kind = (
+                "coarsest level" if row.factor == 1 else "C-point: also on the next level" if is_coarse else "F-point"
+            )
             ax.scatter([place.x(point)], [-level], zorder=3, **kinds[kind])
             if is_coarse and level < last:
                 ax.plot([place.x(point)] * 2, [-level, -level - 1], color=RED, linewidth=0.8, alpha=0.45, zorder=2)
