@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from conftest import QUICK
+
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
 
@@ -33,7 +35,7 @@ def start(command: list, **environment: str) -> subprocess.Popen:
         "PYTHONPATH": str(HERE.parent),  # of conftest.py
         "TMPDIR": tempfile.mkdtemp(dir=_SCRATCH),  # MPI jobs that share one clear up each other's files there
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false {QUICK}".strip(),
         "MPI4JAX_NO_WARN_JAX_VERSION": "1",
     } | environment
     return subprocess.Popen(

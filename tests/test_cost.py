@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import compiled as as_users_have_it
 from problems import INJECT, dense_step
 
 import lp_jax
@@ -15,7 +16,7 @@ def compiled(gradient, n=N, width=64):
         (jax.ShapeDtypeStruct((n, width, width), F32), jax.ShapeDtypeStruct((n, width), F32)),
         jax.ShapeDtypeStruct((BATCH, width), F32),
     )
-    return jax.jit(jax.value_and_grad(gradient)).lower(*shapes).compile()
+    return as_users_have_it(jax.jit(jax.value_and_grad(gradient)).lower(*shapes))
 
 
 def scanned(params, y0):
@@ -76,7 +77,7 @@ def test_no_copy_of_the_parameters():
             (jax.ShapeDtypeStruct((n, width, width), F32), jax.ShapeDtypeStruct((n, width), F32)),
             jax.ShapeDtypeStruct((1, width), F32),
         )
-        temp = temporary(forward.lower(*shapes).compile())
+        temp = temporary(as_users_have_it(forward.lower(*shapes)))
         one_layer_per_interval = parameters / 16
         assert temp < (0.1 * parameters if interval_map == "loop" else 1.5 * one_layer_per_interval)
 
@@ -91,7 +92,7 @@ def test_what_is_kept_is_not_evaluated_again(storage, evaluated, products):
     solver = lp_jax.MGRIT(coarsening=16, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage=storage)
     params, y0 = (jnp.ones((n, width, width), F32), jnp.ones((n, width), F32)), jnp.ones((batch, width), F32)
     _, pull = jax.vjp(lambda p: lp_jax.solve(dense_step, p, y0, solver=solver).y1, params)
-    program = jax.jit(pull).lower(y0).compile().as_text()
+    program = as_users_have_it(jax.jit(pull).lower(y0)).as_text()
     assert (program.count("tanh("), program.count(" dot(")) == (evaluated, products)
     kept = sum(x.nbytes for x in jax.tree.leaves(pull)) - sum(x.nbytes for x in params)
     states = n * batch * width * 4

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import test_battery as battery
+from compiled import compiled
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error
@@ -274,8 +275,8 @@ def test_collectives(relaxations, sequential):
     def loss(params, y0):
         return jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1 ** 2)
 
-    forward = collectives(jax.jit(loss).lower(params, y0).compile())
-    both = collectives(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, y0).compile())
+    forward = collectives(compiled(jax.jit(loss).lower(params, y0)))
+    both = collectives(compiled(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, y0)))
     state = f"f64[{batch},{width}]"
     # finest: relaxations and residual; the level below: C-relaxation, residual, and F-relaxation after the correction
     per_cycle = (relaxations + 1) + (1 + 1) + 1
@@ -302,7 +303,7 @@ def test_picard_sends_a_prefix_sum():
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
     solver = lp_jax.Picard(sweeps=sweeps)
     run = jax.jit(lambda params: lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1)
-    counts = collectives(run.lower(params).compile())
+    counts = collectives(compiled(run.lower(params)))
     assert counts == {("collective-permute", "f64[3,8]"): sweeps * (1 + 1 + 3), ("all-reduce", "f64[3,8]"): 1}
 
 
@@ -333,11 +334,11 @@ def test_layers_times_data_times_space():
     comm = lp_jax.MeshComm(mesh)
     got = gradient(*placed, comm)
     assert relative_error(got, wanted) < 1e-12
-    text = gradient.lower(*placed, comm).compile().as_text()
+    text = compiled(gradient.lower(*placed, comm)).as_text()
     kernels = re.findall(r"= (\S+) convolution\(", text)
     assert kernels and not any("[4,12,5,4]" in shape for shape in kernels)  # no convolution of a whole image
     shapes = {
-        shape for kind, shape in collectives(gradient.lower(*placed, comm).compile()) if kind == "collective-permute"
+        shape for kind, shape in collectives(compiled(gradient.lower(*placed, comm))) if kind == "collective-permute"
     }
     assert "f64[2,6,5,4]" in shapes  # a state to the neighbouring layers: half the batch, half the height
     assert any(re.fullmatch(r"f64\[2,1,5,4\]", shape) for shape in shapes), shapes  # a halo of one row
@@ -357,7 +358,7 @@ def test_memory_falls_with_the_number_of_devices():
 
         placed = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
         gradient = jax.jit(jax.grad(loss))
-        analysis = gradient.lower(placed).compile().memory_analysis()
+        analysis = compiled(gradient.lower(placed)).memory_analysis()
         arguments[workers] = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
         temporary[workers] = analysis.temp_size_in_bytes
         shards = {s.data.shape for g in jax.tree.leaves(gradient(placed)) for s in g.addressable_shards}

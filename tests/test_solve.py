@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
@@ -226,7 +227,7 @@ def test_no_program_copies_all_parameters(monkeypatch, solver, backend):
         return jax.grad(lambda p: jnp.sum(lp_jax.solve(step, p, y0, solver=solver).y1 ** 2))(params)
 
     params = dense_params(24, 5)
-    text = gradient.lower(params, dense_state(3, 5)).compile().as_text()
+    text = compiled(gradient.lower(params, dense_state(3, 5))).as_text()
     moved = re.findall(r"= f64\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
     assert params[0].size not in {math.prod(map(int, shape.split(","))) for shape in moved}
 

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.interpolate
+from compiled import compiled
 from flax import nnx
 from networks import F64, assert_close, mesh, normal
 
@@ -152,7 +153,7 @@ def test_every_device_makes_the_weights_of_its_own_layers():
     )
     graphdef, state = nnx.split(trunk)
     gradient = jax.jit(jax.grad(lambda state, y: jnp.sum(nnx.merge(graphdef, state)(y))))
-    text = gradient.lower(state, normal((3, width))).compile().as_text()
+    text = compiled(gradient.lower(state, normal((3, width)))).as_text()
     assert f"f64[{layers // 4},{width},{width}]" in text
     assert f"f64[{layers},{width},{width}]" not in text
 
