@@ -51,7 +51,8 @@ class MGRIT(Solver):
             cycle that starts there.
         min_coarse: fewest steps of the coarsest level.
         coarse_step: what stands in for the layers of an interval on the coarse levels: `Rediscretize`; any solver
-            with fixed effort, run on the interval's own layers; or a function ``f(step, y, layers) -> y``, see `PerInterval`.
+            with fixed effort, run on the interval's own layers; or a function ``f(step, y, layers) -> y``, where the leaves of
+            ``layers``, a `Layer`, have the interval's layers as leading axis and ``step(y, layer)`` is the user's own.
         coarsest: solver of the coarsest level.
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
             or None where the state keeps its size; `spatial` makes such pairs. Needs C-relaxation there ("FCF"): what a

@@ -130,6 +130,17 @@ def test_guesses():
     assert solve(solver=solver, guess=good).stats.residual_norms[0] < solve(solver=solver).stats.residual_norms[0]
 
 
+def test_a_trajectory_is_never_ignored():
+    """The default cycle starts from it, in place of skipping its down-cycle; windows have no use for it."""
+    exact = solve(solver=lp_jax.Serial(checkpoint_every=4)).trajectory
+    skipping = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
+    norms = solve(solver=skipping, guess=exact).stats.residual_norms
+    assert norms.shape == (1,) and norms[0] < 1e-14
+    assert jnp.isnan(solve(solver=skipping).stats.residual_norms[0])
+    with refused(ValueError, "guess", "windows=2", "windows=1"):
+        solve(solver=lp_jax.Picard(windows=2), guess=solve(solver=lp_jax.Picard()).trajectory)
+
+
 def test_times():
     with refused(ValueError, "t1", "later than t0", "t0=1.0, t1=0.5"):
         solve(t0=1.0, t1=0.5)
