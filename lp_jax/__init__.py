@@ -26,6 +26,8 @@ from lp_jax._rediscretize import Rediscretize as Rediscretize
 from lp_jax._relax import c_relax as c_relax
 from lp_jax._relax import f_relax as f_relax
 from lp_jax._relax import residual as residual
+from lp_jax._scan import scan as scan
+from lp_jax._scan import scanned as scanned
 from lp_jax._serial import Serial as Serial
 from lp_jax._solution import RESULTS as RESULTS
 from lp_jax._solution import Solution as Solution

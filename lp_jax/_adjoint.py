@@ -62,6 +62,7 @@ def solve_adjoint(
     left: Forward,
     stride: int,
     y1_cotangent: State,
+    aux_cotangents: Sequence[Stacked | None] = (),
     *,
     zeros: bool,
 ) -> tuple[Cotangents, Stats, jax.Array]:
@@ -73,6 +74,8 @@ def solve_adjoint(
         left: what the forward solve left.
         stride: number of layers between two C-points of the forward solve.
         y1_cotangent: cotangent of the state after the last layer.
+        aux_cotangents: cotangents of the inexact leaves of aux, ``(N, ...)``; None for those that the loss does not see,
+            nothing where it sees none.
         zeros: whether the solve starts from zeros, not from the solver's own start.
 
     Returns:
@@ -99,23 +102,30 @@ def solve_adjoint(
         c_points = chain.workers.incoming(left.c_points, chain.y0, stride, reverse=False)
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
-    if left.linearisations is None:
-        finest = transpose(fine, states, y1_cotangent, recompute=recompute)
-        emit_gradient = _emit_gradient(chain, fine)
-    else:
+    advance, sources = chain.emitting([a is not None for a in aux_cotangents]), _sources(chain, aux_cotangents)
+    at_hand = left.linearisations is not None
+    if at_hand:
         finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
         emit_gradient = _emit_linearised_gradient(linearised)
+    else:
+        finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
+        emit_gradient = _emit_gradient(chain, advance)
+    of_aux = _gradient_of_aux(chain, advance, states, sources, looped=fine.looped) if at_hand and sources else None
+    if of_aux is not None:
+        finest = finest.with_rhs(of_aux.states)
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
 
     start = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals)) if zeros else None
     lam, stats, met = iterate(solver, levels, start)
-    differentiable, _ = _tree.partition(fine.shared)
-    lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(differentiable)))
-    at_hand = None if left.linearisations is None else linearised
+    weights, combine = _tree.partition(fine.shared)
+    lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(weights)))
+    slices = fine.merge(slices)
+    contraction = _of_linearised(fine, linearised) if at_hand else _of_steps(fine, advance)
+    shared = _shared_gradient(fine, finest, cotangents, contraction)
+    if of_aux is not None:
+        slices, shared = _tree.add(slices, of_aux.slices), _tree.add(shared, of_aux.shared)
     gradients = Cotangents(
-        y0=finest.last(lam),
-        slices=fine.merge(slices),
-        shared=_shared_gradient(fine, finest, cotangents, at_hand),
+        y0=finest.last(lam), slices=slices, shared=combine(chain.workers.sum(shared) if weights else [], fill=None)
     )
     return gradients, stats, met
 
@@ -136,29 +146,41 @@ def transpose_coarse(
     return levels
 
 
-def transpose(level: Level, states: Points, cotangent: State, *, recompute: bool = False) -> Level:
+def transpose(
+    level: Level,
+    states: Points,
+    cotangent: State,
+    advance: Advance | None = None,
+    sources: Points | None = None,
+    *,
+    recompute: bool = False,
+) -> Level:
     """The adjoint of a level at ``states``, those that enter its steps.
 
-    With ``recompute`` these are only the states that enter its intervals; those that enter the other steps are recomputed
-    from them, interval by interval, whenever they are needed.
+    ``sources`` are cotangents of what ``advance``, the level's step, emits. With ``recompute``, ``states`` are only those
+    that enter its intervals; those that enter the other steps are recomputed from them, interval by interval, whenever
+    they are needed.
     """
+    forward = advance or level.advance
 
-    def step(lam: State, x: tuple[PyTree, State], shared: PyTree) -> State:
-        operand, u = x
-        return jax.vjp(lambda u: level.step(u, operand, shared), u)[1](lam)[0]
+    def step(lam: State, x: tuple[PyTree, State, PyTree], shared: PyTree) -> State:
+        operand, u, source = x
+        return jax.vjp(lambda u: forward(u, operand, shared), u)[1]((lam, source))[0]
 
-    def expand(x: tuple[PyTree, State], shared: PyTree) -> tuple[PyTree, Points]:
-        operands, u = x
-        return operands, _interval_states(level, operands, u, shared)
+    def expand(x: tuple[PyTree, State, PyTree], shared: PyTree) -> tuple[PyTree, Points, PyTree]:
+        operands, u, source = x
+        return operands, _interval_states(level, operands, u, shared), source
 
-    states = states if recompute else level.split(states)
-    everywhere = None if level.gathered is None else (level.gathered, level.workers.gather(states, level.span))
+    everywhere = None
+    if level.gathered is not None:
+        everywhere = (level.gathered, *level.workers.gather((states, sources), level.span))
     return dataclasses.replace(
         _reversed(level, cotangent),
-        xs=(level.xs, states),
+        xs=(level.xs, states if recompute else level.split(states), level.split(sources)),
         gathered=everywhere,
         step=identity if level.step is identity else step,
         expand=expand if recompute else None,
+        driven=bool(jax.tree.leaves(sources)),
     )
 
 
@@ -167,11 +189,11 @@ def _transpose_linearised(
 ) -> Level:
     """The adjoint of the finest level from linearisations of its steps: no step is evaluated again."""
 
-    def step(lam: State, x: tuple[Slices, tuple[State, PyTree]], shared: PyTree) -> State:
-        operand, (u, kept) = x
+    def step(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> State:
+        operand, u, kept = x
         return linearised.transpose(u, operand, shared, kept)(lam)[0]
 
-    return dataclasses.replace(_reversed(level, cotangent), xs=(level.xs, level.split((states, kept))), step=step)
+    return dataclasses.replace(_reversed(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step)
 
 
 def _reversed(level: Level, cotangent: State) -> Level:
@@ -218,60 +240,124 @@ def _with_cotangent(advance: Advance, *, keep: bool) -> Advance:
 def _emit_linearised_gradient(linearised: Linearised) -> Advance:
     """`_emit_gradient` from what was kept of the step."""
 
-    def advance(lam: State, x: tuple[Slices, tuple[State, PyTree]], shared: PyTree) -> tuple[State, Slices]:
-        operand, (u, kept) = x
+    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
+        operand, u, kept = x
         lam_next, leaves, _ = linearised.transpose(u, operand, shared, kept)(lam)
         return lam_next, linearised.combine(operand, leaves, fill=None)
 
     return advance
 
 
-def _emit_gradient(chain: Chain, fine: Level) -> Advance:
+def _emit_gradient(chain: Chain, forward: Advance) -> Advance:
     """One adjoint step of the finest level that emits the gradient of its slice."""
 
-    def advance(lam: State, x: tuple[Slices, State], shared: PyTree) -> tuple[State, Slices]:
-        operand, u = x
+    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
+        operand, u, source = x
         leaves, combine = _tree.partition(operand, chain.differentiable)
-
-        def forward(u: State, leaves: list[jax.Array]) -> State:
-            return fine.step(u, combine(leaves), shared)
-
-        lam_next, gradient = jax.vjp(forward, u, leaves)[1](lam)
+        pull = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
+        lam_next, gradient = pull((lam, source))
         slices: Slices = combine(gradient, fill=None)
         return lam_next, slices
 
     return advance
 
 
-def _shared_gradient(fine: Level, adjoint: Level, cotangents: Stacked | None, linearised: Linearised | None) -> PyTree:
-    """Gradient of what all layers share, as one contraction over all layers.
+def _sources(chain: Chain, cotangents: Sequence[Stacked | None]) -> list[Stacked]:
+    """The cotangents of aux that the loss sees, zero beyond the last layer."""
+    seen = [a for a in cotangents if a is not None]
+    if not chain.padded:
+        return seen
+    inside = chain.slices.index < chain.layers
+    return [jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, 0) for a in seen]
 
-    Where intervals are looped over, over a few layers at a time, which stay in a processor's cache. ``linearised`` is a
-    layer whose linearisation is at hand in the adjoint's operands.
+
+class _OfAux(NamedTuple):
+    """Gradient of what the loss sees of aux, given the states that enter the layers.
+
+    Attributes:
+        states: with respect to these, ``(N, ...)``: the right-hand side of the adjoint system.
+        slices: with respect to the layers' operands.
+        shared: with respect to what all layers share, summed over this worker's.
     """
-    leaves, combine = _tree.partition(fine.shared)
+
+    states: Stacked
+    slices: Slices
+    shared: list[jax.Array]
+
+
+def _gradient_of_aux(
+    chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, looped: bool
+) -> _OfAux:
+    """All layers at once or, ``looped``, a few at a time."""
+    shared, combine_shared = _tree.partition(chain.shared)
+
+    def layers(total: list[jax.Array], operands: tuple[Slices, Stacked, list[Stacked]]) -> tuple[Any, Any]:
+        slices, states, sources = operands
+        leaves, combine = _tree.partition(slices, chain.differentiable)
+
+        def outputs(states: Stacked, leaves: list[jax.Array], shared: list[jax.Array]) -> list[Stacked]:
+            weights = combine_shared(shared)
+            return jax.vmap(lambda u, x: forward(u, x, weights)[1])(states, combine(leaves))
+
+        states, leaves, shared_gradient = jax.vjp(outputs, states, leaves, shared)[1](sources)
+        return _tree.add(total, shared_gradient), (states, combine(leaves, fill=None))
+
+    few = math.gcd(chain.steps, _AT_ONCE) if looped else chain.steps
+    operands = _tree.split((chain.slices, states, sources), max(few, 1))
+    total, (of_states, of_slices) = lax.scan(layers, _tree.zeros_like(shared), operands)
+    return _OfAux(_tree.merge(of_states), _tree.merge(of_slices), total)
+
+
+Contraction = Callable[[Slices, Stacked, PyTree, Stacked], list[jax.Array]]
+"""Gradient with respect to what layers share, summed over those given: their operands, states, what else the adjoint's
+operands hold, and cotangents."""
+
+
+def _of_steps(fine: Level, forward: Advance) -> Contraction:
+    """From the layers themselves."""
+
+    def contract(operands: Slices, states: Stacked, sources: PyTree, lams: Stacked) -> list[jax.Array]:
+        leaves, combine = _tree.partition(fine.shared)
+
+        def outputs(leaves: list[jax.Array]) -> tuple[Stacked, PyTree]:
+            shared = combine(leaves)
+            return jax.vmap(lambda u, x: forward(u, x, shared))(states, operands)
+
+        return jax.vjp(outputs, leaves)[1]((lams, sources))[0]
+
+    return contract
+
+
+def _of_linearised(fine: Level, linearised: Linearised) -> Contraction:
+    """From what was kept of the layers, where that holds the weights."""
+
+    def contract(operands: Slices, states: Stacked, kept: PyTree, lams: Stacked) -> list[jax.Array]:
+        if linearised.weights:
+            try:
+                return linearised.contract(states, operands, fine.shared, kept, lams)
+            except NotImplementedError:  # a custom gradient in the step cannot be transposed
+                pass
+        return _of_steps(fine, fine.advance)(operands, states, None, lams)
+
+    return contract
+
+
+def _shared_gradient(
+    fine: Level, adjoint: Level, cotangents: Stacked | None, contraction: Contraction
+) -> list[jax.Array]:
+    """Gradient of what all layers share, as one contraction over this worker's layers.
+
+    Where intervals are looped over, over a few layers at a time, which stay in a processor's cache.
+    """
+    leaves, _ = _tree.partition(fine.shared)
     if not leaves:
-        return combine([], fill=None)
+        return []
 
-    def layers(operands: Slices, states: Any, lams: Stacked) -> list[jax.Array]:
-        if linearised is not None:
-            states, kept = states
-            if linearised.weights:
-                try:
-                    return linearised.contract(states, operands, fine.shared, kept, lams)
-                except NotImplementedError:  # a custom gradient in the step cannot be transposed
-                    pass
-
-        def forward(leaves: list[jax.Array]) -> State:
-            return jax.vmap(lambda u, x: fine.step(u, x, combine(leaves)))(states, operands)
-
-        return jax.vjp(forward, leaves)[1](lams)[0]
-
-    def expand(xs: PyTree) -> tuple[Slices, Any]:
+    def expand(xs: PyTree) -> PyTree:
         return adjoint.expand(xs, fine.shared) if adjoint.expand else xs
 
     def interval(xs: PyTree, lams: State) -> list[jax.Array]:
-        return summed(layers, _tree.split((*expand(xs), lams), math.gcd(adjoint.factor, _AT_ONCE)))
+        return summed(contraction, _tree.split((*expand(xs), lams), math.gcd(adjoint.factor, _AT_ONCE)))
 
     def summed(gradient: Callable[..., list[jax.Array]], groups: PyTree) -> list[jax.Array]:
         zeros = _tree.zeros_like(leaves)
@@ -280,9 +366,7 @@ def _shared_gradient(fine: Level, adjoint: Level, cotangents: Stacked | None, li
     if adjoint.factor == 1:
         operands = (*adjoint.xs, cotangents)
         few = math.gcd(adjoint.steps, _AT_ONCE)
-        total = summed(layers, _tree.split(operands, few)) if adjoint.looped else layers(*operands)
-    elif adjoint.looped:
-        total = summed(interval, (adjoint.xs, cotangents))
-    else:
-        total = layers(*_tree.merge((*jax.vmap(expand)(adjoint.xs), cotangents)))
-    return combine(fine.workers.sum(total), fill=None)
+        return summed(contraction, _tree.split(operands, few)) if adjoint.looped else contraction(*operands)
+    if adjoint.looped:
+        return summed(interval, (adjoint.xs, cotangents))
+    return contraction(*_tree.merge((*jax.vmap(expand)(adjoint.xs), cotangents)))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from lp_jax import _tree
 from lp_jax._comm import Local, Workers
 from lp_jax._level import Level
 from lp_jax._linear import Linearised
-from lp_jax._types import PyTree, Slices, SliceStep, Stacked, State, Transfer
+from lp_jax._types import Advance, PyTree, Slices, SliceStep, Stacked, State, Transfer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,16 @@ class Chain:
     def step(self, level: int) -> SliceStep:
         """The layer on ``level``, aux dropped."""
         return lambda u, x, shared: self.call(level, u, x, shared)[0]
+
+    def emitting(self, seen: Sequence[bool]) -> Advance:
+        """The layer on the finest level, emitting those inexact leaves of aux that are ``seen``."""
+
+        def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, list[jax.Array]]:
+            u_next, aux = self.call(0, u, x, shared)
+            leaves, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if seen else None)
+            return u_next, [leaf for leaf, wanted in zip(leaves, seen, strict=True) if wanted]
+
+        return advance
 
     @property
     def linearised(self) -> Linearised:

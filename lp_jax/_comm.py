@@ -49,6 +49,11 @@ class Comm(abc.ABC):
     def size(self) -> int:
         """Number of workers."""
 
+    @property
+    def splits(self) -> bool:
+        """Whether the caller of `solve` passes this process's layers only."""
+        return False
+
     @abc.abstractmethod
     def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
         """Decide which layers each worker holds.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lp_jax import _tree
-from lp_jax._level import Level
+from lp_jax._level import Level, sweep
 from lp_jax._path import VISITS
 from lp_jax._relax import Relaxed, f_relax
 from lp_jax._solver import Solver
@@ -69,16 +69,20 @@ def cascade(mgrit: Multigrid, levels: Sequence[Level], *, kind: str | None = Non
     """First approximation without a guess: solve the coarsest level, then inject and F-relax level by level.
 
     It stands for the first visit of a cycle of its kind: where that makes more than one (F, W), the others follow on
-    every level but the finest and the coarsest.
+    every level but the finest and the coarsest. An adjoint with sources hands these down as a cycle does that finds zeros
+    everywhere: to the C-point that an interval ends in, what its own sources add up to there.
 
     Returns:
         C-points of ``levels[0]``.
     """
     kind = kind or mgrit.cycle
-    fine, *coarser = [dataclasses.replace(level, around=None) for level in levels]  # there are no states yet
-    if len(coarser) == 1:
-        return prolong(fine, mgrit.coarsest.run(coarser))
-    u = cascade(mgrit, coarser, kind=kind)
+    fine, coarse, *coarser = [dataclasses.replace(level, around=None) for level in levels]  # there are no states yet
+    if fine.driven or fine.rhs is not None:
+        zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))
+        coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))
+    if not coarser:
+        return prolong(fine, mgrit.coarsest.run((coarse,)))
+    u = cascade(mgrit, (coarse, *coarser), kind=kind)
     for visit in VISITS[kind][1:]:
-        u, _ = fas_cycle(mgrit, coarser, u, visit)
-    return prolong(fine, f_relax(coarser[0], u))
+        u, _ = fas_cycle(mgrit, (coarse, *coarser), u, visit)
+    return prolong(fine, f_relax(coarse, u))

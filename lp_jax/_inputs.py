@@ -104,7 +104,7 @@ def comm(value: Any) -> None:
         )
 
 
-def step_output(out: Any, u: State, has_aux: bool) -> None:
+def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str = "y") -> None:
     """The step returned the state's structure, shapes and dtypes."""
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -116,12 +116,12 @@ def step_output(out: Any, u: State, has_aux: bool) -> None:
         hint = ""
         if not has_aux and isinstance(out, tuple) and len(out) == 2 and _same_structure(out[0], u):
             hint = " It looks like (y_next, aux): pass has_aux=True."
-        raise TypeError(f"step must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
+        raise TypeError(f"{step} must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
     for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise TypeError(
-                f"step must return a state of the same shapes and dtypes as the one it got; leaf y{jax.tree_util.keystr(path)} "
-                f"went in as {_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside the step; a layer that changes "
+                f"{step} must return a state of the same shapes and dtypes as the one it got; leaf {y}{jax.tree_util.keystr(path)} "
+                f"went in as {_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside; a layer that changes "
                 "the state's shape stands between two solves."
             )
 

@@ -38,6 +38,7 @@ from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Tr
         "transfer",
         "expand",
         "around",
+        "driven",
     ],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Level:
         around: ``around(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
             does not ask for them.
         gathered: operands of all workers' steps, where the level is solved on every worker; else None.
+        driven: whether steps take a state of zeros to something else: an adjoint with sources.
     """
 
     xs: PyTree
@@ -80,6 +82,7 @@ class Level:
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
     around: Callable[[PyTree, Points], PyTree] | None = None
     gathered: PyTree = None
+    driven: bool = False
 
     @property
     def intervals(self) -> int:

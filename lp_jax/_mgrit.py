@@ -135,6 +135,10 @@ class MGRIT(Solver):
         return [*sizes, (steps, 1)]
 
     @property
+    def stretches_dt(self) -> bool:
+        return self.levels > 1 and self._coarse.stretches_dt
+
+    @property
     def keeps_states(self) -> bool:
         return self.storage == "all"
 

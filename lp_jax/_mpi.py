@@ -64,6 +64,10 @@ class MPIComm(Comm):
         _duplicates(self.comm)
 
     @property
+    def splits(self) -> bool:
+        return self.size > 1
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         return int(self.comm.Get_size())

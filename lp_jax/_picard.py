@@ -120,15 +120,16 @@ class Picard(Solver):
         size = self.unit(level.workers.total(level.span))
         alone = Local(layers=size, held=(size,))
 
-        def window(u: State, xs: PyTree) -> tuple[State, tuple[State, Points]]:
-            inside = dataclasses.replace(level, xs=xs, y0=u, steps=size, workers=alone)
+        def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
+            xs, rhs = operands
+            inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=alone)
             points = constant(inside, None)
             for _ in range(self.sweeps - 1):
                 points, _ = self.improve((inside,), points)
             u = inside.last(points)
             return u, (u, points)
 
-        windows = _tree.split(level.xs, size)
+        windows = _tree.split((level.xs, level.rhs), size)
 
         def run(y0: State) -> tuple[CPoints, Points]:
             return lax.scan(window, y0, windows, reverse=level.reverse)[1]

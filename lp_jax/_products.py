@@ -49,6 +49,11 @@ def cost_of(jaxpr: core.Jaxpr, *, unit: float = 1.0, terms: int | None = None) -
 Flags = tuple[bool, ...]
 
 
+def used_inputs(jaxpr: core.Jaxpr, outputs: Flags) -> Flags:
+    """Which inputs of a program the outputs asked for depend on."""
+    return _live(jaxpr, outputs)[0]
+
+
 @functools.cache
 def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
     """Which inputs, and which outputs of each equation, the outputs asked for depend on."""

@@ -43,6 +43,10 @@ class Rediscretize(CoarseStep):
         if not callable(self.params):
             _check.one_of("params", self.params, ("inject", "mean"), otherwise="or a function")
 
+    @property
+    def stretches_dt(self) -> bool:
+        return True
+
     def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
         slices = chain.slices
         if callable(self.params):

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from lp_jax import _inputs, _tree
 from lp_jax._adjoint import Forward, solve_adjoint
 from lp_jax._chain import Chain
 from lp_jax._comm import Comm, Workers
+from lp_jax._gradient import without_gradient
 from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Problem
 from lp_jax._serial import propagate
@@ -81,7 +83,7 @@ def solve(
         has_aux: whether ``step`` returns ``(y_next, aux)``.
 
     Returns:
-        A `Solution`. Gradients flow through ``y1`` alone.
+        A `Solution`. Gradients flow through ``y1`` and ``aux``.
 
     Raises:
         ValueError: for lengths, times, guesses or settings that do not fit, at trace time.
@@ -104,8 +106,15 @@ def solve(
     """
     problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=comm, has_aux=has_aux)
     program, arrays = _prepare(problem, solver, adjoint_solver, guess)
-    y1, rest = program.run(arrays)
-    return Solution(y1, **jax.lax.stop_gradient(rest))
+    y1, aux, (stats, result, trajectory) = program.run(arrays)
+    return Solution(y1, *jax.lax.stop_gradient((stats, result)), without_gradient(trajectory, _RESTART), aux)
+
+
+_RESTART = (
+    "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To differentiate states, let the "
+    "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "
+    "jax.lax.stop_gradient(solution.trajectory)."
+)
 
 
 def solve_vjp(
@@ -117,8 +126,8 @@ def solve_vjp(
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
     **problem: Any,
-) -> tuple[Solution, Callable[[State], tuple[Gradients, Stats]]]:
-    """`solve`, and the pullback of ``y1`` that also tells how the adjoint solve converged.
+) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
+    """`solve`, and the pullback of ``y1`` and ``aux`` that also tells how the adjoint solve converged.
 
     Args:
         step: as for `solve`, like all other arguments.
@@ -130,8 +139,9 @@ def solve_vjp(
         **problem: ``shared``, ``data``, ``t0``, ``t1``, ``comm`` and ``has_aux``, as for `solve`.
 
     Returns:
-        The solution, and ``pullback(y1_cotangent) -> (gradients, adjoint_stats)``, with `Gradients` exactly those that
-        ``jax.grad`` through `solve` gives. Values that ``step`` closes over get no gradient here.
+        The solution, and ``pullback(y1_cotangent, aux_cotangent=None) -> (gradients, adjoint_stats)``, with `Gradients`
+        exactly those that ``jax.grad`` through `solve` gives. ``aux_cotangent`` is a tree like ``aux``; None, as a whole or for
+        a leaf, is zero. Values that ``step`` closes over get no gradient here.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -143,21 +153,39 @@ def solve_vjp(
         (3,)
     """
     program, arrays = _prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess)
-    (y1, rest), pull = program.vjp(arrays)
+    (y1, aux, rest), pull = program.vjp(arrays)
 
-    def pullback(y1_cotangent: State) -> tuple[Gradients, Stats]:
-        operands, stats = pull(y1_cotangent)
+    def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
+        operands, stats = pull(y1_cotangent, _seen(aux, aux_cotangent))
         slices, common = jax.tree.map(_or_float0, operands, arrays.operands, is_leaf=lambda x: x is None)
         return Gradients(slices.params, common.y0, common.shared, slices.data), stats
 
-    return Solution(y1, **rest), pullback
+    return Solution(y1, *rest, aux), pullback
 
 
 def _or_float0(cotangent: Any, x: jax.Array) -> Any:
     return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
-Output = tuple[State, dict[str, Any]]
+Output = tuple[State, PyTree, tuple[Stats, jax.Array, CPoints]]
+"""The state after the last layer and aux, which are differentiable; and the rest of a `Solution`."""
+
+Seen = tuple[jax.Array | None, ...]
+"""Cotangents of the inexact leaves of aux, None for those that the loss does not see; empty if it sees none."""
+
+
+def _seen(aux: PyTree, cotangents: PyTree) -> Seen:
+    """``cotangents``, a tree like ``aux``, as the adjoint solve takes them."""
+    if cotangents is None:
+        return ()
+    leaves, structure = jax.tree.flatten(aux)
+    pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)
+    found = tuple(
+        None if a is None or isinstance(a, SymbolicZero) else a
+        for x, a in pairs
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    )
+    return found if any(a is not None for a in found) else ()
 
 
 class _Arrays(NamedTuple):
@@ -189,7 +217,7 @@ class _Static:
 
 class _Program(NamedTuple):
     run: Callable[[_Arrays], Output]  # differentiable
-    vjp: Callable[[_Arrays], tuple[Output, Callable[[State], tuple[Operands, Stats]]]]  # with the adjoint's stats
+    vjp: Callable[[_Arrays], tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]]  # with the adjoint's stats
 
 
 def _prepare(
@@ -227,12 +255,26 @@ def _scanned(static: _Static) -> _Program:
     """Serial propagation, differentiated by JAX."""
     scan = jax.jit(functools.partial(_scan, static))
 
-    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State], tuple[Operands, Stats]]]:
+    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]:
         leaves, combine = _tree.partition(arrays.operands)
-        y1, pull, rest = jax.vjp(lambda x: scan(arrays._replace(operands=combine(x))), leaves, has_aux=True)
-        return (y1, rest), lambda cotangent: (combine(pull(cotangent)[0], fill=None), _no_stats(cotangent))
+
+        def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
+            out = scan(arrays._replace(operands=combine(leaves)))
+            return (out[0], _tree.partition(out[1])[0]), out
+
+        (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
+
+        def pullback(cotangent: State, seen: Seen) -> tuple[Operands, Stats]:
+            of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
+            return combine(pull((cotangent, of_aux))[0], fill=None), _no_stats(cotangent)
+
+        return out, pullback
 
     return _Program(scan, vjp)
+
+
+def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
+    return jnp.zeros(like.shape, like.dtype) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _iterated(static: _Static) -> _Program:
@@ -244,19 +286,21 @@ def _iterated(static: _Static) -> _Program:
     def run(arrays: _Arrays) -> Output:
         return forward(arrays, keep=False)[0]
 
-    def fwd(arrays: _Arrays) -> tuple[Output, Any]:
+    def fwd(primals: Any) -> tuple[Output, Any]:
+        arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
         out, kept = forward(arrays, keep=True)
-        return out, (arrays, kept)
+        return out, (arrays, kept, out[:2])
 
-    def bwd(residuals: tuple[_Arrays, Forward], cotangents: Output) -> tuple[Any]:
-        operands, _ = backward(*residuals, cotangents[0])
+    def bwd(residuals: tuple[_Arrays, Forward, tuple[State, PyTree]], cotangents: Output) -> tuple[Any]:
+        arrays, kept, (y1, aux) = residuals
+        operands, _ = backward(arrays, kept, jax.tree.map(_or_zeros, cotangents[0], y1), _seen(aux, cotangents[1]))
         return (_Arrays(operands, None, None, None),)  # type: ignore[arg-type]
 
-    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State], tuple[Operands, Stats]]]:
+    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]:
         out, kept = forward(arrays, keep=True)
         return out, functools.partial(backward, arrays, kept)
 
-    run.defvjp(fwd, bwd)
+    run.defvjp(fwd, bwd, symbolic_zeros=True)
     return _Program(run, vjp)
 
 
@@ -267,7 +311,7 @@ def _scan(static: _Static, arrays: _Arrays) -> Output:
     chain = static.traced.chain(*arrays.operands, workers)
     y1, (states, aux) = propagate(chain, None if solver.keeps_states else stride)
     kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
-    return y1, _rest(y1, workers.trim(kept, stride), aux, _no_stats(y1), jnp.asarray(True))
+    return y1, aux, _rest(y1, workers.trim(kept, stride), _no_stats(y1), jnp.asarray(True))
 
 
 def _forward(static: _Static, arrays: _Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
@@ -292,26 +336,28 @@ def _forward(static: _Static, arrays: _Arrays, *, keep: bool) -> tuple[Output, F
 
     stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
     (left, aux), (y1, stats, met) = workers.run(body, stacked, (common, arrays.solver))
-    out = y1, _rest(y1, workers.trim(left.c_points, stride), workers.trim(aux), stats, met)
+    out = y1, workers.trim(aux), _rest(y1, workers.trim(left.c_points, stride), stats, met)
     return out, left if keep else None
 
 
-def _backward(static: _Static, arrays: _Arrays, left: Forward, cotangent: State) -> tuple[Operands, Stats]:
+def _backward(
+    static: _Static, arrays: _Arrays, left: Forward, cotangent: State, seen: Seen
+) -> tuple[Operands, Stats]:
     """The adjoint solve and the gradient; None in the place of leaves that are not differentiated."""
     traced, (slices, common) = static.traced, arrays.operands
     stride = arrays.solver.stride(traced.workers.layers)
     before, workers = static.forward_workers(arrays.solver), static.adjoint_workers(arrays)
 
-    def body(stacked: tuple[Slices, Forward], others: tuple[Common, Solver, State]) -> tuple[Any, Any]:
-        (slices, left), (common, solver, cotangent) = stacked, others
+    def body(stacked: tuple[Slices, Forward, Seen], others: tuple[Common, Solver, State]) -> tuple[Any, Any]:
+        (slices, left, seen), (common, solver, cotangent) = stacked, others
         chain = traced.chain(slices, common, workers)
-        gradient, stats, _ = solve_adjoint(chain, solver, left, stride, cotangent, zeros=static.zeros)
+        gradient, stats, _ = solve_adjoint(chain, solver, left, stride, cotangent, seen, zeros=static.zeros)
         return gradient.slices, (gradient.y0, gradient.shared, stats)
 
     if workers.rows != before.rows:
         spans = Forward(stride, stride, 1, 1)
         left = Forward(*(workers.pad(before.trim(x, span), span) for x, span in zip(left, spans, strict=True)))
-    stacked = traced.spread(slices, workers), left
+    stacked = traced.spread(slices, workers), left, workers.pad(seen)
     slices, (y0, shared, stats) = workers.run(body, stacked, (common, arrays.adjoint_solver, cotangent))
     return Operands(workers.trim(slices), Common(y0, *shared)), stats
 
@@ -330,8 +376,8 @@ def _emit(chain: Chain, keep_states: bool) -> Advance:
     return advance
 
 
-def _rest(y1: State, trajectory: CPoints, aux: Stacked, stats: Stats, met: jax.Array) -> dict[str, Any]:
-    return {"stats": stats, "result": result_code(y1, stats, met), "trajectory": trajectory, "aux": aux}
+def _rest(y1: State, trajectory: CPoints, stats: Stats, met: jax.Array) -> tuple[Stats, jax.Array, CPoints]:
+    return stats, result_code(y1, stats, met), trajectory
 
 
 def _no_stats(y1: State) -> Stats:

@@ -44,6 +44,11 @@ class CoarseStep(abc.ABC):
         """Whether the steps are taken around the F-points of the last relaxation."""
         return False
 
+    @property
+    def stretches_dt(self) -> bool:
+        """Whether a step with a longer dt stands for several layers, so that the step must know its dt."""
+        return False
+
     @abc.abstractmethod
     def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
         """Make the steps of a coarse level.

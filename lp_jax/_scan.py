@@ -1,0 +1,229 @@
+"""A scan over layers that knows nothing of depth or time: ``jax.lax.scan``, with a solver."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax import _inputs, _products, _tree
+from lp_jax._comm import Comm
+from lp_jax._mgrit import MGRIT
+from lp_jax._problem import Problem
+from lp_jax._solve import solve
+from lp_jax._solver import Solver
+from lp_jax._types import CPoints, Layer, PyTree, Stacked, State
+
+Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+"""The body of a scan: ``body(carry, x) -> (carry, y)``."""
+
+
+def scan(
+    body: Body,
+    init: PyTree,
+    xs: Stacked,
+    length: int | None = None,
+    reverse: bool = False,
+    *,
+    solver: Solver = MGRIT(),
+    adjoint_solver: Solver | None = None,
+    guess: str | CPoints = "constant",
+    comm: Comm | None = None,
+) -> tuple[PyTree, PyTree]:
+    """``jax.lax.scan`` over layers, all of them solved for at once.
+
+    With ``solver=Serial()`` the results are those of ``jax.lax.scan``, values and gradients; with any other solver they
+    come as close as it does. How close, `scanned` tells: ``lp_jax.solve(**vars(lp_jax.scanned(body, init, xs)))`` returns
+    the residual norms, and `plan` takes the same problem.
+
+    Args:
+        body: ``body(carry, x) -> (carry, y)``, a pure function. It may close over arrays, traced and differentiated ones too.
+        init: the first carry. Its inexact leaves are the state that is solved for. Integers and keys are allowed where the
+            body computes them from one another and from ``x`` alone (a counter, a key that is split).
+        xs: what is scanned over, leaves ``(N, ...)``; None, with a ``length``.
+        length: number of layers, where ``xs`` has no leaves.
+        reverse: whether to scan from the last entry of ``xs`` to the first.
+        solver: as for `solve`; but not a coarse step that stretches dt (`Rediscretize`), as there is none.
+        adjoint_solver: as for `solve`.
+        guess: as for `solve`, with states in the order in which they are computed.
+        comm: as for `solve`. With `MPIComm` every rank passes its own run of ``xs`` and gets its own ``ys``.
+
+    Returns:
+        The last carry, and the ``ys``, stacked; gradients flow through both.
+
+    Raises:
+        ValueError: for lengths that do not agree, and for solvers that stretch dt.
+        TypeError: for a body that changes its carry's structure, shapes or dtypes, or returns no pair; for integers in the
+            carry that follow from its inexact leaves.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> def body(y, layer):
+        ...     w, b = layer
+        ...     y = y + 0.1 * jnp.tanh(y @ w + b)
+        ...     return y, jnp.mean(y)
+        >>> layers = (jnp.zeros((32, 4, 4)), jnp.ones((32, 4)))
+        >>> y, means = lp_jax.scan(body, jnp.zeros(4), layers)  # was: jax.lax.scan
+        >>> y.shape, means.shape
+        ((4,), (32,))
+    """
+    if _length(xs, length) == 0:
+        return lax.scan(body, init, xs, length=0, reverse=reverse)
+    problem, fixed = _scanned(body, init, xs, length, reverse, comm)
+    for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+        if value is not None and getattr(value, "stretches_dt", False):
+            raise ValueError(
+                f"{name}={value!r} has a coarse step that takes one layer with a longer dt for several. A scan's body knows no "
+                "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as lp_jax.solve(step, ...), whose "
+                "step is told its dt."
+            )
+    solution = solve(**vars(problem), solver=solver, adjoint_solver=adjoint_solver, guess=guess)
+    return _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
+
+
+def scanned(
+    body: Body,
+    init: PyTree,
+    xs: Stacked,
+    length: int | None = None,
+    reverse: bool = False,
+    *,
+    comm: Comm | None = None,
+) -> Problem:
+    """What `scan` solves, for `solve`, `plan` and `calibrate`.
+
+    The step is a layer of time 1 (``t1 = N``), the state the inexact leaves of the carry (None in the place of others), and
+    aux are the ``ys``, in the order in which they are computed.
+
+    Args:
+        body: as for `scan`, like all other arguments.
+        init: as for `scan`.
+        xs: as for `scan`.
+        length: as for `scan`.
+        reverse: as for `scan`.
+        comm: as for `scan`.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.scanned(lambda y, w: (y + 0.1 * jnp.sin(w * y), None), jnp.ones(3), jnp.ones(64))
+        >>> solution = lp_jax.solve(**vars(problem), solver=lp_jax.MGRIT(iterations=3))
+        >>> bool(solution.stats.residual_norms[-1] < 1e-3)
+        True
+    """
+    return _scanned(body, init, xs, length, reverse, comm)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _BodyStep:
+    """A scan's body as ``step(y, layer)``; ``layer.data`` holds what of the carry is not solved for."""
+
+    body: Body
+
+    def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
+        carry, out = self.body(_join(y, layer.data.fixed), layer.params)
+        return _inexact(carry), out
+
+
+class _Data(NamedTuple):
+    fixed: PyTree
+    number: jax.Array  # of the layer: what is stacked if nothing else is
+
+
+def _scanned(
+    body: Body, init: PyTree, xs: Stacked, length: int | None, reverse: bool, comm: Comm | None
+) -> tuple[Problem, PyTree]:
+    """The problem, and those leaves of the last carry that are not solved for."""
+    n = _length(xs, length)
+    init, xs = _inputs.arrays(init), _inputs.arrays(xs)
+    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
+    init = _strong(body, init, x)
+    if reverse:
+        _alone(comm, "reverse=True")
+        xs = _flip(xs)
+    fixed, last = _fixed(body, init, xs, x, n, comm)
+    data = _Data(fixed, jnp.arange(n, dtype=jnp.int32))
+    return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=comm, has_aux=True), last
+
+
+def _length(xs: Stacked, length: int | None) -> int:
+    lengths = {jax.tree_util.keystr(path): jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(xs)}
+    for where, first in lengths.items():
+        if not first:
+            raise ValueError(f"xs{where} is a scalar; every leaf of xs must have the layers as its leading axis.")
+    numbers = {first[0] for first in lengths.values()} | ({length} if length is not None else set())
+    if len(numbers) != 1:
+        raise ValueError(
+            f"xs and length must agree on one number of layers; got length={length} and "
+            f"{ {f'xs{where}': first[0] for where, first in lengths.items()} or 'xs without arrays'}."
+        )
+    return int(numbers.pop())
+
+
+def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
+    """``init`` as the body returns it where it is weakly typed, as ``lax.scan`` takes it; refuses other differences."""
+    out = jax.eval_shape(body, init, x)
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
+    if jax.tree.structure(out[0]) == jax.tree.structure(init):
+        weak = jax.tree.map(lambda a: jax.typeof(a).weak_type, init)
+        init = jax.tree.map(lambda a, w, b: a.astype(b.dtype) if w else a, init, weak, out[0])
+    _inputs.step_output(jax.eval_shape(body, init, x)[0], init, has_aux=False, step="body", y="carry")
+    return init
+
+
+def _fixed(
+    body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm | None
+) -> tuple[PyTree, PyTree]:
+    """The leaves of the carry that are not inexact, as they enter every layer and as they leave the last one."""
+    start = _others(init)
+    if not jax.tree.leaves(start):
+        return start, start
+    _alone(comm, "a carry with integers or keys")
+    inexact = [_is_inexact(leaf) for leaf in jax.tree.leaves(init)]
+    closed = jax.make_jaxpr(body)(init, x)
+    others = len(closed.jaxpr.outvars) - len(inexact)
+    for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(init)):
+        wanted = tuple(k == i for k in range(len(inexact))) + (False,) * others
+        used = _products.used_inputs(closed.jaxpr, wanted)[: len(inexact)]
+        if not inexact[i] and any(u and m for u, m in zip(used, inexact, strict=True)):
+            raise TypeError(
+                f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it from floating-point leaves of "
+                "the carry, which are solved for iteratively. Return it as y instead, or make it floating point."
+            )
+    state = lax.stop_gradient(_inexact(init))
+
+    def advance(fixed: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        return _others(body(_join(state, fixed), x)[0]), fixed
+
+    last, entering = lax.scan(advance, start, lax.stop_gradient(xs), length=length)
+    return entering, last
+
+
+def _alone(comm: Comm | None, what: str) -> None:
+    if comm is not None and comm.splits:
+        raise ValueError(
+            f"{what} needs all layers in one place, and comm={comm!r} gives each process only its own. Use MeshComm, or one "
+            "process."
+        )
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _inexact(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x if _is_inexact(x) else None, tree)
+
+
+def _others(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: None if _is_inexact(x) else x, tree)
+
+
+def _join(state: PyTree, fixed: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: b if a is None else a, state, fixed, is_leaf=lambda x: x is None)
+
+
+def _flip(tree: Stacked) -> Stacked:
+    return jax.tree.map(lambda x: x[::-1], tree)

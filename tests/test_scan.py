@@ -1,0 +1,164 @@
+"""`lp_jax.scan` against ``jax.lax.scan``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from problems import INJECT
+
+import lp_jax
+
+RNG = np.random.default_rng(0)
+CLOSED_OVER = jnp.asarray(RNG.normal(size=(3, 3)))
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.normal(size=shape))
+
+
+def trees(carry, x):
+    """A carry of a tuple and a dict, ys of every kind, an array closed over."""
+    a, other = carry
+    k = other["k"]
+    new = a + 0.1 * jnp.tanh(a @ x["w"] + k)
+    return (new, {"k": 0.9 * k + 0.1 * jnp.sin(a @ CLOSED_OVER)}), {"o": new * k, "i": 3, "positive": a > 0, "n": None}
+
+
+def counting(carry, x):
+    """A counter and a key in the carry: both go their way without the state."""
+    y, number, key = carry
+    key, now = jax.random.split(key)
+    kept = jax.random.bernoulli(now, 0.7, y.shape).astype(y.dtype)
+    return (y + 0.1 * jnp.cos(y * x + 0.1 * number.astype(y.dtype)) * kept, number + 1, key), (y, number, now)
+
+
+@jax.checkpoint
+def checkpointed(y, w):
+    return y + 0.1 * jnp.tanh(y @ w), None
+
+
+BODIES = {
+    "trees": (trees, lambda n: ((normal(2, 3), {"k": normal(2, 3)}), {"w": normal(n, 3, 3)})),
+    "counting": (counting, lambda n: ((normal(4), jnp.int32(0), jax.random.key(1)), normal(n, 4))),
+    "nothing scanned over": (lambda y, _: (y + 0.05 * jnp.sin(y), y.sum()), lambda n: (normal(3), None)),
+    "checkpointed": (checkpointed, lambda n: (normal(2, 3), normal(n, 3, 3))),
+    "weak type": (lambda y, x: (0.9 * y + x, y), lambda n: (0.0, normal(n))),
+    "integers": (lambda y, i: (y + 0.1 * jnp.sin(y) * (1 + i % 3).astype(y.dtype), i), lambda n: (normal(3), jnp.arange(n))),
+}
+
+
+def is_inexact(x):
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def everything(scan, body, operands, n, reverse):
+    """The carry, the ys, and the gradient of a loss that sees all of them, by all that goes in."""
+    leaves, structure = jax.tree.flatten(operands)
+
+    def loss(inexact):
+        values = iter(inexact)
+        init, xs = jax.tree.unflatten(structure, [next(values) if is_inexact(x) else x for x in leaves])
+        out = scan(body, init, xs, n, reverse)
+        seen = [x for x in jax.tree.leaves(out) if is_inexact(x)]
+        return sum((1 + k) * jnp.sum(jnp.sin(x)) for k, x in enumerate(seen)), out
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))([x for x in leaves if is_inexact(x)])
+
+
+def bits(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def assert_same(got, wanted, tolerance):
+    def leaf(a, b):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(bits(a), bits(b), rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(leaf, got, wanted)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(("n", "reverse"), [(0, False), (1, False), (7, True), (13, False), (16, True)])
+@pytest.mark.parametrize("name", BODIES)
+def test_the_results_are_those_of_lax_scan(name, n, reverse):
+    body, make = BODIES[name]
+    operands = make(n)
+    wanted = everything(jax.lax.scan, body, operands, n, reverse)
+    solvers = {lp_jax.Serial(): 0, lp_jax.Picard(sweeps=16): 1e-13, lp_jax.MGRIT(iterations=5): 1e-13}
+    for solver, tolerance in solvers.items():
+        got = everything(lambda *a, s=solver: lp_jax.scan(*a, solver=s), body, operands, n, reverse)
+        assert_same(got, wanted, tolerance)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(("name", "workers"), [("trees", 2), ("counting", 8)])
+def test_layers_over_devices(name, workers):
+    body, make = BODIES[name]
+    operands = make(13)
+    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
+
+    def scan(*arguments):
+        return lp_jax.scan(*arguments, solver=lp_jax.MGRIT(iterations=4), comm=lp_jax.MeshComm(mesh))
+
+    wanted = everything(jax.lax.scan, body, operands, 13, False)
+    assert_same(everything(scan, body, operands, 13, False), wanted, 1e-13)
+
+
+def test_what_is_scanned_is_a_problem_like_any_other():
+    problem = lp_jax.scanned(trees, *BODIES["trees"][1](16), reverse=True)
+    solution = lp_jax.solve(**vars(problem), solver=lp_jax.MGRIT(iterations=3))
+    assert solution.stats.residual_norms.shape == (3,)
+    assert problem.layers == 16
+    flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+    machine = lp_jax.planning.Machine(at_once=(1, 1024), **flat)
+    assert lp_jax.plan(problem, machine=machine, solvers=[lp_jax.Picard(sweeps=3)]).best.error < 1e-2
+
+
+def test_a_guess_restarts_a_scan():
+    body, operands = lambda y, w: (y + 0.1 * jnp.tanh(y @ w), None), (normal(2, 3), normal(16, 3, 3))
+    solver = lp_jax.MGRIT(iterations=1)
+    exact, _ = jax.lax.scan(body, *operands)
+    cold, _ = lp_jax.scan(body, *operands, solver=solver)
+    trajectory = lp_jax.solve(**vars(lp_jax.scanned(body, *operands)), solver=lp_jax.MGRIT(iterations=4)).trajectory
+    warm, _ = lp_jax.scan(body, *operands, solver=solver, guess=trajectory)
+    assert jnp.abs(warm - exact).max() < 1e-12 < jnp.abs(cold - exact).max()
+
+
+W = jnp.zeros((8, 3))
+MEANS = {
+    "solver": lp_jax.MGRIT(coarse_step=INJECT),
+    "adjoint_solver": lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Rediscretize(params="mean")),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_coarse_step_that_stretches_dt_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}=.* knows no dt: take coarse_step=Picard\(sweeps=1\)"):
+        lp_jax.scan(lambda y, w: (y + w, None), W[0], W, **{name: MEANS[name]})
+
+
+@pytest.mark.parametrize(
+    ("body", "init", "xs", "options", "error", "message"),
+    [
+        (lambda y, w: y + w, W[0], W, {}, TypeError, "body must return a pair"),
+        (lambda y, w: (y[None], w), W[0], W, {}, TypeError, r"body .* leaf carry went in as float64\[3\]"),
+        (lambda y, w: ((y, y), w), W[0], W, {}, TypeError, "body must return a state like the one it got"),
+        (lambda y, w: (y, w), W[0], (W, W[:5]), {}, ValueError, r"one number of layers; .*'xs\[1\]': 5"),
+        (lambda y, w: (y, w), W[0], W, {"length": 7}, ValueError, "length=7"),
+        (lambda y, w: (y, w), W[0], None, {}, ValueError, "xs without arrays"),
+        (lambda y, w: (y, w), W[0], {"a": 1.0}, {}, ValueError, r"xs\['a'\] is a scalar"),
+        (lambda y, w: (y, w), jnp.int32(1), W, {}, ValueError, "y0 has no arrays"),
+        (
+            lambda c, w: ({"y": c["y"] + w, "hits": c["hits"] + (c["y"] > 0).sum()}, None),
+            {"y": W[0], "hits": jnp.int64(0)},
+            W,
+            {},
+            TypeError,
+            r"init\['hits'\] has dtype int64, and body computes it from floating-point leaves",
+        ),
+    ],
+)
+def test_what_is_refused(body, init, xs, options, error, message):
+    with pytest.raises(error, match=message):
+        lp_jax.scan(body, init, xs, **options)
