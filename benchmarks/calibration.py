@@ -29,14 +29,7 @@ def problem(network: str, width: int, layers: int, batch: int) -> Problem:
 
 
 def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
-    """Calibrate in this process, on its first device; what a step with a scan takes besides the layers is ``fixed``.
-
-    Args:
-        sizes: of the row.
-        updates: whether a step updates weights, too.
-        fewer: whether to measure how a layer's time falls with the examples.
-        batched: whether to measure layers at once, too.
-    """
+    """Calibrate in this process, on its first device; what a step with a scan takes besides the layers is ``fixed``."""
     network, width, layers, batch = sizes
     parts = None
     if fewer:

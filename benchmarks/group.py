@@ -29,14 +29,7 @@ of 0.8 times as long as the scan."""
 
 
 class Group:
-    """Processes that compute together: one, or the ranks of an MPI job.
-
-    Args:
-        kind: as for `benchmarks.worker`.
-        workers: number of devices or ranks.
-        threads: of XLA's pool.
-        keep_memory: whether the C library keeps what a step gives back.
-    """
+    """Processes that compute together: one, or the ranks of an MPI job."""
 
     def __init__(self, kind: str, *, workers: int, threads: int, keep_memory: bool = True):
         self.kind, self.workers, self.threads = kind, workers, threads

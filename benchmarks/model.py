@@ -39,19 +39,12 @@ Predict = Callable[[planning.Machine], float]
 
 
 class Measured(NamedTuple):
-    """A row of a result: what ran, and the ratios to the first contender.
+    """A row of a result: what ran, and the ratios to the first contender."""
 
-    Attributes:
-        suite: where it is from.
-        sizes: network, width, layers, batch.
-        threads: of the baseline.
-        ratios: of contenders that can be predicted: name, what predicts its seconds, workers, ratio to serial propagation by the
-            library, or to the baseline where that did not take part.
-    """
-
-    suite: str
-    sizes: tuple[str, int, int, int]
-    threads: int
+    suite: str  # where it is from
+    sizes: tuple[str, int, int, int]  # network, width, layers, batch
+    threads: int  # of the baseline
+    # name, what predicts the seconds, workers, ratio to the library's serial propagation (or else to the baseline)
     ratios: list[tuple[str, Predict, int, float]]
 
 
@@ -105,14 +98,7 @@ def _predictor(suite: str, sizes: tuple[str, int, int, int], setting: str, worke
 
 
 class Machines:
-    """What the layers of a row take: alone, with the threads of the row's baseline, or with every worker at work.
-
-    Args:
-        row: what was measured.
-        path: of the machines' file, to which those that are calibrated are added.
-        kept: whether machines that are there will do.
-        tell: progress.
-    """
+    """What the layers of a row take: alone, with the threads of the row's baseline, or with every worker at work."""
 
     def __init__(self, row: Measured, path: Path, kept: bool, tell: Tell):
         self._row, self._path, self._kept, self._tell = row, path, kept, tell

@@ -36,40 +36,24 @@ Pair = tuple[Any, Any]
 
 
 class Weights(NamedTuple):
-    """All weights of a network.
+    """All weights of a network."""
 
-    Attributes:
-        opening: of what comes before the layers.
-        layers: of the layers, leaves ``(layers, ...)``; of the GRU those of its units, which all time steps share.
-        closing: of what comes after the layers.
-    """
-
-    opening: Any
-    layers: Any
-    closing: Any
+    opening: Any  # of what comes before the layers
+    layers: Any  # of the layers, leaves ``(layers, ...)``; of the GRU those of its units, which all time steps share
+    closing: Any  # of what comes after the layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network, its initial weights and a batch.
-
-    Attributes:
-        name: kind of network.
-        weights: the initial ones.
-        x: the inputs, examples first.
-        target: what the loss compares with.
-        problem: ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`, solvers aside.
-        scan: ``scan(weights, x)``: the last state, as one writes it by hand.
-        measure: ``measure(closing, y1, target)``: the loss.
-    """
+    """A network, its initial weights and a batch."""
 
     name: str
     weights: Weights
-    x: np.ndarray
-    target: np.ndarray
-    problem: Callable[..., dict[str, Any]]
-    scan: Callable[[Weights, jax.Array], Any]
-    measure: Callable[[Any, Any, jax.Array], jax.Array]
+    x: np.ndarray  # the inputs, examples first
+    target: np.ndarray  # what the loss compares with
+    problem: Callable[..., dict[str, Any]]  # ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`
+    scan: Callable[[Weights, jax.Array], Any]  # ``scan(weights, x)``: the last state, as one writes it by hand
+    measure: Callable[[Any, Any, jax.Array], jax.Array]  # ``measure(closing, y1, target)``: the loss
 
     def loss(self, solvers: Pair | None = None, comm: Any = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return ``loss(weights, x, target)`` by these solvers, or by a scan; it also gives the last residual norm, or NaN."""

@@ -37,15 +37,7 @@ def field(
     updates: bool = True,
     torch_threads: Sequence[int] = (),
 ) -> Field:
-    """Build the contenders that are wanted.
-
-    Args:
-        entries: the first is the baseline.
-        options: of the command line.
-        tell: progress.
-        updates: whether to time training steps, or gradients.
-        torch_threads: a contender with PyTorch for each.
-    """
+    """Build the contenders that are wanted."""
     contenders: list[Contender] = []
     first, *others = entries
     exact = None

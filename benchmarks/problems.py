@@ -11,33 +11,19 @@ from lp_jax.train import LossFn, residuals
 
 
 class Problem(NamedTuple):
-    """A model with its data, as `lp-jax train` takes it.
-
-    Attributes:
-        layers: number of layers.
-        model: at its initial parameters.
-        params: the initial ones.
-        loss_fn: of training.
-        test_fn: of evaluation.
-        batches: of training, by epoch.
-        steps_per_epoch: number of them.
-        epochs: number of epochs.
-        learning_rate: of Adam.
-        test_batches: the test set.
-        solvers: what it is trained with if nothing else is said.
-    """
+    """A model with its data, as `lp-jax train` takes it."""
 
     layers: int
-    model: Any
+    model: Any  # at its initial parameters
     params: Any
-    loss_fn: LossFn
-    test_fn: LossFn
-    batches: Callable[[int], Iterable[Any]]
-    steps_per_epoch: int
+    loss_fn: LossFn  # of training
+    test_fn: LossFn  # of evaluation
+    batches: Callable[[int], Iterable[Any]]  # of training, by epoch
+    steps_per_epoch: int  # number of them
     epochs: int
-    learning_rate: float
-    test_batches: list[Any]
-    solvers: Pair
+    learning_rate: float  # of Adam
+    test_batches: list[Any]  # the test set
+    solvers: Pair  # what it is trained with if nothing else is said
 
 
 def load(problem: str, model: str, path: Path, *, seed: int, **options: Any) -> Problem:

@@ -59,11 +59,7 @@ class MenuParser(argparse.ArgumentParser):
 
 
 def run(args: Sequence[str]) -> None:
-    """Run the command that the arguments name, or print the menu.
-
-    Raises:
-        UsageError: for a command that does not exist.
-    """
+    """Run the command that the arguments name, or print the menu."""
     if "" not in sys.path:
         sys.path.append("")  # solvers of the user: --solver mymodule.MySolver
     command, rest = _choose("", _ABOUT, _COMMANDS, args)

@@ -16,31 +16,18 @@ from lp_jax.train import LossFn, classification
 
 
 class Experiment(NamedTuple):
-    """Settings made into arrays and functions.
-
-    Attributes:
-        settings: what is trained.
-        task: what it learns.
-        solvers: forward and adjoint.
-        model: the network at its initial parameters.
-        tested: the network in evaluation mode: no dropout, running statistics.
-        loss_fn: loss of training, on batches ``(inputs, labels)``, with a key where there is dropout.
-        test_fn: loss of evaluation.
-        params: the initial parameters.
-        batches: batches of training, by epoch.
-        place: where all this lives.
-    """
+    """Settings made into arrays and functions."""
 
     settings: Settings
     task: Task
-    solvers: Pair
-    model: nn.Classifier
-    tested: nn.Classifier
-    loss_fn: LossFn
-    test_fn: LossFn
-    params: PyTree
-    batches: Callable[[int], Iterable[Any]]
-    place: Place
+    solvers: Pair  # forward and adjoint
+    model: nn.Classifier  # the network at its initial parameters
+    tested: nn.Classifier  # the network in evaluation mode: no dropout, running statistics
+    loss_fn: LossFn  # loss of training, on batches ``(inputs, labels)``, with a key where there is dropout
+    test_fn: LossFn  # loss of evaluation
+    params: PyTree  # the initial parameters
+    batches: Callable[[int], Iterable[Any]]  # batches of training, by epoch
+    place: Place  # where all this lives
 
 
 def experiment(
@@ -49,14 +36,7 @@ def experiment(
     place: Place = OneDevice(),
     solvers: Pair | None = None,
 ) -> Experiment:
-    """Build the model, its layers where they will be used.
-
-    Args:
-        settings: what is trained.
-        task: what it is trained on.
-        place: where.
-        solvers: forward and adjoint, the model's own if None; MPI ranks hold whole intervals of theirs.
-    """
+    """Build the model, its layers where they will be used."""
     pair, rngs = solvers or settings.model.solvers, nnx.Rngs(settings.training.seed)
     model = settings.model.build(Site(task, settings.layers, settings.t1, pair, place.comm, rngs))
     place = place.holding(model)

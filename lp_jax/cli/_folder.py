@@ -13,11 +13,7 @@ CONFIG = "config.json"
 
 
 def new_run(folder: Path) -> None:
-    """Make sure that a new run can write into the folder.
-
-    Raises:
-        CommandError: where it cannot, and where the folder holds something already.
-    """
+    """Make sure that a new run can write into the folder."""
     if (folder / CONFIG).exists():
         raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
     _require_writable(folder)
@@ -26,11 +22,7 @@ def new_run(folder: Path) -> None:
 
 
 def stored_run(folder: Path, problem: str) -> dict[str, Any]:
-    """Return what the run in the folder was started with.
-
-    Raises:
-        CommandError: where there is none, or one on another problem, or none that can go on.
-    """
+    """Return what the run in the folder was started with."""
     config = folder / CONFIG
     if not config.exists():
         raise CommandError(f"{folder} holds no run to resume; leave out --resume to start one.")

@@ -26,15 +26,7 @@ _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 
 
 class Launch(abc.ABC):
-    """One process of a run, as a context in which the run goes on.
-
-    Args:
-        options: of the command line, by name.
-
-    Attributes:
-        number: of this process.
-        size: number of processes.
-    """
+    """One process of a run, as a context in which the run goes on."""
 
     number = 0
     size = 1
@@ -199,12 +191,7 @@ class DistributedLaunch(SeveralProcesses):
 
 
 def launch(options: Mapping[str, Any]) -> Launch:
-    """Meet the other processes, if there are to be any.
-
-    Raises:
-        UsageError: for options that contradict each other.
-        CommandError: where the other processes are not found.
-    """
+    """Meet the other processes, if there are to be any."""
     if options["mpi"] and options["distributed"]:
         raise UsageError("--mpi and --distributed are two engines; give one of them.")
     if not options["distributed"] and (options["coordinator"] or options["process"]):
@@ -223,11 +210,7 @@ def launch(options: Mapping[str, Any]) -> Launch:
 
 
 def mesh_sizes(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of the axes that ``--devices`` or ``--mesh`` name; empty where neither is given.
-
-    Raises:
-        UsageError: for an unknown axis, no number, and for both options at once.
-    """
+    """Return the sizes of the axes that ``--devices`` or ``--mesh`` name; empty where neither is given."""
     if options["mesh"] is not None and options["devices"] is not None:
         raise UsageError("--devices N is short for --mesh layers=N; give one of the two.")
     if options["mesh"] is None:

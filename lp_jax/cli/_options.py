@@ -159,17 +159,7 @@ def parser_of(command: str, problem: Problem, kind: str, groups: Groups, example
 def parse(
     parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options by name: solvers as objects, and all of them as they are stored.
-
-    Args:
-        parser: of the command.
-        problem: what it works on.
-        args: the command line, `spelled_out`.
-        stored: options of a run that is resumed, which the command line changes.
-
-    Raises:
-        UsageError: for options that are unknown, missing or out of range.
-    """
+    """Return the options by name: solvers as objects, and all of them as they are stored."""
     before = [] if stored is None else ["--config", json.dumps(dict(stored))]
     try:
         read = parser.parse_args([*before, *args])
@@ -190,11 +180,7 @@ def parse(
 
 
 def solvers(options: Mapping[str, Any], model: Model) -> Pair:
-    """Return the forward and the adjoint solver that the options give.
-
-    Raises:
-        UsageError: for options that contradict each other.
-    """
+    """Return the forward and the adjoint solver that the options give."""
     solver, adjoint_solver, iterations = (options[n] for n in ("solver", "adjoint_solver", "adjoint_iterations"))
     if solver == "auto":
         if adjoint_solver is not None or iterations is not None:

@@ -57,17 +57,11 @@ def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 class GradientErrors(NamedTuple):
-    """Errors of a trained network's gradient.
+    """Errors of a trained network's gradient."""
 
-    Attributes:
-        choices: errors after 1, 2, ... iterations, forward and adjoint alike, by the name of the solver.
-        own: error of the run's own solvers.
-        iterations: numbers of iterations of the run's own solvers.
-    """
-
-    choices: dict[str, list[float]]
-    own: float
-    iterations: tuple[int, int]
+    choices: dict[str, list[float]]  # after 1, 2, ... iterations, forward and adjoint alike, by the solver's name
+    own: float  # error of the run's own solvers
+    iterations: tuple[int, int]  # numbers of iterations of the run's own solvers
 
 
 def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:

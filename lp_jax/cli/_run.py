@@ -31,13 +31,7 @@ _PROBES = 6  # of the gradient in a run, if not said otherwise
 
 
 class Run(NamedTuple):
-    """A finished training.
-
-    Attributes:
-        name: its name in tables and pictures.
-        state: the last state.
-        log: all rows.
-    """
+    """A finished training."""
 
     name: str
     state: TrainState
@@ -69,11 +63,6 @@ def train_one(
     """Train with a pair of solvers, from the newest checkpoint in ``folder`` if there is one.
 
     All processes of ``launch`` call this together; the log of process 0 is the one in ``folder``.
-
-    Raises:
-        lp_jax.train.DivergenceError: when the run is no longer finite.
-        lp_jax.train.Interrupted: after SIGINT or SIGTERM, when all is saved.
-        lp_jax.train.CheckpointError: for a checkpoint of another model.
     """
     solver, adjoint_solver = solvers
     name = "serial" if solver.exact else "layer-parallel"

@@ -37,12 +37,7 @@ Options = Mapping[str, Any]
 
 
 def run(name: str, args: Sequence[str]) -> None:
-    """Train, compare, report.
-
-    Args:
-        name: the problem.
-        args: the command line after it.
-    """
+    """Train, compare, report."""
     problem, args = find(name), list(spelled_out(args))
     look = vars(first_look(args, f"lp-jax train {name}"))
     with launch(look) as processes:

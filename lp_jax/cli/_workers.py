@@ -22,15 +22,10 @@ from lp_jax.train import Checkpoints, LossFn, RankCheckpoints, Ranks
 
 
 class Place(abc.ABC):
-    """Where the layers, and the examples of a batch, live.
+    """Where the layers, and the examples of a batch, live."""
 
-    Attributes:
-        comm: of the solves.
-        whole: of `lp_jax.train.make_train_step`.
-    """
-
-    comm: MeshComm | MPIComm | None = None
-    whole: Callable[[PyTree], PyTree] | None = None
+    comm: MeshComm | MPIComm | None = None  # of the solves
+    whole: Callable[[PyTree], PyTree] | None = None  # of `lp_jax.train.make_train_step`
 
     @abc.abstractmethod
     def describe(self) -> str | None:
@@ -129,12 +124,7 @@ class RankGrid(Place):
 
 
 def workers(options: Mapping[str, Any], layers: int, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
-    """Return where the options put a run of this many layers. On a CPU, cut it into the devices of a mesh.
-
-    Raises:
-        UsageError: for an unknown axis, for both options at once, and for a batch that cannot be split evenly.
-        CommandError: where there are too few devices, or too many ranks.
-    """
+    """Return where the options put a run of this many layers. On a CPU, cut it into the devices of a mesh."""
     sizes = mesh_sizes(options)
     if options["batch_size"] % sizes.get("data", 1):
         raise UsageError(

@@ -12,11 +12,7 @@ def check_fraction(test_fraction: float) -> None:
 def stratified(
     labels: np.ndarray, test_fraction: float, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions to train with and positions held out, the same fraction of every class, each in a random order.
-
-    Raises:
-        ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.
-    """
+    """Return positions to train with and positions held out, the same fraction of every class, each in a random order."""
     check_fraction(test_fraction)
     train, test = [], []
     for label in np.unique(labels):

@@ -25,12 +25,7 @@ def shape(word: str) -> str:
 
 
 class Features:
-    """Turns words into rows of numbers, one column for each of `FEATURES`.
-
-    Args:
-        words: those to learn the vocabularies from.
-        min_count: how often a word, a beginning or an end must be there to get an id of its own.
-    """
+    """Turns words into rows of numbers, one column for each of `FEATURES`."""
 
     def __init__(self, words: Iterable[str], min_count: int):
         unknown = (tuple(f"<unknown {shape}>" for shape in SHAPES), (UNKNOWN,), (UNKNOWN,), SHAPES)

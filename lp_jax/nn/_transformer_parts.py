@@ -13,15 +13,6 @@ class Attention(nnx.Module):
     """Multi-head attention of a normalised state to itself, or to a normalised memory, and a projection.
 
     Not `nnx.MultiHeadAttention`: query, key and value are one product here, three there.
-
-    Args:
-        width: size of the state; ``heads`` must divide it.
-        heads: number of heads.
-        cross: whether it attends to a memory.
-        scale: factor of the initial projection's kernel.
-        dtype: dtype of the products; None is that of the state.
-        param_dtype: dtype of the parameters.
-        rngs: source of the initial parameters.
     """
 
     def __init__(
@@ -55,14 +46,7 @@ class Attention(nnx.Module):
         mask: jax.Array | None = None,
         causal: bool = False,
     ) -> jax.Array:
-        """Return the term to add to the state.
-
-        Args:
-            y: ``(batch, length, width)``.
-            memory: ``(batch, other length, width)``, if the module attends to one.
-            mask: the visible positions of the memory, or of ``y``, ``(batch, other length)``; None for all.
-            causal: whether a position sees only itself and earlier positions.
-        """
+        """Return the term to add to the state; ``mask`` is of the memory if there is one, ``(batch, other length)``."""
         if memory is None:
             q, k, v = jnp.split(self.query_key_value(self.norm(y)), 3, axis=-1)
         else:
@@ -76,16 +60,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two dense layers at each position of the normalised state, GELU between them.
-
-    Args:
-        width: size of the state.
-        hidden: size of the hidden layer.
-        scale: factor of the second layer's initial kernel.
-        dtype: dtype of the products; None is that of the state.
-        param_dtype: dtype of the parameters.
-        rngs: source of the initial parameters.
-    """
+    """Two dense layers at each position of the normalised state, GELU between them."""
 
     def __init__(
         self,

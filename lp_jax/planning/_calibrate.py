@@ -148,9 +148,6 @@ def _intervals(problem: Problem, serial: tuple[float, float]) -> tuple[_Times, _
 
     From short intervals and from long ones. Where layers are too few for these, serial propagation is one interval of all of
     them; the parts of its gradient are as those of the short ones'.
-
-    Returns:
-        `Machine.relaxation` and `Machine.interval`.
     """
     short = _measure.relaxation(problem, _SHORT)
     if problem.layers < _SHORT * _LONG:

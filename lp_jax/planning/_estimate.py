@@ -27,17 +27,11 @@ _SWEEPS = 10, 6  # that the tolerances of `RECOMMENDED` take: 5 to 14 forward, o
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """An accelerator, by its data sheet.
+    """An accelerator, by its data sheet."""
 
-    Attributes:
-        flops: per second, of products in the precision that JAX uses by default for float32.
-        bandwidth: of its memory, in bytes per second.
-        layer: seconds of the smallest layer: its kernels, one after the other.
-    """
-
-    flops: float
-    bandwidth: float
-    layer: float
+    flops: float  # per second, of products in the precision that JAX uses by default for float32
+    bandwidth: float  # of its memory, in bytes per second
+    layer: float  # seconds of the smallest layer: its kernels, one after the other
 
 
 # Of the vendor: dense TF32 products (on TPUs bfloat16), HBM. The smallest layer is a guess: `_KERNELS` of 5 us.

@@ -28,19 +28,7 @@ _STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in prod
 
 @functools.lru_cache(maxsize=1024)
 def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool, adjoint: bool) -> Schedule:
-    """Count the batches and messages of a solve in its program.
-
-    Args:
-        solver: settings, of a fixed number of iterations.
-        layers: number of layers.
-        workers: number of workers that they are spread over.
-        looped: whether layers at once are evaluated one after another.
-        kept: whether the forward solve leaves linearisations of all layers behind.
-        adjoint: whether this is the adjoint solve.
-
-    Raises:
-        ValueError: for a tolerance, which makes the number of iterations depend on numbers.
-    """
+    """Count the batches and messages of a solve in its program."""
     unit = solver.unit(layers)
     mine = math.ceil(layers / unit / workers) * unit
     chain = functools.partial(
