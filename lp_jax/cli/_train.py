@@ -11,15 +11,13 @@ from rich.console import Console
 
 from lp_jax import Serial, planning, viz
 from lp_jax.cli._errors import CommandError, UsageError
-from lp_jax.cli._experiment import Experiment, experiment
-from lp_jax.cli._folder import CONFIG, new_run, stored_run, write_json
+from lp_jax.cli._experiment import Experiment, Run, experiment, train_one
 from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
 from lp_jax.cli._problem import Problem, Settings, find, prepare
-from lp_jax.cli._report import gradient_errors, pictures, save, summary, table
-from lp_jax.cli._run import Run, train_one
+from lp_jax.cli._report import CONFIG, gradient_errors, new_run, pictures, save, stored_run, summary, table, write_json
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import workers
 from lp_jax.planning import code

@@ -8,10 +8,9 @@ import numpy as np
 
 from lp_jax import _check
 from lp_jax.data._conllu import read_conllu
-from lp_jax.data._dataset import Dataset
+from lp_jax.data._dataset import Dataset, check_fraction
+from lp_jax.data._gum import PADDING, UNKNOWN
 from lp_jax.data._read import lines, wrong
-from lp_jax.data._split import check_fraction
-from lp_jax.data._vocabulary import PADDING, UNKNOWN
 
 _RESERVED = (PADDING, UNKNOWN)
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset
+from lp_jax.data._dataset import Dataset, check_fraction
 from lp_jax.data._read import needed
-from lp_jax.data._split import check_fraction
 
 
 def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:

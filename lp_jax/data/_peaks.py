@@ -3,8 +3,7 @@
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._split import stratified
+from lp_jax.data._dataset import Dataset, stratified
 
 _HALF = 3.0  # of the square's side
 _BLOCK = 20_000

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset
+from lp_jax.data._dataset import Dataset, scaler
 from lp_jax.data._read import find, lines, reading, wrong
-from lp_jax.data._scale import scaler
 
 _CHANNELS = [f"{signal}_{axis}" for signal in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 _WANTED = "the files of UCI HAR"

@@ -13,8 +13,8 @@ from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._traced import trace
 from lp_jax.planning import _measure
-from lp_jax.planning._layers import examples_of, kept_bytes
 from lp_jax.planning._machine import Machine
+from lp_jax.planning._measure import examples_of, kept_bytes
 
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
 _BATCHES = (4, 16)  # layers at once, beside as many as there are

@@ -16,9 +16,8 @@ from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree
 from lp_jax.planning._candidates import RECOMMENDED, Pair
 from lp_jax.planning._cost import predict
-from lp_jax.planning._layers import examples_of, kept_bytes, small
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays
+from lp_jax.planning._measure import arrays, examples_of, kept_bytes, small
 
 _KERNELS = 3  # of the smallest layer
 

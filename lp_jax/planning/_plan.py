@@ -16,12 +16,10 @@ from lp_jax._solver import Solver
 from lp_jax._types import State
 from lp_jax.planning._calibrate import calibrate
 from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
-from lp_jax.planning._cost import predict
+from lp_jax.planning._cost import memory, predict
 from lp_jax.planning._interconnect import Interconnect
-from lp_jax.planning._layers import small
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays
-from lp_jax.planning._memory import memory
+from lp_jax.planning._measure import arrays, small
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, counted
 
 Probe = Callable[[Solver, Solver], Probed]

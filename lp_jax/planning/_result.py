@@ -9,9 +9,8 @@ from typing import NamedTuple
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax.planning._candidates import Pair, exact_cycles
-from lp_jax.planning._cost import Time, pipeline, predict
+from lp_jax.planning._cost import Memory, Time, pipeline, predict
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._memory import Memory
 from lp_jax.planning._text import aligned, milliseconds, pair, pasted, times
 
 SERIAL = (Serial(), Serial())

@@ -23,12 +23,12 @@ from lp_jax.train._classification import predict as predict
 from lp_jax.train._classification import residuals as residuals
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
-from lp_jax.train._interrupt import Interrupted as Interrupted
 from lp_jax.train._log import Log as Log
 from lp_jax.train._log import flat as flat
 from lp_jax.train._log import read_rows as read_rows
 from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every
+from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
 from lp_jax.train._plan import plan as plan
 from lp_jax.train._probe import GradientError as GradientError
