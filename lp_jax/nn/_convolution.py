@@ -1,15 +1,13 @@
 """Convolutions, in the formulation that is fast where they run.
 
-XLA's convolution is fast on accelerators. On a CPU its gradient inside a loop is slow: it takes 6 to 17 times as long as
-matrix products that do the same with 8 and 16 channels. Matrix products are fast there if their inner and outer dimensions
-are similar and not very small. So patches are formed along the last axis of space only. With taps i, j along the two axes
-of an image,
+On a CPU, the gradient of XLA's convolution inside a loop takes 6 to 17 times as long as matrix products that do the same
+with 8 and 16 channels. Such products are fast if their inner and outer dimensions are similar and not very small. So
+patches are formed along the last axis of space only. With taps i, j along the two axes of an image,
 
     y[h, w] = sum_i z[h + i, w, i],    z[h, w, i] = sum_j x[h, w + j] k[i, j].
 
-The sum over j and the channels is a matrix product with (3 inputs) x (3 outputs) numbers. The sum over i adds its parts,
-shifted. A few images are done at a time, so that they stay in the processor's cache. Patches of all taps, or of none, would
-move three times as much memory.
+The sum over j and the channels is a matrix product, the sum over i adds its parts, shifted. A few images are done at a
+time, so that they stay in the processor's cache. Patches of all taps, or of none, would move three times as much memory.
 """
 
 import functools
@@ -79,7 +77,7 @@ class Conv(nnx.Conv):
     Args:
         inputs: number of input channels.
         outputs: number of output channels.
-        kernel: number of taps along each axis of space.
+        kernel: odd numbers of taps, one for each axis of space.
         formulation: as for `convolve`.
         dtype: dtype of the computation; None is that of images and parameters.
         param_dtype: dtype of the parameters.

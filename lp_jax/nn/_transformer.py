@@ -35,15 +35,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        cross: bool = False,
-        scale: float = 1.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
+        self, width: int, heads: int, *, cross: bool = False, scale: float, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
     ):
         if width % _check.integer("heads", heads, least=1):
             raise ValueError(f"heads must divide the width, {width}; got {heads}.")
@@ -81,16 +73,7 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """Two dense layers at each position of the normalised state, GELU between them."""
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        scale: float = 1.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, width: int, hidden: int, *, scale: float, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
         self.inner = nnx.Linear(width, hidden, **options)
@@ -182,7 +165,7 @@ class EncoderLayer(TransformerLayer):
         heads: number of heads, which must divide ``width``.
         hidden: size of the hidden dense layer; None is four times the width.
         causal: whether a position sees only itself and earlier positions.
-        split: attention and dense layers as two steps of time h each, one after the other,
+        split: attention and dense layers as two steps of time h each,
             :math:`u = y + h \varphi_1(y)`, then :math:`u + h \varphi_2(u)`.
         dropout: rate of dropout of the terms that are added to the state, in training; needs a ``key`` for each call.
         depth: number of layers of the network; its projections start smaller by :math:`1 / \sqrt{2\, depth}`. None for
@@ -232,20 +215,8 @@ class DecoderLayer(TransformerLayer):
 
     :math:`y + h\, (\varphi_1(y) + \varphi_3(u) + \varphi_2(u + \varphi_3(u)))` with :math:`u = y + \varphi_1(y)`. All layers
     share ``(memory, memory_mask, mask)``: the memory ``(batch, other length, width)``, which is differentiated, and the
-    visible positions of the memory and of the state, ``(batch, length)`` each; None for all.
-
-    Args:
-        width: size of the state, and of the memory, at each position.
-        heads: number of heads, which must divide ``width``.
-        hidden: size of the hidden dense layer; None is four times the width.
-        dropout: as for `EncoderLayer`.
-        depth: as for `EncoderLayer`, with :math:`1 / \sqrt{3\, depth}`.
-        dtype: as for `EncoderLayer`.
-        param_dtype: as for `EncoderLayer`.
-        rngs: source of the initial parameters.
-
-    Raises:
-        ValueError: if the heads do not divide the width.
+    visible positions of the memory and of the state, ``(batch, length)`` each; None for all. Arguments and errors are those
+    of `EncoderLayer`, without ``causal`` and ``split``; projections start smaller by :math:`1 / \sqrt{3\, depth}`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -274,26 +245,12 @@ class DecoderLayer(TransformerLayer):
 
 
 class EncoderDecoderLayer(TransformerLayer):
-    r"""Layer of an encoder and a decoder that are solved as one network.
+    """Layer of an encoder and a decoder that are solved as one network.
 
     The state is ``(x, y)``, encoder and decoder, ``(batch, length, width)`` each. The first ``encoder_layers`` layers
     move x as `EncoderLayer` does. The others leave x unchanged and move y as `DecoderLayer` does, with x as the memory.
     All layers share ``(mask of x, mask of y)``, or None. Each layer has the parameters of both kinds; the encoder's do
-    not use those of the cross-attention.
-
-    Args:
-        width: size of the state at each position.
-        heads: number of heads, which must divide ``width``.
-        encoder_layers: number of layers that are the encoder's.
-        hidden: size of the hidden dense layer; None is four times the width.
-        dropout: as for `EncoderLayer`.
-        depth: as for `EncoderLayer`, with :math:`1 / \sqrt{3\, depth}`.
-        dtype: as for `EncoderLayer`.
-        param_dtype: as for `EncoderLayer`.
-        rngs: source of the initial parameters.
-
-    Raises:
-        ValueError: if the heads do not divide the width.
+    not use those of the cross-attention. The other arguments, and errors, are those of `DecoderLayer`.
 
     Example:
         >>> import jax.numpy as jnp
