@@ -142,17 +142,17 @@ def bucketed(
     """Shuffled mini-batches of one epoch of sequences, each batch padded to one of a few lengths.
 
     Sequences that need the same length come together. Where those of one length do not fill a last batch, it is filled
-    with some that need the next one. The batches come in a random order; a pure function of seed and epoch, like that of
-    `batches`, and there are as many of them.
+    with some that need the next one. The batches come in a random order, a pure function of seed and epoch as for `batches`,
+    and there are as many of them.
 
     Args:
         data: inputs and labels, like those of `gum`.
         batch_size: sequences per batch.
         lengths: to pad to, increasing; the last one must do for the longest sequence.
-        seed: of the order, a non-negative integer.
-        epoch: the epoch's number, a non-negative integer; each has an order of its own.
-        drop_last: leave out a batch that is not full, fewer than ``batch_size`` sequences, so that there are no more shapes
-            than lengths; which ones is another matter in each epoch.
+        seed: as for `batches`.
+        epoch: as for `batches`.
+        drop_last: leave out a batch of fewer than ``batch_size`` sequences, so that there are no more shapes than lengths;
+            which ones is another matter in each epoch.
 
     Returns:
         An iterator over ``(x, y)``: inputs ``(batch_size, length, *features)``, 0 in the padding, and labels

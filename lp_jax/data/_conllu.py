@@ -28,15 +28,9 @@ class Sentence(NamedTuple):
 
 
 def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
-    r"""Read the sentences of a CoNLL-U file, plain or gzipped, with the package ``conllu``.
+    r"""Read the sentences of a CoNLL-U file, plain or gzipped (``.gz``), in their order, with the package ``conllu``.
 
     Lines of several words in one (1-2) and of words that are not written (1.1) are left out.
-
-    Args:
-        path: the file; one whose name ends in ``.gz`` must be gzipped.
-
-    Returns:
-        The sentences in the order of the file.
 
     Raises:
         ModuleNotFoundError: without conllu.

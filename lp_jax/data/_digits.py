@@ -9,9 +9,7 @@ from lp_jax.data._read import needed
 def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
     """1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn; nothing to download.
 
-    Args:
-        seed: of the random split.
-        test_fraction: fraction of the samples that is held out, in (0, 1); the same fraction of every class.
+    They are split at random by ``seed``; ``test_fraction`` of every class, in (0, 1), is held out.
 
     Returns:
         A `Dataset` of inputs ``(8, 8, 1)`` in 10 classes.

@@ -14,15 +14,11 @@ Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-D
 
 
 def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, seed: int = 0) -> Dataset:
-    """Indian Pines, a hyperspectral image, from ``Indian_pines_corrected.mat`` and ``Indian_pines_gt.mat``.
+    """Indian Pines, a hyperspectral image, from a folder of ``Indian_pines_corrected.mat`` and ``Indian_pines_gt.mat``.
 
     A sample is the spectrum of a pixel whose ground truth is known, that is, not 0: 10,249 of them. Each band is taken to
-    mean 0 and deviation 1 over the training pixels.
-
-    Args:
-        folder: where the files are.
-        test_fraction: fraction of the pixels that is held out, in (0, 1); the same of every class.
-        seed: of the random split.
+    mean 0 and deviation 1 over the training pixels. They are split at random by ``seed``; ``test_fraction`` of every class,
+    in (0, 1), is held out.
 
     Returns:
         A `Dataset` of inputs ``(bands,)`` float32, 200 bands, in 16 classes.

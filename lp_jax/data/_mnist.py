@@ -13,16 +13,10 @@ _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read an IDX file, plain or gzipped.
+    """Read an IDX file, plain or gzipped (``.gz``), into an array in the machine's byte order.
 
     Byte 2 of the file is the type of the values, byte 3 the number of axes; then the size of each axis in 4 bytes, then
     the values, the last axis fastest.
-
-    Args:
-        path: the file; one whose name ends in ``.gz`` must be gzipped.
-
-    Returns:
-        The array, in the machine's byte order.
 
     Raises:
         DataError: for a file that is missing, damaged, not an IDX file, or shorter or longer than its header says.
@@ -58,13 +52,10 @@ _CLASSES = 10
 
 
 def mnist(folder: str | os.PathLike[str]) -> Dataset:
-    """MNIST, Fashion-MNIST or the like, from the four IDX files of the usual names.
+    """MNIST, Fashion-MNIST or the like, from a folder of four IDX files of the usual names.
 
     The names are ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
     ``t10k-labels-idx1-ubyte``, each plain or gzipped with ``.gz`` at its end. The ``t10k`` files are held out.
-
-    Args:
-        folder: where the files are.
 
     Returns:
         A `Dataset` of inputs ``(rows, columns, 1)``, for MNIST ``(28, 28, 1)``, in 10 classes.

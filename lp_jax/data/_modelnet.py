@@ -29,16 +29,10 @@ class Mesh(NamedTuple):
 
 
 def read_off(path: str | os.PathLike[str]) -> Mesh:
-    r"""Read a mesh from an OFF file, plain or gzipped, with the package ``trimesh``.
+    r"""Read a mesh from an OFF file, plain or gzipped (``.gz``), with the package ``trimesh``.
 
     Polygons become triangles. What follows the corners of a polygon, its colour, is skipped. The counts may stand on the
     first line, even right behind "OFF", as in some files of ModelNet.
-
-    Args:
-        path: the file; one whose name ends in ``.gz`` must be gzipped.
-
-    Returns:
-        A `Mesh`.
 
     Raises:
         ModuleNotFoundError: without trimesh.

@@ -31,19 +31,13 @@ class Series(NamedTuple):
 
 
 def read_ts(path: str | os.PathLike[str], *, fill: float | None = None) -> Series:
-    r"""Read a file in the ``.ts`` format, plain or gzipped.
+    r"""Read a file in the ``.ts`` format, plain or gzipped (``.gz``).
 
     A line is a series: its channels with colons between them, the values of a channel with commas between them, and the
     class at the end. Header keys are understood in any case: ``@problemName``, ``@univariate``, ``@dimensions``,
     ``@equalLength``, ``@seriesLength``, ``@classLabel`` and ``@data``; what they announce must be there. Series with
-    time stamps or with a number in place of a class are refused, other keys skipped.
-
-    Args:
-        path: the file; one whose name ends in ``.gz`` must be gzipped.
-        fill: what to put for missing values, ``?`` or ``NaN``. None refuses them.
-
-    Returns:
-        A `Series`.
+    time stamps or with a number in place of a class are refused, other keys skipped. ``fill`` is put for missing values,
+    ``?`` or ``NaN``; None refuses them.
 
     Raises:
         DataError: for a file that is missing, damaged, not in UTF-8, without a series, or with a line that is not what the
@@ -149,15 +143,10 @@ def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:
 
 
 def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None = None) -> Dataset:
-    """A problem of the UCR and UEA archives, from the two files ``NAME_TRAIN.ts`` and ``NAME_TEST.ts``.
+    """A problem of the UCR and UEA archives, from a folder of the two files ``NAME_TRAIN.ts`` and ``NAME_TEST.ts``.
 
-    Each is plain or gzipped with ``.gz`` at its end. Channels are taken to mean 0 and deviation 1 over all time steps of
-    the training series; then shorter series are filled up with zeros at their ends.
-
-    Args:
-        folder: where the files are.
-        name: of the problem.
-        fill: what to put for missing values, before the channels are scaled. None refuses them.
+    Each is plain or gzipped with ``.gz`` at its end, read as by `read_ts`. Channels are taken to mean 0 and deviation 1 over
+    all time steps of the training series; then shorter series are filled up with zeros at their ends.
 
     Returns:
         A `Dataset` whose inputs are pairs ``(x, lengths)``: ``(samples, time steps, channels)`` float32 with as many time

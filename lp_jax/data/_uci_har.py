@@ -20,9 +20,6 @@ def uci_har(folder: str | os.PathLike[str]) -> Dataset:
     Signals`` the nine files ``body_acc_x_train.txt`` to ``total_acc_z_train.txt``, a window of 128 numbers a line; and the
     same with ``test`` for ``train``. Files may be gzipped with ``.gz`` at their ends.
 
-    Args:
-        folder: where the files are.
-
     Returns:
         A `Dataset` of inputs ``(128, 9)``, float32, each channel with mean 0 and deviation 1 over the training windows;
         channels are the body's acceleration, its angular velocity and the total acceleration, each along x, y and z.

@@ -46,15 +46,9 @@ class Time(NamedTuple):
 def predict(
     solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1
 ) -> Time:
-    """Of a training step: value and gradient.
+    """Predict a training step, value and gradient, with ``data_workers`` rows of ``workers``, each with its part of the examples.
 
-    Args:
-        solver: of the forward solve; with a tolerance, as if it took all of its iterations.
-        adjoint_solver: of the adjoint solve.
-        layers: number of layers.
-        machine: what they take.
-        workers: number of workers that the layers are spread over.
-        data_workers: number of such rows of workers, each with its part of the examples.
+    A solver with a tolerance counts as if it took all of its iterations.
 
     Raises:
         NotImplementedError: for Newton's method within multigrid, and where the machine has no times of it.
@@ -130,12 +124,6 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
     message after each, and the gradients of all turns are added up. Its gradient is exact; :math:`(P - 1) / (M + P - 1)` of the
     turns are its bubble.
 
-    Args:
-        layers: number of layers.
-        machine: what they take.
-        workers: number of workers that the layers are spread over.
-        microbatches: number of parts that the examples are cut into.
-
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
     part = machine.divided(microbatches)
@@ -165,18 +153,12 @@ class Memory(NamedTuple):
 
 
 def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1) -> Memory:
-    """Of a training step: value and gradient, without the optimizer's state.
+    """Predict the memory of a training step, value and gradient without the optimizer's state; arguments as for `predict`.
 
     What a solver keeps are arrays of states: with n layers on a worker, |u| bytes of a state and k of what a layer's
     linearisation holds beside it, serial propagation keeps n (|u| + k). How many arrays a sweep or a cycle has live at
-    once is counted in compiled programs (suite ``memory`` of the benchmarks).
-
-    Args:
-        solver: of the forward solve; the adjoint one needs what that keeps, whichever it is.
-        layers: number of layers.
-        machine: the sizes of a state, a layer's parameters and its linearisation.
-        workers: number of workers that the layers are spread over.
-        data_workers: number of such rows of workers, each with its part of the examples.
+    once is counted in compiled programs (suite ``memory`` of the benchmarks). The adjoint solver needs what the forward one
+    keeps, whichever it is.
 
     Example:
         >>> import lp_jax

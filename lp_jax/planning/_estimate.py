@@ -122,17 +122,10 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
 
 
 def auto(problem: Problem, *, device: str | None = None) -> Pair:
-    """Return what ``solver="auto"`` means: sweeps to a tolerance, or serial propagation where these cannot be faster.
+    """Return what ``solver="auto"`` means, forward and adjoint: sweeps to a tolerance, or serial propagation if that is as fast.
 
-    It is decided by `estimate`, so by shapes and devices: the same, whenever and in whatever process it is traced. Where it is
-    serial propagation, a warning says so; `plan` measures.
-
-    Args:
-        problem: as for `estimate`.
-        device: as for `estimate`.
-
-    Returns:
-        The forward and the adjoint solver.
+    It is decided by `estimate`, which has the same arguments, so by shapes and devices: the same, whenever and in whatever
+    process it is traced. Where it is serial propagation, a warning says so; `plan` measures.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

@@ -140,9 +140,6 @@ class Plan:
 
         The error of a gradient does not depend on the number of workers. As many cycles as intervals, with an interval for each
         worker, are exact and need no probe.
-
-        Args:
-            devices: numbers of devices.
         """
         pairs = [counted((c.solver, c.adjoint_solver), c.probed) for c in self.exact_enough()]
         return [self._on(count, pairs) for count in devices]

@@ -24,14 +24,7 @@ from lp_jax._work import Schedule, Uncounted, Work
 def training_step(
     solver: Solver, adjoint_solver: Solver, layers: int, *, workers: int = 1, looped: bool = False
 ) -> Schedule:
-    """Count what value and gradient take, on the busiest worker.
-
-    Args:
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve.
-        layers: number of layers.
-        workers: number of workers that the layers are spread over.
-        looped: what ``interval_map="auto"`` means.
+    """Count what value and gradient take, on the busiest worker; ``looped`` is what ``interval_map="auto"`` means.
 
     Raises:
         NotImplementedError: for Newton's method within multigrid.
@@ -44,15 +37,9 @@ def training_step(
 def count(
     solver: Solver, layers: int, *, workers: int = 1, looped: bool = False, kept: bool = False, adjoint: bool = False
 ) -> Schedule:
-    """Count what a forward solve takes, or an adjoint one with the gradient that it gives.
+    """Count what a forward solve takes, or an adjoint one with the gradient that it gives; as for `training_step`.
 
-    Args:
-        solver: settings.
-        layers: number of layers.
-        workers: as for `training_step`.
-        looped: as for `training_step`.
-        kept: whether the forward solve leaves linearisations of all layers behind.
-        adjoint: which of the two.
+    ``kept`` says whether the forward solve leaves linearisations of all layers behind.
     """
     solver = solver.resolve(layers)
     work = Work(layers=layers, workers=workers, looped=looped, kept=kept, adjoint=adjoint)

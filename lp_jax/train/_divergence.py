@@ -19,10 +19,7 @@ class DivergenceError(RuntimeError):
 
 
 def growth(norms: Sequence[float]) -> float | None:
-    """Return the last residual norm over the first one; None if fewer than two were measured.
-
-    Args:
-        norms: residual norms, NaN where not measured.
+    """Return the last residual norm over the first one, NaN being not measured; None if fewer than two were measured.
 
     Example:
         >>> from lp_jax import train

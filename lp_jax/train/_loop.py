@@ -123,9 +123,8 @@ def fit(
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
         meter: display of the progress.
-        agree: for several processes that train together: ``agree(signal) -> signal`` makes one signal for all of the
-            signals (or None) that they received, so that they stop at the same step. It is called when metrics are
-            fetched. `Ranks.agree` for MPI ranks.
+        agree: for several processes that train together: ``agree(signal) -> signal`` makes one of the signals (or None)
+            that they received, so that they stop at the same step, when metrics are fetched; `Ranks.agree`, for example.
 
     Returns:
         The last state and the log.

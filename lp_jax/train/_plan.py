@@ -66,15 +66,8 @@ def plan(
 ) -> planning.Plan:
     """`lp_jax.plan` for a classifier as a batch reaches its layers, with the cotangent that its loss gives.
 
-    Args:
-        model: an `lp_jax.nn.Classifier`.
-        params: as `classification` returns them.
-        batch: ``(x, labels)``, or ``(x, labels, key)``.
-        error: as for `lp_jax.plan`.
-        workers: as for `lp_jax.plan`.
-        machine: as for `lp_jax.plan`.
-        interconnect: as for `lp_jax.plan`.
-        seconds: as for `lp_jax.plan`.
+    ``params`` are those that `classification` returns, a batch is ``(x, labels)`` or ``(x, labels, key)``; all other arguments
+    are those of `lp_jax.plan`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

@@ -39,16 +39,8 @@ def gradient_error(
 ) -> GradientError:
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch.
 
-    Costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers.
-
-    Args:
-        loss_fn: as for `make_train_step`.
-        params: the parameters at which the gradients are taken.
-        batch: the batch.
-        solver: solver of the forward solve.
-        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-        depth: number of keys of a parameter's path that name its group.
-        global_sums: as for `make_train_step`.
+    Costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers. The arguments are those of
+    `make_train_step` and of its training step; ``depth`` is the number of keys of a parameter's path that name its group.
 
     Returns:
         A `GradientError` of scalars.

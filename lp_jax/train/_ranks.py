@@ -69,7 +69,7 @@ class Ranks:
 
         Args:
             comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``.
-            data: number of copies of the network; each gets an equal part of every batch.
+            data: number of copies of the network, which must divide the number of ranks; each gets an equal part of every batch.
             trunk: as for the class.
 
         Raises:
@@ -109,8 +109,7 @@ class Ranks:
     def loss(self, loss_fn: LossFn) -> LossFn:
         """Return the mean of a loss over the ranks' examples; value, gradient and `Info` are those of the whole batch.
 
-        Args:
-            loss_fn: a mean over ``info.total`` answers, as for `make_train_step`.
+        ``loss_fn`` is a mean over ``info.total`` answers, as for `make_train_step`.
         """
         if self.data.size == 1:
             return loss_fn
@@ -175,12 +174,7 @@ class Ranks:
         return gathered if self.is_root else None
 
     def scatter(self, gathered: PyTree, like: PyTree) -> PyTree:
-        """Return this rank's part of arrays that `gather` returned.
-
-        Args:
-            gathered: on rank 0, the result of `gather`; any value on other ranks.
-            like: arrays with the structure and the number of layers of this rank's part.
-        """
+        """Return this rank's part of arrays that `gather` returned on rank 0; ``like`` has its structure and number of layers."""
         leaves = iter(jax.tree.leaves(gathered) if self.is_root else ())
 
         def leaf(x: Any, spread: bool) -> Any:
@@ -208,16 +202,11 @@ class Ranks:
 
 
 class RankCheckpoints:
-    """`Checkpoints` of a run over MPI ranks, made by `Ranks.checkpoints`.
+    """`Checkpoints` of a run over MPI ranks, made by `Ranks.checkpoints`; folder and options are those of `Checkpoints`.
 
     A checkpoint holds the whole network, like that of a run on one device, so a run can be resumed with any number of
     ranks, on a mesh, or on one device. Only rank 0 reads and writes the folder, and its memory must hold the whole
     state. All ranks must call a method together.
-
-    Args:
-        ranks: the grid of ranks.
-        folder: as for `Checkpoints`.
-        **options: as for `Checkpoints`.
     """
 
     def __init__(self, ranks: Ranks, folder: str | os.PathLike[str], **options: Any):

@@ -15,10 +15,7 @@ Rows = Sequence[Mapping[str, object]]
 
 
 def curves(runs: Mapping[str, Rows]) -> Figure:
-    """Training loss and test accuracy against steps, a line for each run.
-
-    Args:
-        runs: rows of each run's `lp_jax.train.Log`, by the run's name.
+    """Training loss and test accuracy against steps, a line for each run: rows of its `lp_jax.train.Log`, by its name.
 
     Raises:
         ValueError: for no runs, or one without a step of training.
