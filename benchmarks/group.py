@@ -74,11 +74,11 @@ class Group:
         return max(walls), sum(works)
 
     def machine(self, **details: Any) -> planning.Machine:
-        """As `benchmarks.calibration.machine`, of the first of its processes."""
+        """As `benchmarks.worker.machine`, of the first of its processes."""
         return self._ask("calibrate", "", details)[0]
 
     def gradients(self, name: str, row: Row, devices: int) -> None:
-        """Make something to time: as `benchmarks.calibration.gradients`, in each of its processes."""
+        """Make something to time: as `benchmarks.worker.gradients`, in each of its processes."""
         self._ask("gradients", name, row, devices)
 
     def wires(self) -> planning.Interconnect:

@@ -28,8 +28,7 @@ from benchmarks.command import Progress, common_parser, results_folder
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, measure, ratios
 from benchmarks.manifest import manifest
-from benchmarks.networks import SERIAL, Pair
-from benchmarks.settings import SETTINGS
+from benchmarks.networks import SERIAL, SETTINGS, Pair
 from lp_jax import planning
 
 _CLOSE, _APART = 0.25, 0.15  # of a good prediction; of two times that are told apart
@@ -56,8 +55,7 @@ def solved(pair: Pair, layers: int, workers: int = 1, **spread: Any) -> Predict:
 def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
     for suite in ("dense", "resnet", "single", "ranks", "pipeline"):
-        path = folder / f"{suite}.json"
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
+        for row in report.kept(folder, suite):
             network = row.get("network", "conv" if suite == "resnet" else "dense")
             batch = row.get("batch", resnet.BATCH if suite == "resnet" else dense.BATCH)
             sizes = network, row.get("width", row.get("channels")), row["layers"], batch
@@ -289,8 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = results_folder(parser, options)
     folder = options.results or out
-    kept = out / "model.json"
-    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
+    rows = report.kept(out, "model")
     wanted = list(measured(folder))
     if reason := why_no_mpi():
         print(f"Left out: ranks ({reason}).")

@@ -17,9 +17,9 @@ from benchmarks.command import Field, Row, Suite, network_row, positive, run, wa
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import cores
+from benchmarks.networks import SETTINGS, counted_ratio
 from benchmarks.one_device import why_no_torch
 from benchmarks.resnet import FORMULATIONS
-from benchmarks.settings import SETTINGS, counted_ratio
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:

@@ -89,6 +89,13 @@ def save(
     return [_replace(folder / f"{result['suite']}{suffix}", content) for suffix, content in files.items()]
 
 
+def kept(folder: Path, suite: str) -> list[dict[str, Any]]:
+    """The rows of an earlier result; none where there is none."""
+    path = folder / f"{suite}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return found
+
+
 def picture(fig: Figure) -> bytes:
     """Return a small PNG: few pixels per inch, and a palette."""
     drawn, packed = io.BytesIO(), io.BytesIO()

@@ -12,9 +12,8 @@ import lp_jax
 from benchmarks import one_device
 from benchmarks.command import Field, Row, Suite, run
 from benchmarks.harness import Tell
-from benchmarks.networks import SERIAL, Pair, conv
+from benchmarks.networks import SERIAL, Pair, conv, two_one
 from benchmarks.one_device import Entry
-from benchmarks.settings import two_one
 
 BATCH = 50
 FORMULATIONS = ("auto", "products", "xla")
