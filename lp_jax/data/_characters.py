@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._conllu import read_conllu
-from lp_jax.data._dataset import Dataset, check_fraction
-from lp_jax.data._gum import PADDING, UNKNOWN
-from lp_jax.data._read import lines, wrong
+from lp_jax.data._dataset import Dataset, check_fraction, lines, wrong
+from lp_jax.data._gum import PADDING, UNKNOWN, read_conllu
 
 _RESERVED = (PADDING, UNKNOWN)
 

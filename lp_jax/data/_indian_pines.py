@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._dataset import Dataset, scaler, stratified
-from lp_jax.data._read import needed, reading, wrong
+from lp_jax.data._dataset import Dataset, needed, reading, scaler, stratified, wrong
 
 _NAMES = """Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats
 Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-Drives Stone-Steel-Towers"""

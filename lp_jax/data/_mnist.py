@@ -1,4 +1,4 @@
-"""MNIST, and its format, IDX files: a magic number, the sizes of the axes, the values; all big-endian."""
+"""Handwritten digits: those of scikit-learn; MNIST, and its IDX files: a magic number, sizes of the axes, values."""
 
 import math
 import os
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._read import content, find, reading, wrong
+from lp_jax.data._dataset import Dataset, check_fraction, content, find, needed, reading, wrong
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
 
@@ -98,3 +97,32 @@ def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
     if array.dtype != np.uint8 or array.ndim != axes:
         raise wrong(path, f"{array.dtype} values along {array.ndim} axes", f"uint8 along {axes}")
     return path, array
+
+
+def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
+    """1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn; nothing to download.
+
+    They are split at random by ``seed``; ``test_fraction`` of every class, in (0, 1), is held out.
+
+    Returns:
+        A `Dataset` of inputs ``(8, 8, 1)`` in 10 classes.
+
+    Raises:
+        ModuleNotFoundError: without scikit-learn.
+        ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.
+
+    Example:
+        >>> from lp_jax import data
+        >>> data.digits().train_x.shape
+        (1437, 8, 8, 1)
+
+    Reference:
+        Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
+    """
+    check_fraction(test_fraction)
+    bunch = needed("sklearn.datasets").load_digits()
+    x = (bunch.images[..., None] / 16.0).astype(np.float32)
+    y = bunch.target.astype(np.int32)
+    split = needed("sklearn.model_selection").train_test_split
+    train_x, test_x, train_y, test_y = split(x, y, test_size=test_fraction, random_state=seed, stratify=y)
+    return Dataset(train_x, train_y, test_x, test_y, classes=10, shape=x.shape[1:])

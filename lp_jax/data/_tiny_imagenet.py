@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._read import chosen, lines, needed, reading, wrong
+from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
 
 _SIDE = 64
 _ANNOTATIONS = "val/val_annotations.txt"

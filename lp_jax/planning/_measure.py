@@ -1,4 +1,4 @@
-"""Seconds of the parts of a solve on the machine at hand."""
+"""Seconds of the parts of a solve on the machine at hand, and what a network holds."""
 
 import dataclasses
 import time

@@ -23,7 +23,10 @@ from lp_jax.train._classification import predict as predict
 from lp_jax.train._classification import residuals as residuals
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
+from lp_jax.train._log import Bar as Bar
 from lp_jax.train._log import Log as Log
+from lp_jax.train._log import Meter as Meter
+from lp_jax.train._log import Silent as Silent
 from lp_jax.train._log import flat as flat
 from lp_jax.train._log import read_rows as read_rows
 from lp_jax.train._log import unflat as unflat
@@ -33,9 +36,6 @@ from lp_jax.train._loop import fit as fit
 from lp_jax.train._plan import plan as plan
 from lp_jax.train._probe import GradientError as GradientError
 from lp_jax.train._probe import gradient_error as gradient_error
-from lp_jax.train._progress import Bar as Bar
-from lp_jax.train._progress import Meter as Meter
-from lp_jax.train._progress import Silent as Silent
 from lp_jax.train._ranks import RankCheckpoints as RankCheckpoints
 from lp_jax.train._ranks import Ranks as Ranks
 from lp_jax.train._step import Batch as Batch

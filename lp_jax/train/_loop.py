@@ -15,8 +15,7 @@ from lp_jax._solution import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
-from lp_jax.train._log import Log, flat, unflat
-from lp_jax.train._progress import Meter, Silent
+from lp_jax.train._log import Log, Meter, Silent, flat, unflat
 from lp_jax.train._ranks import RankCheckpoints
 from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
 
