@@ -82,8 +82,7 @@ def modelnet(
 
     Args:
         folder: where the files are.
-        classes: names of the classes to take, which are numbered in this order; by default all of them, of meshes in
-            alphabetical order.
+        classes: names of the classes to take, numbered in this order; by default all, of meshes in alphabetical order.
         size: voxels along each side; that of ready voxels must be the same.
         margin: voxels that stay empty at each wall, for meshes.
 

@@ -79,9 +79,6 @@ class Conv(nnx.Conv):
         outputs: number of output channels.
         kernel: odd numbers of taps, one for each axis of space.
         formulation: as for `convolve`.
-        dtype: dtype of the computation; None is that of images and parameters.
-        param_dtype: dtype of the parameters.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: if the formulation is unknown; when called, if the number of taps is even.

@@ -21,8 +21,6 @@ class DenseOpening(nnx.Module):
         shape: shape of one input, without the batch.
         width: size of the state.
         activation: elementwise function.
-        param_dtype: dtype of the parameters; that of the input.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: when called, if the input has another shape.
@@ -62,8 +60,6 @@ class ConvOpening(nnx.Module):
         channels: number of channels of the state.
         kernel: size of the kernel, one number for each axis of space.
         activation: elementwise function.
-        param_dtype: dtype of the parameters; that of the input.
-        rngs: source of the initial parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,8 +96,6 @@ class DenseClosing(nnx.Module):
         classes: number of logits.
         hidden: size of the hidden layer; None for one dense layer without a hidden one.
         activation: elementwise function of the hidden layer.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: when called, if the state has another shape.
@@ -146,8 +140,6 @@ class PoolClosing(nnx.Module):
     Args:
         shape: shape of one state, ``(*space, channels)``, without the batch. A call may have other sizes of space.
         classes: number of logits.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -186,8 +178,6 @@ class TokenOpening(nnx.Module):
         sizes: number of different values; a sequence has one number for each column.
         width: size of the state at each position.
         max_length: largest number of positions.
-        param_dtype: dtype of the parameters, and of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: when called, if there are more than ``max_length`` positions, or another number of columns.
@@ -244,8 +234,6 @@ class TokenClosing(nnx.Module):
     Args:
         width: size of the state at each position.
         classes: number of logits.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Example:
         >>> import jax.numpy as jnp

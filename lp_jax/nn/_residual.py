@@ -75,9 +75,6 @@ class DenseResidual(nnx.Module):
         hidden: size of the hidden layer; None for one dense layer without a hidden one.
         activation: elementwise function :math:`\sigma`.
         norm: None, "layer" (over the state's last axis) or "batch" (over all other axes, see `BatchNorm`).
-        dtype: dtype of the products, for example `jax.numpy.bfloat16`; the state keeps its own. None is the state's.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: if ``norm`` is unknown.
@@ -132,9 +129,6 @@ class ConvResidual(nnx.Module):
             (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels for "group"; must divide ``channels``.
         formulation: of the convolutions, as for `convolve`.
-        dtype: dtype of the products, for example `jax.numpy.bfloat16`; the state keeps its own. None is the state's.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: if ``norm`` is unknown, or the groups do not divide the channels.
@@ -200,8 +194,6 @@ class ConvTransition(nnx.Module):
         pool: "max", "mean" or "stride".
         norm: None, "layer", "group" or "batch", as for `ConvResidual`.
         activation: elementwise function.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: if ``pool`` or ``norm`` is unknown, or ``factor`` is below 1.

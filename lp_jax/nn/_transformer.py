@@ -170,9 +170,6 @@ class EncoderLayer(TransformerLayer):
         dropout: rate of dropout of the terms that are added to the state, in training; needs a ``key`` for each call.
         depth: number of layers of the network; its projections start smaller by :math:`1 / \sqrt{2\, depth}`. None for
             projections of the usual size.
-        dtype: dtype of the products, for example `jax.numpy.bfloat16`; the state keeps its own. None is the state's.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: if the heads do not divide the width.

@@ -19,8 +19,8 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in a folder. May be used as a context manager.
 
-    A checkpoint is written under another name and renamed when it is complete. If the run is killed meanwhile, the
-    earlier checkpoints remain, and the incomplete one is ignored.
+    A checkpoint is written under another name and renamed when it is complete, so a run that is killed meanwhile leaves the
+    earlier ones.
 
     Args:
         folder: the folder; it is made if it does not exist.

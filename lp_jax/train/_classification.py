@@ -64,14 +64,10 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
         >>> from flax import nnx
         >>> from lp_jax import nn, train
         >>> rngs = nnx.Rngs(0)
-        >>> model = nn.Classifier(
-        ...     nn.DenseOpening((8, 8, 1), 16, rngs=rngs),
-        ...     nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs),
-        ...     nn.DenseClosing((16,), 10, rngs=rngs),
-        ... )
+        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs)
+        >>> model = nn.Classifier(nn.DenseOpening((4,), 16, rngs=rngs), trunk, nn.DenseClosing((16,), 10, rngs=rngs))
         >>> loss_fn, params = train.classification(model)
-        >>> batch = jnp.ones((4, 8, 8, 1), "float32"), jnp.zeros(4, "int32")
-        >>> loss, info = loss_fn(params, batch, lp_jax.MGRIT(), None)
+        >>> loss, info = loss_fn(params, (jnp.ones((4, 4), "float32"), jnp.zeros(4, "int32")), lp_jax.MGRIT(), None)
         >>> int(info.total)
         4
     """

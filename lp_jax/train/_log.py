@@ -17,11 +17,8 @@ class Log:
     """Rows of a run, each a flat dictionary of strings, numbers, booleans and None.
 
     Every row has ``kind`` ("train", "test", "probe", "warning", ...) and ``step``. With a path, each row is appended to
-    the file as one line of JSON and flushed; numbers that are not finite become null.
-
-    Args:
-        path: the file, or None to keep the rows in memory only. The rows of an existing file are read; an incomplete last
-            line is left out.
+    the file as one line of JSON and flushed; numbers that are not finite become null. The rows of an existing file are read;
+    an incomplete last line is left out.
 
     Raises:
         ValueError: if the file has another line that is not a row.
@@ -135,12 +132,7 @@ class Silent(Meter):
 
 
 class Bar(Meter):
-    """A progress bar on a terminal; elsewhere one line per evaluation.
-
-    Args:
-        title: text before the bar.
-        console: where the bar is drawn; standard error if None.
-    """
+    """A progress bar behind a title, on standard error or another console; one line per evaluation where that is no terminal."""
 
     def __init__(self, title: str = "training", console: Console | None = None):
         self.console = Console(stderr=True) if console is None else console

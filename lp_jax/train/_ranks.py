@@ -35,8 +35,7 @@ class Ranks:
         world: all ranks.
         layers: the ranks that hold one network; the ``comm`` of `lp_jax.solve`.
         data: the ranks that hold the same layers.
-        trunk: path of the stacked layers in the parameters, or several paths. In an optimizer's state, the arrays of a
-            parameter lie under the same path.
+        trunk: path, or paths, of the stacked layers in the parameters, and below it in an optimizer's state.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
