@@ -39,7 +39,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Its name in the table."""
         return f"{self.options.get('name', self.problem)}, {self.model}"
 
 
@@ -151,7 +150,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and write the table."""
     parser = common_parser("accuracy", __doc__ or "")
     parser.add_argument("--data", type=Path, help="folder with mnist10k/, gum/, ucr/ and modelnet32/; not for --quick")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those with one of these in their titles")

@@ -44,7 +44,6 @@ class Suite:
     row: Callable[[str], Row] = lambda text: two_numbers(text)  # reads a row from the command line
 
     def title_of(self, row: Row) -> str:
-        """Of a row, in words."""
         return ", ".join(map(_words, self.sizes, row))
 
 
@@ -85,7 +84,6 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
 
 
 def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Return a parser with the options of every suite."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=about,
@@ -103,7 +101,6 @@ def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentP
 
 
 def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path:
-    """Make the folder of the result's files."""
     folder: Path = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +171,6 @@ class Progress:
         self.start = self._last = clock()
 
     def __call__(self, text: str) -> None:
-        """Say what begins now."""
         now = self.clock()
         line = f"[{now - self.start:4.0f} s] {text}"
         if self.stream.isatty():
@@ -184,7 +180,6 @@ class Progress:
             self._last = now
 
     def clear(self) -> None:
-        """Make room for something else."""
         if self.stream.isatty():
             print("\r\x1b[K", end="", file=self.stream, flush=True)
 

@@ -36,7 +36,6 @@ PAIRS: dict[str, Pair] = {
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan."""
     layers, width = row
     network = networks.dense(width, layers, BATCH)
     entries = [Entry("lax.scan", network), *(Entry(name, network, pair) for name, pair in PAIRS.items())]

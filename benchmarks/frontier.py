@@ -166,7 +166,6 @@ def measure(
 
 
 def trained(made: Experiment, steps: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """The parameters after each number of exact training steps."""
     optimizer = optax.adam(made.settings.training.learning_rate)
     step_fn = make_train_step(made.loss_fn, optimizer)
     state = init_state(jax.tree.map(jnp.copy, made.params), optimizer)
@@ -252,7 +251,6 @@ def _save(out: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and write numbers, table and picture."""
     parser = common_parser("frontier", __doc__ or "")
     parser.add_argument(
         "--data", type=Path, help="folder with mnist10k/, gum/ and ucr/; without it, digits and peaks only"

@@ -82,11 +82,9 @@ class Group:
         self._ask("gradients", name, row, devices)
 
     def wires(self) -> planning.Interconnect:
-        """What a message takes between its workers."""
         return self._ask("wires", "")[0]
 
     def close(self) -> None:
-        """End the processes."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it has ended already
                 connection.send(None)
@@ -134,7 +132,6 @@ def launcher() -> str | None:
 
 
 def why_no_mpi() -> str | None:
-    """Why there are no ranks here, or None."""
     for module in ("mpi4py", "mpi4jax"):
         if find_spec(module) is None:
             return f"no {module}; it is in the extra mpi: pip install -e '.[mpi]'"

@@ -25,7 +25,6 @@ def cores() -> int:
 
 
 def jax_threads() -> int:
-    """Threads of JAX's pool on a CPU."""
     return int(os.environ.get("NPROC", cores()))
 
 

@@ -95,7 +95,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile everything, and write numbers and table."""
     parser = common_parser("memory", __doc__ or "")
     parser.add_argument("--layers", nargs="+", type=int, metavar="N", help=f"two or more (default: {LAYERS})")
     parser.add_argument("--width", type=int, default=64, metavar="N", help="width of the state (default: 64)")

@@ -109,7 +109,6 @@ class Machines:
         self._found: dict[str, planning.Machine] = {}
 
     def alone(self) -> planning.Machine:
-        """One worker."""
         return self._known("alone", self._alone)
 
     def of(self, workers: int, kind: str) -> planning.Machine:
@@ -169,7 +168,6 @@ def read(path: Path) -> dict[str, planning.Machine]:
 
 
 def write(path: Path, machines: dict[str, planning.Machine]) -> None:
-    """Write a line for each machine."""
     lines = []
     for name, machine in machines.items():
         fields = {k: v for k, v in dataclasses.asdict(machine).items() if v is not None and v != math.inf}
@@ -206,7 +204,6 @@ def predicted(alone: planning.Machine, machine: planning.Machine, seconds: Predi
 
 
 def compared(row: Measured, machines: Machines) -> list[dict[str, Any]]:
-    """Both ratios of each contender."""
     found = []
     for name, seconds, workers, ratio in row.ratios:
         machine = machines.of(workers, "ranks" if name.endswith("ranks") else "devices")
@@ -247,7 +244,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(result: report.Result) -> Figure:
-    """Predicted against measured, a colour per network."""
     fig = report.figure(result, width=8.5, height=8.0)
     ax = fig.subplots()
     points = [(row["sizes"][0], c) for row in result["rows"] for c in row["contenders"]]
@@ -276,7 +272,6 @@ def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrate, predict, compare."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = common_parser("model", __doc__ or "")
     parser.add_argument("--suites", nargs="+", metavar="NAME", help="results of these only")

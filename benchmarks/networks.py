@@ -73,7 +73,6 @@ class Network:
 
 
 def through(step: Any, h: float, params: Any, y: jax.Array) -> jax.Array:
-    """Scan over residual layers of length ``h``."""
     dt = jnp.asarray(h, y.dtype)
 
     def body(y: jax.Array, params: Any) -> tuple[jax.Array, None]:

@@ -94,7 +94,6 @@ def pipeline_loss(run: Through, mesh: Mesh, microbatches: int, *, looped: bool) 
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan on one device."""
     name, width, layers, batch = row
     network = dataclasses.replace(NETWORKS[name](width, layers, batch), measure=half_mean_square)
     step = network.problem(network.weights, network.x)["step"]

@@ -23,7 +23,6 @@ from benchmarks.resnet import FORMULATIONS
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan on one thread."""
     network, _, layers, _ = row
     workers, left_out = options.workers, []
     entries = [("lax.scan, 1 thread", "scan", "jax", 1)]

@@ -169,7 +169,6 @@ def _pad(column: int, text: str, width: int) -> str:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one row's table."""
     print(f"\n{row['title']}\n\n{pipes(_cells(row))}", flush=True)
 
 
@@ -186,7 +185,6 @@ def figure(result: Result, *, width: float, height: float) -> Figure:
 
 
 def dress(ax: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "both") -> None:
-    """A quiet frame."""
     ax.set_title(title, loc="left", fontsize=14, color=INK)
     ax.set_xlabel(x, fontsize=12, color=INK)
     ax.set_ylabel(y, fontsize=12, color=INK)

@@ -28,7 +28,6 @@ PAIRS: dict[str, Pair] = {
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan with the chosen convolution."""
     size, batch = (8, 4) if options.quick else (28, BATCH)
     channels, layers = row
     drawn = {c: conv(channels, layers, batch, size=size, formulation=c) for c in FORMULATIONS}

@@ -47,7 +47,6 @@ class Loop:
         torch.set_flush_denormal(True)
 
     def __call__(self) -> None:
-        """One step."""
         self._sgd.zero_grad()
         self._loss(self._weights, *self._batch).backward()
         self._sgd.step()

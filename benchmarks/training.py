@@ -51,7 +51,6 @@ class Trainer:
         return str(self._step.as_text())  # type: ignore[attr-defined]
 
     def __call__(self) -> Any:
-        """One step."""
         made, values = self._step(self._state, *self._batch)
         if self._updates:
             self._state = made

@@ -109,7 +109,6 @@ def _comm(kind: str) -> Any:
 
 
 def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, meet: Any) -> Any:
-    """Do as told."""
     what, name, *details = order
     if what == "build":
         row = details[0]
@@ -132,7 +131,6 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
 
 
 def main() -> None:
-    """Take orders until there are no more."""
     kind, port = sys.argv[1], int(sys.argv[2])
     rank, meet = 0, (lambda: None)
     if kind == "ranks":

@@ -112,7 +112,6 @@ class Work:
         return dataclasses.replace(self, layers=steps, step=step, span=span)
 
     def apart(self) -> "Work":
-        """Return the same with an empty schedule of its own."""
         return dataclasses.replace(self, schedule=Schedule())
 
     def steps(self, count: int, at_once: int) -> None:
@@ -182,7 +181,6 @@ class Sizes(NamedTuple):
 
     @property
     def mine(self) -> int:
-        """Number of layers on the busiest worker."""
         return math.ceil(self.layers / self.workers)
 
 

@@ -110,7 +110,6 @@ def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence
 
 
 def description(about: str, examples: Examples) -> str:
-    """Return what a command does, and examples of calls."""
     width = max((len(call) for call, _ in examples), default=0)
     return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])
 
@@ -138,7 +137,6 @@ _EXTRAS = {
 
 
 def report() -> str:
-    """Return versions, devices and MPI, for people."""
     import jax
 
     lines = [("lp_jax", version("lp_jax")), ("python", platform.python_version())]

@@ -32,7 +32,6 @@ class Terminated(BaseException):
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Handler of SIGTERM."""
     raise Terminated
 
 

@@ -102,7 +102,6 @@ class Run(NamedTuple):
     log: Log
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers that the table shows."""
         test, probes = self.log.of("test")[-1], self.log.of("probe")
         # the first time of each process holds its compilation
         times = [row["step_time"] for row in self.log.of("train")]

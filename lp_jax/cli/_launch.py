@@ -191,7 +191,6 @@ class DistributedLaunch(SeveralProcesses):
 
 
 def launch(options: Mapping[str, Any]) -> Launch:
-    """Meet the other processes, if there are to be any."""
     if options["mpi"] and options["distributed"]:
         raise UsageError("--mpi and --distributed are two engines; give one of them.")
     if not options["distributed"] and (options["coordinator"] or options["process"]):

@@ -64,7 +64,6 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
 
 
 def add_launch(parser: Any) -> None:
-    """Add where a run lives."""
     add = parser.add_argument_group("Devices").add_argument
     add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
     add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
@@ -80,7 +79,6 @@ def add_launch(parser: Any) -> None:
 
 
 def add_folder(parser: Any, problem: str) -> None:
-    """Add where a run is kept."""
     add = parser.add_argument_group("Output").add_argument
     add("--out", type=Path, metavar="FOLDER", default=Path("runs", problem), help="Folder for all results.")
     add("--resume", action="store_true", help="Go on with the run in --out; options left out are as they were.")

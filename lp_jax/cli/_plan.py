@@ -22,7 +22,6 @@ from lp_jax.cli._workers import mesh_comm
 
 
 def run(name: str, args: Sequence[str]) -> None:
-    """Plan, show the plan."""
     found, out = _of_machine(args) if name == "machine" else _of_problem(name, args)
     print(found)
     if out is not None:

@@ -36,7 +36,6 @@ class Problem:
         return [*self.models, *(["resnet"] if next(iter(self.models.values())).residual else [])]
 
     def kind(self, name: str | None) -> str:
-        """Return the model's own name."""
         if name not in (None, *self.choices):
             raise UsageError(f"--model must be one of {', '.join(self.choices)}; got {name!r}.")
         return next(iter(self.models)) if name is None or name == "resnet" else name
@@ -77,7 +76,6 @@ def _characters(training: Training, data: Path) -> Task:
 
 
 def _series(training: Training, data: Path, name: str) -> Task:
-    """Return the series of a data set."""
     dataset = datasets.timeseries(data, name)
     length, channels = dataset.shape
     return dataclasses.replace(classification(dataset, training), shape=(channels,), length=length)
@@ -217,7 +215,6 @@ class Settings:
 
 
 def find(name: str) -> Problem:
-    """Return the problem of this name."""
     return dataclasses.replace(PROBLEMS[name], about=ABOUT[name])
 
 

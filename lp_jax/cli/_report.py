@@ -70,7 +70,6 @@ ITERATIONS, MOST_ITERATIONS = 3, 8
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return a table of the runs, one column each."""
     result = Table(title="Test set; the network evaluated exactly", title_justify="left", title_style="")
     result.add_column("")
     for run in runs:
@@ -157,7 +156,6 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
 
 
 def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
-    """Write pictures into a folder; return their names."""
     for name, figure in figures.items():
         figure.savefig(folder / name)
     return list(figures)

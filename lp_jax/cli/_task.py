@@ -80,7 +80,6 @@ def classification(dataset: data.Dataset, training: Training) -> Task:
 
 
 def steps_per_epoch(examples: int, training: Training) -> int:
-    """Return the number of full batches."""
     if examples < training.batch_size:
         raise ValueError(f"--batch_size {training.batch_size} is more than the {examples} training examples.")
     return examples // training.batch_size

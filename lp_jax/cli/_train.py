@@ -35,7 +35,6 @@ Options = Mapping[str, Any]
 
 
 def run(name: str, args: Sequence[str]) -> None:
-    """Train, compare, report."""
     problem, args = find(name), list(spelled_out(args))
     look = vars(first_look(args, f"lp-jax train {name}"))
     with launch(look) as processes:
@@ -100,7 +99,6 @@ def _runs(made: Experiment, options: Options, console: Console, processes: Launc
 
 
 def _recommended(settings: Settings, task: Task, sizes: Mapping[str, int], console: Console, processes: Launch) -> Pair:
-    """Return what ``lp-jax plan`` recommends."""
     if processes.size > 1:
         raise UsageError(
             "--solver auto measures, and each process would find something else; ask lp-jax plan, and pass what it says."

@@ -48,7 +48,6 @@ class Place(abc.ABC):
         return loss_fn
 
     def size(self, params: PyTree) -> int:
-        """Return the number of parameters of the whole network."""
         return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
 
     def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> Checkpoints | RankCheckpoints:
@@ -171,7 +170,6 @@ def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
 
 
 def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
-    """Return the first devices as a mesh of these axes."""
     mesh = jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),

@@ -80,7 +80,6 @@ def scaler(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def wrong(place: object, got: str, wanted: str) -> DataError:
-    """Return the error for a file, or for a line of one."""
     return DataError(f"{place}: {got}; wanted {wanted}.")
 
 

@@ -264,7 +264,6 @@ def _find(folder: Path, split: str) -> Path:
 
 
 def _pieces(sentence: Sentence, max_length: int | None, longer: str) -> list[Sentence]:
-    """Return the parts of a sentence to take."""
     length = max_length or len(sentence.words)
     pieces = []
     for start in range(0, len(sentence.words), length):

@@ -147,7 +147,6 @@ _products.defvjp(lambda x, kernel: (_products(x, kernel), (x, kernel)), _product
 
 
 def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return the convolution of a few images."""
     *outer, last, inputs, outputs = kernel.shape
     folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
     folded = jnp.moveaxis(folded, -2, 1).reshape(last * inputs, -1)

@@ -134,7 +134,6 @@ def _options(
     solver: Solver | None,
     adjoint_solver: Solver | None,
 ) -> dict[str, Any]:
-    """Return the arguments of one block's solve."""
     options: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
     if getattr(getattr(part, "solver", None), "exact", False):  # neither "auto" nor a Network is
         options = {}

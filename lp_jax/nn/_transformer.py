@@ -80,7 +80,6 @@ class FeedForward(nnx.Module):
         self.outer = nnx.Linear(hidden, width, kernel_init=_scaled(scale), **options)
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """Return the term to add to the state."""
         return self.outer(nnx.gelu(self.inner(self.norm(y)))).astype(y.dtype)
 
 
@@ -113,7 +112,6 @@ class TransformerLayer(nnx.Module):
     def encoder_rhs(
         self, y: jax.Array, mask: jax.Array | None, key: jax.Array | None, *, causal: bool = False
     ) -> jax.Array:
-        """Return the right-hand side of an encoder."""
         keys = split_key(key, 2)
         attended = self.dropout(self.attention(y, mask=mask, causal=causal), rngs=keys[0])
         return attended + self.dropout(self.feed_forward(y + attended), rngs=keys[1])
@@ -126,7 +124,6 @@ class TransformerLayer(nnx.Module):
         mask: jax.Array | None,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Return the right-hand side of a decoder."""
         keys = split_key(key, 3)
         attended = self.dropout(self.attention(y, mask=mask, causal=True), rngs=keys[0])
         u = y + attended
@@ -135,7 +132,6 @@ class TransformerLayer(nnx.Module):
 
 
 def split_key(key: jax.Array | None, count: int) -> Any:
-    """Return ``count`` keys, or as many times None for None."""
     return (None,) * count if key is None else jax.random.split(key, count)
 
 

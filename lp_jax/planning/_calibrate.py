@@ -107,7 +107,6 @@ def calibrate(
 
 
 def _first(problem: Problem, layers: int) -> Problem:
-    """The first layers of a network."""
     times = np.asarray(problem.t1, float)
     times = times if times.ndim else np.linspace(problem.t0, times, problem.layers + 1)
     params, data = jax.tree.map(lambda x: x[:layers], (problem.params, problem.data))

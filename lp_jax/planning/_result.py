@@ -204,7 +204,6 @@ def reason(plan: Plan) -> str:
 
 
 def _instead(plan: Plan) -> str:
-    """What else makes use of devices."""
     many = max(2, plan.workers)
     there = plan.scaling((many,))[0]
     known = {"along the examples": there.data, "in a pipeline": there.pipeline, "along the layers": there.layers}
@@ -235,7 +234,6 @@ def _row(alone: float, choice: Choice) -> tuple[str, ...]:
 
 
 def _more_devices(plan: Plan) -> list[str]:
-    """What other numbers of devices would give."""
     many = [row for row in plan.scaling() if row.both is not None]
     rows: list[tuple[str, ...]] = [("devices", "layers", "examples", "pipeline", "both", "as", "")]
     for d in many:

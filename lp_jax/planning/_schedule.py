@@ -95,7 +95,6 @@ def _layer(level: int, y: State, x: Slices, shared: PyTree) -> tuple[State, None
 
 
 def _chain(workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
-    """The model network, as one of the workers sees it."""
     steps = len(matrices)
     dt = jnp.full(steps, 1 / workers.layers, jnp.float32)
     return Chain(
@@ -130,7 +129,6 @@ def _forward(
 def _backward(
     solver: Solver, stride: int, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, left: Forward
 ) -> Any:
-    """The adjoint solve, and the gradient."""
     return solve_adjoint(chain(matrices, y0), solver, left, stride, y0, zeros=False)[:2]
 
 

@@ -234,7 +234,6 @@ class _Recorder:
         self.restart_clock()
 
     def measured(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Log a measurement."""
         self._write(kind, step, **values)
         row = self.log.rows[-1]
         for solve in ("forward", "adjoint"):

@@ -193,7 +193,6 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
 
 
 def _words(value: Any) -> str:
-    """A setting in words."""
     if hasattr(value, "summary"):
         return str(value.summary())
     return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)
