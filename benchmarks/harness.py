@@ -169,11 +169,7 @@ def compile_program(
     end = time.perf_counter()
     memory = compiled.memory_analysis()
     temporary = None if memory is None else memory.temp_size_in_bytes
-    return compiled, {
-        "trace_seconds": traced - start,
-        "compile_seconds": end - traced,
-        "temporary_bytes": temporary,
-    }
+    return compiled, {"trace_seconds": traced - start, "compile_seconds": end - traced, "temporary_bytes": temporary}
 
 
 def relative_error(a: Any, exact: Any) -> float:

@@ -36,11 +36,7 @@ def contenders(layers: int) -> dict[str, Pair | None]:
     for kind, kept, how in itertools.product(kinds, stored, mapped):
         forward, adjoint = (
             lp_jax.MGRIT(
-                coarsening=16,
-                iterations=k,
-                coarse_step=kinds[kind],
-                storage=stored[kept],
-                interval_map=mapped[how],
+                coarsening=16, iterations=k, coarse_step=kinds[kind], storage=stored[kept], interval_map=mapped[how]
             )
             for k in (2, 1)
         )

@@ -83,10 +83,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, metavar="N", default=2, help="devices, and ranks (default: 2)")
     parser.add_argument(
-        "--conv",
-        choices=FORMULATIONS,
-        default="auto",
-        help="formulation of the convolution (default: auto)",
+        "--conv", choices=FORMULATIONS, default="auto", help="formulation of the convolution (default: auto)"
     )
 
 

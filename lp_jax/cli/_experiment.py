@@ -51,12 +51,7 @@ class Experiment(NamedTuple):
     place: Place  # where all this lives
 
 
-def experiment(
-    settings: Settings,
-    task: Task,
-    place: Place = OneDevice(),
-    solvers: Pair | None = None,
-) -> Experiment:
+def experiment(settings: Settings, task: Task, place: Place = OneDevice(), solvers: Pair | None = None) -> Experiment:
     """Build the model, its layers where they will be used."""
     pair, rngs = solvers or settings.model.solvers, nnx.Rngs(settings.training.seed)
     model = settings.model.build(Site(task, settings.layers, settings.t1, pair, place.comm, rngs))

@@ -193,13 +193,7 @@ class TokenOpening(nnx.Module):
     """
 
     def __init__(
-        self,
-        sizes: int | Sequence[int],
-        width: int,
-        *,
-        max_length: int,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
+        self, sizes: int | Sequence[int], width: int, *, max_length: int, param_dtype: Any = jnp.float32, rngs: nnx.Rngs
     ):
         self.columns = None if isinstance(sizes, int) else len(sizes)
         self.max_length = _check.integer("max_length", max_length, least=1)

@@ -127,12 +127,7 @@ def _pure(part: Any) -> Callable[[State], State]:
 
 
 def _options(
-    part: Any,
-    number: int,
-    shared: PyTree,
-    key: jax.Array | None,
-    solver: Solver | None,
-    adjoint_solver: Solver | None,
+    part: Any, number: int, shared: PyTree, key: jax.Array | None, solver: Solver | None, adjoint_solver: Solver | None
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
     if getattr(getattr(part, "solver", None), "exact", False):  # neither "auto" nor a Network is

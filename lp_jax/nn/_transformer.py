@@ -50,12 +50,7 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(width, width, kernel_init=_scaled(scale), **options)
 
     def __call__(
-        self,
-        y: jax.Array,
-        memory: jax.Array | None = None,
-        *,
-        mask: jax.Array | None = None,
-        causal: bool = False,
+        self, y: jax.Array, memory: jax.Array | None = None, *, mask: jax.Array | None = None, causal: bool = False
     ) -> jax.Array:
         """Return the term to add to the state; ``mask`` is of the memory if there is one, ``(batch, other length)``."""
         if memory is None:

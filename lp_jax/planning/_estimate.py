@@ -87,18 +87,16 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     counted: Any = (
         jax.jit(traced.chain(*operands, traced.workers).step(0)).lower(y, first, beside).cost_analysis() or {}
     )
-    moved = max(
-        counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y)
-    )  # a step that XLA sees nothing in moves its state
+    # a step that XLA sees nothing in moves its state
+    moved = max(counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y))
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     at_once = (1,) if looped else tuple(int(n) for n in sizes)
     times = tuple(sheet.layer * (not looped) + n * alone for n in at_once)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    steps = (
-        2 * math.ceil(math.log2(traced.workers.layers + 1)) * sheet.layer / _KERNELS
-    )  # of the scan, two products in each
+    # of the scan, two products in each
+    steps = 2 * math.ceil(math.log2(traced.workers.layers + 1)) * sheet.layer / _KERNELS
     composed = 2 * 2 * examples * numbers**3 / sheet.flops
     newton = tuple(
         t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(at_once, times, strict=True)

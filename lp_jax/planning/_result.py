@@ -15,9 +15,8 @@ from lp_jax.planning._text import aligned, milliseconds, pair, pasted, times
 
 SERIAL = (Serial(), Serial())
 DEVICES = tuple(2**exponent for exponent in range(13))
-WORTH = (
-    1.15  # a solver is recommended if it is this many times as fast as serial propagation; predictions are no better
-)
+# A solver is recommended if it is this many times as fast as serial propagation; predictions are no better.
+WORTH = 1.15
 
 _MOST = 8  # lines of a table
 _UNKNOWN = 3  # iterations to a tolerance, until a probe tells
