@@ -86,12 +86,7 @@ UNLABELLED = -1
 
 
 class Sequences(NamedTuple):
-    """Sequences and their labels, each of its own length.
-
-    Attributes:
-        x: inputs, each ``(length, *features)``.
-        y: labels, each ``(length,)`` int32; -1 where there is none.
-    """
+    """Sequences and their labels, each of its own length: ``(length, *features)``; and ``(length,)`` int32, -1 for none."""
 
     x: list[np.ndarray]
     y: list[np.ndarray]

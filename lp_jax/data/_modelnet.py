@@ -15,12 +15,7 @@ from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
 
 
 class Mesh(NamedTuple):
-    """Triangles in space.
-
-    Attributes:
-        vertices: coordinates, ``(vertices, 3)`` float64.
-        faces: numbers of the corners, ``(triangles, 3)`` int32.
-    """
+    """Triangles in space: coordinates, ``(vertices, 3)`` float64, and numbers of the corners, ``(triangles, 3)`` int32."""
 
     vertices: np.ndarray
     faces: np.ndarray

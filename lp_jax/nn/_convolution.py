@@ -74,11 +74,8 @@ _GENERAL = {formulation: _as_general(formulation) for formulation in _FORMULATIO
 class Conv(nnx.Conv):
     """`nnx.Conv` of stride 1 that keeps the size of the image, by `convolve`.
 
-    Args:
-        inputs: number of input channels.
-        outputs: number of output channels.
-        kernel: odd numbers of taps, one for each axis of space.
-        formulation: as for `convolve`.
+    ``kernel`` is an odd number of taps for each axis of space; ``formulation`` is as for `convolve`. Where ``dtype`` is None,
+    the computation has the dtype of images and parameters.
 
     Raises:
         ValueError: if the formulation is unknown; when called, if the number of taps is even.

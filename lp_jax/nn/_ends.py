@@ -17,11 +17,6 @@ from lp_jax.nn._residual import Activation
 class DenseOpening(nnx.Module):
     """Dense opening layer, ``activation(W x + b)`` of the flattened input, ``(..., *shape)`` to ``(..., width)``.
 
-    Args:
-        shape: shape of one input, without the batch.
-        width: size of the state.
-        activation: elementwise function.
-
     Raises:
         ValueError: when called, if the input has another shape.
 
@@ -55,11 +50,7 @@ class DenseOpening(nnx.Module):
 class ConvOpening(nnx.Module):
     """Convolutional opening layer, ``activation(K * x + b)``, ``(batch, *space, inputs)`` to ``(batch, *space, channels)``.
 
-    Args:
-        inputs: number of channels of the input.
-        channels: number of channels of the state.
-        kernel: size of the kernel, one number for each axis of space.
-        activation: elementwise function.
+    ``kernel`` is the size of K, one number for each axis of space.
 
     Example:
         >>> import jax.numpy as jnp
@@ -91,11 +82,7 @@ class ConvOpening(nnx.Module):
 class DenseClosing(nnx.Module):
     """Dense closing layers, from the flattened state, ``(..., *shape)``, to logits, ``(..., classes)``.
 
-    Args:
-        shape: shape of one state, without the batch.
-        classes: number of logits.
-        hidden: size of the hidden layer; None for one dense layer without a hidden one.
-        activation: elementwise function of the hidden layer.
+    ``hidden`` is the size of a hidden layer with the elementwise ``activation``; None for one dense layer without it.
 
     Raises:
         ValueError: when called, if the state has another shape.
@@ -137,9 +124,7 @@ class DenseClosing(nnx.Module):
 class PoolClosing(nnx.Module):
     """Mean over space and a dense layer, from ``(..., *space, channels)`` to logits, ``(..., classes)``.
 
-    Args:
-        shape: shape of one state, ``(*space, channels)``, without the batch. A call may have other sizes of space.
-        classes: number of logits.
+    ``shape`` is ``(*space, channels)``; a call may have other sizes of space.
 
     Example:
         >>> import jax.numpy as jnp
@@ -172,12 +157,7 @@ class TokenOpening(nnx.Module):
     """Sum of the embeddings of tokens and positions, from ``(batch, length)`` integers to ``(batch, length, width)``.
 
     Several integers may describe a token (a word and its ending, for example): ``(batch, length, columns)``. Each column
-    has an embedding.
-
-    Args:
-        sizes: number of different values; a sequence has one number for each column.
-        width: size of the state at each position.
-        max_length: largest number of positions.
+    has an embedding. ``sizes`` is the number of different values, or a sequence of one for each column.
 
     Raises:
         ValueError: when called, if there are more than ``max_length`` positions, or another number of columns.
@@ -224,10 +204,6 @@ class TokenOpening(nnx.Module):
 
 class TokenClosing(nnx.Module):
     """Layer norm and a dense layer at each position, from ``(batch, length, width)`` to ``(batch, length, classes)``.
-
-    Args:
-        width: size of the state at each position.
-        classes: number of logits.
 
     Example:
         >>> import jax.numpy as jnp

@@ -22,14 +22,10 @@ from lp_jax.nn._convolution import Conv
 
 
 class BatchNorm(nnx.BatchNorm):
-    """`nnx.BatchNorm`, with running statistics in the dtype of its parameters.
+    """`nnx.BatchNorm` with all its options, running statistics in the dtype of its parameters.
 
     In a layer of `LayerParallel` it normalises by the mean and variance of the batch, and the final sweep of the solve
     updates the running statistics. After ``model.eval()`` it normalises by the running statistics.
-
-    Args:
-        features: size of the last axis.
-        **options: all others of `nnx.BatchNorm`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -184,16 +180,8 @@ class ConvTransition(nnx.Module):
     """Convolution and pooling, from ``(batch, *space, inputs)`` to ``(batch, *space / factor, channels)``.
 
     Computes ``activation(norm(K * y + b))`` and pools windows of ``factor`` points along each axis. With "stride" the
-    convolution is evaluated at every ``factor``-th point only.
-
-    Args:
-        inputs: number of channels of the state before.
-        channels: number of channels of the state after.
-        kernel: size of the kernel, one number for each axis of space.
-        factor: number of points along each axis that become one.
-        pool: "max", "mean" or "stride".
-        norm: None, "layer", "group" or "batch", as for `ConvResidual`.
-        activation: elementwise function.
+    convolution is evaluated at every ``factor``-th point only. ``kernel`` is the size of K, one number for each axis of
+    space; ``pool`` is "max", "mean" or "stride"; ``norm`` None, "layer", "group" or "batch", as for `ConvResidual`.
 
     Raises:
         ValueError: if ``pool`` or ``norm`` is unknown, or ``factor`` is below 1.

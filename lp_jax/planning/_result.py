@@ -23,13 +23,7 @@ _UNKNOWN = 3  # iterations to a tolerance, until a probe tells
 
 
 class Probed(NamedTuple):
-    """What a probe of a pair of solvers found.
-
-    Attributes:
-        error: relative distance of the gradient from the exact one, in the 2-norm.
-        iterations: number of iterations of the forward solve.
-        adjoint_iterations: number of iterations of the adjoint solve.
-    """
+    """What a probe of a pair of solvers found: iterations, and the relative 2-norm error of the gradient."""
 
     error: float
     iterations: int
@@ -39,12 +33,8 @@ class Probed(NamedTuple):
 class Choice(NamedTuple):
     """A pair of solvers, and what is known of it.
 
-    Attributes:
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve.
-        time: predicted time of a training step; with a tolerance for as many iterations as the probe took.
-        memory: predicted memory of a worker.
-        probed: what the probe found, if there was one.
+    Time (of a training step; with a tolerance for as many iterations as the probe took) and memory (of a worker) are
+    predicted; ``probed`` is what the probe found, if there was one.
     """
 
     solver: Solver

@@ -19,25 +19,16 @@ from lp_jax.train._step import Batch, Info, LossFn
 
 
 class Evaluation(NamedTuple):
-    """Loss and accuracy of a model on a data set.
-
-    Attributes:
-        loss: mean loss.
-        accuracy: fraction of right answers.
-    """
+    """Mean loss, and accuracy, the fraction of right answers, of a model on a data set."""
 
     loss: float
     accuracy: float
 
 
 class Residuals(NamedTuple):
-    """Convergence of the solves of a training step.
+    """Convergence of the forward and the adjoint solve of a training step.
 
-    Attributes:
-        forward: stats of the forward solve.
-        adjoint: stats of the adjoint solve.
-        forward_scale: 2-norm of the last state.
-        adjoint_scale: 2-norm of the cotangent that enters the adjoint solve.
+    The scales are the 2-norms of the last state and of the cotangent that enters the adjoint solve.
     """
 
     forward: Stats

@@ -21,12 +21,7 @@ from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
 
 
 class Interrupted(RuntimeError):
-    """A signal stopped the training after a finished step.
-
-    Attributes:
-        signal: number of the signal.
-        step: number of steps done; with checkpoints, the last one is of this step.
-    """
+    """A signal stopped the training after a finished step, that of the last checkpoint."""
 
     def __init__(self, number: int, step: int, path: str | None):
         saved = f"saved to {path}" if path else "nothing is saved without checkpoints"

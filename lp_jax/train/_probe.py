@@ -16,10 +16,8 @@ from lp_jax.train._step import Batch, LossFn
 class GradientError(NamedTuple):
     """Distance of two gradients, ``g`` the layer-parallel one and ``e`` the exact one.
 
-    Attributes:
-        relative: ``|g - e| / |e|`` in the 2-norm, over all parameters.
-        cosine: cosine of the angle between ``g`` and ``e``; 1 is the same direction.
-        groups: ``relative`` of each group of parameters, by name.
+    It is ``|g - e| / |e|`` in the 2-norm, over all parameters (``relative``) and over each group of them, by name
+    (``groups``); ``cosine`` is that of the angle between ``g`` and ``e``, 1 for the same direction.
     """
 
     relative: jax.Array
