@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
 from lp_jax.cli._errors import CommandError, ToldError, UsageError, describe
+from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
 
@@ -72,16 +73,7 @@ class SeveralProcesses(Launch):
     """
 
     def once(self, f: Callable[[], T]) -> T:
-        outcome: tuple[Any, ToldError | None] = (None, None)
-        if self.is_root:
-            try:
-                outcome = f(), None
-            except ToldError as error:
-                outcome = None, error
-        value, raised = self._broadcast(outcome)
-        if raised is not None:
-            raise raised
-        return value
+        return done_once(f, self.is_root, self._broadcast, ToldError)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, SystemExit):

@@ -143,16 +143,7 @@ class Ranks:
 
     def once(self, f: Callable[[], T]) -> T:
         """Call ``f()`` on rank 0 and return its value, or raise its exception, on every rank."""
-        outcome: tuple[Any, Exception | None] = (None, None)
-        if self.is_root:
-            try:
-                outcome = f(), None
-            except Exception as error:
-                outcome = None, error
-        value, raised = self.world.host.bcast(outcome)
-        if raised is not None:
-            raise raised
-        return value
+        return done_once(f, self.is_root, self.world.host.bcast)
 
     def checkpoints(self, folder: str | os.PathLike[str], **options: Any) -> "RankCheckpoints":
         """Return checkpoints of the whole network, which rank 0 writes; arguments as for `Checkpoints`."""
@@ -198,6 +189,22 @@ class Ranks:
         names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree))
         trunks = (self.trunk,) if isinstance(self.trunk, str) else self.trunk
         return [any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
+
+
+def done_once(
+    f: Callable[[], T], is_root: bool, broadcast: Callable[[Any], Any], told: type[Exception] = Exception
+) -> T:
+    """Call ``f()`` in the root process and return its value, or raise its exception of the kind ``told``, in all of them."""
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if is_root:
+        try:
+            outcome = f(), None
+        except told as error:
+            outcome = None, error
+    value, raised = broadcast(outcome)
+    if raised is not None:
+        raise raised
+    return value
 
 
 class RankCheckpoints:
