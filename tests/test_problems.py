@@ -11,9 +11,10 @@ from PIL import Image
 from scipy.io import savemat
 
 from lp_jax import data
-from lp_jax.cli._commands import ABOUT
-from lp_jax.cli._problem import PROBLEMS, find, model_and_training
-from lp_jax.cli._samples import interlinear, written
+from lp_jax.cli._commands import problems
+from lp_jax.cli._problem import find, model_and_training
+from lp_jax.cli.problems.gum import interlinear
+from lp_jax.cli.problems.text import written
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -175,7 +176,7 @@ def test_a_text_goes_on_with_what_is_likely():
     assert before.endswith("\nabcdefghijklmnop") and after == ("abcdefghijklmnopqrstuvwxyz" * 10)[16:216]
 
 
-@pytest.mark.parametrize("problem", [name for name in PROBLEMS if find(name).sources])
+@pytest.mark.parametrize("problem", [name for name in problems() if find(name).sources])
 def test_files_that_are_not_named_are_asked_for(problem, capsys):
     code, _, err = run(capsys, "train", problem)
     wanted = find(problem).sources["data"]
@@ -191,6 +192,6 @@ def test_settings_that_are_not_given_are_those_of_problem_and_model():
     assert find("tinyimagenet").kind("resnet") == "pooled" and "resnet" not in find("gum").choices
 
 
-def test_every_problem_has_a_line_of_help():
-    assert set(RUNS) | {"digits", "mnist"} == set(PROBLEMS) == set(ABOUT)
-    assert all(find(name).about == text and text.endswith(".") for name, text in ABOUT.items())
+def test_every_problem_is_a_file_with_a_line_of_help():
+    assert set(RUNS) | {"digits", "mnist"} == set(problems())
+    assert all(find(name).about == text and text.endswith(".") for name, text in problems().items())

@@ -23,19 +23,6 @@ _COMMANDS = {
     "bench": "Time the library against its alternatives. The suites come with the source.",
     "info": "Show versions, devices and MPI.",
 }
-ABOUT = {
-    "digits": "Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out.",
-    "gum": "Tag the words of a treebank, GUM or the like, with their parts of speech.",
-    "indianpines": "Classify the pixels of the Indian Pines scene by their spectra.",
-    "mnist": "Train on MNIST, Fashion-MNIST or the like, from IDX files.",
-    "modelnet": "Classify shapes, ModelNet10 or the like, in voxels.",
-    "peaks": "Train on 5,000 points of the plane in five level sets of the peaks function.",
-    "text": "Model a text character by character; a tenth is held out.",
-    "timeseries": "Classify time series of the UCR and UEA archives, from .ts files.",
-    "tinyimagenet": "Classify the images of Tiny ImageNet.",
-}
-"""The problems, and what each is."""
-
 _EXAMPLES: Mapping[str, Examples] = {
     "": [
         ("lp-jax train digits", "train on scikit-learn's digits, nothing to download"),
@@ -81,7 +68,7 @@ def run(args: Sequence[str]) -> None:
         MenuParser(prog="lp-jax info", description=_COMMANDS["info"]).parse_args(rest)
         print(report())
         return
-    entries = _suites() if command == "bench" else dict(ABOUT)
+    entries = _suites() if command == "bench" else problems()
     if command == "plan":
         entries["machine"] = "Predict times from a machine file, for any number of layers."
     entry, rest = _choose(command, _COMMANDS[command], entries, rest)
@@ -114,16 +101,26 @@ def description(about: str, examples: Examples) -> str:
     return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])
 
 
+def summaries(folder: Path, pattern: str = "") -> dict[str, str]:
+    """Return the first line of every public module's docstring, of those whose source matches; none is imported."""
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("[!_]*.py"))}
+    found = {name: text for name, text in sources.items() if re.search(pattern, text, re.MULTILINE)}
+    return {name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in found.items()}
+
+
+def problems() -> dict[str, str]:
+    """Return the problems, and what each is."""
+    return summaries(Path(__file__).parent / "problems")
+
+
 def _suites() -> dict[str, str]:
-    """Return the suites, and the first line of each one's docstring; none is imported."""
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_BENCHMARKS.glob("[!_]*.py"))}
-    suites = {name: s for name, s in sources.items() if re.search(r"^(def main\(arguments|main = )", s, re.MULTILINE)}
-    if not suites:
+    found = summaries(_BENCHMARKS, r"^(def main\(arguments|main = )")
+    if not found:
         raise CommandError(
             "the benchmarks come with the source and not with the package: clone the repository, and in its folder "
             "pip install -e '.[bench]'."
         )
-    return {name: (ast.get_docstring(ast.parse(s)) or "").partition("\n")[0] for name, s in suites.items()}
+    return found
 
 
 _EXTRAS = {

@@ -1,24 +1,47 @@
-"""A few answers of a trained model, to read."""
+"""Tag the words of a treebank, GUM or the like, with their parts of speech."""
 
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+from lp_jax import data as datasets
+from lp_jax.cli._models import Transformer
+from lp_jax.cli._problem import Problem
+from lp_jax.cli._task import Predict, Task, Training, steps_per_epoch
 
-from lp_jax import data
-from lp_jax.cli._task import Predict
-
+_LENGTHS = (16, 32, 64, 144)  # of sentences
 _SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
 _WIDTH = 100  # of a line
-_PROMPT, _WRITTEN, _TEMPERATURE = 32, 200, 0.7
 
 
-def tagged(tagging: data.Tagging, length: int, predict: Predict) -> str:
+def load(training: Training, data: Path) -> Task:
+    """Return the sentences, batched with others of about their length."""
+    tagging = datasets.gum(data, max_length=_LENGTHS[-1])
+
+    def batches(epoch: int) -> Iterator[Any]:
+        return datasets.bucketed(tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch)
+
+    test = datasets.bucketed(tagging.test, len(tagging.test.x), lengths=_LENGTHS[-1:], seed=0, epoch=0, drop_last=False)
+    return Task(
+        batches=batches,
+        steps_per_epoch=steps_per_epoch(len(tagging.train.x), training),
+        test_batches=list(test),
+        shape=(),
+        classes=tagging.classes,
+        names=tuple(tagging.tags),
+        length=_LENGTHS[-1],
+        sizes=tuple(tagging.sizes),
+        samples=functools.partial(tagged, tagging, _LENGTHS[-1]),
+    )
+
+
+def tagged(tagging: datasets.Tagging, length: int, predict: Predict) -> str:
     """Sentences of the test set with the tags that the model gives their words, and the right ones below the wrong."""
     fit = [i for i, words in enumerate(tagging.test_words) if len(words) in _WORDS] or [0]
     shown = fit[:: -(-len(fit) // _SENTENCES)]
-    answers = predict(data.padded([tagging.test.x[i] for i in shown], length)).argmax(axis=-1)
+    answers = predict(datasets.padded([tagging.test.x[i] for i in shown], length)).argmax(axis=-1)
     blocks: list[str] = []
     for i, row in zip(shown, answers, strict=True):
         given = [tagging.tags[number] for number in row[: len(tagging.test_words[i])]]
@@ -51,22 +74,10 @@ def _lines(columns: Sequence[tuple[str, str, str]], widths: Sequence[int]) -> st
     return "\n".join(line for line in lines if line)
 
 
-def written(dataset: data.Dataset, seed: int, predict: Predict) -> str:
-    """The beginning of the text held out, and how the model goes on, character by character."""
-    (length,) = dataset.shape
-    random = np.random.default_rng(seed)
-    prompt = dataset.test_x[0][: min(_PROMPT, length)]
-    text = [int(number) for number in prompt]
-    for _ in range(_WRITTEN):
-        window = np.zeros((1, length), np.int32)
-        last = text[-length:]
-        window[0, : len(last)] = last
-        logits = predict(window)[0, len(last) - 1] / _TEMPERATURE
-        logits[0] = -np.inf  # padding
-        chances = np.exp(logits - logits.max(), dtype=np.float64)
-        text.append(int(random.choice(len(chances), p=chances / chances.sum())))
-    spelled = functools.partial(
-        map, lambda number: "\N{REPLACEMENT CHARACTER}" if number == 1 else dataset.names[number]
-    )
-    prompted, continued = ("".join(spelled(part)) for part in (text[: len(prompt)], text[len(prompt) :]))
-    return f"The model goes on after the bar (temperature {_TEMPERATURE}):\n\n{prompted}|{continued}"
+PROBLEM = Problem(
+    load=load,
+    models={"transformer": Transformer(width=64, t1=4.0)},
+    training=Training(epochs=5, batch_size=32, learning_rate=1e-3),
+    sources={"data": "Folder of the CoNLL-U files ...-train.conllu, ...-dev.conllu and ...-test.conllu, plain or .gz."},
+    examples=(("lp-jax train gum --data ~/gum", "an encoder of 64 layers"),),
+)

@@ -1,0 +1,27 @@
+"""Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out."""
+
+from lp_jax import data
+from lp_jax.cli._models import Conv, Dense
+from lp_jax.cli._problem import Problem
+from lp_jax.cli._task import Training, classification
+
+PROBLEM = Problem(
+    load=lambda training: classification(data.digits(seed=training.seed), training),
+    models={"dense": Dense(width=64), "conv": Conv(width=8)},
+    training=Training(epochs=30),
+    examples=(
+        ("lp-jax train digits", "the demo: layer-parallel, then serial"),
+        ("lp-jax train digits --serial --out runs/exact", "only the exact baseline"),
+        ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
+        ("lp-jax train digits --solver MGRIT --solver.levels 3 --solver.cycle F", "multigrid, three levels"),
+        ("lp-jax train digits --solver MGRIT --adjoint_iterations 1", "fewer cycles for the gradient"),
+        ("lp-jax train digits --solver MGRIT --solver.coarse_step Rediscretize", "the field's standard coarse step"),
+        ("lp-jax train digits --solver Picard --solver.sweeps 3", "fixed-point sweeps, no coarse level"),
+        ("lp-jax train digits --solver mymodule.MySolver", "a solver of your own, a subclass of lp_jax.Solver"),
+        ("lp-jax train digits --solver.help MGRIT", "the options of a solver"),
+        ("lp-jax train digits --devices 4", "the layers over four devices"),
+        ("lp-jax train digits --mesh layers=2,data=2", "layers and examples over four devices"),
+        ("mpirun -n 4 lp-jax train digits --mpi", "the layers over four MPI ranks"),
+        ("lp-jax train digits --resume", "go on after an interruption"),
+    ),
+)

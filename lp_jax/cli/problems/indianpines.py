@@ -1,0 +1,14 @@
+"""Classify the pixels of the Indian Pines scene by their spectra."""
+
+from lp_jax import data as datasets
+from lp_jax.cli._models import Dense
+from lp_jax.cli._problem import Problem
+from lp_jax.cli._task import Training, classification
+
+PROBLEM = Problem(
+    load=lambda training, data: classification(datasets.indian_pines(data, seed=training.seed), training),
+    models={"dense": Dense(width=128)},
+    training=Training(epochs=30),
+    sources={"data": "Folder of Indian_pines_corrected.mat and Indian_pines_gt.mat."},
+    examples=(("lp-jax train indianpines --data ~/pines", "a dense network"),),
+)
