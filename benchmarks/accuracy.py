@@ -6,7 +6,6 @@ layer-parallel too: training and inference are to use the same arithmetic.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from benchmarks import report
 from benchmarks.command import Progress, common_parser, results_folder
 from benchmarks.manifest import manifest
 from benchmarks.networks import SERIAL, Pair
-from benchmarks.problems import Problem, load, taken
+from benchmarks.problems import Experiment, load, taken
 from lp_jax.planning import training_step
 from lp_jax.train import Every, evaluate, fit, gradient_error, init_state, make_train_step
 
@@ -40,7 +39,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Its name in the table."""
         return f"{self.options.get('name', self.problem)}, {self.model}"
 
 
@@ -81,41 +79,42 @@ def run(
     case: Case, seed: int, data: Path, only: Sequence[str] | None, known: Mapping[Key, Any], tell: Progress
 ) -> Iterator[dict[str, Any]]:
     """Train with each solver, or with those with one of ``only`` in their names; a row for each that is not ``known``."""
-    problem = load(case.problem, case.model, data / (case.data or ""), seed=seed, **case.options)
-    pairs = {"serial": SERIAL, "recommended": problem.solvers, "injection, 2/1": injection(), **case.solvers}
+    made = load(case.problem, case.model, data / (case.data or ""), seed=seed, **case.options)
+    pairs = {"serial": SERIAL, "recommended": made.solvers, "injection, 2/1": injection(), **case.solvers}
     for name, pair in pairs.items():
         if (only and not any(text in name for text in only)) or (case.title, seed, name) in known:
             continue
         tell(f"{case.title}, seed {seed}: training, {name}")
-        yield {"case": case.title, "seed": seed, "solver": name, **trained(problem, pair, exact=name == "serial")}
+        yield {"case": case.title, "seed": seed, "solver": name, **trained(made, pair, exact=name == "serial")}
         jax.clear_caches()
 
 
-def trained(problem: Problem, pair: Pair, *, exact: bool) -> dict[str, Any]:
+def trained(made: Experiment, pair: Pair, *, exact: bool) -> dict[str, Any]:
     """Train, evaluate serially and layer-parallel; the gradient's error and the solvers' effort are probed on the way."""
     forward, adjoint = pair
-    optimizer = optax.adam(problem.learning_rate)
+    settings, task = made.settings, made.task
+    optimizer = optax.adam(settings.training.learning_rate)
     work: list[float] = []
 
     def probe(state: Any, batch: Any) -> dict[str, Any]:
-        work.append(evaluations(taken(problem, state.params, batch, pair), problem.layers))
-        error = gradient_error(problem.loss_fn, state.params, batch, forward, adjoint)
+        work.append(evaluations(taken(made, state.params, batch, pair), settings.layers))
+        error = gradient_error(made.loss_fn, state.params, batch, forward, adjoint)
         return {"gradient_error": float(error.relative)}
 
-    steps = problem.steps_per_epoch * problem.epochs
+    steps = task.steps_per_epoch * settings.training.epochs
     state, log = fit(
-        make_train_step(problem.loss_fn, optimizer),
-        init_state(problem.params, optimizer),
-        problem.batches,
-        steps_per_epoch=problem.steps_per_epoch,
-        epochs=problem.epochs,
+        make_train_step(made.loss_fn, optimizer),
+        init_state(made.params, optimizer),
+        made.batches,
+        steps_per_epoch=task.steps_per_epoch,
+        epochs=settings.training.epochs,
         solver=forward,
         adjoint_solver=adjoint,
         measures=() if exact else (Every("probe", max(1, steps // PROBES), probe),),
         log_every=20,
     )
-    serial = evaluate(problem.test_fn, state.params, problem.test_batches)
-    parallel = evaluate(problem.test_fn, state.params, problem.test_batches, solver=forward)
+    serial = evaluate(made.test_fn, state.params, task.test_batches)
+    parallel = evaluate(made.test_fn, state.params, task.test_batches, solver=forward)
     return {
         "steps": steps,
         "test_accuracy": float(serial.accuracy),
@@ -151,7 +150,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and write the table."""
     parser = common_parser("accuracy", __doc__ or "")
     parser.add_argument("--data", type=Path, help="folder with mnist10k/, gum/, ucr/ and modelnet32/; not for --quick")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those with one of these in their titles")
@@ -161,8 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.data is None and not options.quick:
         parser.error("--data is missing: the folder with mnist10k/, gum/, ucr/ and modelnet32/.")
     out = results_folder(parser, options)
-    kept = out / "accuracy.json"
-    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() and not options.quick else []
+    rows = [] if options.quick else report.kept(out, "accuracy")
     results: dict[Key, dict[str, Any]] = {(row["case"], row["seed"], row["solver"]): row for row in rows}
     described = manifest("benchmarks.accuracy", sys.argv[1:] if arguments is None else arguments)
     titles = [case.title for case in CASES]

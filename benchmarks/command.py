@@ -30,34 +30,20 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """One command.
+    """One command."""
 
-    Attributes:
-        name: of the module and of the result's files.
-        title: of table and picture.
-        about: what is measured, for ``--help``.
-        examples: (arguments, what they do), for ``--help``.
-        sizes: what the parts of a row are.
-        rows: what runs by default, as on the command line.
-        quick_rows: what runs with ``--quick``.
-        field: builds a row's contenders, the baseline first, each called once already.
-        add_options: adds the suite's own options.
-        row: reads a row from the command line.
-    """
-
-    name: str
-    title: str
-    about: str
-    examples: Sequence[tuple[str, str]]
-    sizes: tuple[str, ...]
-    rows: str
-    quick_rows: str
-    field: Callable[[Row, argparse.Namespace, Tell], Field]
-    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
-    row: Callable[[str], Row] = lambda text: two_numbers(text)
+    name: str  # of the module and of the result's files
+    title: str  # of table and picture
+    about: str  # what is measured, for ``--help``
+    examples: Sequence[tuple[str, str]]  # (arguments, what they do), for ``--help``
+    sizes: tuple[str, ...]  # what the parts of a row are
+    rows: str  # what runs by default, as on the command line
+    quick_rows: str  # what runs with ``--quick``
+    field: Callable[[Row, argparse.Namespace, Tell], Field]  # contenders, the baseline first, each called once
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None  # adds the suite's own options
+    row: Callable[[str], Row] = lambda text: two_numbers(text)  # reads a row from the command line
 
     def title_of(self, row: Row) -> str:
-        """Of a row, in words."""
         return ", ".join(map(_words, self.sizes, row))
 
 
@@ -98,7 +84,6 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
 
 
 def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Return a parser with the options of every suite."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=about,
@@ -116,7 +101,6 @@ def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentP
 
 
 def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path:
-    """Make the folder of the result's files."""
     folder: Path = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,20 +164,13 @@ def wanted(name: str, options: argparse.Namespace) -> bool:
 
 
 class Progress:
-    """What goes on, as one line on a terminal; elsewhere as a line every few seconds.
-
-    Args:
-        stream: where it is written; standard error if None.
-        every: least seconds between two lines where they stay.
-        clock: what time it is.
-    """
+    """What goes on, as one line on a terminal; elsewhere as a line every few seconds."""
 
     def __init__(self, stream: TextIO | None = None, every: float = 5.0, clock: Callable[[], float] = time.monotonic):
         self.stream, self.every, self.clock = stream or sys.stderr, every, clock
         self.start = self._last = clock()
 
     def __call__(self, text: str) -> None:
-        """Say what begins now."""
         now = self.clock()
         line = f"[{now - self.start:4.0f} s] {text}"
         if self.stream.isatty():
@@ -203,7 +180,6 @@ class Progress:
             self._last = now
 
     def clear(self) -> None:
-        """Make room for something else."""
         if self.stream.isatty():
             print("\r\x1b[K", end="", file=self.stream, flush=True)
 

@@ -14,16 +14,16 @@ from lp_jax._solver import Solver
 
 
 def training_step(layers: int, solver: Solver, adjoint_solver: Solver | None = None) -> Cost:
-    """The cost of value and gradient of a network whose layers are a product each."""
+    """The cost of value and gradient of a network whose layers are a product each, of one example."""
     width = 4
 
     def loss(params: jax.Array, y0: jax.Array) -> jax.Array:
         return jnp.sum(lp_jax.solve(layer, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1 ** 2)
 
-    shapes = jax.ShapeDtypeStruct((layers, width, width), jnp.float32), jax.ShapeDtypeStruct((width,), jnp.float32)
+    shapes = jax.ShapeDtypeStruct((layers, width, width), jnp.float32), jax.ShapeDtypeStruct((1, width), jnp.float32)
     return cost(jax.value_and_grad(loss), *shapes, unit=2 * width**2)
 
 
 def layer(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
-    """``y + dt tanh(W y)``."""
-    return y + layer.dt * jnp.tanh(layer.params @ y)
+    """``y + dt tanh(y W)``."""
+    return y + layer.dt * jnp.tanh(y @ layer.params)

@@ -13,9 +13,8 @@ import lp_jax
 from benchmarks import networks, one_device
 from benchmarks.command import Field, Row, Suite, run
 from benchmarks.harness import Tell
-from benchmarks.networks import SERIAL, Pair
+from benchmarks.networks import SERIAL, Pair, two_one
 from benchmarks.one_device import Entry
-from benchmarks.settings import two_one
 
 BATCH = 32
 
@@ -37,7 +36,6 @@ PAIRS: dict[str, Pair] = {
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan."""
     layers, width = row
     network = networks.dense(width, layers, BATCH)
     entries = [Entry("lax.scan", network), *(Entry(name, network, pair) for name, pair in PAIRS.items())]

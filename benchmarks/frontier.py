@@ -8,7 +8,6 @@ are, which decides where it fills all of it. What the result holds already is no
 
 import dataclasses
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,10 +22,10 @@ from matplotlib.figure import Figure
 import lp_jax
 from benchmarks import report
 from benchmarks.command import Progress, common_parser, results_folder
-from benchmarks.critical_path import Cost, cost
+from benchmarks.critical_path import training_step
 from benchmarks.manifest import manifest
 from benchmarks.networks import SERIAL, Pair
-from benchmarks.problems import Problem, load, taken
+from benchmarks.problems import Experiment, load, taken
 from lp_jax.train import gradient_error, init_state, make_train_step
 
 
@@ -124,20 +123,6 @@ def _newton() -> dict[str, Pair]:
     return found
 
 
-def counted(layers: int, solvers: Pair) -> Cost:
-    """The cost of value and gradient of a network whose layers are a product each, of one example."""
-    width = 4
-
-    def step(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
-        return y + layer.dt * jnp.tanh(y @ layer.params)
-
-    def loss(params: jax.Array, y0: jax.Array) -> jax.Array:
-        return jnp.sum(lp_jax.solve(step, params, y0, solver=solvers[0], adjoint_solver=solvers[1]).y1 ** 2)
-
-    shapes = jax.ShapeDtypeStruct((layers, width, width), jnp.float32), jax.ShapeDtypeStruct((1, width), jnp.float32)
-    return cost(jax.value_and_grad(loss), *shapes, unit=2 * width**2)
-
-
 _PROGRAMS = 20  # that are kept at once: hundreds exhaust the memory maps of a process
 
 
@@ -154,20 +139,21 @@ def measure(
     wanted = [(name, n) for name, n in wanted if (network.name, n, name) not in done]
     if not wanted:
         return
-    problem = load(network.problem, network.model, data / (network.data or ""), seed=0, **network.options)
-    unseen = next(iter(problem.batches(1000)))  # of no epoch that is trained on
+    made = load(network.problem, network.model, data / (network.data or ""), seed=0, **network.options)
+    unseen = next(iter(made.batches(1000)))  # of no epoch that is trained on
     batch = jax.tree.map(lambda x: x[: network.examples], unseen)
     jax.config.update("jax_disable_most_optimizations", False)
     tell(f"{network.name}: training")
-    states = dict(trained(problem, network.steps))
+    states = dict(trained(made, network.steps))
     jax.config.update("jax_disable_most_optimizations", True)  # a program runs a few times: compiling takes the time
-    serial = counted(problem.layers, SERIAL)
+    layers = made.settings.layers
+    serial = training_step(layers, *SERIAL)
     for number, (name, steps) in enumerate(wanted):
         if number % _PROGRAMS == 0:
             jax.clear_caches()
         tell(f"{network.name}, {steps} steps: {name}")
-        error = gradient_error(problem.loss_fn, states[steps], batch, *pairs[name])
-        spent = counted(problem.layers, taken(problem, states[steps], batch, pairs[name]))
+        error = gradient_error(made.loss_fn, states[steps], batch, *pairs[name])
+        spent = training_step(layers, *taken(made, states[steps], batch, pairs[name]))
         yield {
             "network": network.name,
             "steps": steps,
@@ -179,12 +165,11 @@ def measure(
         }
 
 
-def trained(problem: Problem, steps: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """The parameters after each number of exact training steps."""
-    optimizer = optax.adam(problem.learning_rate)
-    step_fn = make_train_step(problem.loss_fn, optimizer)
-    state = init_state(jax.tree.map(jnp.copy, problem.params), optimizer)
-    batches = itertools.chain.from_iterable(map(problem.batches, itertools.count()))
+def trained(made: Experiment, steps: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    optimizer = optax.adam(made.settings.training.learning_rate)
+    step_fn = make_train_step(made.loss_fn, optimizer)
+    state = init_state(jax.tree.map(jnp.copy, made.params), optimizer)
+    batches = itertools.chain.from_iterable(map(made.batches, itertools.count()))
     for wanted in steps:
         for batch in itertools.islice(batches, wanted - int(state.step)):
             state, _ = step_fn(state, batch, *SERIAL)
@@ -266,7 +251,6 @@ def _save(out: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and write numbers, table and picture."""
     parser = common_parser("frontier", __doc__ or "")
     parser.add_argument(
         "--data", type=Path, help="folder with mnist10k/, gum/ and ucr/; without it, digits and peaks only"
@@ -279,8 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         networks = [n for n in networks if n.data is None]
     if options.quick:
         networks = [dataclasses.replace(n, steps=tuple(min(s, 3) for s in n.steps[:2])) for n in networks[:1]]
-    kept = out / "frontier.json"
-    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() and not options.quick else []
+    rows = [] if options.quick else report.kept(out, "frontier")
     done = {(row["network"], row["steps"], row["setting"]) for row in rows}
     described = manifest("benchmarks.frontier", sys.argv[1:] if arguments is None else arguments)
     progress = Progress()

@@ -29,14 +29,7 @@ of 0.8 times as long as the scan."""
 
 
 class Group:
-    """Processes that compute together: one, or the ranks of an MPI job.
-
-    Args:
-        kind: as for `benchmarks.worker`.
-        workers: number of devices or ranks.
-        threads: of XLA's pool.
-        keep_memory: whether the C library keeps what a step gives back.
-    """
+    """Processes that compute together: one, or the ranks of an MPI job."""
 
     def __init__(self, kind: str, *, workers: int, threads: int, keep_memory: bool = True):
         self.kind, self.workers, self.threads = kind, workers, threads
@@ -81,19 +74,17 @@ class Group:
         return max(walls), sum(works)
 
     def machine(self, **details: Any) -> planning.Machine:
-        """As `benchmarks.calibration.machine`, of the first of its processes."""
+        """As `benchmarks.worker.machine`, of the first of its processes."""
         return self._ask("calibrate", "", details)[0]
 
     def gradients(self, name: str, row: Row, devices: int) -> None:
-        """Make something to time: as `benchmarks.calibration.gradients`, in each of its processes."""
+        """Make something to time: as `benchmarks.worker.gradients`, in each of its processes."""
         self._ask("gradients", name, row, devices)
 
     def wires(self) -> planning.Interconnect:
-        """What a message takes between its workers."""
         return self._ask("wires", "")[0]
 
     def close(self) -> None:
-        """End the processes."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it has ended already
                 connection.send(None)
@@ -141,7 +132,6 @@ def launcher() -> str | None:
 
 
 def why_no_mpi() -> str | None:
-    """Why there are no ranks here, or None."""
     for module in ("mpi4py", "mpi4jax"):
         if find_spec(module) is None:
             return f"no {module}; it is in the extra mpi: pip install -e '.[mpi]'"

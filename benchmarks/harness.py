@@ -25,22 +25,14 @@ LEAST_ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to compute the thing.
+    """One way to compute the thing."""
 
-    Attributes:
-        name: unique among those that are compared.
-        call: computes it once; what it returns is waited for.
-        before: called, untimed, ahead of every timing.
-        elsewhere: ``elsewhere(calls)`` times so many calls in other processes, and returns seconds of wall and of work;
-            instead of ``call``.
-        facts: what else is known of it (kind, threads, errors, memory, ...), copied into its result.
-    """
-
-    name: str
-    call: Callable[[], Any] = lambda: None
+    name: str  # unique among those that are compared
+    call: Callable[[], Any] = lambda: None  # computes it once; what it returns is waited for
+    # instead of `call`: times so many calls in other processes; seconds of wall and of work
     elsewhere: Callable[[int], tuple[float, float]] | None = None
-    before: Callable[[], object] | None = None
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    before: Callable[[], object] | None = None  # called, untimed, ahead of every timing
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # copied into its result
 
 
 class Clock(NamedTuple):
@@ -51,19 +43,12 @@ class Clock(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Samples of one contender: each the mean over ``calls`` calls in a row.
+    """Samples of one contender: each the mean over ``calls`` calls in a row."""
 
-    Attributes:
-        rounds: in which rounds it took part.
-        seconds: per call.
-        cores: processor time over wall time.
-        calls: calls per sample.
-    """
-
-    rounds: list[int]
-    seconds: list[float]
-    cores: list[float]
-    calls: int
+    rounds: list[int]  # in which rounds it took part
+    seconds: list[float]  # per call
+    cores: list[float]  # processor time over wall time
+    calls: int  # calls per sample
 
 
 def order(count: int, number: int) -> list[int]:
@@ -81,17 +66,10 @@ def measure(
     clock: Clock = Clock(),
     tell: Tell = lambda text: None,
 ) -> list[Timing]:
-    """Time the contenders in interleaved rounds.
+    """Time the contenders, the baseline first, in interleaved rounds.
 
-    Args:
-        contenders: the first is the baseline.
-        rounds: how many.
-        warmup: calls of each that are not counted; they also tell how long a call takes.
-        min_time: seconds that a sample lasts at least; a short call is repeated within it.
-        budget: seconds of samples after which a contender sits out the other rounds, once it has been in three. The
-            baseline never does.
-        clock: what time it is.
-        tell: progress.
+    A sample lasts ``min_time`` seconds at least; a short call is repeated within it. A contender whose samples have taken
+    ``budget`` seconds sits out the other rounds, once it has been in three; the baseline never does.
     """
     calls = []
     for contender in contenders:
@@ -179,9 +157,6 @@ def compile_program(
 
     Not so where ``ahead`` is false, for programs that exchange MPI messages: JAX runs one that was compiled ahead only
     once, as it loses the token that keeps messages in order.
-
-    Returns:
-        The compiled function, and facts: seconds to trace (lowering included) and to compile, bytes of temporaries.
     """
     jax.clear_caches()
     jitted = jax.jit(function, donate_argnums=donate)
@@ -194,11 +169,7 @@ def compile_program(
     end = time.perf_counter()
     memory = compiled.memory_analysis()
     temporary = None if memory is None else memory.temp_size_in_bytes
-    return compiled, {
-        "trace_seconds": traced - start,
-        "compile_seconds": end - traced,
-        "temporary_bytes": temporary,
-    }
+    return compiled, {"trace_seconds": traced - start, "compile_seconds": end - traced, "temporary_bytes": temporary}
 
 
 def relative_error(a: Any, exact: Any) -> float:

@@ -25,7 +25,6 @@ def cores() -> int:
 
 
 def jax_threads() -> int:
-    """Threads of JAX's pool on a CPU."""
     return int(os.environ.get("NPROC", cores()))
 
 
@@ -45,12 +44,7 @@ def device_slug() -> str:
 
 
 def manifest(program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """All that is needed to judge a result and to get it again.
-
-    Args:
-        program: the module that runs.
-        arguments: its command line.
-    """
+    """All that is needed to judge a result and to get it again."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", program, *arguments]),

@@ -36,11 +36,7 @@ def contenders(layers: int) -> dict[str, Pair | None]:
     for kind, kept, how in itertools.product(kinds, stored, mapped):
         forward, adjoint = (
             lp_jax.MGRIT(
-                coarsening=16,
-                iterations=k,
-                coarse_step=kinds[kind],
-                storage=stored[kept],
-                interval_map=mapped[how],
+                coarsening=16, iterations=k, coarse_step=kinds[kind], storage=stored[kept], interval_map=mapped[how]
             )
             for k in (2, 1)
         )
@@ -95,7 +91,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile everything, and write numbers and table."""
     parser = common_parser("memory", __doc__ or "")
     parser.add_argument("--layers", nargs="+", type=int, metavar="N", help=f"two or more (default: {LAYERS})")
     parser.add_argument("--width", type=int, default=64, metavar="N", help="width of the state (default: 64)")

@@ -28,8 +28,7 @@ from benchmarks.command import Progress, common_parser, results_folder
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, measure, ratios
 from benchmarks.manifest import manifest
-from benchmarks.networks import SERIAL, Pair
-from benchmarks.settings import SETTINGS
+from benchmarks.networks import SERIAL, SETTINGS, Pair
 from lp_jax import planning
 
 _CLOSE, _APART = 0.25, 0.15  # of a good prediction; of two times that are told apart
@@ -39,19 +38,12 @@ Predict = Callable[[planning.Machine], float]
 
 
 class Measured(NamedTuple):
-    """A row of a result: what ran, and the ratios to the first contender.
+    """A row of a result: what ran, and the ratios to the first contender."""
 
-    Attributes:
-        suite: where it is from.
-        sizes: network, width, layers, batch.
-        threads: of the baseline.
-        ratios: of contenders that can be predicted: name, what predicts its seconds, workers, ratio to serial propagation by the
-            library, or to the baseline where that did not take part.
-    """
-
-    suite: str
-    sizes: tuple[str, int, int, int]
-    threads: int
+    suite: str  # where it is from
+    sizes: tuple[str, int, int, int]  # network, width, layers, batch
+    threads: int  # of the baseline
+    # name, what predicts the seconds, workers, ratio to the library's serial propagation (or else to the baseline)
     ratios: list[tuple[str, Predict, int, float]]
 
 
@@ -63,8 +55,7 @@ def solved(pair: Pair, layers: int, workers: int = 1, **spread: Any) -> Predict:
 def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
     for suite in ("dense", "resnet", "single", "ranks", "pipeline"):
-        path = folder / f"{suite}.json"
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
+        for row in report.kept(folder, suite):
             network = row.get("network", "conv" if suite == "resnet" else "dense")
             batch = row.get("batch", resnet.BATCH if suite == "resnet" else dense.BATCH)
             sizes = network, row.get("width", row.get("channels")), row["layers"], batch
@@ -105,14 +96,7 @@ def _predictor(suite: str, sizes: tuple[str, int, int, int], setting: str, worke
 
 
 class Machines:
-    """What the layers of a row take: alone, with the threads of the row's baseline, or with every worker at work.
-
-    Args:
-        row: what was measured.
-        path: of the machines' file, to which those that are calibrated are added.
-        kept: whether machines that are there will do.
-        tell: progress.
-    """
+    """What the layers of a row take: alone, with the threads of the row's baseline, or with every worker at work."""
 
     def __init__(self, row: Measured, path: Path, kept: bool, tell: Tell):
         self._row, self._path, self._kept, self._tell = row, path, kept, tell
@@ -125,7 +109,6 @@ class Machines:
         self._found: dict[str, planning.Machine] = {}
 
     def alone(self) -> planning.Machine:
-        """One worker."""
         return self._known("alone", self._alone)
 
     def of(self, workers: int, kind: str) -> planning.Machine:
@@ -185,7 +168,6 @@ def read(path: Path) -> dict[str, planning.Machine]:
 
 
 def write(path: Path, machines: dict[str, planning.Machine]) -> None:
-    """Write a line for each machine."""
     lines = []
     for name, machine in machines.items():
         fields = {k: v for k, v in dataclasses.asdict(machine).items() if v is not None and v != math.inf}
@@ -222,7 +204,6 @@ def predicted(alone: planning.Machine, machine: planning.Machine, seconds: Predi
 
 
 def compared(row: Measured, machines: Machines) -> list[dict[str, Any]]:
-    """Both ratios of each contender."""
     found = []
     for name, seconds, workers, ratio in row.ratios:
         machine = machines.of(workers, "ranks" if name.endswith("ranks") else "devices")
@@ -263,7 +244,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(result: report.Result) -> Figure:
-    """Predicted against measured, a colour per network."""
     fig = report.figure(result, width=8.5, height=8.0)
     ax = fig.subplots()
     points = [(row["sizes"][0], c) for row in result["rows"] for c in row["contenders"]]
@@ -292,7 +272,6 @@ def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrate, predict, compare."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = common_parser("model", __doc__ or "")
     parser.add_argument("--suites", nargs="+", metavar="NAME", help="results of these only")
@@ -303,8 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = results_folder(parser, options)
     folder = options.results or out
-    kept = out / "model.json"
-    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
+    rows = report.kept(out, "model")
     wanted = list(measured(folder))
     if reason := why_no_mpi():
         print(f"Left out: ranks ({reason}).")

@@ -25,7 +25,8 @@ from flax import nnx
 from jax import lax
 
 import lp_jax
-from lp_jax import nn
+from lp_jax import MGRIT, Picard, Rediscretize, nn
+from lp_jax.planning import training_step
 
 HEADS, TOKENS, POINTS = 4, 32, 16
 FEATURES, UNITS = 9, 2
@@ -36,40 +37,24 @@ Pair = tuple[Any, Any]
 
 
 class Weights(NamedTuple):
-    """All weights of a network.
+    """All weights of a network."""
 
-    Attributes:
-        opening: of what comes before the layers.
-        layers: of the layers, leaves ``(layers, ...)``; of the GRU those of its units, which all time steps share.
-        closing: of what comes after the layers.
-    """
-
-    opening: Any
-    layers: Any
-    closing: Any
+    opening: Any  # of what comes before the layers
+    layers: Any  # of the layers, leaves ``(layers, ...)``; of the GRU those of its units, which all time steps share
+    closing: Any  # of what comes after the layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network, its initial weights and a batch.
-
-    Attributes:
-        name: kind of network.
-        weights: the initial ones.
-        x: the inputs, examples first.
-        target: what the loss compares with.
-        problem: ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`, solvers aside.
-        scan: ``scan(weights, x)``: the last state, as one writes it by hand.
-        measure: ``measure(closing, y1, target)``: the loss.
-    """
+    """A network, its initial weights and a batch."""
 
     name: str
     weights: Weights
-    x: np.ndarray
-    target: np.ndarray
-    problem: Callable[..., dict[str, Any]]
-    scan: Callable[[Weights, jax.Array], Any]
-    measure: Callable[[Any, Any, jax.Array], jax.Array]
+    x: np.ndarray  # the inputs, examples first
+    target: np.ndarray  # what the loss compares with
+    problem: Callable[..., dict[str, Any]]  # ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`
+    scan: Callable[[Weights, jax.Array], Any]  # ``scan(weights, x)``: the last state, as one writes it by hand
+    measure: Callable[[Any, Any, jax.Array], jax.Array]  # ``measure(closing, y1, target)``: the loss
 
     def loss(self, solvers: Pair | None = None, comm: Any = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return ``loss(weights, x, target)`` by these solvers, or by a scan; it also gives the last residual norm, or NaN."""
@@ -88,7 +73,6 @@ class Network:
 
 
 def through(step: Any, h: float, params: Any, y: jax.Array) -> jax.Array:
-    """Scan over residual layers of length ``h``."""
     dt = jnp.asarray(h, y.dtype)
 
     def body(y: jax.Array, params: Any) -> tuple[jax.Array, None]:
@@ -288,3 +272,46 @@ NETWORKS: dict[str, Callable[..., Network]] = {
     "voxels": voxels,
 }
 """By name, from width or channels, layers or time steps, and batch."""
+
+
+def two_one(**fields: Any) -> Pair:
+    """MGRIT, two cycles forward and one backward, each with a skipped down-cycle; F on the finest level, FCF below."""
+    solver = MGRIT(iterations=2, relaxation=("F", "FCF"), skip_downcycle=True, **fields)
+    return solver, dataclasses.replace(solver, iterations=1)
+
+
+_INJECTED: dict[str, Any] = {"levels": 3, "coarsening": 4, "coarse_step": Rediscretize(), "interval_map": "loop"}
+
+
+def _identity(layers: int, workers: int, forward: int, adjoint: int) -> Pair:
+    """One interval per worker, and nothing in the place of its layers: the coarse problem is a sum."""
+    fields: dict[str, Any] = {
+        "levels": 2,
+        "coarsening": -(-layers // workers),
+        "coarse_step": Picard(sweeps=0),
+        "storage": "all",
+        "interval_map": "loop",
+    }
+    return MGRIT(iterations=forward, **fields), MGRIT(iterations=adjoint, **fields)
+
+
+SETTINGS: dict[str, Callable[[int, int], Pair]] = {
+    "3 levels, injection, 2/1": lambda n, p: (MGRIT(iterations=2, **_INJECTED), MGRIT(iterations=1, **_INJECTED)),
+    "3 levels, injection, 2/1, all stored": lambda n, p: (
+        MGRIT(iterations=2, storage="all", **_INJECTED),
+        MGRIT(iterations=1, **_INJECTED),
+    ),
+    "identity, 2/1": lambda n, p: _identity(n, p, 2, 1),
+    "identity, 2/2": lambda n, p: _identity(n, p, 2, 2),
+    "Picard, 2/1": lambda n, p: (Picard(sweeps=2), Picard(sweeps=1)),
+}
+"""Of several workers, from the numbers of layers and workers: the forward and the adjoint solver."""
+
+
+def counted_ratio(name: str, layers: int, workers: int) -> float:
+    """Time over that of serial propagation, if only evaluations took time and a transposed one took two.
+
+    A transposed evaluation is one for the state and one for the parameters; solvers need the latter once, in their last sweep.
+    Source: cost of a training step, S = N (1 + b) / (C_forward + b C_adjoint) with b = 2; Guenther et al. 2020.
+    """
+    return training_step(*SETTINGS[name](layers, workers), layers, workers=workers, looped=True).depth() / (3 * layers)

@@ -23,7 +23,6 @@ class Entry(NamedTuple):
 
     @property
     def family(self) -> str:
-        """Its colour in pictures."""
         if self.solvers is None:
             return "scan" if self.name == "lax.scan" else "other scan"
         return "exact" if self.name.startswith("Serial") or "1 level" in self.name else "iterated"
@@ -37,15 +36,7 @@ def field(
     updates: bool = True,
     torch_threads: Sequence[int] = (),
 ) -> Field:
-    """Build the contenders that are wanted.
-
-    Args:
-        entries: the first is the baseline.
-        options: of the command line.
-        tell: progress.
-        updates: whether to time training steps, or gradients.
-        torch_threads: a contender with PyTorch for each.
-    """
+    """Build the contenders that are wanted."""
     contenders: list[Contender] = []
     first, *others = entries
     exact = None
@@ -72,7 +63,6 @@ def field(
 
 
 def why_no_torch(network: str) -> str | None:
-    """Return the reason to leave PyTorch out, or None."""
     if network == "voxels":
         return "it has no loop of this network"
     if jax.default_backend() != "cpu":

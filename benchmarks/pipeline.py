@@ -27,8 +27,7 @@ from jax.sharding import PartitionSpec as P
 import lp_jax
 from benchmarks.command import Field, Row, Suite, network_row, run, wanted
 from benchmarks.harness import Contender, Tell, relative_error
-from benchmarks.networks import NETWORKS, Network, Weights, half_mean_square, through
-from benchmarks.settings import SETTINGS, counted_ratio
+from benchmarks.networks import NETWORKS, SETTINGS, Network, Weights, counted_ratio, half_mean_square, through
 from benchmarks.training import Trainer
 from lp_jax import planning
 
@@ -95,7 +94,6 @@ def pipeline_loss(run: Through, mesh: Mesh, microbatches: int, *, looped: bool) 
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan on one device."""
     name, width, layers, batch = row
     network = dataclasses.replace(NETWORKS[name](width, layers, batch), measure=half_mean_square)
     step = network.problem(network.weights, network.x)["step"]

@@ -1,69 +1,23 @@
 """Problems of `lp-jax train`, for the suites that train: the one module here that knows the command line's own."""
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.networks import Pair
-from lp_jax.cli._experiment import experiment
+from lp_jax.cli._experiment import Experiment, experiment
 from lp_jax.cli._problem import prepare
-from lp_jax.train import LossFn, residuals
+from lp_jax.train import residuals
 
 
-class Problem(NamedTuple):
-    """A model with its data, as `lp-jax train` takes it.
-
-    Attributes:
-        layers: number of layers.
-        model: at its initial parameters.
-        params: the initial ones.
-        loss_fn: of training.
-        test_fn: of evaluation.
-        batches: of training, by epoch.
-        steps_per_epoch: number of them.
-        epochs: number of epochs.
-        learning_rate: of Adam.
-        test_batches: the test set.
-        solvers: what it is trained with if nothing else is said.
-    """
-
-    layers: int
-    model: Any
-    params: Any
-    loss_fn: LossFn
-    test_fn: LossFn
-    batches: Callable[[int], Iterable[Any]]
-    steps_per_epoch: int
-    epochs: int
-    learning_rate: float
-    test_batches: list[Any]
-    solvers: Pair
-
-
-def load(problem: str, model: str, path: Path, *, seed: int, **options: Any) -> Problem:
+def load(problem: str, model: str, path: Path, *, seed: int, **options: Any) -> Experiment:
     """Load a problem with its settings on the command line, apart from ``options``."""
-    settings, learned = prepare(problem, {"model": model, "data": path, "seed": seed} | options)
-    made = experiment(settings, learned)
-    training = settings.training
-    return Problem(
-        layers=settings.layers,
-        model=made.model,
-        params=made.params,
-        loss_fn=made.loss_fn,
-        test_fn=made.test_fn,
-        batches=made.batches,
-        steps_per_epoch=learned.steps_per_epoch,
-        epochs=training.epochs,
-        learning_rate=training.learning_rate,
-        test_batches=learned.test_batches,
-        solvers=settings.model.solvers,
-    )
+    return experiment(*prepare(problem, {"model": model, "data": path, "seed": seed} | options))
 
 
-def taken(problem: Problem, params: Any, batch: Any, solvers: Pair) -> Pair:
+def taken(made: Experiment, params: Any, batch: Any, solvers: Pair) -> Pair:
     """Return the solvers with the iterations that their tolerances take on a batch, and no tolerance."""
     if not any(solver.has_tolerance for solver in solvers):
         return solvers
-    solves = residuals(problem.model, params, batch, *solvers)
+    solves = residuals(made.model, params, batch, *solvers)
     forward, adjoint = (s.with_effort(int(found.iterations)) for s, found in zip(solvers, solves[:2], strict=True))
     return forward, adjoint

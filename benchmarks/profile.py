@@ -141,7 +141,6 @@ def _shorter(source: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Profile contenders of one row."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     parser.add_argument(
         "--row",

@@ -17,13 +17,12 @@ from benchmarks.command import Field, Row, Suite, network_row, positive, run, wa
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import cores
+from benchmarks.networks import SETTINGS, counted_ratio
 from benchmarks.one_device import why_no_torch
 from benchmarks.resnet import FORMULATIONS
-from benchmarks.settings import SETTINGS, counted_ratio
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan on one thread."""
     network, _, layers, _ = row
     workers, left_out = options.workers, []
     entries = [("lax.scan, 1 thread", "scan", "jax", 1)]
@@ -84,10 +83,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, metavar="N", default=2, help="devices, and ranks (default: 2)")
     parser.add_argument(
-        "--conv",
-        choices=FORMULATIONS,
-        default="auto",
-        help="formulation of the convolution (default: auto)",
+        "--conv", choices=FORMULATIONS, default="auto", help="formulation of the convolution (default: auto)"
     )
 
 

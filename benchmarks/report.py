@@ -89,6 +89,13 @@ def save(
     return [_replace(folder / f"{result['suite']}{suffix}", content) for suffix, content in files.items()]
 
 
+def kept(folder: Path, suite: str) -> list[dict[str, Any]]:
+    """The rows of an earlier result; none where there is none."""
+    path = folder / f"{suite}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return found
+
+
 def picture(fig: Figure) -> bytes:
     """Return a small PNG: few pixels per inch, and a palette."""
     drawn, packed = io.BytesIO(), io.BytesIO()
@@ -162,7 +169,6 @@ def _pad(column: int, text: str, width: int) -> str:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one row's table."""
     print(f"\n{row['title']}\n\n{pipes(_cells(row))}", flush=True)
 
 
@@ -179,7 +185,6 @@ def figure(result: Result, *, width: float, height: float) -> Figure:
 
 
 def dress(ax: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "both") -> None:
-    """A quiet frame."""
     ax.set_title(title, loc="left", fontsize=14, color=INK)
     ax.set_xlabel(x, fontsize=12, color=INK)
     ax.set_ylabel(y, fontsize=12, color=INK)

@@ -12,9 +12,8 @@ import lp_jax
 from benchmarks import one_device
 from benchmarks.command import Field, Row, Suite, run
 from benchmarks.harness import Tell
-from benchmarks.networks import SERIAL, Pair, conv
+from benchmarks.networks import SERIAL, Pair, conv, two_one
 from benchmarks.one_device import Entry
-from benchmarks.settings import two_one
 
 BATCH = 50
 FORMULATIONS = ("auto", "products", "xla")
@@ -29,7 +28,6 @@ PAIRS: dict[str, Pair] = {
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan with the chosen convolution."""
     size, batch = (8, 4) if options.quick else (28, BATCH)
     channels, layers = row
     drawn = {c: conv(channels, layers, batch, size=size, formulation=c) for c in FORMULATIONS}

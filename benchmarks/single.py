@@ -26,7 +26,6 @@ def _mgrit(forward: int, adjoint: int, **fields: Any) -> Pair:
 
 
 def pairs(network: str, layers: int) -> dict[str, Pair]:
-    """Forward and adjoint solver, by name."""
     checkpointed = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
     injection = lp_jax.Rediscretize()
     one, two = (lp_jax.Picard(sweeps=sweeps) for sweeps in (1, 2))
@@ -64,7 +63,6 @@ def why_no_newton(width: int, steps: int, batch: int) -> str | None:
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
-    """The baseline first: a scan."""
     name, width, layers, batch = row
     tell("drawing weights")
     network = NETWORKS[name](width, layers, batch)

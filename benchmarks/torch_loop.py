@@ -18,13 +18,6 @@ class Loop:
     """Takes training steps with PyTorch, one per call.
 
     Each layer has tensors of its own; matrices before and after the layers, and those of recurrent units, are (out, in).
-
-    Args:
-        network: what is trained.
-        threads: of PyTorch, while this is timed.
-
-    Attributes:
-        gradient: of the layers, at the initial weights, as in JAX.
     """
 
     def __init__(self, network: Network, threads: int):
@@ -54,7 +47,6 @@ class Loop:
         torch.set_flush_denormal(True)
 
     def __call__(self) -> None:
-        """One step."""
         self._sgd.zero_grad()
         self._loss(self._weights, *self._batch).backward()
         self._sgd.step()

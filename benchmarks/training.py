@@ -14,19 +14,7 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
 class Trainer:
-    """Takes steps of SGD with momentum, or the gradient only, one per call.
-
-    Args:
-        loss: ``loss(weights, *batch)``, and the last residual norm.
-        weights: the initial ones, which the first call gives away.
-        batch: what the loss is taken of, the same in all steps.
-        updates: whether the weights move.
-        ahead: whether to compile ahead of the first call.
-
-    Attributes:
-        gradient: of the layers, at their initial weights.
-        facts: for the result.
-    """
+    """Takes steps of SGD with momentum, or (without ``updates``) the gradient only, one per call."""
 
     def __init__(
         self,
@@ -63,7 +51,6 @@ class Trainer:
         return str(self._step.as_text())  # type: ignore[attr-defined]
 
     def __call__(self) -> Any:
-        """One step."""
         made, values = self._step(self._state, *self._batch)
         if self._updates:
             self._state = made

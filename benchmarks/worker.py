@@ -1,27 +1,76 @@
-"""A process of the suites ``ranks`` and ``model``: builds what it is told to, and times it when it is asked.
+"""A process of the suites ``ranks`` and ``model``: builds what it is told to, and times or calibrates it when it is asked.
 
 Arguments: kind of the group (jax, devices, ranks or torch) and the port of the suite's own process, which hands over the
 key by the environment. A rank that waits for its next order waits for a message, not within MPI, where it would keep a
 core busy.
 """
 
+import dataclasses
+import functools
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Client
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lp_jax
-from benchmarks import calibration
-from benchmarks.harness import timed
-from benchmarks.networks import NETWORKS, SERIAL, Weights
-from benchmarks.settings import SETTINGS
-from benchmarks.training import Trainer
-from lp_jax import planning
+from benchmarks.harness import Contender, measure, timed
+from benchmarks.networks import NETWORKS, SERIAL, SETTINGS, Weights
+from benchmarks.training import Trainer, trainer
+from lp_jax import Problem, Serial, planning, solve_vjp
+
+Sizes = tuple[str, int, int, int]
+"""Network, width, layers, batch."""
+
+_UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
+
+
+def problem(network: str, width: int, layers: int, batch: int) -> Problem:
+    """The layers only, with weights as the suites draw them."""
+    drawn = NETWORKS[network](width, layers, batch)
+    return Problem(**drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x))))
+
+
+def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
+    """Calibrate in this process, on its first device; what a step with a scan takes besides the layers is ``fixed``."""
+    network, width, layers, batch = sizes
+    parts = None
+    if fewer:
+        quarter = problem(network, width, layers, max(1, batch // 4))
+        parts = {name: getattr(quarter, name) for name in ("y0", "shared", "data")}
+    found = planning.calibrate(problem(*sizes), fewer=parts, batched=batched, name=", ".join(map(str, sizes)))
+    scanned = Contender(name="lax.scan", call=trainer(NETWORKS[network](*sizes[1:]), updates=updates))
+    (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
+    update = _UPDATE * found.adding if updates else 0.0
+    besides = float(np.median(timing.seconds)) - layers * (sum(found.per_layer) + update)
+    return dataclasses.replace(found, update=update, fixed=max(0.0, besides))
+
+
+def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
+    """That of all layers, by serial propagation, on each of so many devices at the same time, in one program."""
+    given = problem(*sizes)
+    arrays = {name: getattr(given, name) for name in ("params", "y0", "shared", "data")}
+
+    def gradient(arrays: dict[str, Any]) -> Any:
+        solution, pullback = solve_vjp(**(vars(given) | arrays), solver=Serial())
+        return pullback(solution.y1)[0]
+
+    if devices == 1:
+        return functools.partial(jax.jit(gradient), jax.tree.map(jnp.asarray, arrays))
+    mesh = jax.make_mesh((devices,), ("copies",), axis_types=(AxisType.Auto,))
+
+    def own(copies: dict[str, Any]) -> Any:
+        return jax.tree.map(lambda x: x[None], gradient(jax.tree.map(lambda x: x[0], copies)))
+
+    spread = jax.shard_map(own, mesh=mesh, in_specs=P("copies"), out_specs=P("copies"), check_vma=False)
+    copies = jax.tree.map(lambda x: jnp.stack([x] * devices), arrays)
+    return functools.partial(jax.jit(spread), jax.device_put(copies, NamedSharding(mesh, P("copies"))))
 
 
 def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, convolution: str) -> Any:
@@ -41,10 +90,10 @@ def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, con
     def spread(stack: Any) -> Any:
         if kind == "ranks":
             return jax.tree.map(lambda x: x[lp_jax.layer_slices(layers, comm.size, *solvers)[comm.rank]], stack)
-        return jax.device_put(stack, NamedSharding(comm.mesh, PartitionSpec("layers"))) if comm else stack
+        return jax.device_put(stack, NamedSharding(comm.mesh, P("layers"))) if comm else stack
 
     def same(tree: Any) -> Any:
-        return jax.device_put(tree, NamedSharding(comm.mesh, PartitionSpec())) if kind == "devices" else tree
+        return jax.device_put(tree, NamedSharding(comm.mesh, P())) if kind == "devices" else tree
 
     weights, *examples = jax.tree.map(jnp.array, (network.weights, network.x, network.target))
     held = same(weights.layers) if which == "gru" else spread(weights.layers)
@@ -60,7 +109,6 @@ def _comm(kind: str) -> Any:
 
 
 def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, meet: Any) -> Any:
-    """Do as told."""
     what, name, *details = order
     if what == "build":
         row = details[0]
@@ -70,9 +118,9 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
             gradient = [x[:0] for x in gradient]
         return gradient, getattr(built[name], "facts", {})
     if what == "calibrate":
-        return calibration.machine(**details[0])
+        return machine(**details[0])
     if what == "gradients":
-        built[name] = calibration.gradients(*details)
+        built[name] = gradients(*details)
         return None
     if what == "wires":
         return planning.interconnect(_comm(kind))
@@ -83,7 +131,6 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
 
 
 def main() -> None:
-    """Take orders until there are no more."""
     kind, port = sys.argv[1], int(sys.argv[2])
     rank, meet = 0, (lambda: None)
     if kind == "ranks":

@@ -18,15 +18,7 @@ def busiest(level: tuple[int, int], workers: int) -> int:
 
 
 def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: CoarseStep, coarsest: Solver) -> None:
-    """Record a cycle, up to where its last F-points would be interpolated.
-
-    Args:
-        work: the solve of all layers.
-        grid: of the solver.
-        stops: the path of the cycle.
-        coarse_step: what stands in for the layers of an interval.
-        coarsest: solver of the coarsest level.
-    """
+    """Record a cycle, up to where its last F-points would be interpolated."""
     spans = [math.prod(factor for _, factor in grid[:level]) for level in range(len(grid))]
     levels = [work, *(work.on(grid[n][0], coarse_step, spans[n]) for n in range(1, len(grid)))]
     for stop, following in zip(stops, [*stops[1:], None], strict=True):

@@ -9,30 +9,16 @@ VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
 
 
 class Stop(NamedTuple):
-    """One stop on the path.
+    """One stop on the path."""
 
-    Attributes:
-        level: 0 is the finest.
-        label: what is done there: "solve", or the relaxation, like "FCF".
-        iteration: number of the iteration that begins here; None within one.
-        title: what that iteration is called.
-    """
-
-    level: int
-    label: str
-    iteration: int | None = None
-    title: str = ""
+    level: int  # 0 is the finest
+    label: str  # what is done there: "solve", or the relaxation, like "FCF"
+    iteration: int | None = None  # number of the iteration that begins here; None within one
+    title: str = ""  # what that iteration is called
 
 
 def path(relaxations: tuple[str, ...], kind: str, iterations: int, *, skip: bool) -> list[Stop]:
-    """Return the stops of ``iterations`` cycles and the final sweep; successive ones on a level are one.
-
-    Args:
-        relaxations: pre-relaxation on every level, finest first, like "FCF"; the coarsest level's is not used.
-        kind: "V", "F" or "W".
-        iterations: number of cycles.
-        skip: whether the first one is the coarse-to-fine cascade.
-    """
+    """Return the stops of ``iterations`` cycles and the final sweep; successive ones on a level are one."""
     stops: list[Stop] = []
     for iteration in range(1, iterations + 1):
         first = skip and iteration == 1

@@ -1,9 +1,8 @@
 """Ready-made transfers between a state on a grid and one on a grid of every other point.
 
-Along each axis of n points the coarse grid has the points 0, 2, 4, ... of the fine one, ceil(n / 2) of them (it is
-vertex-centred). So a coarse point is a fine point, a convolution is centred at the same places on both grids, and
-injection is literally a restriction of the grid. An odd n keeps both ends; of an even n the last point lies beyond the
-last coarse one and takes its value.
+The grids are vertex-centred. So a coarse point is a fine point, a convolution is centred at the same places on both, and
+injection is literally a restriction of the grid. Of n points ceil(n / 2) are coarse: an odd n keeps both ends; of an even
+n the last point lies beyond the last coarse one.
 """
 
 import dataclasses
@@ -21,23 +20,22 @@ from lp_jax._types import State
 def spatial(
     dims: int, *, restriction: str = "full_weighting", prolongation: str = "linear"
 ) -> tuple["Restriction", "Prolongation"]:
-    r"""Transfers for ``MGRIT(spatial=...)``: half as many points along each axis of space on the next coarser level.
+    """Transfers for ``MGRIT(spatial=...)``: half as many points along each axis of space on the next coarser level.
 
     A layer that does not mind the size of its state, like one of convolutions, costs :math:`2^{-d}` of its evaluation
     there. What is solved for stays the same. Every array of the state has the axes ``(..., *space, channels)``; sizes
     may be odd or even, and differ from array to array. Coarse points are the points 0, 2, 4, ... of the fine grid.
 
-    The prolongation P is linear interpolation: coarse points keep their values, points between them get the mean of
-    their neighbours, the last one of an even number that of its left neighbour. It reproduces constants, and linear
-    functions but for such a last point. Full weighting is its transpose with rows scaled to sum to 1,
+    The prolongation P is linear interpolation: points between coarse points get the mean of their neighbours, the last one
+    of an even number that of its left neighbour. Full weighting is its transpose with rows scaled to sum to 1,
     :math:`R = D^{-1} P^T`, in one dimension (1/4, 1/2, 1/4) inside, (2/3, 1/3) at an end and (1/5, 2/5, 2/5) where a point
     lies beyond. Then :math:`P R` is symmetric with eigenvalues in [0, 1], so that :math:`I - P R`, which is what exact
     coarse steps leave of an error, enlarges none. Injection takes the values at coarse points; :math:`R P = I`, but
     :math:`I - P R` may enlarge.
 
     The level needs C-relaxation, ``relaxation="FCF"``: of a residual r at the first C-point, F-relaxation alone corrects
-    P R r and leaves (I - P R) r, which is not small where r varies from point to point, in this cycle and in every
-    one that follows. With FCF the states of one interval more are exact after each cycle.
+    P R r and leaves (I - P R) r, which is not small where r varies from point to point, in every cycle. With FCF the states
+    of one interval more are exact after each cycle.
 
     How many cycles it takes is a matter of the states. Where they are smooth in space, the gradient after two cycles is as
     good as without (relative error 0.10 against 0.13, kernels that blur); the coarse grid tells nothing of random kernels

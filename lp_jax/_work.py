@@ -84,31 +84,18 @@ class CoarseStep(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A forward or adjoint solve of a chain, which its solver counts by calling the methods here.
+    """A forward or adjoint solve of a chain, which its solver counts by calling the methods here."""
 
-    Attributes:
-        layers: number of steps of the chain, on all workers.
-        workers: number of workers that the chain is spread over.
-        looped: whether steps at once are evaluated one after another, as on a CPU.
-        kept: whether the forward solve leaves linearisations of all layers to the adjoint.
-        adjoint: whether this is the adjoint solve, which gives the gradient too.
-        in_rows: whether to count rows of layers that follow each other.
-        step: the coarse step, if the chain is a coarse level; None for layers.
-        span: number of layers that a step stands for.
-        unit: number of steps that must live on one worker.
-        schedule: what has been counted so far.
-    """
-
-    layers: int
-    workers: int = 1
-    looped: bool = False
-    kept: bool = False
-    adjoint: bool = False
-    in_rows: bool = False
-    step: CoarseStep | None = None
-    span: int = 1
-    unit: int = 1
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    layers: int  # number of steps of the chain, on all workers
+    workers: int = 1  # number of workers that the chain is spread over
+    looped: bool = False  # whether steps at once are evaluated one after another, as on a CPU
+    kept: bool = False  # whether the forward solve leaves linearisations of all layers to the adjoint
+    adjoint: bool = False  # whether this is the adjoint solve, which gives the gradient too
+    in_rows: bool = False  # whether to count rows of layers that follow each other
+    step: CoarseStep | None = None  # the coarse step, if the chain is a coarse level; None for layers
+    span: int = 1  # number of layers that a step stands for
+    unit: int = 1  # number of steps that must live on one worker
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)  # what has been counted so far
 
     @property
     def mine(self) -> int:
@@ -125,7 +112,6 @@ class Work:
         return dataclasses.replace(self, layers=steps, step=step, span=span)
 
     def apart(self) -> "Work":
-        """Return the same with an empty schedule of its own."""
         return dataclasses.replace(self, schedule=Schedule())
 
     def steps(self, count: int, at_once: int) -> None:
@@ -183,39 +169,23 @@ def prefix_messages(workers: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """What the memory of a solver depends on.
+    """What the memory of a solver depends on."""
 
-    Attributes:
-        layers: number of layers, on all workers.
-        workers: number of workers that they are spread over.
-        state: bytes of the state.
-        linearised: bytes of a state and of what the linearisation of a layer holds.
-        parameters: bytes of a layer's parameters.
-        examples: number of examples in the state.
-        looped: whether layers at once are evaluated one after another.
-    """
-
-    layers: int
-    workers: int
-    state: int
-    linearised: int
-    parameters: int
-    examples: int
-    looped: bool
+    layers: int  # number of layers, on all workers
+    workers: int  # number of workers that they are spread over
+    state: int  # bytes of the state
+    linearised: int  # bytes of a state and of what the linearisation of a layer holds
+    parameters: int  # bytes of a layer's parameters
+    examples: int  # number of examples in the state
+    looped: bool  # whether layers at once are evaluated one after another
 
     @property
     def mine(self) -> int:
-        """Number of layers on the busiest worker."""
         return math.ceil(self.layers / self.workers)
 
 
 class Held(NamedTuple):
-    """Bytes of a training step on one worker.
+    """Bytes of a training step on one worker."""
 
-    Attributes:
-        kept: states and linearisations that the forward solve leaves to the adjoint.
-        working: what the solvers need while they work.
-    """
-
-    kept: int
-    working: int
+    kept: int  # states and linearisations that the forward solve leaves to the adjoint
+    working: int  # what the solvers need while they work

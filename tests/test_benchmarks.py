@@ -16,7 +16,6 @@ from test_published import UNIT
 
 import lp_jax
 from benchmarks import (
-    calibration,
     dense,
     frontier,
     memory,
@@ -27,9 +26,9 @@ from benchmarks import (
     ranks,
     report,
     resnet,
-    settings,
     single,
     training,
+    worker,
 )
 from benchmarks.command import Progress, run
 from benchmarks.critical_path import training_step
@@ -326,7 +325,7 @@ def test_a_bad_row_of_ranks_is_refused(row, capsys):
 def test_ratios_that_evaluations_allow():
     """On two workers, by hand: half of the layers each, forward in every sweep, the gradient once."""
     n, p = 256, 2
-    found = {name: settings.counted_ratio(name, n, p) for name in settings.SETTINGS}
+    found = {name: networks.counted_ratio(name, n, p) for name in networks.SETTINGS}
     assert found["identity, 2/1"] == pytest.approx((2 + 1 + 1) / p / 3)
     assert found["identity, 2/2"] == pytest.approx((2 + 2 + 1) / p / 3)
     assert found["Picard, 2/1"] == pytest.approx((2 + 1 + 1 + 1) / p / 3)  # once more for what the adjoint finds
@@ -430,7 +429,7 @@ def test_settings_of_the_frontier():
 def test_a_layer_of_one_example_costs_a_product(name):
     forward, adjoint = frontier.settings("gru")[name]
     solvers = [dataclasses.replace(s, batch_axes=0) if "Newton" in name else s for s in (forward, adjoint)]
-    assert frontier.counted(64, (forward, adjoint)) == training_step(64, *solvers)
+    assert training_step(64, forward, adjoint) == training_step(64, *solvers)
 
 
 def coarse_steps(function, h):
@@ -546,7 +545,7 @@ def test_every_measured_row_is_found():
     (row,) = [row for row in rows if row.suite == "ranks" and row.sizes == ("dense", 128, 256, 32)]
     name, seconds, workers, ratio = row.ratios[2]
     assert (name, workers, row.threads) == ("3 levels, injection, 2/1, all stored, 2 devices", 2, 1) and ratio > 0
-    forward, adjoint = settings.SETTINGS["3 levels, injection, 2/1, all stored"](256, 2)
+    forward, adjoint = networks.SETTINGS["3 levels, injection, 2/1, all stored"](256, 2)
     assert seconds(UNIT) == planning.predict(forward, adjoint, 256, UNIT, workers=2).seconds
 
 
@@ -565,7 +564,7 @@ def test_alternatives_to_layer_parallelism_are_predicted_too():
 
 def test_predictions_are_ratios_and_winners_are_counted():
     machine = UNIT
-    solvers = settings.SETTINGS["identity, 2/2"](256, 2)
+    solvers = networks.SETTINGS["identity, 2/2"](256, 2)
     said = model.predicted(machine, machine, model.solved(solvers, 256, 2), 256)
     assert said == pytest.approx(5 / 6)  # the gradient is formed once
     newton = lp_jax.Newton()
@@ -592,9 +591,9 @@ def test_a_machine_of_two_workers_is_slower_in_all_that_it_computes():
 def test_every_device_has_the_gradient_that_is_timed(network):
     """Two copies in one program, each as a scan by JAX has it."""
     sizes = (network, 4, 8, 4)
-    given = calibration.problem(*sizes)
-    copies = calibration.gradients(sizes, 2)()
-    alone = calibration.gradients(sizes, 1)()
+    given = worker.problem(*sizes)
+    copies = worker.gradients(sizes, 2)()
+    alone = worker.gradients(sizes, 1)()
     for device in range(2):
         assert relative_error(jax.tree.map(lambda x, i=device: x[i], copies), alone) < 1e-6
     if network == "dense":

@@ -9,7 +9,7 @@ import pytest
 from data_files import ragged, refused, write
 
 from lp_jax import data
-from lp_jax.data._vocabulary import SHAPES, shape
+from lp_jax.data._gum import SHAPES, shape
 
 COUNTS = {"train": (5396, 101_701), "dev": (588, 13_334), "test": (615, 13_288)}
 

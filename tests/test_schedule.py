@@ -12,7 +12,7 @@ import lp_jax
 from benchmarks.critical_path import training_step as counted
 from lp_jax import planning, viz
 from lp_jax.planning import count, training_step
-from lp_jax.planning._program import read
+from lp_jax.planning._schedule import read
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (0, 1, 2)}

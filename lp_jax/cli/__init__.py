@@ -10,11 +10,7 @@ from lp_jax.cli._errors import Terminated, describe, terminate
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit: 0, or with one line on standard error 1 (failed), 2 (wrong use), 128 + signal.
-
-    Args:
-        args: what follows the command's name; that of the process if None.
-    """
+    """Run the command and exit: 0, or with one line on standard error 1 (failed), 2 (wrong use), 128 + signal."""
     args = list(sys.argv[1:] if args is None else args)
     code, before = 0, signal.signal(signal.SIGTERM, terminate)
     try:

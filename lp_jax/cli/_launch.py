@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
 from lp_jax.cli._errors import CommandError, ToldError, UsageError, describe
+from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
 
@@ -26,15 +27,7 @@ _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 
 
 class Launch(abc.ABC):
-    """One process of a run, as a context in which the run goes on.
-
-    Args:
-        options: of the command line, by name.
-
-    Attributes:
-        number: of this process.
-        size: number of processes.
-    """
+    """One process of a run, as a context in which the run goes on."""
 
     number = 0
     size = 1
@@ -80,16 +73,7 @@ class SeveralProcesses(Launch):
     """
 
     def once(self, f: Callable[[], T]) -> T:
-        outcome: tuple[Any, ToldError | None] = (None, None)
-        if self.is_root:
-            try:
-                outcome = f(), None
-            except ToldError as error:
-                outcome = None, error
-        value, raised = self._broadcast(outcome)
-        if raised is not None:
-            raise raised
-        return value
+        return done_once(f, self.is_root, self._broadcast, ToldError)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, SystemExit):
@@ -199,12 +183,6 @@ class DistributedLaunch(SeveralProcesses):
 
 
 def launch(options: Mapping[str, Any]) -> Launch:
-    """Meet the other processes, if there are to be any.
-
-    Raises:
-        UsageError: for options that contradict each other.
-        CommandError: where the other processes are not found.
-    """
     if options["mpi"] and options["distributed"]:
         raise UsageError("--mpi and --distributed are two engines; give one of them.")
     if not options["distributed"] and (options["coordinator"] or options["process"]):
@@ -223,11 +201,7 @@ def launch(options: Mapping[str, Any]) -> Launch:
 
 
 def mesh_sizes(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of the axes that ``--devices`` or ``--mesh`` name; empty where neither is given.
-
-    Raises:
-        UsageError: for an unknown axis, no number, and for both options at once.
-    """
+    """Return the sizes of the axes that ``--devices`` or ``--mesh`` name; empty where neither is given."""
     if options["mesh"] is not None and options["devices"] is not None:
         raise UsageError("--devices N is short for --mesh layers=N; give one of the two.")
     if options["mesh"] is None:

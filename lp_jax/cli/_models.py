@@ -84,7 +84,6 @@ class Model(abc.ABC):
 
     @classmethod
     def about(cls) -> str:
-        """Return a few words on it."""
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @abc.abstractmethod
@@ -228,12 +227,10 @@ class LastUnit(nnx.Module):
         self.linear = nnx.Linear(width, classes, rngs=rngs)
 
     def __call__(self, states: tuple[jax.Array, ...]) -> jax.Array:
-        """Return the logits."""
         return self.linear(states[-1])
 
 
 def _is_token(tokens: jax.Array) -> jax.Array:
-    """Return where there is no padding."""
     return tokens[..., 0] > 0
 
 

@@ -64,7 +64,6 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
 
 
 def add_launch(parser: Any) -> None:
-    """Add where a run lives."""
     add = parser.add_argument_group("Devices").add_argument
     add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
     add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
@@ -80,7 +79,6 @@ def add_launch(parser: Any) -> None:
 
 
 def add_folder(parser: Any, problem: str) -> None:
-    """Add where a run is kept."""
     add = parser.add_argument_group("Output").add_argument
     add("--out", type=Path, metavar="FOLDER", default=Path("runs", problem), help="Folder for all results.")
     add("--resume", action="store_true", help="Go on with the run in --out; options left out are as they were.")
@@ -159,17 +157,7 @@ def parser_of(command: str, problem: Problem, kind: str, groups: Groups, example
 def parse(
     parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options by name: solvers as objects, and all of them as they are stored.
-
-    Args:
-        parser: of the command.
-        problem: what it works on.
-        args: the command line, `spelled_out`.
-        stored: options of a run that is resumed, which the command line changes.
-
-    Raises:
-        UsageError: for options that are unknown, missing or out of range.
-    """
+    """Return the options by name: solvers as objects, and all of them as they are stored."""
     before = [] if stored is None else ["--config", json.dumps(dict(stored))]
     try:
         read = parser.parse_args([*before, *args])
@@ -190,11 +178,7 @@ def parse(
 
 
 def solvers(options: Mapping[str, Any], model: Model) -> Pair:
-    """Return the forward and the adjoint solver that the options give.
-
-    Raises:
-        UsageError: for options that contradict each other.
-    """
+    """Return the forward and the adjoint solver that the options give."""
     solver, adjoint_solver, iterations = (options[n] for n in ("solver", "adjoint_solver", "adjoint_iterations"))
     if solver == "auto":
         if adjoint_solver is not None or iterations is not None:

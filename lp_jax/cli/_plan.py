@@ -22,12 +22,6 @@ from lp_jax.cli._workers import mesh_comm
 
 
 def run(name: str, args: Sequence[str]) -> None:
-    """Plan, show the plan.
-
-    Args:
-        name: the problem; "machine" for a network of which nothing is known.
-        args: the command line after it.
-    """
     found, out = _of_machine(args) if name == "machine" else _of_problem(name, args)
     print(found)
     if out is not None:
@@ -84,17 +78,7 @@ def planned(
     error: float = 1e-2,
     seconds: float = 10.0,
 ) -> planning.Plan:
-    """Return the plan for a network at its initial parameters, on its first batch.
-
-    Args:
-        settings: what is trained.
-        task: what it is trained on.
-        console: where progress is shown.
-        machine: what layers take; None measures it.
-        workers: as for `lp_jax.plan`.
-        error: as for `lp_jax.plan`.
-        seconds: as for `lp_jax.plan`.
-    """
+    """Return the plan for a network at its initial parameters, on its first batch."""
     from lp_jax import train
 
     made = experiment(settings, task)

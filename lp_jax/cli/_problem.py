@@ -18,22 +18,16 @@ class Problem:
     """A problem that ``lp-jax train`` and ``lp-jax plan`` know: a module of `lp_jax.cli.problems`, which it is named after.
 
     The first line of that module's docstring is its help.
-
-    Attributes:
-        load: ``load(training, **sources)`` reads the data.
-        models: models with their default settings, by name; the first one is the default.
-        training: default settings of training.
-        sources: options that say where the data is, by name, with their help; "data" is a path.
-        examples: (call, what it does), for the help.
-        about: first line of the help.
     """
 
-    load: Callable[..., Task]
-    models: Mapping[str, Model]
+    load: Callable[..., Task]  # ``load(training, **sources)`` reads the data
+    models: Mapping[str, Model]  # models with their default settings, by name; the first one is the default
     training: Training
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    examples: tuple[tuple[str, str], ...]
-    about: str = ""
+    sources: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # help of options that name data; "data" is a path
+    examples: tuple[tuple[str, str], ...]  # (call, what it does), for the help
+    about: str = ""  # first line of the help
 
     @property
     def choices(self) -> list[str]:
@@ -41,11 +35,6 @@ class Problem:
         return [*self.models, *(["resnet"] if next(iter(self.models.values())).residual else [])]
 
     def kind(self, name: str | None) -> str:
-        """Return the model's own name.
-
-        Raises:
-            UsageError: for a model that the problem does not have.
-        """
         if name not in (None, *self.choices):
             raise UsageError(f"--model must be one of {', '.join(self.choices)}; got {name!r}.")
         return next(iter(self.models)) if name is None or name == "resnet" else name
@@ -53,25 +42,15 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What makes a run what it is, the solvers apart. Two runs of equal settings take the same batches.
-
-    Attributes:
-        problem: name of the problem.
-        kind: name of the model.
-        model: the model's settings.
-        training: settings of training.
-        sources: where the data is.
-        layers: number of layers, or of steps of the sequence.
-        t1: time at which the last layer ends.
-    """
+    """What makes a run what it is, the solvers apart. Two runs of equal settings take the same batches."""
 
     problem: str
     kind: str
     model: Model
     training: Training
     sources: Mapping[str, Any]
-    layers: int
-    t1: float
+    layers: int  # number of layers, or of steps of the sequence
+    t1: float  # time at which the last layer ends
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a checkpoint must agree in; the length of a run and its learning rate may change on the way."""
@@ -94,31 +73,17 @@ class Settings:
 
 
 def find(name: str) -> Problem:
-    """Return the problem of this name."""
     module = importlib.import_module(f"lp_jax.cli.problems.{name}")
     return dataclasses.replace(module.PROBLEM, about=(module.__doc__ or "").partition("\n")[0])
 
 
 def model_and_training(problem: Problem, options: Mapping[str, Any]) -> tuple[Model, Training]:
-    """Return the settings that the options give, the problem's own where they give none.
-
-    Raises:
-        ValueError: for a value out of range; the message begins with its name.
-    """
+    """Return the settings that the options give, or the problem's own; the message of an error begins with its name."""
     return _updated(problem.models[problem.kind(options.get("model"))], options), _updated(problem.training, options)
 
 
 def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
-    """Return what the options ask for, with the data that they name.
-
-    Args:
-        name: the problem.
-        options: settings by name, those of the problem where they are left out; where its data is.
-
-    Raises:
-        lp_jax.data.DataError: for files that are missing or damaged.
-        ValueError: for a setting out of range, and for a batch larger than the training set.
-    """
+    """Return what the options ask for, with the data that they name."""
     problem = find(name)
     model, training = model_and_training(problem, options)
     sources = {source: options[source] for source in problem.sources}

@@ -1,7 +1,9 @@
-"""What a run leaves: a table, a summary, pictures."""
+"""What a run leaves: its folder, a table, a summary, pictures."""
 
 import contextlib
+import json
 import platform
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,17 +15,61 @@ from rich.table import Table
 from lp_jax import viz
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.cli._experiment import Experiment
-from lp_jax.cli._info import version
-from lp_jax.cli._run import Run
+from lp_jax.cli._commands import version
+from lp_jax.cli._errors import CommandError
+from lp_jax.cli._experiment import Experiment, Run
 from lp_jax.train import gradient_error, residuals
+
+CONFIG = "config.json"
+"""File of what a run was started with."""
+
+
+def new_run(folder: Path) -> None:
+    """Make sure that a new run can write into the folder."""
+    if (folder / CONFIG).exists():
+        raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
+    _require_writable(folder)
+    if any(folder.iterdir()):
+        raise CommandError(f"{folder} is not empty and holds no run; choose another --out.")
+
+
+def stored_run(folder: Path, problem: str) -> dict[str, Any]:
+    """Return what the run in the folder was started with."""
+    config = folder / CONFIG
+    if not config.exists():
+        raise CommandError(f"{folder} holds no run to resume; leave out --resume to start one.")
+    _require_writable(folder)
+    try:
+        stored = json.loads(config.read_text(encoding="utf-8"))
+        found = {name: stored[name] for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")}
+    except (ValueError, TypeError, KeyError):
+        raise CommandError(f"{config} is not the configuration of a run; it cannot be resumed.") from None
+    if found["problem"] != problem:
+        raise CommandError(f"{folder} holds a run on {found['problem']}, not {problem}; choose another --out.")
+    return found
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file of JSON for people to read, all at once."""
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(f"cannot write to {folder}: {error.strerror}; choose another --out.") from None
+
 
 ITERATIONS, MOST_ITERATIONS = 3, 8
 """How many are drawn at least, and at most."""
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return a table of the runs, one column each."""
     result = Table(title="Test set; the network evaluated exactly", title_justify="left", title_style="")
     result.add_column("")
     for run in runs:
@@ -57,17 +103,11 @@ def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 class GradientErrors(NamedTuple):
-    """Errors of a trained network's gradient.
+    """Errors of a trained network's gradient."""
 
-    Attributes:
-        choices: errors after 1, 2, ... iterations, forward and adjoint alike, by the name of the solver.
-        own: error of the run's own solvers.
-        iterations: numbers of iterations of the run's own solvers.
-    """
-
-    choices: dict[str, list[float]]
-    own: float
-    iterations: tuple[int, int]
+    choices: dict[str, list[float]]  # after 1, 2, ... iterations, forward and adjoint alike, by the solver's name
+    own: float  # error of the run's own solvers
+    iterations: tuple[int, int]  # numbers of iterations of the run's own solvers
 
 
 def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
@@ -116,7 +156,6 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
 
 
 def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
-    """Write pictures into a folder; return their names."""
     for name, figure in figures.items():
         figure.savefig(folder / name)
     return list(figures)

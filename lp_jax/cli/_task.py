@@ -40,31 +40,18 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned, as batches ``(x, labels)``.
+    """What is learned, as batches ``(x, labels)``."""
 
-    Attributes:
-        batches: batches of training, by epoch.
-        steps_per_epoch: number of them.
-        test_batches: the test set.
-        shape: shape of one input, without the batch: of an image, a point, or one time of a sequence.
-        classes: number of classes.
-        names: names of the classes; empty where they are numbers.
-        length: largest number of positions of a sequence; 0 for other inputs.
-        sizes: number of values of each of the numbers that describe a token; empty for other inputs.
-        causal: whether a position sees only itself and those before it.
-        samples: makes a text of a few answers, to read; None shows nothing.
-    """
-
-    batches: Callable[[int], Iterable[Any]]
-    steps_per_epoch: int
-    test_batches: list[Any]
-    shape: tuple[int, ...]
+    batches: Callable[[int], Iterable[Any]]  # batches of training, by epoch
+    steps_per_epoch: int  # number of them
+    test_batches: list[Any]  # the test set
+    shape: tuple[int, ...]  # shape of one input, without the batch: of an image, a point, or one time of a sequence
     classes: int
-    names: tuple[str, ...] = ()
-    length: int = 0
-    sizes: tuple[int, ...] = ()
-    causal: bool = False
-    samples: Callable[[Predict], str] | None = None
+    names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
+    length: int = 0  # largest number of positions of a sequence; 0 for other inputs
+    sizes: tuple[int, ...] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
+    causal: bool = False  # whether a position sees only itself and those before it
+    samples: Callable[[Predict], str] | None = None  # makes a text of a few answers, to read; None shows nothing
 
 
 def classification(dataset: data.Dataset, training: Training) -> Task:
@@ -93,11 +80,6 @@ def classification(dataset: data.Dataset, training: Training) -> Task:
 
 
 def steps_per_epoch(examples: int, training: Training) -> int:
-    """Return the number of full batches.
-
-    Raises:
-        ValueError: where there is none.
-    """
     if examples < training.batch_size:
         raise ValueError(f"--batch_size {training.batch_size} is more than the {examples} training examples.")
     return examples // training.batch_size

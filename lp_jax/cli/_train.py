@@ -11,15 +11,13 @@ from rich.console import Console
 
 from lp_jax import Serial, planning, viz
 from lp_jax.cli._errors import CommandError, UsageError
-from lp_jax.cli._experiment import Experiment, experiment
-from lp_jax.cli._folder import CONFIG, new_run, stored_run, write_json
+from lp_jax.cli._experiment import Experiment, Run, experiment, train_one
 from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
 from lp_jax.cli._problem import Problem, Settings, find, prepare
-from lp_jax.cli._report import gradient_errors, pictures, save, summary, table
-from lp_jax.cli._run import Run, train_one
+from lp_jax.cli._report import CONFIG, gradient_errors, new_run, pictures, save, stored_run, summary, table, write_json
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import workers
 from lp_jax.planning import code
@@ -37,12 +35,6 @@ Options = Mapping[str, Any]
 
 
 def run(name: str, args: Sequence[str]) -> None:
-    """Train, compare, report.
-
-    Args:
-        name: the problem.
-        args: the command line after it.
-    """
     problem, args = find(name), list(spelled_out(args))
     look = vars(first_look(args, f"lp-jax train {name}"))
     with launch(look) as processes:
@@ -107,7 +99,6 @@ def _runs(made: Experiment, options: Options, console: Console, processes: Launc
 
 
 def _recommended(settings: Settings, task: Task, sizes: Mapping[str, int], console: Console, processes: Launch) -> Pair:
-    """Return what ``lp-jax plan`` recommends."""
     if processes.size > 1:
         raise UsageError(
             "--solver auto measures, and each process would find something else; ask lp-jax plan, and pass what it says."

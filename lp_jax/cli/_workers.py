@@ -22,15 +22,10 @@ from lp_jax.train import Checkpoints, LossFn, RankCheckpoints, Ranks
 
 
 class Place(abc.ABC):
-    """Where the layers, and the examples of a batch, live.
+    """Where the layers, and the examples of a batch, live."""
 
-    Attributes:
-        comm: of the solves.
-        whole: of `lp_jax.train.make_train_step`.
-    """
-
-    comm: MeshComm | MPIComm | None = None
-    whole: Callable[[PyTree], PyTree] | None = None
+    comm: MeshComm | MPIComm | None = None  # of the solves
+    whole: Callable[[PyTree], PyTree] | None = None  # of `lp_jax.train.make_train_step`
 
     @abc.abstractmethod
     def describe(self) -> str | None:
@@ -53,7 +48,6 @@ class Place(abc.ABC):
         return loss_fn
 
     def size(self, params: PyTree) -> int:
-        """Return the number of parameters of the whole network."""
         return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
 
     def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> Checkpoints | RankCheckpoints:
@@ -129,12 +123,7 @@ class RankGrid(Place):
 
 
 def workers(options: Mapping[str, Any], layers: int, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
-    """Return where the options put a run of this many layers. On a CPU, cut it into the devices of a mesh.
-
-    Raises:
-        UsageError: for an unknown axis, for both options at once, and for a batch that cannot be split evenly.
-        CommandError: where there are too few devices, or too many ranks.
-    """
+    """Return where the options put a run of this many layers. On a CPU, cut it into the devices of a mesh."""
     sizes = mesh_sizes(options)
     if options["batch_size"] % sizes.get("data", 1):
         raise UsageError(
@@ -181,7 +170,6 @@ def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
 
 
 def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
-    """Return the first devices as a mesh of these axes."""
     mesh = jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),

@@ -3,28 +3,28 @@
 All of it is NumPy; nothing here downloads or unpickles. docs/data.md says which files each loader expects.
 """
 
+from lp_jax.data._batches import Sequences as Sequences
 from lp_jax.data._batches import batches as batches
-from lp_jax.data._bucketed import Sequences as Sequences
-from lp_jax.data._bucketed import bucketed as bucketed
-from lp_jax.data._bucketed import padded as padded
+from lp_jax.data._batches import bucketed as bucketed
+from lp_jax.data._batches import padded as padded
 from lp_jax.data._characters import characters as characters
-from lp_jax.data._conllu import Sentence as Sentence
-from lp_jax.data._conllu import read_conllu as read_conllu
 from lp_jax.data._dataset import DataError as DataError
 from lp_jax.data._dataset import Dataset as Dataset
-from lp_jax.data._digits import digits as digits
+from lp_jax.data._gum import Sentence as Sentence
 from lp_jax.data._gum import Tagging as Tagging
 from lp_jax.data._gum import gum as gum
-from lp_jax.data._idx import read_idx as read_idx
+from lp_jax.data._gum import read_conllu as read_conllu
 from lp_jax.data._indian_pines import indian_pines as indian_pines
+from lp_jax.data._mnist import digits as digits
 from lp_jax.data._mnist import mnist as mnist
+from lp_jax.data._mnist import read_idx as read_idx
+from lp_jax.data._modelnet import Mesh as Mesh
 from lp_jax.data._modelnet import modelnet as modelnet
-from lp_jax.data._off import Mesh as Mesh
-from lp_jax.data._off import read_off as read_off
+from lp_jax.data._modelnet import read_off as read_off
+from lp_jax.data._modelnet import voxelize as voxelize
 from lp_jax.data._peaks import peaks as peaks
+from lp_jax.data._timeseries import Series as Series
+from lp_jax.data._timeseries import read_ts as read_ts
 from lp_jax.data._timeseries import timeseries as timeseries
+from lp_jax.data._timeseries import uci_har as uci_har
 from lp_jax.data._tiny_imagenet import tiny_imagenet as tiny_imagenet
-from lp_jax.data._ts import Series as Series
-from lp_jax.data._ts import read_ts as read_ts
-from lp_jax.data._uci_har import uci_har as uci_har
-from lp_jax.data._voxels import voxelize as voxelize

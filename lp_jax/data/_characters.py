@@ -7,11 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._conllu import read_conllu
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._read import lines, wrong
-from lp_jax.data._split import check_fraction
-from lp_jax.data._vocabulary import PADDING, UNKNOWN
+from lp_jax.data._dataset import Dataset, check_fraction, lines, wrong
+from lp_jax.data._gum import PADDING, UNKNOWN, read_conllu
 
 _RESERVED = (PADDING, UNKNOWN)
 
@@ -30,8 +27,8 @@ def characters(
     line.
 
     The vocabulary is made of the training part: the characters that it has at least ``min_count`` times. All others, in
-    either part, are one class of their own, "<unknown>", number 1, which counts as an input and as something to guess
-    like any other; so that every character of the part held out counts. Number 0 is padding, of which there is none here.
+    either part, are one class, "<unknown>", number 1, an input and something to guess like any other; so that every
+    character of the part held out counts. Number 0 is padding, of which there is none here.
 
     Args:
         path: a text file in UTF-8, plain or gzipped, or several of them, which are joined with a line feed.

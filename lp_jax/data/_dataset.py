@@ -1,6 +1,12 @@
-"""What a data set is here."""
+"""What a data set is here, how one is split and scaled, how files are read and what is said of bad ones."""
 
-from typing import NamedTuple, TypeAlias
+import gzip
+import importlib
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,3 +39,100 @@ class Dataset(NamedTuple):
 
 class DataError(ValueError):
     """A file that does not hold what it should: in one line the file, the place, what is there and what was wanted."""
+
+
+def check_fraction(test_fraction: float) -> None:
+    """Refuse a fraction that leaves nothing on one side."""
+    if not 0.0 < test_fraction < 1.0:
+        raise ValueError(f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}.")
+
+
+def stratified(
+    labels: np.ndarray, test_fraction: float, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return positions to train with and positions held out, the same fraction of every class, each in a random order."""
+    check_fraction(test_fraction)
+    train, test = [], []
+    for label in np.unique(labels):
+        (of_class,) = np.nonzero(labels == label)
+        of_class = generator.permutation(of_class)
+        held_out = round(test_fraction * len(of_class))
+        if not 0 < held_out < len(of_class):
+            raise ValueError(
+                f"test_fraction {test_fraction} leaves class {label}, of {len(of_class)} samples, "
+                f"{held_out} of them to test with; wanted at least one to train and one to test with."
+            )
+        test.append(of_class[:held_out])
+        train.append(of_class[held_out:])
+    return generator.permutation(np.concatenate(train)), generator.permutation(np.concatenate(test))
+
+
+def scaler(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that takes the channels of ``values``, the last axis, to mean 0 and standard deviation 1.
+
+    It returns float32. Channels that never change stay at 0.
+    """
+    axes = tuple(range(values.ndim - 1))
+    mean, deviation = (statistic(values, axis=axes, dtype=np.float64) for statistic in (np.mean, np.std))
+    # of a constant, rounding leaves more than nothing
+    deviation = np.where(deviation <= 1e-7 * np.abs(mean), 1.0, deviation)
+    return lambda other: ((other - mean) / deviation).astype(np.float32)
+
+
+def wrong(place: object, got: str, wanted: str) -> DataError:
+    return DataError(f"{place}: {got}; wanted {wanted}.")
+
+
+@contextmanager
+def reading(path: Path, wanted: str) -> Iterator[None]:
+    """Turn whatever a parser stumbles on in a missing or damaged file into a `DataError`."""
+    try:
+        yield
+    except (DataError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise wrong(path, f"cannot be read ({reason})", wanted) from error
+
+
+def content(path: Path, wanted: str) -> bytes:
+    """Return the unpacked bytes of a file; one whose name ends in ``.gz`` must be gzipped, any other may be."""
+    with reading(path, wanted):
+        packed = path.read_bytes()
+        return gzip.decompress(packed) if path.suffix == ".gz" or packed[:2] == b"\x1f\x8b" else packed
+
+
+def lines(path: Path, wanted: str) -> list[str]:
+    """Return the lines of a text in UTF-8; only line feeds end one, with or without a return."""
+    with reading(path, wanted):
+        text = content(path, wanted).decode("utf-8-sig")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def find(folder: Path, name: str, wanted: str) -> Path:
+    """Return the file of that name, or of that name with ``.gz``."""
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.exists():
+            return path
+    raise wrong(folder, f"has no file {name} or {name}.gz", wanted)
+
+
+def chosen(classes: Sequence[str] | None, known: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """Return the names of the classes to take: those asked for, which must be known, or all."""
+    names = tuple(known if classes is None else classes)
+    if not 0 < len(set(names)) == len(names):
+        raise ValueError(f"classes must be at least one name, none of them twice; got {list(names)}.")
+    for name in names:
+        if name not in known:
+            raise wrong(folder, f"has no class {name!r}", f"one of {textwrap.shorten(', '.join(known), 100)}")
+    return names
+
+
+def needed(module: str) -> Any:
+    """Return a module of the extra that `lp_jax.data` has."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"lp_jax.data needs {error.name}, of the extra lp_jax[data]: pip install 'lp_jax[data]'", name=error.name
+        ) from None

@@ -6,25 +6,18 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._read import needed, reading, wrong
-from lp_jax.data._scale import scaler
-from lp_jax.data._split import stratified
+from lp_jax.data._dataset import Dataset, needed, reading, scaler, stratified, wrong
 
 _NAMES = """Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats
 Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-Drives Stone-Steel-Towers"""
 
 
 def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, seed: int = 0) -> Dataset:
-    """Indian Pines, a hyperspectral image, from ``Indian_pines_corrected.mat`` and ``Indian_pines_gt.mat``.
+    """Indian Pines, a hyperspectral image, from a folder of ``Indian_pines_corrected.mat`` and ``Indian_pines_gt.mat``.
 
     A sample is the spectrum of a pixel whose ground truth is known, that is, not 0: 10,249 of them. Each band is taken to
-    mean 0 and deviation 1 over the training pixels.
-
-    Args:
-        folder: where the files are.
-        test_fraction: fraction of the pixels that is held out, in (0, 1); the same of every class.
-        seed: of the random split.
+    mean 0 and deviation 1 over the training pixels. They are split at random by ``seed``; ``test_fraction`` of every class,
+    in (0, 1), is held out.
 
     Returns:
         A `Dataset` of inputs ``(bands,)`` float32, 200 bands, in 16 classes.

@@ -1,25 +1,60 @@
-"""MNIST, and what comes in its format, from a folder."""
+"""Handwritten digits: those of scikit-learn; MNIST, and its IDX files: a magic number, sizes of the axes, values."""
 
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._idx import read_idx
-from lp_jax.data._read import find, wrong
+from lp_jax.data._dataset import Dataset, check_fraction, content, find, needed, reading, wrong
+
+_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
+
+
+def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
+    """Read an IDX file, plain or gzipped (``.gz``), into an array in the machine's byte order.
+
+    Byte 2 of the file is the type of the values, byte 3 the number of axes; then the size of each axis in 4 bytes, then
+    the values, the last axis fastest.
+
+    Raises:
+        DataError: for a file that is missing, damaged, not an IDX file, or shorter or longer than its header says.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from lp_jax import data
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "labels-idx1-ubyte"
+        ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))
+        ...     data.read_idx(path)
+        array([7, 2, 1], dtype=uint8)
+
+    Reference:
+        LeCun, Cortes, Burges, "The MNIST database of handwritten digits", 1998, section "File formats".
+    """
+    path = Path(path)
+    raw = content(path, "an IDX file")
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
+        types = ", ".join(f"{code:02x}" for code in _TYPES)
+        raise wrong(path, f"starts with {raw[:4].hex()!r}", f"an IDX file: 0000, a type ({types}), the number of axes")
+    dtype, axes = np.dtype(_TYPES[raw[2]]).newbyteorder(">"), raw[3]
+    with reading(path, "an IDX file"):
+        shape = np.frombuffer(raw, ">u4", axes, offset=4).tolist()
+        size = 4 + 4 * axes + math.prod(shape) * dtype.itemsize
+        if len(raw) != size:
+            described = f"{' x '.join(map(str, shape))} values of {dtype.itemsize} byte(s) that its header announces"
+            raise wrong(path, f"{len(raw)} bytes", f"{size}, for the {described}")
+        return np.frombuffer(raw, dtype, offset=4 + 4 * axes).reshape(shape).astype(dtype.newbyteorder("="))
+
 
 _CLASSES = 10
 
 
 def mnist(folder: str | os.PathLike[str]) -> Dataset:
-    """MNIST, Fashion-MNIST or the like, from the four IDX files of the usual names.
+    """MNIST, Fashion-MNIST or the like, from a folder of four IDX files of the usual names.
 
     The names are ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
     ``t10k-labels-idx1-ubyte``, each plain or gzipped with ``.gz`` at its end. The ``t10k`` files are held out.
-
-    Args:
-        folder: where the files are.
 
     Returns:
         A `Dataset` of inputs ``(rows, columns, 1)``, for MNIST ``(28, 28, 1)``, in 10 classes.
@@ -62,3 +97,32 @@ def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
     if array.dtype != np.uint8 or array.ndim != axes:
         raise wrong(path, f"{array.dtype} values along {array.ndim} axes", f"uint8 along {axes}")
     return path, array
+
+
+def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
+    """1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn; nothing to download.
+
+    They are split at random by ``seed``; ``test_fraction`` of every class, in (0, 1), is held out.
+
+    Returns:
+        A `Dataset` of inputs ``(8, 8, 1)`` in 10 classes.
+
+    Raises:
+        ModuleNotFoundError: without scikit-learn.
+        ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.
+
+    Example:
+        >>> from lp_jax import data
+        >>> data.digits().train_x.shape
+        (1437, 8, 8, 1)
+
+    Reference:
+        Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
+    """
+    check_fraction(test_fraction)
+    bunch = needed("sklearn.datasets").load_digits()
+    x = (bunch.images[..., None] / 16.0).astype(np.float32)
+    y = bunch.target.astype(np.int32)
+    split = needed("sklearn.model_selection").train_test_split
+    train_x, test_x, train_y, test_y = split(x, y, test_size=test_fraction, random_state=seed, stratify=y)
+    return Dataset(train_x, train_y, test_x, test_y, classes=10, shape=x.shape[1:])

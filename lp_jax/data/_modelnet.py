@@ -1,17 +1,66 @@
-"""ModelNet: shapes as voxels, from meshes or from files of voxels."""
+"""ModelNet: shapes as voxels, from meshes (OFF files: counts, vertices, polygons) or from files of voxels."""
 
 import functools
+import io
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._off import read_off
-from lp_jax.data._read import chosen, reading, wrong
-from lp_jax.data._voxels import voxelize
+from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
+
+
+class Mesh(NamedTuple):
+    """Triangles in space: coordinates, ``(vertices, 3)`` float64, and numbers of the corners, ``(triangles, 3)`` int32."""
+
+    vertices: np.ndarray
+    faces: np.ndarray
+
+
+def read_off(path: str | os.PathLike[str]) -> Mesh:
+    r"""Read a mesh from an OFF file, plain or gzipped (``.gz``), with the package ``trimesh``.
+
+    Polygons become triangles. What follows the corners of a polygon, its colour, is skipped. The counts may stand on the
+    first line, even right behind "OFF", as in some files of ModelNet.
+
+    Raises:
+        ModuleNotFoundError: without trimesh.
+        DataError: for a file that is missing, damaged, not an OFF file, or shorter or longer than its counts say.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from lp_jax import data
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "triangle.off"
+        ...     _ = path.write_text("OFF\n3 1 0\n0 0 0\n1 0 0\n1 1 0\n3 0 1 2\n")
+        ...     data.read_off(path).faces.tolist()
+        [[0, 1, 2]]
+
+    Reference:
+        Wu et al., "3D ShapeNets: a deep representation for volumetric shapes", CVPR 2015 (ModelNet); the format: Rost,
+        "OFF - a 3D object file format", 1989.
+    """
+    path, wanted = Path(path), "an OFF file"
+    trimesh = needed("trimesh")
+    entries = [entry for line in lines(path, wanted) if (entry := line.partition("#")[0].strip())]
+    header = re.match(r"OFF\s*(\d+) +(\d+)( +\d+)?\n", "\n".join([*entries, ""]))
+    if not header:
+        raise wrong(path, f"starts with {' '.join(entries)[:20]!r}", "OFF and the numbers of vertices, faces and edges")
+    vertices, faces = int(header[1]), int(header[2])
+    found = len(entries) - header[0].count("\n")
+    if found != vertices + faces:
+        # trimesh reads as much as there is
+        raise wrong(path, f"{found} lines after the counts", f"{vertices} vertices and {faces} faces")
+    with reading(path, wanted):
+        mesh = trimesh.load_mesh(io.StringIO("\n".join(entries)), file_type="off", process=False)
+    if len(mesh.faces) < faces:
+        raise wrong(path, "a face with fewer corners than it announces, or fewer than 3", "polygons")
+    return Mesh(np.array(mesh.vertices, np.float64), np.array(mesh.faces, np.int32))
+
 
 _READY = "voxels_{}.npz"
 
@@ -28,8 +77,7 @@ def modelnet(
 
     Args:
         folder: where the files are.
-        classes: names of the classes to take, which are numbered in this order; by default all of them, of meshes in
-            alphabetical order.
+        classes: names of the classes to take, numbered in this order; by default all, of meshes in alphabetical order.
         size: voxels along each side; that of ready voxels must be the same.
         margin: voxels that stay empty at each wall, for meshes.
 
@@ -108,3 +156,98 @@ def _arrays(folder: Path, split: str, size: int) -> tuple[np.ndarray, np.ndarray
     if labels.min() < 0 or labels.max() >= len(classes):
         raise wrong(path, f"labels {labels.min()} to {labels.max()}", f"0 to {len(classes) - 1}, numbers of classes")
     return voxels, labels, classes
+
+
+_CANDIDATES = 1 << 18  # voxels looked at together: some 20 MB of projections
+
+
+def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin: int = 0) -> np.ndarray:
+    """The voxels that the surface of a mesh goes through.
+
+    The mesh is centred in a cube, its longest side from wall to wall. Whether a triangle meets a voxel is decided
+    exactly, not by sampling: by projections on the ten axes that can separate the two, the triangle's normal and the
+    products of its edges with the edges of a cube; the three axes of the cube itself bound the voxels looked at. A triangle
+    that lies between two layers of voxels belongs to the upper one.
+
+    Args:
+        vertices: coordinates, ``(vertices, 3)``.
+        faces: numbers of the corners, ``(triangles, 3)`` integers.
+        size: voxels along each side of the cube.
+        margin: voxels that stay empty at each wall.
+
+    Returns:
+        Booleans ``(size, size, size)`` along the coordinates' axes.
+
+    Raises:
+        ValueError: for arrays of other shapes, corners that are not there, coordinates that are not finite, no triangles,
+            a mesh that is a single point, and a margin that leaves nothing.
+        TypeError: for a size or margin that is no integer, and for corners that are no integers.
+
+    Example:
+        >>> import numpy as np
+        >>> from lp_jax import data
+        >>> corners = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+        >>> data.voxelize(corners, np.array([[0, 1, 2]]), size=4)[:, :, 2].astype(int)
+        array([[1, 1, 1, 1],
+               [1, 1, 1, 1],
+               [1, 1, 1, 0],
+               [1, 1, 0, 0]])
+
+    Reference:
+        Akenine-Möller, "Fast 3D triangle-box overlap testing", Journal of Graphics Tools 6 (2001).
+    """
+    _check.integer("size", size, least=1)
+    _check.integer("margin", margin, least=0)
+    if 2 * margin >= size:
+        raise ValueError(f"margin must be less than half of the size, {size}; got {margin}.")
+    corners = _corners(np.asarray(vertices, np.float64), np.asarray(faces))
+    low, high = corners.min(axis=(0, 1)), corners.max(axis=(0, 1))
+    extent = (high - low).max()
+    corners = (corners - (low + high) / 2) * ((size - 2 * margin) / extent) + size / 2
+    # rounding must not push what lies on a wall outside, nor a plane between two layers to the lower one
+    corners = np.round(corners, 9)
+    edges = np.roll(corners, -1, axis=1) - corners
+    axes = np.cross(edges[:, :, None, :], np.eye(3)).reshape(-1, 9, 3)
+    axes = np.concatenate([axes, np.cross(edges[:, 0], edges[:, 1])[:, None]], axis=1)
+    projected = np.einsum("tax,tcx->tac", axes, corners)
+    reach = np.abs(axes).sum(axis=-1) * (0.5 + 1e-9 * size)  # of a voxel from its centre, and rounding
+    least, most = projected.min(axis=-1) - reach, projected.max(axis=-1) + reach
+    voxels = np.zeros((size, size, size), bool)
+    for triangle, place in _candidates(corners, margin, size - margin - 1):
+        centre = np.einsum("nax,nx->na", axes[triangle], place + 0.5)
+        met = np.all((least[triangle] <= centre) & (centre <= most[triangle]), axis=-1)
+        voxels[tuple(place[met].T)] = True
+    return voxels
+
+
+def _corners(vertices: np.ndarray, faces: np.ndarray) -> np.ndarray:
+    """Return the corners of each triangle, ``(triangles, 3, 3)``."""
+    if faces.dtype.kind not in "iu":
+        raise TypeError(f"faces must be integers; got {faces.dtype}.")
+    for name, array in (("vertices", vertices), ("faces", faces)):
+        if array.ndim != 2 or array.shape[1] != 3 or len(array) == 0:
+            raise ValueError(f"{name} must be of shape ({name}, 3), at least one of them; got {array.shape}.")
+    if faces.min() < 0 or faces.max() >= len(vertices):
+        raise ValueError(
+            f"faces must be numbers of vertices, 0 to {len(vertices) - 1}; got {faces.min()} to {faces.max()}."
+        )
+    corners = vertices[faces]
+    if not np.isfinite(corners).all() or np.ptp(corners, axis=(0, 1)).max() == 0:
+        raise ValueError("vertices must be finite and span a mesh; those of the faces are not, or are all one point.")
+    return corners
+
+
+def _candidates(corners: np.ndarray, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield pairs of a triangle's number and a voxel in its bounding box, ``(n,)`` and ``(n, 3)``, some at a time.
+
+    Voxels are those from ``first`` to ``last`` along each axis.
+    """
+    low, high = (np.clip(np.floor(bound), first, last).astype(np.int64) for bound in (corners.min(1), corners.max(1)))
+    sides = high - low + 1
+    counts = sides.prod(axis=-1)
+    for numbers in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(counts.cumsum() // _CANDIDATES)) + 1):
+        triangle = np.repeat(numbers, counts[numbers])
+        within = np.arange(len(triangle)) - np.repeat(counts[numbers].cumsum() - counts[numbers], counts[numbers])
+        _, width, depth = sides[triangle].T
+        place = np.stack([within // (width * depth), within // depth % width, within % depth], axis=-1)
+        yield triangle, low[triangle] + place

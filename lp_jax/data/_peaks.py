@@ -3,8 +3,7 @@
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._split import stratified
+from lp_jax.data._dataset import Dataset, stratified
 
 _HALF = 3.0  # of the square's side
 _BLOCK = 20_000
@@ -12,7 +11,7 @@ _GRID = np.linspace(-_HALF, _HALF, 601)
 
 
 def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classes: int = 5) -> Dataset:
-    r"""Points of a square, to be told apart by the level set of ``peaks`` that they are in.
+    """Points of a square, to be told apart by the level set of ``peaks`` that they are in.
 
     The function is MATLAB's,
 

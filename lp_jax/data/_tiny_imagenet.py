@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from lp_jax import _check
-from lp_jax.data._dataset import Dataset
-from lp_jax.data._read import chosen, lines, needed, reading, wrong
+from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
 
 _SIDE = 64
 _ANNOTATIONS = "val/val_annotations.txt"
@@ -24,17 +23,15 @@ def tiny_imagenet(
     ``val/val_annotations.txt``, a line of which begins with a file's name and its class, a tab between them. The
     validation images are the ones held out; those of ``test`` have no public labels. Images in grey get three channels.
 
-    Pixels stay bytes, 1.4 GB for all of them; as float32 they would take four times that. Turn each batch into numbers in
-    [0, 1], best on the device: ``x.astype(jnp.float32) / 255``.
-
     Args:
         folder: where all that is.
-        classes: names (WordNet ids, like "n01443537") of the classes to take, which are numbered in this order; by default
-            all of them, in alphabetical order.
+        classes: names (WordNet ids, like "n01443537") of the classes to take, numbered in this order; by default all, in
+            alphabetical order.
         per_class: how many images of each class to train with, the first ones; by default all.
 
     Returns:
-        A `Dataset` of inputs ``(64, 64, 3)``, uint8.
+        A `Dataset` of inputs ``(64, 64, 3)``, uint8: 1.4 GB for all of them. Turn each batch into numbers in [0, 1], best on
+        the device: ``x.astype(jnp.float32) / 255``.
 
     Raises:
         ModuleNotFoundError: without Pillow.

@@ -4,6 +4,10 @@ A module that is one layer step, ``__call__(y, t, dt) -> y_next``, becomes a net
 function) or `LayerParallel` (a module). ``y`` is the state, ``t`` the time at which the layer starts and ``dt`` the time
 that it spans, scalars in the units of ``t0`` and ``t1``.
 
+All modules take ``rngs``, the source of their initial parameters, and ``param_dtype``, the dtype of these, which should be
+that of the state. Some take ``dtype``, that of their products, for example `jax.numpy.bfloat16`; the state keeps its own,
+which None stands for.
+
 Modules of other libraries need two lines. Flax Linen:
 
     >>> import flax.linen, jax, jax.numpy as jnp, lp_jax
@@ -32,13 +36,14 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'lp_jax.nn needs Flax, which is not installed ({error}): pip install "lp_jax[nn]".') from error
 
-from lp_jax.nn._classifier import Classifier as Classifier
 from lp_jax.nn._convolution import Conv as Conv
 from lp_jax.nn._convolution import convolve as convolve
 from lp_jax.nn._ends import ConvOpening as ConvOpening
 from lp_jax.nn._ends import DenseClosing as DenseClosing
 from lp_jax.nn._ends import DenseOpening as DenseOpening
 from lp_jax.nn._ends import PoolClosing as PoolClosing
+from lp_jax.nn._ends import TokenClosing as TokenClosing
+from lp_jax.nn._ends import TokenOpening as TokenOpening
 from lp_jax.nn._export import load as load
 from lp_jax.nn._export import restack as restack
 from lp_jax.nn._export import save as save
@@ -46,16 +51,15 @@ from lp_jax.nn._export import sequential as sequential
 from lp_jax.nn._export import unstack as unstack
 from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
+from lp_jax.nn._network import Classifier as Classifier
 from lp_jax.nn._network import Network as Network
-from lp_jax.nn._norm import BatchNorm as BatchNorm
 from lp_jax.nn._refine import refine as refine
+from lp_jax.nn._residual import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual
+from lp_jax.nn._residual import ConvTransition as ConvTransition
 from lp_jax.nn._residual import DenseResidual as DenseResidual
 from lp_jax.nn._spline import Spline as Spline
 from lp_jax.nn._stack import stack as stack
-from lp_jax.nn._tokens import TokenClosing as TokenClosing
-from lp_jax.nn._tokens import TokenOpening as TokenOpening
 from lp_jax.nn._transformer import DecoderLayer as DecoderLayer
 from lp_jax.nn._transformer import EncoderDecoderLayer as EncoderDecoderLayer
 from lp_jax.nn._transformer import EncoderLayer as EncoderLayer
-from lp_jax.nn._transition import ConvTransition as ConvTransition

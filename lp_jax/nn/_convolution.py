@@ -1,15 +1,13 @@
 """Convolutions, in the formulation that is fast where they run.
 
-XLA's convolution is fast on accelerators. On a CPU its gradient inside a loop is slow: it takes 6 to 17 times as long as
-matrix products that do the same with 8 and 16 channels. Matrix products are fast there if their inner and outer dimensions
-are similar and not very small. So patches are formed along the last axis of space only. With taps i, j along the two axes
-of an image,
+On a CPU, the gradient of XLA's convolution inside a loop takes 6 to 17 times as long as matrix products that do the same
+with 8 and 16 channels. Such products are fast if their inner and outer dimensions are similar and not very small. So
+patches are formed along the last axis of space only. With taps i, j along the two axes of an image,
 
     y[h, w] = sum_i z[h + i, w, i],    z[h, w, i] = sum_j x[h, w + j] k[i, j].
 
-The sum over j and the channels is a matrix product with (3 inputs) x (3 outputs) numbers. The sum over i adds its parts,
-shifted. A few images are done at a time, so that they stay in the processor's cache. Patches of all taps, or of none, would
-move three times as much memory.
+The sum over j and the channels is a matrix product, the sum over i adds its parts, shifted. A few images are done at a
+time, so that they stay in the processor's cache. Patches of all taps, or of none, would move three times as much memory.
 """
 
 import functools
@@ -76,14 +74,8 @@ _GENERAL = {formulation: _as_general(formulation) for formulation in _FORMULATIO
 class Conv(nnx.Conv):
     """`nnx.Conv` of stride 1 that keeps the size of the image, by `convolve`.
 
-    Args:
-        inputs: number of input channels.
-        outputs: number of output channels.
-        kernel: number of taps along each axis of space.
-        formulation: as for `convolve`.
-        dtype: dtype of the computation; None is that of images and parameters.
-        param_dtype: dtype of the parameters.
-        rngs: source of the initial parameters.
+    ``kernel`` is an odd number of taps for each axis of space; ``formulation`` is as for `convolve`. Where ``dtype`` is None,
+    the computation has the dtype of images and parameters.
 
     Raises:
         ValueError: if the formulation is unknown; when called, if the number of taps is even.
@@ -152,7 +144,6 @@ _products.defvjp(lambda x, kernel: (_products(x, kernel), (x, kernel)), _product
 
 
 def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return the convolution of a few images."""
     *outer, last, inputs, outputs = kernel.shape
     folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
     folded = jnp.moveaxis(folded, -2, 1).reshape(last * inputs, -1)

@@ -1,4 +1,4 @@
-"""Opening layers, from an input to a state, and closing layers, from a state to logits."""
+"""Opening layers, from an input or tokens to a state, and closing layers, from a state to logits."""
 
 import itertools
 import math
@@ -9,19 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lp_jax import _check
 from lp_jax.nn._convolution import Conv
 from lp_jax.nn._residual import Activation
 
 
 class DenseOpening(nnx.Module):
     """Dense opening layer, ``activation(W x + b)`` of the flattened input, ``(..., *shape)`` to ``(..., width)``.
-
-    Args:
-        shape: shape of one input, without the batch.
-        width: size of the state.
-        activation: elementwise function.
-        param_dtype: dtype of the parameters; that of the input.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: when called, if the input has another shape.
@@ -56,13 +50,7 @@ class DenseOpening(nnx.Module):
 class ConvOpening(nnx.Module):
     """Convolutional opening layer, ``activation(K * x + b)``, ``(batch, *space, inputs)`` to ``(batch, *space, channels)``.
 
-    Args:
-        inputs: number of channels of the input.
-        channels: number of channels of the state.
-        kernel: size of the kernel, one number for each axis of space.
-        activation: elementwise function.
-        param_dtype: dtype of the parameters; that of the input.
-        rngs: source of the initial parameters.
+    ``kernel`` is the size of K, one number for each axis of space.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,13 +82,7 @@ class ConvOpening(nnx.Module):
 class DenseClosing(nnx.Module):
     """Dense closing layers, from the flattened state, ``(..., *shape)``, to logits, ``(..., classes)``.
 
-    Args:
-        shape: shape of one state, without the batch.
-        classes: number of logits.
-        hidden: size of the hidden layer; None for one dense layer without a hidden one.
-        activation: elementwise function of the hidden layer.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
+    ``hidden`` is the size of a hidden layer with the elementwise ``activation``; None for one dense layer without it.
 
     Raises:
         ValueError: when called, if the state has another shape.
@@ -142,11 +124,7 @@ class DenseClosing(nnx.Module):
 class PoolClosing(nnx.Module):
     """Mean over space and a dense layer, from ``(..., *space, channels)`` to logits, ``(..., classes)``.
 
-    Args:
-        shape: shape of one state, ``(*space, channels)``, without the batch. A call may have other sizes of space.
-        classes: number of logits.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
+    ``shape`` is ``(*space, channels)``; a call may have other sizes of space.
 
     Example:
         >>> import jax.numpy as jnp
@@ -173,3 +151,73 @@ def _flatten(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         wanted = ", ".join(["...", *map(str, shape)])
         raise ValueError(f"The layer was built with shape={shape}, for arrays of shape ({wanted}); got {x.shape}.")
     return jnp.reshape(x, (*x.shape[:batch], math.prod(shape)))
+
+
+class TokenOpening(nnx.Module):
+    """Sum of the embeddings of tokens and positions, from ``(batch, length)`` integers to ``(batch, length, width)``.
+
+    Several integers may describe a token (a word and its ending, for example): ``(batch, length, columns)``. Each column
+    has an embedding. ``sizes`` is the number of different values, or a sequence of one for each column.
+
+    Raises:
+        ValueError: when called, if there are more than ``max_length`` positions, or another number of columns.
+        TypeError: when called, if the tokens are not integers.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> opening = nn.TokenOpening(65, 16, max_length=128, rngs=nnx.Rngs(0))
+        >>> opening(jnp.zeros((2, 10), "int32")).shape
+        (2, 10, 16)
+    """
+
+    def __init__(
+        self, sizes: int | Sequence[int], width: int, *, max_length: int, param_dtype: Any = jnp.float32, rngs: nnx.Rngs
+    ):
+        self.columns = None if isinstance(sizes, int) else len(sizes)
+        self.max_length = _check.integer("max_length", max_length, least=1)
+
+        def embed(size: int) -> nnx.Embed:
+            return nnx.Embed(size, width, param_dtype=param_dtype, rngs=rngs)
+
+        self.tokens = nnx.List([embed(size) for size in ([sizes] if isinstance(sizes, int) else sizes)])
+        self.positions = embed(max_length)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the state that enters the first layer."""
+        shape = ("batch", "length") if self.columns is None else ("batch", "length", self.columns)
+        if tokens.ndim != len(shape) or (self.columns is not None and tokens.shape[-1] != self.columns):
+            raise ValueError(f"tokens must have the shape ({', '.join(map(str, shape))}); got {tokens.shape}.")
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens must be integers; got {tokens.dtype}.")
+        length = tokens.shape[1]
+        if length > self.max_length:
+            raise ValueError(
+                f"the network was built for sequences of at most {self.max_length} positions; got {length}. Cut them, or "
+                f"build it with max_length={length}."
+            )
+        columns = [tokens] if self.columns is None else [tokens[..., c] for c in range(self.columns)]
+        y = sum(embedding(column) for embedding, column in zip(self.tokens, columns, strict=True))
+        return y + self.positions.embedding[None, :length]
+
+
+class TokenClosing(nnx.Module):
+    """Layer norm and a dense layer at each position, from ``(batch, length, width)`` to ``(batch, length, classes)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> closing = nn.TokenClosing(16, 17, rngs=nnx.Rngs(0))
+        >>> closing(jnp.ones((2, 10, 16), "float32")).shape
+        (2, 10, 17)
+    """
+
+    def __init__(self, width: int, classes: int, *, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
+        self.linear = nnx.Linear(width, classes, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """Return the logits."""
+        return self.linear(self.norm(y))

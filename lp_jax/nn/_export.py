@@ -19,14 +19,11 @@ from lp_jax.nn._stack import PerCall, PerLayer
 
 
 def unstack(layers: PyTree) -> list[PyTree]:
-    """Return the parameters layer by layer.
+    """Return the parameters layer by layer: N trees, leaves without the axis of layers.
 
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`. With ``weights=nn.Spline(...)`` a layer's
             parameters are the spline's values.
-
-    Returns:
-        N trees of parameters, leaves without the axis of layers.
 
     Raises:
         ValueError: if the leaves differ in length, or the layers are spread over MPI ranks.
@@ -47,13 +44,9 @@ def unstack(layers: PyTree) -> list[PyTree]:
 
 
 def restack(layers: Sequence[PyTree]) -> PyTree:
-    """Stack parameters that `unstack` gave layer by layer.
+    """Stack parameters that `unstack` gave layer by layer, to leaves ``(N, ...)``.
 
-    Args:
-        layers: parameters of each layer, trees of the same structure, shapes and dtypes.
-
-    Returns:
-        Stacked parameters, leaves ``(N, ...)``; ``nnx.update(trunk.layers, params)`` puts them into a `LayerParallel`.
+    ``nnx.update(trunk.layers, nn.restack(layers))`` puts them into a `LayerParallel`.
 
     Raises:
         ValueError: if there are no layers, or they differ in structure, shapes or dtypes.
@@ -77,13 +70,10 @@ def restack(layers: Sequence[PyTree]) -> PyTree:
 
 
 def sequential(trunk: LayerParallel) -> Callable[..., State]:
-    """Return a trained trunk as a plain function: a ``lax.scan`` over the layers, without a solver.
+    """Return a trained trunk, on one device or a mesh, as a plain function: a ``lax.scan`` over the layers, without a solver.
 
     The function holds the parameters as they are now. Layers with running statistics should be in ``eval()`` mode;
     otherwise they normalise by the batch.
-
-    Args:
-        trunk: the layers, on one device or a mesh.
 
     Returns:
         ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of `LayerParallel.solve`.
@@ -120,13 +110,13 @@ def sequential(trunk: LayerParallel) -> Callable[..., State]:
 
 
 def save(path: str | os.PathLike[str], params: PyTree) -> None:
-    """Write parameters to a file in the format of safetensors.
+    """Write parameters to a file in the format of safetensors, usually named ``*.safetensors``.
 
     An array's name is its path in the tree, for example "trunk.layers.inner.kernel". Other programs can read the file, and
     it contains no code. An existing file is replaced when everything is written.
 
     Args:
-        path: path of the file; ``.safetensors`` is the usual ending.
+        path: path of the file.
         params: nested dicts or lists of arrays; or a module or its state, whose parameters and running statistics are
             saved.
 
@@ -164,9 +154,8 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
             have. None accepts any.
 
     Returns:
-        The parameters, bit for bit as saved. With ``like`` they have its structure (that of `nnx.to_pure_dict` for a module
-        or state), otherwise they are nested dicts, with integer keys for numbers in names, as for NNX's lists.
-        ``nnx.update(model, nn.load(path, like=model))`` puts them into a module.
+        The parameters, bit for bit as saved, with the structure of ``like`` (of `nnx.to_pure_dict` for a module or state);
+        otherwise nested dicts, with integer keys for numbers in names, as for NNX's lists.
 
     Raises:
         ImportError: if safetensors is not installed.

@@ -1,4 +1,4 @@
-"""Blocks of layers, with other layers between them."""
+"""Blocks of layers with other layers between them, and between an opening and a closing layer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -29,9 +29,8 @@ class Trunk(Protocol):
 class Network(nnx.Module):
     """Layer-parallel blocks and plain layers, one after the other; a trunk like `LayerParallel`.
 
-    A network whose state changes its shape, by pooling or by more channels, is a sequence of solves with transitions
-    between them. So is a network with buffer layers: blocks with ``solver=Serial()`` before and after the blocks that are
-    solved in parallel.
+    For a state whose shape changes, by pooling or more channels; and for buffer layers, blocks with ``solver=Serial()``
+    before and after those that are solved in parallel.
 
     Args:
         *parts: `LayerParallel` blocks, and modules or functions ``part(y) -> y``.
@@ -63,15 +62,10 @@ class Network(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> Solution:
-        """Propagate ``y`` through all parts.
+        """Propagate ``y`` through all parts, with the arguments of `LayerParallel.solve`.
 
-        Args:
-            y: the state that enters the first part.
-            shared: passed to every block, as for `LayerParallel.solve`.
-            key: random key of this call; each block gets another key made from it.
-            solver: solver of this call, forward and adjoint, in all blocks but those built with an exact solver
-                (`Serial`).
-            adjoint_solver: adjoint solver of this call.
+        Every block gets ``shared``, and a random key of its own made from ``key``. The solvers of this call replace those of all
+        blocks but the ones built with an exact solver (`Serial`).
 
         Returns:
             A `Solution` with the last state. Its residual norms are taken over all blocks, its result is the worst one,
@@ -96,19 +90,9 @@ class Network(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[Solution, Pullback]:
-        """Return what `solve` does and the pullback of the last state, with the stats of the adjoint solves.
+        """Return what `solve` does, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)`` of the last state.
 
         Running statistics are not updated.
-
-        Args:
-            y: as for `solve`, like all other arguments.
-            shared: as for `solve`.
-            key: as for `solve`.
-            solver: as for `solve`.
-            adjoint_solver: as for `solve`.
-
-        Returns:
-            The solution, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)``.
         """
         solutions, pullbacks = [], []
         for number, part in enumerate(self.parts):
@@ -143,14 +127,8 @@ def _pure(part: Any) -> Callable[[State], State]:
 
 
 def _options(
-    part: Any,
-    number: int,
-    shared: PyTree,
-    key: jax.Array | None,
-    solver: Solver | None,
-    adjoint_solver: Solver | None,
+    part: Any, number: int, shared: PyTree, key: jax.Array | None, solver: Solver | None, adjoint_solver: Solver | None
 ) -> dict[str, Any]:
-    """Return the arguments of one block's solve."""
     options: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
     if getattr(getattr(part, "solver", None), "exact", False):  # neither "auto" nor a Network is
         options = {}
@@ -182,3 +160,71 @@ def _combined_stats(stats: Sequence[Stats]) -> Stats:
     made = jnp.arange(length)[None] < iterations[:, None]
     total = jnp.sqrt(jnp.sum(jnp.where(made, norms, 0) ** 2, axis=0))
     return Stats(jnp.max(iterations), jnp.where(jnp.any(made, axis=0), total, jnp.nan))
+
+
+class Classifier(nnx.Module):
+    """Network ``closing(trunk(opening(x)))`` from an input to logits; its trunk is solved layer-parallel.
+
+    Args:
+        opening: ``opening(x) -> y0``, a module or a function.
+        trunk: the layers: `LayerParallel`, `GRU`, or a `Network` of several blocks.
+        closing: ``closing(y1) -> logits``, a module or a function.
+        context: ``context(x) -> shared``, passed to all layers of the trunk; a padding mask, for example.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> rngs = nnx.Rngs(0)
+        >>> model = nn.Classifier(
+        ...     nn.DenseOpening((8, 8, 1), 16, rngs=rngs),
+        ...     nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs),
+        ...     nn.DenseClosing((16,), 10, rngs=rngs),
+        ... )
+        >>> x = jnp.ones((4, 8, 8, 1), "float32")
+        >>> model(x).shape
+        (4, 10)
+        >>> logits, solution = model.solve(x, solver=lp_jax.MGRIT(iterations=3))
+        >>> solution.stats.residual_norms.shape
+        (3,)
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[PyTree], State],
+        trunk: Trunk,
+        closing: Callable[[State], jax.Array],
+        *,
+        context: Callable[[PyTree], PyTree] | None = None,
+    ):
+        self.opening = opening
+        self.trunk = trunk
+        self.closing = closing
+        self.context = context
+
+    def __call__(self, x: PyTree, *, data: PyTree = None, key: jax.Array | None = None) -> jax.Array:
+        """Return the logits, the first result of `solve`."""
+        return self.solve(x, data=data, key=key)[0]
+
+    def context_of(self, x: PyTree) -> dict[str, PyTree]:
+        """Return the arguments of the trunk's `solve` that depend on the inputs: ``shared``, or none."""
+        return {} if self.context is None else {"shared": self.context(x)}
+
+    def solve(
+        self,
+        x: PyTree,
+        *,
+        data: PyTree = None,
+        key: jax.Array | None = None,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> tuple[jax.Array, Solution]:
+        """Return the logits of a batch of inputs and the solution of the trunk.
+
+        The arguments are those of `LayerParallel.solve`; the solvers are of this call, instead of the trunk's.
+        """
+        given = {name: value for name, value in (("data", data), ("key", key)) if value is not None}
+        solution = self.trunk.solve(
+            self.opening(x), **self.context_of(x), **given, solver=solver, adjoint_solver=adjoint_solver
+        )
+        return self.closing(solution.y1), solution

@@ -17,10 +17,10 @@ from lp_jax.nn._spline import midpoints
 def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
     r"""Replace each layer of a trained network by ``factor`` layers, so that training continues with a deeper network.
 
-    The layers are steps of an ODE over [t0, t1]. The refined network takes ``factor`` times as many steps, each 1 /
-    ``factor`` as long. Its output changes by :math:`O(\Delta t)`, the distance of the network from the ODE's solution.
-    As functions of depth, the new weights are piecewise constant, which is the same function, or piecewise linear, which
-    is closer to a smooth one: :math:`O(\Delta t^2)` instead of :math:`O(\Delta t)`.
+    The layers are steps of an ODE over [t0, t1]; the refined network takes ``factor`` times as many, each 1 / ``factor`` as
+    long. Its output changes by :math:`O(\Delta t)`, the distance of the network from the ODE's solution. As functions of
+    depth, piecewise constant weights are the same function; piecewise linear ones are closer to a smooth one,
+    :math:`O(\Delta t^2)` instead of :math:`O(\Delta t)`.
 
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.

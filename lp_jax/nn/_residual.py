@@ -17,8 +17,45 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lp_jax import _check
 from lp_jax.nn._convolution import Conv
-from lp_jax.nn._norm import make_norm
+
+
+class BatchNorm(nnx.BatchNorm):
+    """`nnx.BatchNorm` with all its options, running statistics in the dtype of its parameters.
+
+    In a layer of `LayerParallel` it normalises by the mean and variance of the batch, and the final sweep of the solve
+    updates the running statistics. After ``model.eval()`` it normalises by the running statistics.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> norm = nn.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
+        >>> norm(jnp.ones((8, 3), "float32")).shape
+        (8, 3)
+    """
+
+    def __init__(self, features: int, **options: Any):
+        super().__init__(features, **options)
+        dtype = options.get("param_dtype", jnp.float32)
+        self.mean = nnx.BatchStat(jnp.zeros((features,), dtype))
+        self.var = nnx.BatchStat(jnp.ones((features,), dtype))
+
+
+def make_norm(
+    kind: str | None, kinds: tuple[str, ...], features: int, groups: int, param_dtype: Any, rngs: nnx.Rngs
+) -> Callable[[jax.Array], jax.Array]:
+    """Return the normalisation called ``kind``, one of ``kinds``; the identity for None."""
+    if kind is None:
+        return nnx.identity
+    _check.one_of("norm", kind, kinds, otherwise="or None")
+    if kind == "layer":
+        return nnx.LayerNorm(features, param_dtype=param_dtype, rngs=rngs)
+    if kind == "batch":
+        return BatchNorm(features, momentum=0.9, param_dtype=param_dtype, rngs=rngs)
+    return nnx.GroupNorm(features, num_groups=groups, param_dtype=param_dtype, rngs=rngs)
+
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -34,9 +71,6 @@ class DenseResidual(nnx.Module):
         hidden: size of the hidden layer; None for one dense layer without a hidden one.
         activation: elementwise function :math:`\sigma`.
         norm: None, "layer" (over the state's last axis) or "batch" (over all other axes, see `BatchNorm`).
-        dtype: dtype of the products, for example `jax.numpy.bfloat16`; the state keeps its own. None is the state's.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: if ``norm`` is unknown.
@@ -91,9 +125,6 @@ class ConvResidual(nnx.Module):
             (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels for "group"; must divide ``channels``.
         formulation: of the convolutions, as for `convolve`.
-        dtype: dtype of the products, for example `jax.numpy.bfloat16`; the state keeps its own. None is the state's.
-        param_dtype: dtype of the parameters; that of the state.
-        rngs: source of the initial parameters.
 
     Raises:
         ValueError: if ``norm`` is unknown, or the groups do not divide the channels.
@@ -140,3 +171,57 @@ class ConvResidual(nnx.Module):
 def _to_dtype_of(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
     """Return ``x`` in the dtype of the state ``y`` if products have another; any other difference is a mistake."""
     return x if dtype is None else x.astype(y.dtype)
+
+
+_POOLS = ("max", "mean", "stride")
+
+
+class ConvTransition(nnx.Module):
+    """Convolution and pooling, from ``(batch, *space, inputs)`` to ``(batch, *space / factor, channels)``.
+
+    Computes ``activation(norm(K * y + b))`` and pools windows of ``factor`` points along each axis. With "stride" the
+    convolution is evaluated at every ``factor``-th point only. ``kernel`` is the size of K, one number for each axis of
+    space; ``pool`` is "max", "mean" or "stride"; ``norm`` None, "layer", "group" or "batch", as for `ConvResidual`.
+
+    Raises:
+        ValueError: if ``pool`` or ``norm`` is unknown, or ``factor`` is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> transition = nn.ConvTransition(4, 8, pool="max", rngs=nnx.Rngs(0))
+        >>> transition(jnp.ones((2, 28, 28, 4), "float32")).shape
+        (2, 14, 14, 8)
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        channels: int,
+        *,
+        kernel: Sequence[int] = (3, 3),
+        factor: int = 2,
+        pool: str = "stride",
+        norm: str | None = None,
+        activation: Activation = nnx.relu,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        _check.one_of("pool", pool, _POOLS)
+        _check.integer("factor", factor, least=1)
+        strides = factor if pool == "stride" else 1
+        self.conv = nnx.Conv(inputs, channels, tuple(kernel), strides, param_dtype=param_dtype, rngs=rngs)
+        self.norm = make_norm(norm, ("layer", "group", "batch"), channels, 1, param_dtype, rngs)
+        self.activation = activation
+        self.pool = pool
+        self.window = (factor,) * len(tuple(kernel))
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """Return the state that enters the next block."""
+        y = self.activation(self.norm(self.conv(y)))
+        if self.pool == "stride":
+            return y
+        pool: Any = nnx.max_pool if self.pool == "max" else nnx.avg_pool
+        pooled: jax.Array = pool(y, self.window, self.window)
+        return pooled

@@ -20,16 +20,14 @@ from lp_jax.nn._stack import MakeModule, stacked_module
 class Spline:
     r"""Weights that are a spline of depth, :math:`\theta(t) = \sum_k c_k B_k(t)`.
 
-    ``nn.LayerParallel(..., weights=nn.Spline(coefficients=K))`` trains K sets of parameters, the coefficients
-    :math:`c_k`. A layer's weights are the spline's value at its midpoint. :math:`B_k` are the B-splines of the open uniform
-    knots over [t0, t1]. They are positive and sum to 1, so a layer's weights lie between the coefficients near it. Degree
-    0 gives piecewise constant weights; with N coefficients it is the network without a spline.
+    ``nn.LayerParallel(..., weights=nn.Spline(coefficients=K))`` trains K sets of parameters, the coefficients :math:`c_k`,
+    drawn like layers. :math:`B_k` are the B-splines of the open uniform knots over [t0, t1], positive and of sum 1, so a
+    layer's weights lie between the coefficients near it. Between knots they vary less than the coefficients: the sum of
+    :math:`B_k^2` is about 0.5 for degree 3. Degree 0 gives piecewise constant weights; with N coefficients it is the network
+    without a spline.
 
-    The value at the midpoint is the mean over the layer to second order, while that at the left end is so to first order
-    only. Midpoints also treat both ends of the network alike, and avoid the jumps of a spline of degree 0 if K divides N.
-
-    The coefficients are drawn like layers. Between knots the weights vary less than the coefficients: the sum of
-    :math:`B_k^2` is about 0.5 for degree 3.
+    A layer's weights are the value at its midpoint, the mean over the layer to second order (at its left end, to first).
+    Midpoints treat both ends of the network alike, and avoid the jumps of a spline of degree 0 if K divides N.
 
     Args:
         coefficients: number of coefficients K, at least degree + 1.
@@ -67,15 +65,13 @@ class Spline:
             )
 
     def basis(self, layers: int | Sequence[float] | np.ndarray) -> np.ndarray:
-        r"""Return the values :math:`B_k` at the layers' midpoints; a layer's weights are its row times the coefficients.
-
-        Computed by the recursion of Cox and de Boor.
+        """Return the values :math:`B_k` at the layers' midpoints; a layer's weights are its row times the coefficients.
 
         Args:
             layers: number N of layers of equal length; or the N + 1 times at which they start and the last one ends.
 
         Returns:
-            Shape ``(N, coefficients)``, float64; each row sums to 1.
+            Shape ``(N, coefficients)``, float64, by the recursion of Cox and de Boor; each row sums to 1.
 
         Example:
             >>> from lp_jax import nn

@@ -4,7 +4,9 @@ from lp_jax._work import Batch as Batch
 from lp_jax._work import Schedule as Schedule
 from lp_jax.planning._calibrate import calibrate as calibrate
 from lp_jax.planning._candidates import RECOMMENDED as RECOMMENDED
+from lp_jax.planning._cost import Memory as Memory
 from lp_jax.planning._cost import Time as Time
+from lp_jax.planning._cost import memory as memory
 from lp_jax.planning._cost import pipeline as pipeline
 from lp_jax.planning._cost import predict as predict
 from lp_jax.planning._estimate import auto as auto
@@ -12,8 +14,6 @@ from lp_jax.planning._estimate import estimate as estimate
 from lp_jax.planning._interconnect import Interconnect as Interconnect
 from lp_jax.planning._interconnect import interconnect as interconnect
 from lp_jax.planning._machine import Machine as Machine
-from lp_jax.planning._memory import Memory as Memory
-from lp_jax.planning._memory import memory as memory
 from lp_jax.planning._plan import choose as choose
 from lp_jax.planning._plan import plan as plan
 from lp_jax.planning._result import Choice as Choice

@@ -13,8 +13,8 @@ from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._traced import trace
 from lp_jax.planning import _measure
-from lp_jax.planning._layers import examples_of, kept_bytes
 from lp_jax.planning._machine import Machine
+from lp_jax.planning._measure import examples_of, kept_bytes
 
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
 _BATCHES = (4, 16)  # layers at once, beside as many as there are
@@ -33,22 +33,22 @@ def calibrate(
 ) -> Machine:
     """Measure what the layers of a network take here, by how many are evaluated at once.
 
-    Serial propagation gives the time of a single layer. Runs of Picard sweeps that differ only in their number give the time
-    of a sweep, forward and adjoint: over 1/64, 1/8 and all of the layers. On a CPU layers at once are evaluated one after
-    another, so one run over as many layers as take 30 ms is enough. There the layers of an interval, which follow each
-    other, take less than those of a sweep, which stores the states of all layers. Cycles without coarse steps give their time,
-    over intervals of four layers and over four intervals, so that the time of the interval itself is known too. Where the
-    latter would be short, serial propagation stands for them.
+    Serial propagation gives the time of a single layer. Runs of Picard sweeps that differ only in their number give that of
+    a sweep, forward and adjoint: over 1/64, 1/8 and all of the layers. On a CPU layers at once are evaluated one after
+    another, so one run over as many as take 30 ms is enough. There the layers of an interval, which follow each other, take
+    less than those of a sweep, which stores the states of all layers: cycles without coarse steps give their time, over
+    intervals of four layers and over four intervals, and that of the interval itself. Where the latter would be short,
+    serial propagation stands for them.
 
     Args:
         problem: the network, on one device.
         fewer: those of ``y0``, ``shared`` and ``data`` that examples make smaller, with a quarter of the examples, say. How a
             layer's time falls with the examples decides what data parallelism gives. None takes it to fall like that of many
             layers at once with their number; on a CPU in proportion.
-        newton: whether to measure Newton's method with full Jacobians too, for a state whose first axis is that of the
-            examples. Small states only: a Jacobian has the square of its numbers.
-        batched: whether to measure layers at once also where they are evaluated one after another by default, for
-            ``interval_map="vmap"`` on a CPU. Without it they are counted as one after another.
+        newton: whether to measure Newton's method with full Jacobians too, for a small state whose first axis is that of the
+            examples: a Jacobian has the square of its numbers.
+        batched: whether to measure layers at once also on a CPU, for ``interval_map="vmap"``. Without it they are counted as
+            one after another there.
         name: of the result.
 
     Returns:
@@ -107,7 +107,6 @@ def calibrate(
 
 
 def _first(problem: Problem, layers: int) -> Problem:
-    """The first layers of a network."""
     times = np.asarray(problem.t1, float)
     times = times if times.ndim else np.linspace(problem.t0, times, problem.layers + 1)
     params, data = jax.tree.map(lambda x: x[:layers], (problem.params, problem.data))
@@ -148,9 +147,6 @@ def _intervals(problem: Problem, serial: tuple[float, float]) -> tuple[_Times, _
 
     From short intervals and from long ones. Where layers are too few for these, serial propagation is one interval of all of
     them; the parts of its gradient are as those of the short ones'.
-
-    Returns:
-        `Machine.relaxation` and `Machine.interval`.
     """
     short = _measure.relaxation(problem, _SHORT)
     if problem.layers < _SHORT * _LONG:

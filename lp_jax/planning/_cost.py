@@ -1,4 +1,4 @@
-r"""Time of a training step, from what it does and what a machine takes for it.
+r"""Time and memory of a training step, from what it does and what a machine takes for it.
 
 .. math::
     T = T_{fixed} + n_{own} t_{update} + \sum_{batches} n\, t_{kind}(layers) + \sum_{kind} n_{rows}\, t_{kind}(row)
@@ -15,7 +15,7 @@ import math
 from typing import Any, NamedTuple
 
 from lp_jax._solver import Solver
-from lp_jax._work import Schedule
+from lp_jax._work import Schedule, Sizes
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._schedule import count
 
@@ -46,15 +46,9 @@ class Time(NamedTuple):
 def predict(
     solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1
 ) -> Time:
-    """Of a training step: value and gradient.
+    """Predict a training step, value and gradient, with ``data_workers`` rows of ``workers``, each with its part of the examples.
 
-    Args:
-        solver: of the forward solve; with a tolerance, as if it took all of its iterations.
-        adjoint_solver: of the adjoint solve.
-        layers: number of layers.
-        machine: what they take.
-        workers: number of workers that the layers are spread over.
-        data_workers: number of such rows of workers, each with its part of the examples.
+    A solver with a tolerance counts as if it took all of its iterations.
 
     Raises:
         NotImplementedError: for Newton's method within multigrid, and where the machine has no times of it.
@@ -130,12 +124,6 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
     message after each, and the gradients of all turns are added up. Its gradient is exact; :math:`(P - 1) / (M + P - 1)` of the
     turns are its bubble.
 
-    Args:
-        layers: number of layers.
-        machine: what they take.
-        workers: number of workers that the layers are spread over.
-        microbatches: number of parts that the examples are cut into.
-
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
     part = machine.divided(microbatches)
@@ -143,3 +131,52 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
     sent = 2 * part.message(part.state_bytes) if workers > 1 else 0.0
     added = (turns - 1) * mine * machine.adding
     return turns * (mine * sum(part.per_layer) + sent) + added + mine * machine.update + machine.fixed
+
+
+class Memory(NamedTuple):
+    """Bytes on one worker, by what holds them.
+
+    Attributes:
+        parameters: of its layers, and their gradient.
+        kept: states and linearisations that the forward solve leaves to the adjoint.
+        working: what the solvers need while they work.
+    """
+
+    parameters: int
+    kept: int
+    working: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1) -> Memory:
+    """Predict the memory of a training step, value and gradient without the optimizer's state; arguments as for `predict`.
+
+    What a solver keeps are arrays of states: with n layers on a worker, |u| bytes of a state and k of what a layer's
+    linearisation holds beside it, serial propagation keeps n (|u| + k). How many arrays a sweep or a cycle has live at
+    once is counted in compiled programs (suite ``memory`` of the benchmarks). The adjoint solver needs what the forward one
+    keeps, whichever it is.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> times = dict.fromkeys(("at_once", "forward", "linearise", "adjoint", "gradient"), (1,))
+        >>> machine = planning.Machine(**times, looped=True, state_bytes=8192, kept_bytes=16384, layer_bytes=16640)
+        >>> scan, picard = lp_jax.Serial(), lp_jax.Picard()
+        >>> [planning.memory(solver, 4096, machine).bytes // 10**6 for solver in (scan, picard)]
+        [236, 337]
+    """
+    machine = machine.divided(data_workers)
+    sizes = Sizes(
+        layers=layers,
+        workers=workers,
+        state=machine.state_bytes,
+        linearised=machine.state_bytes + machine.kept_bytes,
+        parameters=machine.layer_bytes,
+        examples=machine.examples,
+        looped=machine.looped,
+    )
+    return Memory(2 * sizes.mine * sizes.parameters, *solver.resolve(layers).held(sizes))

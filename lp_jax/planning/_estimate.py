@@ -16,9 +16,8 @@ from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree
 from lp_jax.planning._candidates import RECOMMENDED, Pair
 from lp_jax.planning._cost import predict
-from lp_jax.planning._layers import examples_of, kept_bytes, small
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays
+from lp_jax.planning._measure import arrays, examples_of, kept_bytes, small
 
 _KERNELS = 3  # of the smallest layer
 
@@ -27,17 +26,11 @@ _SWEEPS = 10, 6  # that the tolerances of `RECOMMENDED` take: 5 to 14 forward, o
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """An accelerator, by its data sheet.
+    """An accelerator, by its data sheet."""
 
-    Attributes:
-        flops: per second, of products in the precision that JAX uses by default for float32.
-        bandwidth: of its memory, in bytes per second.
-        layer: seconds of the smallest layer: its kernels, one after the other.
-    """
-
-    flops: float
-    bandwidth: float
-    layer: float
+    flops: float  # per second, of products in the precision that JAX uses by default for float32
+    bandwidth: float  # of its memory, in bytes per second
+    layer: float  # seconds of the smallest layer: its kernels, one after the other
 
 
 # Of the vendor: dense TF32 products (on TPUs bfloat16), HBM. The smallest layer is a guess: `_KERNELS` of 5 us.
@@ -94,18 +87,16 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     counted: Any = (
         jax.jit(traced.chain(*operands, traced.workers).step(0)).lower(y, first, beside).cost_analysis() or {}
     )
-    moved = max(
-        counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y)
-    )  # a step that XLA sees nothing in moves its state
+    # a step that XLA sees nothing in moves its state
+    moved = max(counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y))
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     at_once = (1,) if looped else tuple(int(n) for n in sizes)
     times = tuple(sheet.layer * (not looped) + n * alone for n in at_once)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    steps = (
-        2 * math.ceil(math.log2(traced.workers.layers + 1)) * sheet.layer / _KERNELS
-    )  # of the scan, two products in each
+    # of the scan, two products in each
+    steps = 2 * math.ceil(math.log2(traced.workers.layers + 1)) * sheet.layer / _KERNELS
     composed = 2 * 2 * examples * numbers**3 / sheet.flops
     newton = tuple(
         t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(at_once, times, strict=True)
@@ -129,17 +120,10 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
 
 
 def auto(problem: Problem, *, device: str | None = None) -> Pair:
-    """Return what ``solver="auto"`` means: sweeps to a tolerance, or serial propagation where these cannot be faster.
+    """Return what ``solver="auto"`` means, forward and adjoint: sweeps to a tolerance, or serial propagation if that is as fast.
 
-    It is decided by `estimate`, so by shapes and devices: the same, whenever and in whatever process it is traced. Where it is
-    serial propagation, a warning says so; `plan` measures.
-
-    Args:
-        problem: as for `estimate`.
-        device: as for `estimate`.
-
-    Returns:
-        The forward and the adjoint solver.
+    It is decided by `estimate`, which has the same arguments, so by shapes and devices: the same, whenever and in whatever
+    process it is traced. Where it is serial propagation, a warning says so; `plan` measures.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

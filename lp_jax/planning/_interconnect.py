@@ -77,7 +77,6 @@ def _sweep(comm: Comm | None, size: int) -> float:
 
 
 def _sum(comm: Comm, size: int) -> float:
-    """Seconds of a sum over all workers."""
     params, x = _layers(comm), jnp.ones(size // 4, jnp.float32)
     workers = comm.place(len(params), (Picard(),), params, x)
 
@@ -90,7 +89,6 @@ def _sum(comm: Comm, size: int) -> float:
 
 
 def _layers(comm: Comm | None) -> jax.Array:
-    """Parameters of a layer on each worker."""
     if comm is None:
         return jnp.ones(1, jnp.float32)
     mine: jax.Array = comm.share(jnp.ones(comm.size, jnp.float32), (Picard(),))

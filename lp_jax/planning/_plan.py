@@ -16,12 +16,10 @@ from lp_jax._solver import Solver
 from lp_jax._types import State
 from lp_jax.planning._calibrate import calibrate
 from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
-from lp_jax.planning._cost import predict
+from lp_jax.planning._cost import memory, predict
 from lp_jax.planning._interconnect import Interconnect
-from lp_jax.planning._layers import small
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays
-from lp_jax.planning._memory import memory
+from lp_jax.planning._measure import arrays, small
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, counted
 
 Probe = Callable[[Solver, Solver], Probed]
@@ -92,20 +90,10 @@ def choose(
     seconds: float = 10.0,
     solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
-    """`plan` for a network of which no more is known than what its layers take.
+    """`plan` for a network of which no more is known than how many layers it has and what they take.
 
-    Args:
-        layers: number of layers.
-        machine: what they take.
-        error: as for `plan`.
-        workers: as for `plan`.
-        probe: ``probe(solver, adjoint_solver)`` tells what a gradient by them is; without one nothing but serial
-            propagation is known to be exact enough, and the others are in the order of their times.
-        seconds: as for `plan`.
-        solvers: as for `plan`.
-
-    Raises:
-        ValueError: as for `plan`.
+    ``probe(solver, adjoint_solver)`` tells what a gradient by them is. Without one nothing but serial propagation is known to
+    be exact enough, and the others are in the order of their times. The other arguments, and errors, are those of `plan`.
     """
     _refuse(layers, workers, error)
 

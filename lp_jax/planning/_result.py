@@ -9,29 +9,21 @@ from typing import NamedTuple
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax.planning._candidates import Pair, exact_cycles
-from lp_jax.planning._cost import Time, pipeline, predict
+from lp_jax.planning._cost import Memory, Time, pipeline, predict
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._memory import Memory
 from lp_jax.planning._text import aligned, milliseconds, pair, pasted, times
 
 SERIAL = (Serial(), Serial())
 DEVICES = tuple(2**exponent for exponent in range(13))
-WORTH = (
-    1.15  # a solver is recommended if it is this many times as fast as serial propagation; predictions are no better
-)
+# A solver is recommended if it is this many times as fast as serial propagation; predictions are no better.
+WORTH = 1.15
 
 _MOST = 8  # lines of a table
 _UNKNOWN = 3  # iterations to a tolerance, until a probe tells
 
 
 class Probed(NamedTuple):
-    """What a probe of a pair of solvers found.
-
-    Attributes:
-        error: relative distance of the gradient from the exact one, in the 2-norm.
-        iterations: number of iterations of the forward solve.
-        adjoint_iterations: number of iterations of the adjoint solve.
-    """
+    """What a probe of a pair of solvers found: iterations, and the relative 2-norm error of the gradient."""
 
     error: float
     iterations: int
@@ -41,12 +33,8 @@ class Probed(NamedTuple):
 class Choice(NamedTuple):
     """A pair of solvers, and what is known of it.
 
-    Attributes:
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve.
-        time: predicted time of a training step; with a tolerance for as many iterations as the probe took.
-        memory: predicted memory of a worker.
-        probed: what the probe found, if there was one.
+    Time (of a training step; with a tolerance for as many iterations as the probe took) and memory (of a worker) are
+    predicted; ``probed`` is what the probe found, if there was one.
     """
 
     solver: Solver
@@ -141,9 +129,6 @@ class Plan:
 
         The error of a gradient does not depend on the number of workers. As many cycles as intervals, with an interval for each
         worker, are exact and need no probe.
-
-        Args:
-            devices: numbers of devices.
         """
         pairs = [counted((c.solver, c.adjoint_solver), c.probed) for c in self.exact_enough()]
         return [self._on(count, pairs) for count in devices]
@@ -208,7 +193,6 @@ def reason(plan: Plan) -> str:
 
 
 def _instead(plan: Plan) -> str:
-    """What else makes use of devices."""
     many = max(2, plan.workers)
     there = plan.scaling((many,))[0]
     known = {"along the examples": there.data, "in a pipeline": there.pipeline, "along the layers": there.layers}
@@ -239,7 +223,6 @@ def _row(alone: float, choice: Choice) -> tuple[str, ...]:
 
 
 def _more_devices(plan: Plan) -> list[str]:
-    """What other numbers of devices would give."""
     many = [row for row in plan.scaling() if row.both is not None]
     rows: list[tuple[str, ...]] = [("devices", "layers", "examples", "pipeline", "both", "as", "")]
     for d in many:

@@ -1,22 +1,30 @@
 """What a training step does, before it is run: counted by its solvers, or read off the program of one that counts nothing."""
 
-from lp_jax._solver import Solver
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._adjoint import Forward, solve_adjoint
+from lp_jax._chain import Chain
+from lp_jax._comm import Run, Workers
+from lp_jax._picard import Picard
+from lp_jax._products import cost_of
+from lp_jax._solver import Solver, iterate
+from lp_jax._types import CPoints, PyTree, Slices, Stacked, State
 from lp_jax._work import Batch as Batch
 from lp_jax._work import Schedule, Uncounted, Work
-from lp_jax.planning._program import read
 
 
 def training_step(
     solver: Solver, adjoint_solver: Solver, layers: int, *, workers: int = 1, looped: bool = False
 ) -> Schedule:
-    """Count what value and gradient take, on the busiest worker.
-
-    Args:
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve.
-        layers: number of layers.
-        workers: number of workers that the layers are spread over.
-        looped: what ``interval_map="auto"`` means.
+    """Count what value and gradient take, on the busiest worker; ``looped`` is what ``interval_map="auto"`` means.
 
     Raises:
         NotImplementedError: for Newton's method within multigrid.
@@ -29,15 +37,9 @@ def training_step(
 def count(
     solver: Solver, layers: int, *, workers: int = 1, looped: bool = False, kept: bool = False, adjoint: bool = False
 ) -> Schedule:
-    """Count what a forward solve takes, or an adjoint one with the gradient that it gives.
+    """Count what a forward solve takes, or an adjoint one with the gradient that it gives; as for `training_step`.
 
-    Args:
-        solver: settings.
-        layers: number of layers.
-        workers: as for `training_step`.
-        looped: as for `training_step`.
-        kept: whether the forward solve leaves linearisations of all layers behind.
-        adjoint: which of the two.
+    ``kept`` says whether the forward solve leaves linearisations of all layers behind.
     """
     solver = solver.resolve(layers)
     work = Work(layers=layers, workers=workers, looped=looped, kept=kept, adjoint=adjoint)
@@ -49,3 +51,125 @@ def count(
     if workers > 1:
         work.schedule.reductions += 2  # the last state, and the residual norms
     return work.schedule
+
+
+_STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in products of each kind; in a gradient it is 1
+
+
+@functools.lru_cache(maxsize=1024)
+def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool, adjoint: bool) -> Schedule:
+    """Count the batches and messages of a solve in its program for a model network, on one worker.
+
+    A layer of the model is one product with a matrix that is not square, so that evaluations, their transposes and
+    gradients of the parameters are told apart by their shapes. Messages are products of other shapes. The number of
+    iterations must be fixed.
+    """
+    unit = solver.unit(layers)
+    mine = math.ceil(layers / unit / workers) * unit
+    chain = functools.partial(
+        _chain, _Counted(sequential="relay", layers=layers, held=(mine,) * math.ceil(layers / mine))
+    )
+    before = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
+    forward = functools.partial(_forward, before, chain, kept=kept)
+    arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))
+    if adjoint:
+        left = jax.eval_shape(forward, *arrays)[1]
+        program = jax.make_jaxpr(functools.partial(_backward, solver, before.stride(layers), chain))(*arrays, left)
+    else:
+        program = jax.make_jaxpr(forward)(*arrays)
+    schedule = Schedule()
+    for kind, terms in (("linearise" if adjoint else "forward", _STATE), ("adjoint", _HIDDEN), ("gradient", 1)):
+        work, depth = map(int, cost_of(program.jaxpr, unit=2 * _STATE * _HIDDEN, terms=terms))
+        batches = max(depth, math.ceil(work / mine))  # as even as can be
+        for size in (work // batches, work // batches + 1) if batches else ():
+            count = batches - work % batches if size == work // batches else work % batches
+            schedule.add(kind, count, size, looped=looped)
+    if workers > 1:
+        schedule.states = int(cost_of(program.jaxpr, terms=_MESSAGE).depth)
+        schedule.reductions = int(cost_of(program.jaxpr, unit=2 * _REDUCTION, terms=_REDUCTION).work)
+    return schedule
+
+
+def _layer(level: int, y: State, x: Slices, shared: PyTree) -> tuple[State, None]:
+    return y + x.dt * jnp.sum(jnp.tanh(x.params @ y)), None
+
+
+def _chain(workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
+    steps = len(matrices)
+    dt = jnp.full(steps, 1 / workers.layers, jnp.float32)
+    return Chain(
+        call=_layer,
+        slices=Slices(matrices, None, jnp.cumsum(dt), dt, jnp.arange(steps, dtype=jnp.int32)),
+        shared=(),
+        y0=y0,
+        layers=workers.layers,
+        padded=workers.padded,
+        workers=workers,
+        differentiable=(True, False, False, False),
+    )
+
+
+def _forward(
+    solver: Solver, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, *, kept: bool
+) -> tuple[Any, Forward]:
+    """A forward solve: its result, and what it leaves to the adjoint."""
+    network = chain(matrices, y0)
+
+    def keep(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
+        u_next, _, found = network.linearised.evaluate(u, x, shared)
+        return u_next, (u, found)
+
+    levels = solver.discretize(network)
+    before, stats, _ = iterate(solver, levels, None)
+    u, emitted = solver.finish(levels, before, keep if kept else None)
+    states, found = levels[0].merge(emitted) if kept else (None, None)
+    return (levels[0].last(u), stats), Forward(u, None if kept else before, states, found)
+
+
+def _backward(
+    solver: Solver, stride: int, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, left: Forward
+) -> Any:
+    return solve_adjoint(chain(matrices, y0), solver, left, stride, y0, zeros=False)[:2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Counted(Workers):
+    """Workers that send nothing: in the place of a message or a sum is a product that tells of it."""
+
+    def index(self) -> jax.Array:
+        return jnp.int32(0)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.held[0], self.held[0]
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        return body(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
+        return _marked(tree, _MESSAGE)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        return _marked(tree, _REDUCTION)
+
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        return _marked(tree, _REDUCTION)
+
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _marked(tree, _REDUCTION))
+
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
+
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+        def turn(_: Any, u: State) -> State:
+            return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
+
+        return run(lax.fori_loop(1, self.active, turn, y0))
+
+
+def _marked(tree: PyTree, terms: int) -> PyTree:
+    """The same values, once a product of so many terms has been formed."""
+    total = sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(tree))
+    nothing = jnp.full(terms, 0 * total) @ jnp.ones(terms, jnp.float32)
+    return jax.tree.map(lambda x: x + nothing.astype(x.dtype), tree)

@@ -29,7 +29,6 @@ def pasted(solver: Solver, adjoint_solver: Solver) -> str:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the dataclasses that a solver is made of."""
     if isinstance(value, tuple):
         return list(itertools.chain.from_iterable(map(_parts, value)))
     if not dataclasses.is_dataclass(value):

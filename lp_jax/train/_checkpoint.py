@@ -19,8 +19,8 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in a folder. May be used as a context manager.
 
-    A checkpoint is written under another name and renamed when it is complete. If the run is killed meanwhile, the
-    earlier checkpoints remain, and the incomplete one is ignored.
+    A checkpoint is written under another name and renamed when it is complete, so a run that is killed meanwhile leaves the
+    earlier ones.
 
     Args:
         folder: the folder; it is made if it does not exist.
@@ -64,11 +64,7 @@ class Checkpoints:
             self._checkpointer.save(step, state, force=True, custom_metadata={"config": self.config, "step": step})
 
     def restore(self, template: TrainState) -> TrainState:
-        """Return the newest state.
-
-        Args:
-            template: a state of the same model, as `init_state` returns it, with the structure, shapes, dtypes and
-                devices of the result.
+        """Return the newest state; ``template``, from `init_state`, has the structure, shapes, dtypes and devices of the result.
 
         Raises:
             CheckpointError: if there is no checkpoint, it cannot be read, or it is of another model.

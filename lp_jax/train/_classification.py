@@ -19,25 +19,16 @@ from lp_jax.train._step import Batch, Info, LossFn
 
 
 class Evaluation(NamedTuple):
-    """Loss and accuracy of a model on a data set.
-
-    Attributes:
-        loss: mean loss.
-        accuracy: fraction of right answers.
-    """
+    """Mean loss, and accuracy, the fraction of right answers, of a model on a data set."""
 
     loss: float
     accuracy: float
 
 
 class Residuals(NamedTuple):
-    """Convergence of the solves of a training step.
+    """Convergence of the forward and the adjoint solve of a training step.
 
-    Attributes:
-        forward: stats of the forward solve.
-        adjoint: stats of the adjoint solve.
-        forward_scale: 2-norm of the last state.
-        adjoint_scale: 2-norm of the cotangent that enters the adjoint solve.
+    The scales are the 2-norms of the last state and of the cotangent that enters the adjoint solve.
     """
 
     forward: Stats
@@ -64,14 +55,10 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
         >>> from flax import nnx
         >>> from lp_jax import nn, train
         >>> rngs = nnx.Rngs(0)
-        >>> model = nn.Classifier(
-        ...     nn.DenseOpening((8, 8, 1), 16, rngs=rngs),
-        ...     nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs),
-        ...     nn.DenseClosing((16,), 10, rngs=rngs),
-        ... )
+        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs)
+        >>> model = nn.Classifier(nn.DenseOpening((4,), 16, rngs=rngs), trunk, nn.DenseClosing((16,), 10, rngs=rngs))
         >>> loss_fn, params = train.classification(model)
-        >>> batch = jnp.ones((4, 8, 8, 1), "float32"), jnp.zeros(4, "int32")
-        >>> loss, info = loss_fn(params, batch, lp_jax.MGRIT(), None)
+        >>> loss, info = loss_fn(params, (jnp.ones((4, 4), "float32"), jnp.zeros(4, "int32")), lp_jax.MGRIT(), None)
         >>> int(info.total)
         4
     """
@@ -94,11 +81,7 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
 def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Batch], *, solver: Solver = Serial()) -> Evaluation:
     """Return loss and accuracy over a data set, by default of the exact network.
 
-    Args:
-        loss_fn: as for `make_train_step`; the loss is a mean over the batch.
-        params: the model's parameters.
-        batches: the data set. Batches may differ in size; each size compiles once.
-        solver: solver of the layers.
+    The loss is a mean over the batch, as for `make_train_step`. Batches may differ in size; each size compiles once.
     """
     results = [_evaluate(loss_fn, params, batch, solver) for batch in batches]
     loss, correct, total = (sum(column) for column in zip(*jax.device_get(results), strict=True))
@@ -112,13 +95,10 @@ def _evaluate(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver) -> 
 
 
 def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Serial()) -> jax.Array:
-    """Return the logits of a classifier, by default of the exact network.
+    """Return the logits of a classifier for a batch of inputs, by default of the exact network.
 
-    Args:
-        model: an `lp_jax.nn.Classifier`, in training or ``eval()`` mode; its own parameters are not used.
-        params: the parameters, as `classification` returns them.
-        x: a batch of inputs; each shape compiles once.
-        solver: solver of the layers.
+    The parameters are those that `classification` returns; the model's own are not used, and it may be in training or
+    ``eval()`` mode. Each shape of ``x`` compiles once.
     """
     return _logits(nnx.graphdef(model), params, x, solver)
 
@@ -126,11 +106,11 @@ def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Se
 def confusion_matrix(
     model: Classifier, params: PyTree, batches: Iterable[Batch], *, classes: int, solver: Solver = Serial()
 ) -> np.ndarray:
-    """Return the number of times that a model gives each answer to each class.
+    """Return the number of times that a model gives each answer to each class; model and parameters as for `predict`.
 
     Args:
-        model: an `lp_jax.nn.Classifier`, in training or ``eval()`` mode; its own parameters are not used.
-        params: the parameters, as `classification` returns them.
+        model: an `lp_jax.nn.Classifier`.
+        params: its parameters.
         batches: the data set, ``(x, labels)``; negative labels do not count.
         classes: number of classes.
         solver: solver of the layers.
@@ -154,14 +134,9 @@ def _logits(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -
 def residuals(
     model: Classifier, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None = None
 ) -> Residuals:
-    """Return the stats of the forward and the adjoint solve of a training step.
+    """Return the stats of the forward and the adjoint solve of a training step; model and parameters as for `predict`.
 
-    Args:
-        model: an `lp_jax.nn.Classifier`; its own parameters are not used.
-        params: the parameters, as `classification` returns them.
-        batch: ``(x, labels)``, or ``(x, labels, key)``.
-        solver: solver of the forward solve.
-        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
+    A batch is ``(x, labels)`` or ``(x, labels, key)``. ``adjoint_solver`` None means the settings of ``solver``.
     """
     return _residuals(nnx.graphdef(model), params, batch, solver, adjoint_solver)
 

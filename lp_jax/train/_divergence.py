@@ -19,10 +19,7 @@ class DivergenceError(RuntimeError):
 
 
 def growth(norms: Sequence[float]) -> float | None:
-    """Return the last residual norm over the first one; None if fewer than two were measured.
-
-    Args:
-        norms: residual norms, NaN where not measured.
+    """Return the last residual norm over the first one, NaN being not measured; None if fewer than two were measured.
 
     Example:
         >>> from lp_jax import train
@@ -36,14 +33,7 @@ def growth(norms: Sequence[float]) -> float | None:
 
 
 def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
-    """Return what is wrong with a solve and what to do; None if no problem is seen.
-
-    Args:
-        solve: name of the solve, "forward" or "adjoint".
-        norms: its residual norms, NaN where not measured.
-        scale: norm of the state; residual norms far below it may grow by rounding.
-        result: its code in `lp_jax.RESULTS`.
-    """
+    """Return what is wrong with a solve and what to do; None if no problem is seen."""
     factor = growth(norms)
     if factor is not None and factor > 1 and max(n for n in norms if not math.isnan(n)) > _ROUNDING * scale:
         listed = ", ".join(f"{norm:.2g}" for norm in norms if not math.isnan(norm))

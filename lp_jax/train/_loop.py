@@ -1,9 +1,12 @@
-"""The training loop."""
+"""The training loop. On SIGINT (Ctrl-C) and SIGTERM the step is finished first."""
 
 import itertools
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +15,48 @@ from lp_jax._solution import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
-from lp_jax.train._interrupt import Interrupted, Interrupts
-from lp_jax.train._log import Log, flat, unflat
-from lp_jax.train._progress import Meter, Silent
+from lp_jax.train._log import Log, Meter, Silent, flat, unflat
 from lp_jax.train._ranks import RankCheckpoints
 from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
+
+
+class Interrupted(RuntimeError):
+    """A signal stopped the training after a finished step, that of the last checkpoint."""
+
+    def __init__(self, number: int, step: int, path: str | None):
+        saved = f"saved to {path}" if path else "nothing is saved without checkpoints"
+        super().__init__(f"{signal.Signals(number).name}: stopped after step {step}; {saved}")
+        self.signal = number
+        self.step = step
+
+
+class Interrupts:
+    """Context manager that stores the first SIGINT or SIGTERM in ``received``; a second one acts as usual.
+
+    It does nothing outside the main thread, where Python allows no handlers.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}
 
 
 class Every(NamedTuple):
@@ -77,9 +117,8 @@ def fit(
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
         meter: display of the progress.
-        agree: for several processes that train together: ``agree(signal) -> signal`` makes one signal for all of the
-            signals (or None) that they received, so that they stop at the same step. It is called when metrics are
-            fetched. `Ranks.agree` for MPI ranks.
+        agree: for several processes that train together: ``agree(signal) -> signal`` makes one of the signals (or None)
+            that they received, so that they stop at the same step, when metrics are fetched; `Ranks.agree`, for example.
 
     Returns:
         The last state and the log.
@@ -190,7 +229,6 @@ class _Recorder:
         self.restart_clock()
 
     def measured(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Log a measurement."""
         self._write(kind, step, **values)
         row = self.log.rows[-1]
         for solve in ("forward", "adjoint"):

@@ -15,27 +15,15 @@ from lp_jax.train._step import Batch
 
 
 class Inner(NamedTuple):
-    """The layers that are solved for, alone.
-
-    Attributes:
-        problem: the problem of a batch.
-        cotangent: of their last state, as the loss gives it.
-        fewer: those of the arguments that a quarter of the examples makes smaller; None for fewer than eight examples.
-    """
+    """The layers that are solved for, alone."""
 
     problem: Problem
-    cotangent: State
-    fewer: dict[str, Any] | None
+    cotangent: State  # of their last state, as the loss gives it
+    fewer: dict[str, Any] | None  # what a quarter of the examples makes smaller; None below eight examples
 
 
 def inner(model: Classifier, params: PyTree, batch: Batch) -> Inner:
-    """The layers of a classifier: of the longest block, if there are several.
-
-    Args:
-        model: an `lp_jax.nn.Classifier`; its own parameters are not used.
-        params: as `classification` returns them.
-        batch: ``(x, labels)``, or ``(x, labels, key)``.
-    """
+    """The layers of a classifier: of the longest block, if there are several."""
     merged = nnx.merge(nnx.graphdef(model), params)
     x, labels, *key = batch
     problem, y1, rest = _reached(merged, x, key)
@@ -78,15 +66,8 @@ def plan(
 ) -> planning.Plan:
     """`lp_jax.plan` for a classifier as a batch reaches its layers, with the cotangent that its loss gives.
 
-    Args:
-        model: an `lp_jax.nn.Classifier`.
-        params: as `classification` returns them.
-        batch: ``(x, labels)``, or ``(x, labels, key)``.
-        error: as for `lp_jax.plan`.
-        workers: as for `lp_jax.plan`.
-        machine: as for `lp_jax.plan`.
-        interconnect: as for `lp_jax.plan`.
-        seconds: as for `lp_jax.plan`.
+    ``params`` are those that `classification` returns, a batch is ``(x, labels)`` or ``(x, labels, key)``; all other arguments
+    are those of `lp_jax.plan`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

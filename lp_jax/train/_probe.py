@@ -16,10 +16,8 @@ from lp_jax.train._step import Batch, LossFn
 class GradientError(NamedTuple):
     """Distance of two gradients, ``g`` the layer-parallel one and ``e`` the exact one.
 
-    Attributes:
-        relative: ``|g - e| / |e|`` in the 2-norm, over all parameters.
-        cosine: cosine of the angle between ``g`` and ``e``; 1 is the same direction.
-        groups: ``relative`` of each group of parameters, by name.
+    It is ``|g - e| / |e|`` in the 2-norm, over all parameters (``relative``) and over each group of them, by name
+    (``groups``); ``cosine`` is that of the angle between ``g`` and ``e``, 1 for the same direction.
     """
 
     relative: jax.Array
@@ -39,16 +37,8 @@ def gradient_error(
 ) -> GradientError:
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch.
 
-    Costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers.
-
-    Args:
-        loss_fn: as for `make_train_step`.
-        params: the parameters at which the gradients are taken.
-        batch: the batch.
-        solver: solver of the forward solve.
-        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-        depth: number of keys of a parameter's path that name its group.
-        global_sums: as for `make_train_step`.
+    Costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers. The arguments are those of
+    `make_train_step` and of its training step; ``depth`` is the number of keys of a parameter's path that name its group.
 
     Returns:
         A `GradientError` of scalars.

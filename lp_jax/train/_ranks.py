@@ -35,8 +35,7 @@ class Ranks:
         world: all ranks.
         layers: the ranks that hold one network; the ``comm`` of `lp_jax.solve`.
         data: the ranks that hold the same layers.
-        trunk: path of the stacked layers in the parameters, or several paths. In an optimizer's state, the arrays of a
-            parameter lie under the same path.
+        trunk: path, or paths, of the stacked layers in the parameters, and below it in an optimizer's state.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -69,7 +68,7 @@ class Ranks:
 
         Args:
             comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``.
-            data: number of copies of the network; each gets an equal part of every batch.
+            data: number of copies of the network, which must divide the number of ranks; each gets an equal part of every batch.
             trunk: as for the class.
 
         Raises:
@@ -109,8 +108,7 @@ class Ranks:
     def loss(self, loss_fn: LossFn) -> LossFn:
         """Return the mean of a loss over the ranks' examples; value, gradient and `Info` are those of the whole batch.
 
-        Args:
-            loss_fn: a mean over ``info.total`` answers, as for `make_train_step`.
+        ``loss_fn`` is a mean over ``info.total`` answers, as for `make_train_step`.
         """
         if self.data.size == 1:
             return loss_fn
@@ -145,16 +143,7 @@ class Ranks:
 
     def once(self, f: Callable[[], T]) -> T:
         """Call ``f()`` on rank 0 and return its value, or raise its exception, on every rank."""
-        outcome: tuple[Any, Exception | None] = (None, None)
-        if self.is_root:
-            try:
-                outcome = f(), None
-            except Exception as error:
-                outcome = None, error
-        value, raised = self.world.host.bcast(outcome)
-        if raised is not None:
-            raise raised
-        return value
+        return done_once(f, self.is_root, self.world.host.bcast)
 
     def checkpoints(self, folder: str | os.PathLike[str], **options: Any) -> "RankCheckpoints":
         """Return checkpoints of the whole network, which rank 0 writes; arguments as for `Checkpoints`."""
@@ -175,12 +164,7 @@ class Ranks:
         return gathered if self.is_root else None
 
     def scatter(self, gathered: PyTree, like: PyTree) -> PyTree:
-        """Return this rank's part of arrays that `gather` returned.
-
-        Args:
-            gathered: on rank 0, the result of `gather`; any value on other ranks.
-            like: arrays with the structure and the number of layers of this rank's part.
-        """
+        """Return this rank's part of arrays that `gather` returned on rank 0; ``like`` has its structure and number of layers."""
         leaves = iter(jax.tree.leaves(gathered) if self.is_root else ())
 
         def leaf(x: Any, spread: bool) -> Any:
@@ -207,17 +191,28 @@ class Ranks:
         return [any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
 
 
+def done_once(
+    f: Callable[[], T], is_root: bool, broadcast: Callable[[Any], Any], told: type[Exception] = Exception
+) -> T:
+    """Call ``f()`` in the root process and return its value, or raise its exception of the kind ``told``, in all of them."""
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if is_root:
+        try:
+            outcome = f(), None
+        except told as error:
+            outcome = None, error
+    value, raised = broadcast(outcome)
+    if raised is not None:
+        raise raised
+    return value
+
+
 class RankCheckpoints:
-    """`Checkpoints` of a run over MPI ranks, made by `Ranks.checkpoints`.
+    """`Checkpoints` of a run over MPI ranks, made by `Ranks.checkpoints`; folder and options are those of `Checkpoints`.
 
     A checkpoint holds the whole network, like that of a run on one device, so a run can be resumed with any number of
     ranks, on a mesh, or on one device. Only rank 0 reads and writes the folder, and its memory must hold the whole
     state. All ranks must call a method together.
-
-    Args:
-        ranks: the grid of ranks.
-        folder: as for `Checkpoints`.
-        **options: as for `Checkpoints`.
     """
 
     def __init__(self, ranks: Ranks, folder: str | os.PathLike[str], **options: Any):

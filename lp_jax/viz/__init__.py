@@ -10,9 +10,9 @@ except ModuleNotFoundError as error:
         f"lp_jax.viz needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
-from lp_jax.viz._confusion import confusion as confusion
 from lp_jax.viz._hierarchy import hierarchy as hierarchy
 from lp_jax.viz._plan import plan as plan
+from lp_jax.viz._training import confusion as confusion
 from lp_jax.viz._training import curves as curves
 from lp_jax.viz._training import gradient_errors as gradient_errors
 from lp_jax.viz._training import residuals as residuals

@@ -20,14 +20,9 @@ _MOST_ITERATIONS = 4
 def hierarchy(
     solver: Solver, num_layers: int, *, t0: float = 0.0, t1: float = 1.0, adjoint_solver: Solver | None = None
 ) -> Figure:
-    """Draw the levels with their C- and F-points, and the path of the cycles through them.
+    """Draw the levels over [t0, t1] with their C- and F-points, and the path of the cycles through them.
 
-    Args:
-        solver: what is drawn.
-        num_layers: number of layers N.
-        t0: time at which layer 0 starts.
-        t1: time at which the last layer ends.
-        adjoint_solver: told in a line below; None means the settings of ``solver``.
+    ``adjoint_solver`` is told in a line below; None means the settings of ``solver``.
 
     Example:
         >>> import lp_jax
@@ -198,7 +193,6 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
 
 
 def _words(value: Any) -> str:
-    """A setting in words."""
     if hasattr(value, "summary"):
         return str(value.summary())
     return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)

@@ -14,10 +14,7 @@ from lp_jax.viz._style import BLUE, GREEN, GREY, NOTE, PURPLE, RED, dress, figur
 
 
 def plan(found: Plan) -> Figure:
-    """What solvers cost and what their gradients are worth; and what more devices would give.
-
-    Args:
-        found: by `lp_jax.plan`.
+    """What solvers cost and what their gradients are worth, and what more devices would give, of an `lp_jax.plan`.
 
     Example:
         >>> from lp_jax import planning, viz
