@@ -81,6 +81,10 @@ class Comm(abc.ABC):
         """Return the tree; its gradient is summed over the workers, each of which uses it for its own layers."""
         return tree
 
+    def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
+        """Return ``program(arrays)``; ``specs()`` are the partitions of what it returns, where types tell them."""
+        return program(arrays)
+
     def spread(self, stacked: Stacked) -> Stacked:
         """Return arrays over all layers, made under jit, each worker holding its own layers where they divide evenly."""
         return stacked

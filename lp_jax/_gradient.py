@@ -1,6 +1,7 @@
-"""The identity on values whose gradient is refused, not zero."""
+"""Identities that refuse to be differentiated in one way, with words for the user, where JAX's own fall short."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,26 +12,50 @@ from lp_jax._types import PyTree
 
 
 def without_gradient(tree: PyTree, message: str) -> PyTree:
-    """``tree``; a loss that depends on it raises ValueError(message) where its gradient is taken.
+    """``tree``; where a loss that depends on it is differentiated in reverse mode, ValueError(message).
 
-    ``lax.stop_gradient`` would make that gradient zero, in silence. Forward mode passes through.
+    ``lax.stop_gradient`` would make that gradient zero, in silence.
     """
-    return jax.tree.map(functools.partial(_identity.bind, message=message), tree)
+    return jax.tree.map(functools.partial(_untransposed.bind, message=message), tree)
 
 
-def _refuse(cotangent: Any, x: Any, *, message: str) -> Any:
+def reverse_only(tree: PyTree, message: str) -> PyTree:
+    """``tree``; where its tangents are computed with, not only transposed, TypeError(message)."""
+    return jax.tree.map(functools.partial(_marked.bind, message=message), tree)
+
+
+def _identity(name: str, **rules: Callable[..., Any]) -> Primitive:
+    """The identity on an array, with rules of its own."""
+    primitive = Primitive(name)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        (x,), (t,) = primals, tangents
+        return primitive.bind(x, **params), t if isinstance(t, ad.Zero) else primitive.bind(t, **params)
+
+    primitive.def_impl(rules.get("impl", lambda x, message: x))
+    primitive.def_abstract_eval(lambda x, message: x)
+    ad.primitive_jvps[primitive] = rules.get("jvp", jvp)
+    ad.primitive_transposes[primitive] = rules.get("transpose", lambda cotangent, x, message: [cotangent])
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+    mlir.register_lowering(primitive, rules.get("lower", lambda context, x, message: [x]))
+    return primitive
+
+
+def _not_transposed(cotangent: Any, x: Any, message: str) -> Any:
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
     raise ValueError(message)
 
 
-_identity = Primitive("without_gradient")
-_identity.def_impl(lambda x, *, message: x)
-_identity.def_abstract_eval(lambda x, *, message: x)
-ad.primitive_jvps[_identity] = lambda primals, tangents, **message: (
-    _identity.bind(*primals, **message),
-    tangents[0] if isinstance(tangents[0], ad.Zero) else _identity.bind(*tangents, **message),
-)
-ad.primitive_transposes[_identity] = _refuse
-batching.primitive_batchers[_identity] = lambda args, dims, **message: (_identity.bind(*args, **message), dims[0])
-mlir.register_lowering(_identity, lambda context, x, *, message: [x])
+def _not_computed(*operands: Any, message: str) -> Any:
+    raise TypeError(message)
+
+
+def _mark(primals: Any, tangents: Any, message: str) -> Any:
+    (x,), (t,) = primals, tangents
+    return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, message=message)
+
+
+_untransposed = _identity("without_gradient", transpose=_not_transposed)
+_tangent = _identity("reverse_only_tangent", impl=_not_computed, lower=_not_computed)
+_marked = _identity("reverse_only", jvp=_mark)

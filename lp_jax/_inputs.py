@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from lp_jax._comm import Comm
+from lp_jax._mesh import MeshComm
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
 
@@ -96,12 +98,16 @@ def _known(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
-def comm(value: Any) -> None:
-    """Where the layers live."""
+def comm(value: Any) -> Comm | None:
+    """Where the layers live; a mesh stands for its axis "layers", or the only one it has."""
+    if isinstance(value, Mesh):
+        return MeshComm(value, value.axis_names[0] if len(value.axis_names) == 1 else "layers")
     if value is not None and not isinstance(value, Comm):
         raise TypeError(
-            f"comm must be None (one device), MeshComm(mesh, axis=...) or MPIComm(comm); got {value!r} ({type(value).__name__})."
+            "comm must be None (one device), a mesh, MeshComm(mesh, axis=...) or MPIComm(comm); got "
+            f"{value!r} ({type(value).__name__})."
         )
+    return value
 
 
 def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str = "y") -> None:

@@ -1,6 +1,7 @@
 """Layers over the devices of a mesh, on one host or (with ``jax.distributed``) on many."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,9 @@ class MeshComm(Comm):
     between neighbours is one state per relaxation. The other axes of the mesh stay with the compiler: shard the batch
     or an image's height over them as usual, and JAX adds what they need.
 
+    Explicit axes, which `jax.make_mesh` gives if not told otherwise, are automatic within a solve. What it returns has its
+    place in the type again: ``y1``, and aux of the state's shape, that of ``y0``; other aux is on every device.
+
     Args:
         mesh: a device mesh, of one host or of all processes of ``jax.distributed``.
         axis: name of its axis that the layers are spread over.
@@ -32,11 +36,11 @@ class MeshComm(Comm):
             needs less time by the bytes and the number of messages.
 
     Raises:
-        ValueError: for a mesh without the axis, or with explicit axes (``AxisType.Explicit``).
+        ValueError: for a mesh without the axis.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
-        >>> mesh = jax.make_mesh((2,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> mesh = jax.make_mesh((2,), ("layers",))
         >>> step = lambda y, layer: y + layer.dt * layer.params * y
         >>> solution = lp_jax.solve(step, jnp.ones(8), jnp.ones(()), comm=lp_jax.MeshComm(mesh))
         >>> solution.trajectory.shape
@@ -55,18 +59,27 @@ class MeshComm(Comm):
                 f"mesh has no axis {self.axis!r}; its axes are {self.mesh.axis_names}. Name the one for the layers: "
                 "MeshComm(mesh, axis=...)."
             )
-        if AxisType.Explicit in self.mesh.axis_types:
-            raise ValueError(
-                f"mesh has explicit axes, {dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))}, which is what "
-                "jax.make_mesh gives if not told otherwise; the compiler needs them automatic: "
-                "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
-            )
         _check.one_of("sequential", self.sequential, SEQUENTIAL)
 
     @property
     def size(self) -> int:
         """Number of workers."""
         return int(self.mesh.shape[self.axis])
+
+    @property
+    def automatic(self) -> Mesh:
+        """The mesh with all axes automatic."""
+        names = self.mesh.axis_names
+        return Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
+        meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
+        if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
+            return program(arrays)
+        leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
+        return _automatic(program, explicit, tuple(leaves), structure)(arrays)
 
     def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
@@ -76,7 +89,7 @@ class MeshComm(Comm):
         unit = common_unit(solvers, given)
         steps = unit * math.ceil(math.ceil(given / unit) / self.size)
         return OnMesh(
-            layers=given, held=(steps,) * self.size, sequential=self.sequential, mesh=self.mesh, axis=self.axis
+            layers=given, held=(steps,) * self.size, sequential=self.sequential, mesh=self.automatic, axis=self.axis
         )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
@@ -94,7 +107,7 @@ class MeshComm(Comm):
         def build(words: jax.Array) -> PyTree:
             return make(jax.random.wrap_key_data(words, impl=impl))
 
-        return jax.jit(build, out_shardings=NamedSharding(self.mesh, spread))(words)
+        return jax.jit(build, out_shardings=NamedSharding(self.automatic, spread))(words)
 
     def spread(self, stacked: Stacked) -> Stacked:
         """Lists over all layers that a compiled function makes, each device having its own, if they can be split evenly."""
@@ -103,7 +116,7 @@ class MeshComm(Comm):
             if x.shape[0] % self.size:
                 return x
             others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.axis, *others)))
+            return lax.with_sharding_constraint(x, NamedSharding(self.automatic, PartitionSpec(self.axis, *others)))
 
         return jax.tree.map(leaf, stacked)
 
@@ -113,7 +126,7 @@ class MeshComm(Comm):
 
         def leaf(x: Any) -> Any:
             elsewhere = not isinstance(x, jax.core.Tracer) and x.committed and x.sharding.device_set != devices
-            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec())) if elsewhere else x
+            return jax.device_put(x, NamedSharding(self.automatic, PartitionSpec())) if elsewhere else x
 
         return jax.tree.map(leaf, tree)
 
@@ -126,7 +139,8 @@ class MeshComm(Comm):
             )
         for name, tree, first in (("params and data", stacked, 1), ("y0 and shared", common, 0)):
             for path, leaf in jax.tree.leaves_with_path(tree):
-                sharding = getattr(leaf, "sharding", None)
+                traced = isinstance(leaf, jax.core.Tracer)
+                sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
                 if not isinstance(sharding, NamedSharding):
                     continue
                 spec = tuple(sharding.spec)[first:]
@@ -136,6 +150,13 @@ class MeshComm(Comm):
                         f"an array of {name} ({_describe(path, leaf)}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
                         "which the layers are spread over. Give it another axis of the mesh, or none."
                     )
+
+
+@functools.lru_cache(maxsize=128)
+def _automatic(program: Callable[[PyTree], PyTree], axes: tuple[str, ...], leaves: tuple[Any, ...], structure: Any) -> Any:
+    """``program`` with explicit axes made automatic, and explicit again in what it returns."""
+    shardings = jax.tree.unflatten(structure, leaves)
+    return jax.jit(jax.sharding.auto_axes(program, axes=axes, out_sharding=shardings))
 
 
 def _describe(path: Any, leaf: Any) -> str:

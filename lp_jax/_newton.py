@@ -204,8 +204,7 @@ class Newton(Solver):
                 jacobian = jnp.moveaxis(entries, 0, -1)
             if self.damping is not None:
                 jacobian = self.damping(jacobian, self.jacobian == "full")
-            # as a coarse step it is differentiated: a change of the Jacobians is of second order
-            return u_next, lax.stop_gradient(jacobian)
+            return u_next, jacobian
 
         return advance
 

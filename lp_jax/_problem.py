@@ -55,7 +55,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "y0", _inputs.state(self.y0))
-        _inputs.comm(self.comm)
+        object.__setattr__(self, "comm", _inputs.comm(self.comm))
         _inputs.number_of_layers(self.params, self.data, alone=self.comm is None)
         for name in ("params", "shared", "data"):
             object.__setattr__(self, name, _inputs.arrays(getattr(self, name)))

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 
 from lp_jax import _inputs, _tree
 from lp_jax._adjoint import Forward, solve_adjoint
 from lp_jax._chain import Chain
-from lp_jax._comm import Comm, Workers
-from lp_jax._gradient import without_gradient
+from lp_jax._comm import Comm, OneDevice, Workers
+from lp_jax._gradient import reverse_only, without_gradient
 from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Problem
 from lp_jax._serial import propagate
@@ -106,7 +107,8 @@ def solve(
     """
     problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=comm, has_aux=has_aux)
     program, arrays = _prepare(problem, solver, adjoint_solver, guess)
-    y1, aux, (stats, result, trajectory) = program.run(arrays)
+    call = OneDevice().call if problem.comm is None else problem.comm.call
+    y1, aux, (stats, result, trajectory) = call(program.run, arrays, functools.partial(_specs, program, arrays))
     return Solution(y1, *jax.lax.stop_gradient((stats, result)), without_gradient(trajectory, _RESTART), aux)
 
 
@@ -114,6 +116,17 @@ _RESTART = (
     "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To differentiate states, let the "
     "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "
     "jax.lax.stop_gradient(solution.trajectory)."
+)
+
+
+_FORWARD_MODE = (
+    "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
+    "a gradient in reverse mode: take jax.grad, jax.vjp or jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and "
+    "so does jax.hessian. solver=lp_jax.Serial() is differentiated in both modes."
+)
+_TWICE = (
+    "Reverse mode was applied twice to lp_jax.solve with a tolerance, whose number of iterations is known only when it has "
+    "run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), or leave rtol and atol out."
 )
 
 
@@ -174,6 +187,29 @@ Seen = tuple[jax.Array | None, ...]
 """Cotangents of the inexact leaves of aux, None for those that the loss does not see; empty if it sees none."""
 
 
+def _specs(program: "_Program", arrays: "_Arrays") -> Output:
+    """Partitions of what a solve returns: the states as ``y0`` is, and so is aux of the shape of a state."""
+    slices, common = arrays.operands
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        sharding = jax.typeof(x).sharding
+        return PartitionSpec() if sharding.mesh.empty else sharding.spec
+
+    def one(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    like = {x.shape: spec(x) for x in jax.tree.leaves(common.y0)}
+    operands = jax.tree.map(one, (common.y0, jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), slices)))
+    shared = jax.tree.map(one, (common.shared, common.closed_over))
+    _, aux = jax.eval_shape(functools.partial(program.traced.call, 0), *operands, shared)
+    nowhere = PartitionSpec()
+    return (
+        jax.tree.map(spec, common.y0),
+        jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
+        (Stats(nowhere, nowhere), nowhere, jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), common.y0)),  # type: ignore[arg-type]
+    )
+
+
 def _seen(aux: PyTree, cotangents: PyTree) -> Seen:
     """``cotangents``, a tree like ``aux``, as the adjoint solve takes them."""
     if cotangents is None:
@@ -216,6 +252,7 @@ class _Static:
 
 
 class _Program(NamedTuple):
+    traced: Traced
     run: Callable[[_Arrays], Output]  # differentiable
     vjp: Callable[[_Arrays], tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]]  # with the adjoint's stats
 
@@ -270,7 +307,7 @@ def _scanned(static: _Static) -> _Program:
 
         return out, pullback
 
-    return _Program(scan, vjp)
+    return _Program(static.traced, scan, vjp)
 
 
 def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
@@ -283,8 +320,11 @@ def _iterated(static: _Static) -> _Program:
     backward = jax.jit(functools.partial(_backward, static))
 
     @jax.custom_vjp
-    def run(arrays: _Arrays) -> Output:
+    def solve(arrays: _Arrays) -> Output:
         return forward(arrays, keep=False)[0]
+
+    def run(arrays: _Arrays) -> Output:
+        return solve(arrays._replace(operands=reverse_only(arrays.operands, _FORWARD_MODE)))
 
     def fwd(primals: Any) -> tuple[Output, Any]:
         arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
@@ -294,14 +334,16 @@ def _iterated(static: _Static) -> _Program:
     def bwd(residuals: tuple[_Arrays, Forward, tuple[State, PyTree]], cotangents: Output) -> tuple[Any]:
         arrays, kept, (y1, aux) = residuals
         operands, _ = backward(arrays, kept, jax.tree.map(_or_zeros, cotangents[0], y1), _seen(aux, cotangents[1]))
+        if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
+            operands = without_gradient(operands, _TWICE)
         return (_Arrays(operands, None, None, None),)  # type: ignore[arg-type]
 
     def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]:
         out, kept = forward(arrays, keep=True)
         return out, functools.partial(backward, arrays, kept)
 
-    run.defvjp(fwd, bwd, symbolic_zeros=True)
-    return _Program(run, vjp)
+    solve.defvjp(fwd, bwd, symbolic_zeros=True)
+    return _Program(static.traced, run, vjp)
 
 
 def _scan(static: _Static, arrays: _Arrays) -> Output:

@@ -154,7 +154,7 @@ class GRU(nnx.Module):
     ):
         for name, value in (("features", features), ("hidden", hidden), ("units", units)):
             _check.integer(name, value, least=1)
-        _inputs.comm(comm)
+        comm = _inputs.comm(comm)
         self.hidden, self.implicit, self.dt = hidden, implicit, float(dt)
         self.solver = static_solver("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)

@@ -80,7 +80,7 @@ class LayerParallel(nnx.Module):
         self.t1 = _hashable(np.asarray(t1, float).tolist())
         self.solver = solver if solver == AUTO else static_solver("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
-        _inputs.comm(comm)
+        comm = _inputs.comm(comm)
         self.comm = nnx.static(comm)
         solvers = _placing_solvers(self)
         self.weights = nnx.static(weights)
