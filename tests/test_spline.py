@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import launch
 import numpy as np
 import optax
 import pytest
@@ -163,11 +162,6 @@ def test_every_device_makes_the_weights_of_its_own_layers():
     np.testing.assert_allclose(
         wide(normal((3, WIDTH))), make_trunk(weights=wide.weights)(normal((3, WIDTH))), rtol=1e-13
     )
-
-
-def test_coefficients_over_ranks():
-    ended = launch.mpirun(3, launch.HERE / "ranks_solve.py", "spline")
-    assert ended.code == 0, ended.output
 
 
 def test_training(standard_promotion):
