@@ -80,7 +80,10 @@ def variants(solver):
 
 
 def combinations():
-    """Each solver with itself, those for which it matters most in all variants, and with other adjoint solvers."""
+    """Each solver with itself, those for which it matters most in all variants; and with three other adjoint solvers.
+
+    Hierarchies, which keep the same states whatever their coarse step, take turns at these.
+    """
     for number, (name, solver) in enumerate(SOLVERS.items()):
         choices = list(variants(solver))
         several = (
@@ -88,8 +91,9 @@ def combinations():
         )
         for fields in several or choices:
             yield name, name, fields
+        turns = isinstance(solver, lp_jax.MGRIT) and solver.levels > 1
         for i, adjoint in enumerate(("serial", "mgrit-inject", "picard")):
-            if adjoint != name:
+            if adjoint != name and (not turns or number % 3 == i):
                 yield name, adjoint, choices[(number + i) % len(choices)]
 
 
