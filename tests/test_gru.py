@@ -90,10 +90,8 @@ def test_a_recurrent_step_with_a_gradient_of_its_own(how):
         return y + layer.dt * jnp.tanh(images).reshape(BATCH, HIDDEN)
 
     def solved(w, solver):
-        xs = jnp.swapaxes(X, 0, 1)
-        return jnp.sum(
-            lp_jax.solve(step, None, jnp.ones((BATCH, HIDDEN)), shared=w, data=xs, solver=solver).y1 * TARGET[0]
-        )
+        given = {"shared": w, "data": jnp.swapaxes(X, 0, 1), "solver": solver}
+        return jnp.sum(lp_jax.solve(step, None, jnp.ones((BATCH, HIDDEN)), **given).y1 * TARGET[0])
 
     w = jnp.asarray(np.random.default_rng(6).normal(size=(HIDDEN, HIDDEN)))
     wanted = jax.grad(solved)(w, SOLVERS["serial"])
@@ -104,10 +102,7 @@ def test_a_recurrent_step_with_a_gradient_of_its_own(how):
 def test_a_step_may_have_a_state_of_several_parts():
     """An LSTM, written by a user: cell and output are the two leaves of the state."""
     rng = np.random.default_rng(5)
-    w = {
-        "x": jnp.asarray(rng.normal(size=(FEATURES, 4 * HIDDEN))),
-        "h": jnp.asarray(rng.normal(size=(HIDDEN, 4 * HIDDEN))),
-    }
+    w = {name: jnp.asarray(rng.normal(size=(size, 4 * HIDDEN))) for name, size in (("x", FEATURES), ("h", HIDDEN))}
 
     def step(y, layer):
         h, c = y["h"], y["c"]
