@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-# The newer way to compile loops of numbers takes a third of the suite's time. jaxlib 0.11 and later have no other.
-QUICK = "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else ""
+# Compiling is most of the suite's time: XLA's newer way to compile loops of numbers is a third of it, and cutting small
+# programs into pieces that are compiled side by side costs more than it gains. jaxlib 0.11 and later have no other way.
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+QUICK = QUICK if metadata.version("jaxlib").startswith("0.10.") else ""
 # jax reads these once, so they come before its import. Processes that a test starts inherit them.
 _flags = os.environ.get("XLA_FLAGS", "")
 if "--xla_force_host_platform_device_count" not in _flags:

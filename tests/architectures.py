@@ -29,37 +29,33 @@ class Restless(nnx.Module):
         return y + dt * self.dropout(nnx.tanh(self.linear(self.norm(y))), rngs=key)
 
 
-def everything(comm):
-    """Of each network what belongs to its layers, leaves ``(layers, ...)``, and what every worker has."""
+NAMES = ("decoder", "batch norm", "gru")
+
+
+def everything(name, comm=None):
+    """Of a network what belongs to its layers, leaves ``(layers, ...)``, and what every worker has."""
     options = {"solver": SOLVER, "comm": comm}
-    trunks = {
-        "batch norm": (functools.partial(Restless, param_dtype=jnp.float64), transformer.normal((4, 6)), None),
-        "decoder": (
-            functools.partial(transformer.decoder, dropout=0.3),
-            transformer.Y,
-            (transformer.MEMORY, transformer.OTHER_MASK, transformer.MASK),
-        ),
-    }
+    if name == "gru":
+        gru = recurrent.make(True, **options)
+        value, (of_gru, of_x) = nnx.jit(nnx.value_and_grad(recurrent_loss, argnums=(0, 1)))(gru, recurrent.X)
+        return jax.tree.map(np.asarray, ({}, (value, nnx.to_pure_dict(of_gru), of_x)))
+    if name == "decoder":
+        make, y, memory = functools.partial(transformer.decoder, dropout=0.3), transformer.Y, transformer.MEMORY
+    else:
+        make, y, memory = functools.partial(Restless, param_dtype=jnp.float64), transformer.normal((4, 6)), None
+    trunk = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0), **options)
+    value, (of_trunk, *of_all) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))(trunk, y, memory)
+    statistics = nnx.to_pure_dict(nnx.state(trunk.layers, nnx.BatchStat))
+    return jax.tree.map(np.asarray, ((nnx.to_pure_dict(of_trunk), statistics), (value, of_all)))
 
-    def loss(trunk, y, memory, masks):
-        shared = None if memory is None else (memory, *masks)
-        return jnp.sum(trunk.solve(y, shared=shared, key=jax.random.key(7)).y1 ** 2)
 
-    layered, common = {}, {}
-    for name, (make, y, shared) in trunks.items():
-        trunk = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0), **options)
-        memory, *masks = shared or (None,)
-        value, (of_trunk, *of_all) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))(trunk, y, memory, masks)
-        layered[name] = nnx.to_pure_dict(of_trunk), nnx.to_pure_dict(nnx.state(trunk.layers, nnx.BatchStat))
-        common[name] = value, of_all
+def loss(trunk, y, memory):
+    shared = None if memory is None else (memory, transformer.OTHER_MASK, transformer.MASK)
+    return jnp.sum(trunk.solve(y, shared=shared, key=jax.random.key(7)).y1 ** 2)
 
-    def recurrent_loss(gru, x):
-        return sum(jnp.sum(h * t) for h, t in zip(gru((x, recurrent.LENGTHS)), recurrent.TARGET, strict=True))
 
-    gru = recurrent.make(True, **options)
-    value, (of_gru, of_x) = nnx.jit(nnx.value_and_grad(recurrent_loss, argnums=(0, 1)))(gru, recurrent.X)
-    common["gru"] = value, nnx.to_pure_dict(of_gru), of_x
-    return jax.tree.map(np.asarray, (layered, common))
+def recurrent_loss(gru, x):
+    return sum(jnp.sum(h * t) for h, t in zip(gru((x, recurrent.LENGTHS)), recurrent.TARGET, strict=True))
 
 
 def assert_same(got, wanted):

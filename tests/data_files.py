@@ -4,10 +4,13 @@ import contextlib
 import gzip
 import io
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.io
+from PIL import Image
 
 from lp_jax import data
 
@@ -29,6 +32,69 @@ def refused(expected, call, *arguments, **options):
     message = str(caught.value)
     assert isinstance(caught.value, ValueError) and "\n" not in message and message.endswith(".")
     assert message.startswith(str(expected)) and "; wanted " in message
+
+
+CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
+MNIST = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+
+
+def idx(array):
+    """An array as the bytes of an IDX file."""
+    code = CODES[array.dtype.str[1:]]
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape)
+    return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
+
+
+def mnist(folder, *arrays):
+    """Images and labels to train with and to test with, as MNIST's four files, the first of them gzipped."""
+    for name, array in zip((f"{MNIST[0]}.gz", *MNIST[1:]), arrays, strict=True):
+        write(folder / name, idx(array.astype(np.uint8)))
+    return folder
+
+
+def row(number, word, upos="NOUN", feats="_"):
+    """A line of CoNLL-U."""
+    return "\t".join([str(number), word, word.lower(), upos, "_", feats, "0", "root", "_", "_"])
+
+
+def conllu(*sentences):
+    """CoNLL-U of sentences, each a list of (word, part of speech) or (word, part of speech, features)."""
+    return "".join("".join(row(i, *token) + "\n" for i, token in enumerate(s, 1)) + "\n" for s in sentences)
+
+
+def treebank(folder, train, dev=None, test=None):
+    for split, sentences in (("train", train), ("dev", dev or train), ("test", test or train)):
+        write(folder / f"xx-ud-{split}.conllu", conllu(*sentences))
+    return folder
+
+
+PINES = {"Indian_pines_corrected.mat": "indian_pines_corrected", "Indian_pines_gt.mat": "indian_pines_gt"}
+
+
+def pines(folder, cube, truth):
+    """An image and its ground truth as the two files of Indian Pines."""
+    for (name, variable), array in zip(PINES.items(), (cube, truth), strict=True):
+        scipy.io.savemat(folder / name, {variable: array})
+    return folder
+
+
+def photograph(path, level, size=(64, 64), mode="RGB"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, level if mode == "L" else (level, 0, 255 - level)).save(path, "JPEG", quality=95)
+    return path
+
+
+def photographs(folder, levels):
+    """Tiny ImageNet of one colour: of each class three images, each a level redder, the last grey; and one held out."""
+    lines = []
+    for held_out, (name, level) in enumerate(levels.items()):
+        for number, mode in enumerate(("RGB", "RGB", "L")):
+            photograph(folder / "train" / name / "images" / f"{name}_{number}.JPEG", level + number, mode=mode)
+        photograph(folder / "val" / "images" / f"val_{held_out}.JPEG", level + 1)
+        lines.append(f"val_{held_out}.JPEG\t{name}\t0\t0\t9\t9\n")
+    write(folder / "val" / "val_annotations.txt", "".join(lines))
+    write(folder / "wnids.txt", "".join(f"{name}\n" for name in levels))
+    return folder
 
 
 def ragged(seed=0, count=103, longest=60):

@@ -20,7 +20,9 @@ def assert_close(got, wanted, rtol=1e-12):
 
 
 def mesh(size=4):
-    return lp_jax.MeshComm(jax.make_mesh((size,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
+    """The first so many devices in a row."""
+    auto = jax.sharding.AxisType.Auto
+    return lp_jax.MeshComm(jax.make_mesh((size,), ("layers",), axis_types=(auto,), devices=jax.devices()[:size]))
 
 
 class BatchNormed(nnx.Module):

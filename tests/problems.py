@@ -1,5 +1,6 @@
-"""Steps and stored problems that several tests share."""
+"""Steps, stored problems and machines that several tests share."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import lp_jax
+from lp_jax import planning
 
 INJECT = lp_jax.Rediscretize(params="inject")
 
@@ -30,6 +32,7 @@ def dense_state(batch: int, width: int, *, seed: int = 1):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, width)))
 
 
+@functools.partial(jax.jit, static_argnames=("step", "loss"))
 def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, data=None):
     """Loss, and its gradient for (params, y0, shared), by a hand-written scan and ``jax.grad``: no code of the library."""
     n = jax.tree.leaves((params, data))[0].shape[0]
@@ -42,13 +45,36 @@ def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, dat
 
         return loss(jax.lax.scan(body, y0, (params, data, t, dt, jnp.arange(n)))[0])
 
-    return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))(params, y0, shared)
+    return jax.value_and_grad(value, argnums=(0, 1, 2))(params, y0, shared)
+
+
+def solved_loss_and_gradient(step, params, y0, loss, **options):
+    """Loss of what `solve` ends with, and its gradient for (params, y0)."""
+
+    def value(params, y0):
+        return loss(lp_jax.solve(step, params, y0, **options).y1)
+
+    return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(params, y0)
+
+
+def assert_serial(step, params, y0, loss, solver, *, t1=1.0):
+    """Loss and gradient of a solve are those of a hand-written scan."""
+    wanted, (*exact, _) = serial_loss_and_gradient(step, params, y0, loss, t1=t1)
+    got, gradient = solved_loss_and_gradient(step, params, y0, loss, solver=solver, t1=t1)
+    assert abs(got - wanted) < 1e-12 * abs(wanted)
+    assert relative_error(gradient, tuple(exact)) < 1e-12
 
 
 def relative_error(a: Any, b: Any) -> float:
     """Relative 2-norm error of a pytree."""
     num = sum(float(jnp.sum(jnp.abs(x - y) ** 2)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     return float(np.sqrt(num / sum(float(jnp.sum(jnp.abs(y) ** 2)) for y in jax.tree.leaves(b))))
+
+
+def machine(*seconds, at_once=(1,), **fields):
+    """One on which every kind of evaluation takes the same."""
+    kinds = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), seconds or (1.0,))
+    return planning.Machine(at_once=at_once, **(kinds | fields))
 
 
 class Dense(NamedTuple):

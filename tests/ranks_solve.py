@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from problems import INJECT, dense_params, dense_state, dense_step, relative_err
 import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
 from lp_jax import planning
+from lp_jax.planning import _interconnect
 
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -47,31 +49,36 @@ def same_everywhere(tree):
     assert all(np.array_equal(a, b, equal_nan=True) for rank in theirs for a, b in zip(rank, theirs[0], strict=True))
 
 
+def on_one_device(compute, names=("",)):
+    """Results by name, each computed by one of the ranks alone, for all of them.
+
+    Who has to wait sleeps: MPI itself would keep a core busy with waiting.
+    """
+    found = {name: jax.tree.map(np.asarray, compute(name)) for name in names[COMM.rank :: COMM.size]}
+    everyone = COMM.comm.Ibarrier()
+    while not everyone.Test():
+        time.sleep(0.01)
+    return dict(collections.ChainMap(*COMM.comm.allgather(found)))
+
+
 @case
 def solvers(names):
     import test_battery as battery
     import test_mesh as mesh
 
     params, y0, shared, data = battery.operands()
-    for name in names.split(","):
+    exact = on_one_device(mesh.on_one_device, names.split(","))
+    for name, (y1, trajectory, gradients, stats) in exact.items():
         solver = mesh.SOLVERS[name]
-        wanted = jax.tree.map(np.asarray, mesh.everything(solver, None)) if COMM.rank == 0 else None
-        wanted = COMM.comm.bcast(wanted)
         run = mine(battery.N, solver)
-        for sequential in ("relay", "gather") if name == "3 levels" and COMM.size != 3 else ("auto",):
+        for sequential in ("relay", "gather") if name == "3 levels" else ("auto",):
             comm = lp_jax.MPIComm(sequential=sequential)
             got = mesh.everything(solver, comm, operands=(cut(params, run), y0, shared, cut(data, run)))
             stride = solver.resolve(battery.N).stride(battery.N)
             points = slice(-(-run.start // stride), -(-run.stop // stride))
-            y1, trajectory, gradients, stats = wanted
-            expected = (
-                y1,
-                cut(trajectory, points),
-                (cut(gradients[0], run), *gradients[1:3], gradients[3][run]),
-                stats,
-            )
+            of_layers = cut(gradients[0], run), *gradients[1:3], gradients[3][run]
             if run.start < run.stop:
-                mesh.assert_same(got, expected)
+                mesh.assert_same(got, (y1, cut(trajectory, points), of_layers, stats))
             else:
                 mesh.assert_same((got[0], got[2][1:3], got[3]), (y1, gradients[1:3], stats))
             same_everywhere((got[0], got[2][1:3], got[3]))
@@ -139,8 +146,7 @@ def training(_=None):
     """200 steps on real digits end with the same parameters."""
     import digits_training
 
-    wanted = digits_training.train(digits_training.initial(), None)[0] if COMM.rank == 0 else None
-    opening, layers, closing = COMM.comm.bcast(jax.tree.map(np.asarray, wanted))
+    opening, layers, closing = on_one_device(lambda _: digits_training.train(digits_training.initial(), None)[0])[""]
     run = mine(digits_training.LAYERS, digits_training.SOLVER, digits_training.ADJOINT)
     got, _ = digits_training.train(digits_training.initial(run), COMM)
     assert relative_error(got, (opening, cut(layers, run), closing)) < 1e-8
@@ -240,11 +246,10 @@ def modules(_=None):
 
     run = mine(architectures.LAYERS, architectures.SOLVER)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        wanted = architectures.everything(None) if COMM.rank == 0 else None
-        layered, common = architectures.everything(COMM)
-    of_all, expected = COMM.comm.bcast(wanted)
-    architectures.assert_same((layered, common), (cut(of_all, run), expected))
-    same_everywhere(common)
+        for name, (of_all, expected) in on_one_device(architectures.everything, architectures.NAMES).items():
+            of_mine, common = architectures.everything(name, COMM)
+            architectures.assert_same((of_mine, common), (cut(of_all, run), expected))
+            same_everywhere(common)
 
 
 def count(jaxpr, times=1, counts=None):
@@ -343,6 +348,7 @@ def fail(how):
 @case
 def wires(_=None):
     """Every rank measures as often as the others, or they wait for ever."""
+    _interconnect._SAMPLES, _interconnect._REPEATS = 1, 2
     found = planning.interconnect(COMM, sizes=(1 << 8, 1 << 16))
     assert 0 < found.latency < 1 and min(found) > 0
 

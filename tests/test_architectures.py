@@ -2,13 +2,14 @@
 
 import jax
 import pytest
-from architectures import assert_same, everything
+from architectures import NAMES, assert_same, everything
 from networks import mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 
 
-def test_nothing_depends_on_the_number_of_devices():
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_depends_on_the_number_of_devices(name):
     """Masks of dropout, running statistics, values, gradients."""
     with jax.numpy_rank_promotion("allow"):
-        assert_same(everything(mesh()), everything(None))
+        assert_same(everything(name, mesh()), everything(name))

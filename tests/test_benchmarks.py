@@ -18,6 +18,7 @@ import lp_jax
 from benchmarks import (
     dense,
     frontier,
+    harness,
     memory,
     model,
     networks,
@@ -38,6 +39,25 @@ from lp_jax import planning
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+
+
+def program(*arguments, folder=ROOT, code=0):
+    """A program of Python's to its end: what it prints, or, where it is to fail, its error."""
+    done = subprocess.run([sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def quick(suite, folder, *options):
+    """A suite on small problems: what it prints and the results that it leaves."""
+    said = program(f"benchmarks.{suite}", "--quick", "--min-time", "0", "--out", str(folder), *options)
+    return said, json.loads((folder / f"{suite}.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def garbage_stays(monkeypatch):
+    """It is collected before every round, which takes a second where many programs were compiled."""
+    monkeypatch.setattr(harness.gc, "collect", lambda: 0)
 
 
 class Bench:
@@ -140,9 +160,8 @@ def test_busy_cores():
 
 
 def test_relative_error():
-    assert relative_error(
-        {"a": jnp.array([3.0, 1.0]), "b": jnp.array(2.0)}, {"a": jnp.array([3.0, 4.0]), "b": 0.0}
-    ) == (pytest.approx(np.sqrt(13) / 5))
+    found = relative_error({"a": jnp.array([3.0, 1.0]), "b": jnp.array(2.0)}, {"a": jnp.array([3.0, 4.0]), "b": 0.0})
+    assert found == pytest.approx(np.sqrt(13) / 5)
 
 
 def test_manifest_says_where_a_result_comes_from():
@@ -154,13 +173,9 @@ def test_manifest_says_where_a_result_comes_from():
     assert m["command"] == "python -m benchmarks.resnet --rows 3,32 --out 'a folder'"
     assert m["versions"].keys() == {"lp_jax", "python", "jax", "jaxlib", "numpy", "torch"}
     assert m["versions"]["jax"] == jax.__version__
-    assert m["device"] == {
-        "platform": jax.default_backend(),
-        "kind": jax.devices()[0].device_kind,
-        "count": jax.device_count(),
-    }
-    assert m["cores"] >= 1
-    assert m["threads"]["jax"] >= 1
+    kind = jax.devices()[0].device_kind
+    assert m["device"] == {"platform": jax.default_backend(), "kind": kind, "count": jax.device_count()}
+    assert m["cores"] >= 1 and m["threads"]["jax"] >= 1
     json.dumps(m)
 
 
@@ -181,7 +196,7 @@ def test_progress_off_a_terminal_is_a_line_every_few_seconds():
         (0.0512, 2, "0.051"),
         (1.0, 3, "1.00"),
         (2e-6, 2, "2.0e-06"),
-        (float("nan"), 2, "–"),
+        (np.nan, 2, "–"),
         (None, 2, "–"),
     ],
 )
@@ -232,50 +247,33 @@ def test_missing_torch_is_told_with_the_way_to_get_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("suite", "options", "names"),
+    ("suite", "options", "name"),
     [
-        (
-            "resnet",
-            ["--only", "2 levels", "PyTorch, 1", "--torch-threads", "1"],
-            ["lax.scan", "MGRIT 2 levels, Picard 1"],
-        ),
-        ("dense", ["--only", "m = 16, Picard 1, vmap"], ["lax.scan", "2 levels, m = 16, Picard 1, vmap"]),
+        ("resnet", ["2 levels", "PyTorch, 1", "--torch-threads", "1"], "MGRIT 2 levels, Picard 1"),
+        ("dense", ["m = 16, Picard 1, vmap"], "2 levels, m = 16, Picard 1, vmap"),
     ],
 )
-def test_quick_suite_end_to_end(suite, options, names, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        f"benchmarks.{suite}",
-        "--quick",
-        "--min-time",
-        "0",
-        "--out",
-        str(tmp_path),
-        *options,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / f"{suite}.json").read_text())
+def test_quick_suite_end_to_end(suite, options, name, tmp_path):
+    said, result = quick(suite, tmp_path, "--only", *options)
     (row,) = result["rows"]
     contenders = {c["name"]: c for c in row["contenders"]}
     torch = {c for c in contenders if "PyTorch" in c} | {left["name"] for left in result["left_out"]}
-    assert [c for c in contenders if "PyTorch" not in c] == names
+    assert [c for c in contenders if "PyTorch" not in c] == ["lax.scan", name]
     assert len(torch) == (suite == "resnet")
     for contender in contenders.values():
         assert contender["rounds"] == 3
         assert contender["seconds"].keys() == contender["ratio"].keys() == {"median", "q1", "q3"}
         assert contender["threads"] >= 1
-    baseline, iterated = (contenders[name] for name in names)
+    baseline, iterated = contenders["lax.scan"], contenders[name]
     assert baseline["gradient_error"] == 0
     assert baseline["residual_norm"] is None
     assert 1e-7 < iterated["gradient_error"] < 0.1
     assert iterated["residual_norm"] > 0
     assert iterated["temporary_bytes"] > 0
-    for name in torch & contenders.keys():
-        assert contenders[name]["gradient_error"] < 1e-2  # float32, and rounding may switch a ReLU
+    for looped in torch & contenders.keys():
+        assert contenders[looped]["gradient_error"] < 1e-2  # float32, and rounding may switch a ReLU
     table = (tmp_path / f"{suite}.md").read_text()
-    assert all(name in table and name in done.stdout for name in contenders)
+    assert all(text in table and text in said for text in contenders)
     assert (tmp_path / f"{suite}.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -283,7 +281,7 @@ def test_quick_suite_end_to_end(suite, options, names, tmp_path):
 @pytest.mark.slow
 def test_ranks_end_to_end(tmp_path):
     """Processes of all kinds start, take turns and end; every worker's part of the gradient is compared."""
-    arguments = [
+    options = [
         "--quick",
         "--rows",
         "dense,4,30,4",
@@ -294,9 +292,7 @@ def test_ranks_end_to_end(tmp_path):
         "--min-time",
         "0",
     ]
-    command = [sys.executable, "-m", "lp_jax", "bench", "ranks", *arguments, "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    program("lp_jax", "bench", "ranks", *options, "--out", str(tmp_path), folder=tmp_path)
     result = json.loads((tmp_path / "ranks.json").read_text())
     sizes = [tuple(row[name] for name in ranks.SUITE.sizes) for row in result["rows"]]
     assert sizes == [("dense", 4, 30, 4), ("gru", 4, 12, 3)]
@@ -316,10 +312,8 @@ def test_ranks_end_to_end(tmp_path):
 def test_a_bad_row_of_ranks_is_refused(row, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(ranks.SUITE, ["--rows", row])
-    assert (
-        "a row is conv or dense or gru, then width or channels, layers or time steps, and batch"
-        in capsys.readouterr().err
-    )
+    wanted = "a row is conv or dense or gru, then width or channels, layers or time steps, and batch"
+    assert wanted in capsys.readouterr().err
 
 
 def test_ratios_that_evaluations_allow():
@@ -344,17 +338,10 @@ def test_ratios_that_evaluations_allow():
 def test_single_end_to_end(tmp_path):
     """A row measured later joins those that are there, each with where it comes from."""
 
-    def measured(row, only, *more):
-        arguments = ["--quick", "--rows", row, "--only", only, "--min-time", "0", "--out", str(tmp_path), *more]
-        command = [sys.executable, "-m", "benchmarks.single", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return json.loads((tmp_path / "single.json").read_text())
-
-    (row,) = measured("gru,4,12,3", "Newton, full")["rows"]
+    (row,) = quick("single", tmp_path, "--rows", "gru,4,12,3", "--only", "Newton, full")[1]["rows"]
     assert [c["name"] for c in row["contenders"]] == ["lax.scan", "Newton, full, 6"]
     assert row["contenders"][1]["gradient_error"] < 1e-4
-    result = measured("dense,4,8,2", "nobody", "--add")
+    _, result = quick("single", tmp_path, "--rows", "dense,4,8,2", "--only", "nobody", "--add")
     assert [(r["network"], "manifest" in r) for r in result["rows"]] == [("gru", True), ("dense", False)]
     assert result["rows"][0]["contenders"] == row["contenders"]
     assert (tmp_path / "single.md").read_text().count("gru,4,12,3") == 1
@@ -403,13 +390,7 @@ def test_memory_is_that_of_the_compiled_gradient():
 
 
 def test_the_front_is_what_nothing_beats():
-    rows = [
-        {"depth": 1.0, "error": 0.5},
-        {"depth": 2.0, "error": 0.6},
-        {"depth": 2.0, "error": 0.1},
-        {"depth": 3.0, "error": 0.1},
-        {"depth": 4.0, "error": 0.01},
-    ]
+    rows = [{"depth": d, "error": e} for d, e in ((1.0, 0.5), (2.0, 0.6), (2.0, 0.1), (3.0, 0.1), (4.0, 0.01))]
     assert frontier.front(rows, "depth") == [rows[0], rows[2], rows[4]]
 
 
@@ -513,21 +494,8 @@ def test_profile_end_to_end(capsys, monkeypatch):
 @pytest.mark.slow
 def test_pipeline_end_to_end(tmp_path):
     """A pipeline and data parallelism have the exact gradient; what is counted is counted by hand."""
-    arguments = [
-        "--quick",
-        "--rows",
-        "dense,4,8,4",
-        "--only",
-        "pipeline, 2",
-        "data",
-        "identity, 2/2",
-        "--min-time",
-        "0",
-    ]
-    command = [sys.executable, "-m", "benchmarks.pipeline", *arguments, "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads((tmp_path / "pipeline.json").read_text())["rows"]
+    options = ["--rows", "dense,4,8,4", "--only", "pipeline, 2", "data", "identity, 2/2"]
+    (row,) = quick("pipeline", tmp_path, *options)[1]["rows"]
     _, data, *pipelines, layers = row["contenders"]
     assert all(c["gradient_error"] < 1e-6 for c in (data, *pipelines, layers))
     assert [c["name"] for c in pipelines] == ["pipeline, 2 microbatches", "pipeline, 2 microbatches, unrolled"]
@@ -612,16 +580,13 @@ def test_model_end_to_end(tmp_path):
     contenders = [{"name": name, "threads": 1, "ratio": {"median": 1.0}} for name in names]
     row = {"network": "dense", "width": 4, "layers": 8, "batch": 4, "contenders": contenders}
     (tmp_path / "ranks.json").write_text(json.dumps({"rows": [row]}))
-    command = [sys.executable, "-m", "benchmarks.model", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "of 1 predictions are within 25%" in done.stdout
+    command = "benchmarks.model", "--out", str(tmp_path)
+    said = program(*command)
+    assert "of 1 predictions are within 25%" in said
     machines = {name.split()[-1]: machine for name, machine in model.read(tmp_path / "machines.json").items()}
     assert set(machines) == {"alone", "devices"}
     slower = machines["devices"].forward[0] / machines["alone"].forward[0]
     assert machines["devices"].serial[1] == pytest.approx(slower * machines["alone"].serial[1])
     assert machines["devices"].latency > 0 and machines["alone"].latency == 0
-    again = subprocess.run([*command, "--kept"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0 and again.stdout == done.stdout
-    nothing = subprocess.run([*command, "--suites", "none"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert nothing.returncode == 2 and "has a row that can be predicted" in nothing.stderr
+    assert program(*command, "--kept") == said
+    assert "has a row that can be predicted" in program(*command, "--suites", "none", code=2)

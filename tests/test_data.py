@@ -4,24 +4,13 @@ import functools
 import gzip
 import itertools
 import re
-import struct
 import sys
 
 import numpy as np
 import pytest
-from data_files import PAGE, ragged, refused, run_page, same, write
+from data_files import CODES, MNIST, PAGE, idx, mnist, ragged, refused, run_page, same, write
 
 from lp_jax import data
-
-NAMES = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
-
-
-def idx(array):
-    """An array as the bytes of an IDX file."""
-    code = CODES[array.dtype.str[1:]]
-    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape)
-    return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
 def images(count=20, rows=4, columns=3):
@@ -34,12 +23,7 @@ def labels(count=20):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A small data set in MNIST's format, the images to train with gzipped."""
-    for name, content in zip(NAMES, (images(), labels(), images(10), labels(10)), strict=True):
-        write(tmp_path / name, idx(content))
-    write(tmp_path / f"{NAMES[0]}.gz", (tmp_path / NAMES[0]).read_bytes())
-    (tmp_path / NAMES[0]).unlink()
-    return tmp_path
+    return mnist(tmp_path, images(), labels(), images(10), labels(10))
 
 
 def test_digits_are_all_there_split_by_class():
@@ -155,15 +139,15 @@ def test_real_mnist(shared_data):
 @pytest.mark.parametrize(
     ("name", "array", "expected"),
     [
-        (NAMES[0], labels(), "uint8 values along 1 axes; wanted uint8 along 3"),
-        (NAMES[1], images(), "uint8 values along 3 axes; wanted uint8 along 1"),
-        (NAMES[0], images().astype(np.int32), "int32 values along 3 axes"),
-        (NAMES[1], labels(19), f"19 labels; wanted 20, one for each image of {NAMES[0]}"),
-        (NAMES[3], labels(11), f"11 labels; wanted 10, one for each image of {NAMES[2]}"),
-        (NAMES[1], np.where(np.arange(20) == 13, 11, labels()).astype(np.uint8), "label 11 of image 13; wanted 0 to 9"),
-        (NAMES[0], images(0), "0 x 4 x 3 pixels; wanted images of at least one pixel"),
-        (NAMES[0], images(20, 0), "20 x 0 x 3 pixels; wanted images of at least one"),
-        (NAMES[2], images(10, 5), "10 x 5 x 3 pixels; wanted images of 4 x 3, like those to train with"),
+        (MNIST[0], labels(), "uint8 values along 1 axes; wanted uint8 along 3"),
+        (MNIST[1], images(), "uint8 values along 3 axes; wanted uint8 along 1"),
+        (MNIST[0], images().astype(np.int32), "int32 values along 3 axes"),
+        (MNIST[1], labels(19), f"19 labels; wanted 20, one for each image of {MNIST[0]}"),
+        (MNIST[3], labels(11), f"11 labels; wanted 10, one for each image of {MNIST[2]}"),
+        (MNIST[1], np.where(np.arange(20) == 13, 11, labels()).astype(np.uint8), "label 11 of image 13; wanted 0 to 9"),
+        (MNIST[0], images(0), "0 x 4 x 3 pixels; wanted images of at least one pixel"),
+        (MNIST[0], images(20, 0), "20 x 0 x 3 pixels; wanted images of at least one"),
+        (MNIST[2], images(10, 5), "10 x 5 x 3 pixels; wanted images of 4 x 3, like those to train with"),
     ],
 )
 def test_mnist_files_that_do_not_fit_are_refused(folder, name, array, expected):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import scipy.io
-from data_files import refused, write
-from PIL import Image
+from data_files import PINES, photograph, photographs, pines, refused, write
 
 from lp_jax import data
 
@@ -44,15 +43,11 @@ def test_peaks_depend_on_seed_and_numbers_alone():
 
 CUBE = np.random.default_rng(0).integers(900, 5000, (6, 5, 4)).astype(np.uint16)
 TRUTH = np.array([0, 1, 2, 16, 1] * 6, np.uint8).reshape(6, 5)
-FILES = {"Indian_pines_corrected.mat": "indian_pines_corrected", "Indian_pines_gt.mat": "indian_pines_gt"}
 
 
 @pytest.fixture
 def field(tmp_path):
-    """A small image and its ground truth."""
-    for (name, variable), array in zip(FILES.items(), (CUBE, TRUTH), strict=True):
-        scipy.io.savemat(tmp_path / name, {variable: array})
-    return tmp_path
+    return pines(tmp_path, CUBE, TRUTH)
 
 
 def test_pixels_of_a_field(field):
@@ -101,7 +96,7 @@ def test_pixels_of_a_field(field):
     ],
 )
 def test_variables_that_do_not_fit_are_refused(field, name, variables, expected):
-    path = field / list(FILES)[name]
+    path = field / list(PINES)[name]
     if isinstance(variables, dict):
         scipy.io.savemat(path, variables)
     elif variables is None:
@@ -111,29 +106,13 @@ def test_variables_that_do_not_fit_are_refused(field, name, variables, expected)
     refused(f"{path}: {expected}", data.indian_pines, field)
 
 
-def photograph(path, level, size=(64, 64), mode="RGB"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, level if mode == "L" else (level, 0, 255 - level)).save(path, "JPEG", quality=95)
-    return path
-
-
 @pytest.fixture
-def photographs(tmp_path):
-    """Two classes: three images each of 40 to 42 and 200 to 202 red, one of them grey; and one of each held out."""
-    folder = tmp_path / "tiny"
-    for name, level in (("n02", 40), ("n01", 200)):
-        for number in range(3):
-            path = folder / "train" / name / "images" / f"{name}_{number}.JPEG"
-            photograph(path, level + number, mode="L" if number == 2 else "RGB")
-    photograph(folder / "val" / "images" / "val_0.JPEG", 41)
-    photograph(folder / "val" / "images" / "val_1.JPEG", 201)
-    write(folder / "val" / "val_annotations.txt", "val_0.JPEG\tn02\t0\t0\t9\t9\nval_1.JPEG\tn01\t0\t0\t9\t9\n")
-    write(folder / "wnids.txt", "n02\nn01\n")
-    return folder
+def tiny(tmp_path):
+    return photographs(tmp_path / "tiny", {"n02": 40, "n01": 200})
 
 
-def test_photographs_from_folders(photographs):
-    got = data.tiny_imagenet(photographs)
+def test_photographs_from_folders(tiny):
+    got = data.tiny_imagenet(tiny)
     assert got.train_x.shape == (6, 64, 64, 3) and got.test_x.shape == (2, 64, 64, 3) and got.shape == (64, 64, 3)
     assert got.train_x.dtype == got.test_x.dtype == np.uint8 and got.train_y.dtype == np.int32
     assert got.names == ("n01", "n02") and got.classes == 2
@@ -144,7 +123,7 @@ def test_photographs_from_folders(photographs):
     grey = np.array([False, False, True, False, False, True])[:, None, None]
     assert np.abs(green - np.where(grey, expected, 0)).max() <= 2
     assert np.abs(blue - np.where(grey, expected, 255 - expected)).max() <= 2
-    fewer = data.tiny_imagenet(photographs, ["n02"], per_class=2)
+    fewer = data.tiny_imagenet(tiny, ["n02"], per_class=2)
     np.testing.assert_array_equal(fewer.train_x, got.train_x[3:5])
     np.testing.assert_array_equal(fewer.test_x, got.test_x[:1])
     assert fewer.names == ("n02",) and fewer.test_y.tolist() == [0]
@@ -171,12 +150,12 @@ LINES = "val_0.JPEG\tn02\nval_1.JPEG\tn01\n"
         ("train/n01/images", lambda path: [file.unlink() for file in path.iterdir()], "has no files *.JPEG; wanted at"),
     ],
 )
-def test_folders_that_are_no_tiny_imagenet_are_refused(photographs, name, change, expected):
-    change(photographs / name)
-    refused(f"{photographs / name}: {expected}", data.tiny_imagenet, photographs)
+def test_folders_that_are_no_tiny_imagenet_are_refused(tiny, name, change, expected):
+    change(tiny / name)
+    refused(f"{tiny / name}: {expected}", data.tiny_imagenet, tiny)
 
 
-def test_classes_that_are_not_there_are_refused(photographs):
-    refused(f"{photographs}: has no class 'n05'; wanted one of n01, n02", data.tiny_imagenet, photographs, ["n05"])
+def test_classes_that_are_not_there_are_refused(tiny):
+    refused(f"{tiny}: has no class 'n05'; wanted one of n01, n02", data.tiny_imagenet, tiny, ["n05"])
     with pytest.raises(ValueError, match=r"classes must be at least one name, none of them twice; got \[\]"):
-        data.tiny_imagenet(photographs, [])
+        data.tiny_imagenet(tiny, [])

@@ -109,34 +109,26 @@ def test_series_are_scaled_by_training_and_padded(tmp_path):
     assert np.all(x[..., 1] == 0) and test_x[0, :, 1].tolist() == [0, 1, 2, 3]
 
 
+LEFT, THREE, NONE = header(classLabel="true up down left"), header(dimensions="3"), header(classLabel="false")
 UNSEEN = "which no training series has; wanted one of"
 
 
 @pytest.mark.parametrize(
-    ("options", "name", "expected"),
+    ("options", "expected"),
     [
-        ({"train": "1:2:up\n", "test": "1:2:up\n3:4:down\n"}, "P_TEST.ts.gz", f"line 10: class 'down', {UNSEEN} up."),
+        ({"train": "1:2:up\n", "test": "1:2:up\n3:4:down\n"}, f"TEST.ts.gz: line 10: class 'down', {UNSEEN} up."),
+        ({"test_header": LEFT, "test": "3:4:left\n"}, f"TEST.ts.gz: line 9: class 'left', {UNSEEN} down up."),
+        ({"test_header": THREE, "test": "1:2:3:up\n"}, "TEST.ts.gz: 3 channels; wanted 2, like those to train with"),
         (
-            {"test_header": header(classLabel="true up down left"), "test": "3:4:left\n"},
-            "P_TEST.ts.gz",
-            f"line 9: class 'left', {UNSEEN} down up.",
+            {"test_header": NONE, "test": "1:2\n"},
+            "TEST.ts.gz: series without classes; wanted classes, announced by @classLabel",
         ),
-        (
-            {"test_header": header(dimensions="3"), "test": "1:2:3:up\n"},
-            "P_TEST.ts.gz",
-            "3 channels; wanted 2, like those to train with",
-        ),
-        (
-            {"test_header": header(classLabel="false"), "test": "1:2\n"},
-            "P_TEST.ts.gz",
-            "series without classes; wanted classes, announced by @classLabel",
-        ),
-        ({"train": "1:?:up\n"}, "P_TRAIN.ts", "line 9: value nan; wanted a finite number, or a fill"),
+        ({"train": "1:?:up\n"}, "TRAIN.ts: line 9: value nan; wanted a finite number, or a fill"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(tmp_path, options, name, expected):
+def test_files_that_do_not_fit_are_refused(tmp_path, options, expected):
     folder = problem(tmp_path, **options)
-    refused(f"{folder / name}: {expected}", data.timeseries, folder, "P")
+    refused(f"{folder}/P_{expected}", data.timeseries, folder, "P")
     (folder / "P_TEST.ts.gz").unlink()
     refused(f"{folder}: has no file P_TEST.ts or P_TEST.ts.gz; wanted the two files", data.timeseries, folder, "P")
 

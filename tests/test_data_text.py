@@ -6,27 +6,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from data_files import ragged, refused, write
+from data_files import conllu, ragged, refused, row, treebank, write
 
 from lp_jax import data
 from lp_jax.data._gum import SHAPES, shape
 
 COUNTS = {"train": (5396, 101_701), "dev": (588, 13_334), "test": (615, 13_288)}
-
-
-def row(number, word, upos="NOUN", feats="_"):
-    return "\t".join([str(number), word, word.lower(), upos, "_", feats, "0", "root", "_", "_"])
-
-
-def conllu(*sentences):
-    """CoNLL-U of sentences, each a list of (word, part of speech) or (word, part of speech, features)."""
-    return "".join("".join(row(i, *token) + "\n" for i, token in enumerate(s, 1)) + "\n" for s in sentences)
-
-
-def treebank(folder, train, dev=None, test=None):
-    for split, sentences in (("train", train), ("dev", dev or train), ("test", test or train)):
-        write(folder / f"xx-ud-{split}.conllu", conllu(*sentences))
-    return folder
 
 
 CATS = [("Cats", "NOUN", "Number=Plur"), ("sleep", "VERB"), (".", "PUNCT")]
@@ -44,8 +29,7 @@ def test_sentences_of_a_file(tmp_path):
             row("2.1", "you", "PRON"),
             row(3, "go", "VERB"),
             row("4", ".", "PUNCT"),
-            "",
-            "",
+            *("", ""),
             row("0.1", "unsaid", "NOUN"),
             row(1, "# 5", "SYM"),
             row(2, "New York\u2028City", "PROPN"),

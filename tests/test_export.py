@@ -75,10 +75,7 @@ def test_layers_that_are_changed_one_by_one_go_back():
     ("layers", "message"),
     [
         ([], "layers is empty"),
-        (
-            [{"w": jnp.ones(3)}, {"w": jnp.ones(3)}, {"w": jnp.ones(4)}],
-            r"\['w'\] is float64\[3\] in layer 0 and float64\[4\]",
-        ),
+        ([{"w": jnp.ones(n)} for n in (3, 3, 4)], r"\['w'\] is float64\[3\] in layer 0 and float64\[4\]"),
         ([{"w": jnp.ones(3)}, {"w": jnp.ones(3, jnp.float32)}], r"float64\[3\] in layer 0 and float32\[3\] in layer 1"),
         ([{"w": jnp.ones(3)}, {"v": jnp.ones(3)}], r"\['w'\] is float64\[3\] in layer 0 and absent in layer 1"),
     ],
@@ -141,9 +138,8 @@ def test_sequential_from_a_mesh_and_with_running_statistics(standard_promotion):
 
 
 def test_only_trunks_are_made_sequential():
-    with pytest.raises(
-        TypeError, match=r"trunk must be a LayerParallel; got Classifier\. Pass the trunk that it holds"
-    ):
+    wanted = r"trunk must be a LayerParallel; got Classifier\. Pass the trunk that it holds"
+    with pytest.raises(TypeError, match=wanted):
         nn.sequential(make_model())
 
 
@@ -163,17 +159,11 @@ def header(file):
 def test_a_model_comes_back_bit_for_bit(file):
     model, other, x = make_model(), make_model(nnx.Rngs(7)), normal((3, 4))
     nn.save(file, model)
-    assert sorted(set(header(file)) - {"__metadata__"}) == sorted(
-        f"{layer}.{kind}"
-        for layer in (
-            "opening.linear",
-            "trunk.layers.inner",
-            "trunk.layers.outer",
-            "closing.layers.0",
-            "closing.layers.1",
-        )
-        for kind in ("bias", "kernel")
-    )
+    layers = ("opening.linear", "trunk.layers.inner", "trunk.layers.outer", "closing.layers.0", "closing.layers.1")
+    assert set(header(file)) == {
+        "__metadata__",
+        *(f"{layer}.{kind}" for layer in layers for kind in ("bias", "kernel")),
+    }
     assert header(file)["__metadata__"] == {"lp_jax.format": "1"}
     params = nnx.to_pure_dict(nnx.state(model))
     for like in (None, params, model, nnx.state(other), jax.eval_shape(lambda: params)):
@@ -200,13 +190,8 @@ DTYPES = ["bool", "int8", "uint16", "int32", "uint64", "float16", "bfloat16", "f
 def test_all_dtypes_and_shapes(file):
     bits = np.random.default_rng(0).integers(0, 255, 24 * 8, np.uint8).tobytes()
     params = {name: jnp.asarray(np.frombuffer(bits, name, 24).reshape(2, 3, 4)) for name in DTYPES if name != "bool"}
-    params |= {
-        "bool": jnp.asarray([True, False]),
-        "scalar": jnp.asarray(2.5),
-        "empty": jnp.zeros((0, 3)),
-        "nested": {3: jnp.ones(1)},
-    }
-    params["transposed"] = np.arange(6.0).reshape(2, 3).T  # not contiguous
+    params |= {"bool": jnp.asarray([True, False]), "scalar": jnp.asarray(2.5), "empty": jnp.zeros((0, 3))}
+    params |= {"nested": {3: jnp.ones(1)}, "transposed": np.arange(6.0).reshape(2, 3).T}  # which is not contiguous
     nn.save(file, params)
     assert_same(nn.load(file), params)
     assert_same(nn.load(file, like=params), params)
@@ -262,10 +247,7 @@ PARAMS = {"inner": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
             jax.tree.map(lambda x: x.astype("float32"), PARAMS),
             r"inner.bias is float64\[3\], but float32\[3\] in `like`",
         ),
-        (
-            {"outer": PARAMS["inner"]},
-            r"Missing: outer.bias, outer.kernel\. Unexpected: inner.bias, inner.kernel\.",
-        ),
+        ({"outer": PARAMS["inner"]}, r"Missing: outer.bias, outer.kernel\. Unexpected: inner.bias, inner.kernel\."),
     ],
 )
 def test_parameters_of_another_network_are_refused(file, like, message):
@@ -295,10 +277,8 @@ def test_bad_files_are_refused(file):
 
 def test_float64_is_not_cut(file):
     nn.save(file, PARAMS)
-    with (
-        jax.enable_x64(False),
-        pytest.raises(ValueError, match=r'float64.*jax.config.update\("jax_enable_x64", True\)'),
-    ):
+    wanted = r'float64.*jax.config.update\("jax_enable_x64", True\)'
+    with jax.enable_x64(False), pytest.raises(ValueError, match=wanted):
         nn.load(file)
 
 

@@ -74,15 +74,16 @@ def on_one_device(name):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("workers", [2, 3, 4, 8])
-@pytest.mark.parametrize(("name", "sequential"), [("3 levels", "relay"), ("3 levels", "gather"), ("identity", "auto")])
-def test_numbers_do_not_depend_on_the_number_of_devices(name, workers, sequential):
-    assert_same(everything(SOLVERS[name], line(workers, sequential=sequential)), on_one_device(name))
+@pytest.mark.parametrize(
+    ("workers", "sequential"), [(2, "relay"), (3, "relay"), (4, "relay"), (8, "relay"), (3, "gather"), (8, "gather")]
+)
+def test_numbers_do_not_depend_on_the_number_of_devices(workers, sequential):
+    assert_same(everything(SOLVERS["3 levels"], line(workers, sequential=sequential)), on_one_device("3 levels"))
 
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
-    ("name", "workers"), [(n, 3 if i % 2 else 8) for i, n in enumerate(SOLVERS) if n not in ("3 levels", "identity")]
+    ("name", "workers"), [(n, 3 if i % 2 else 8) for i, n in enumerate(SOLVERS) if n != "3 levels"]
 )
 def test_no_solver_depends_on_the_number_of_devices(name, workers):
     assert_same(everything(SOLVERS[name], line(workers)), on_one_device(name))
@@ -154,7 +155,7 @@ def test_gradients_of_all_that_devices_share_are_those_of_a_scan(name):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("workers", [2, 4, 8])
+@pytest.mark.parametrize("workers", [2, 8])
 def test_guesses(workers):
     params, y0 = dense_params(30, 4), dense_state(3, 4)
     solver = lp_jax.MGRIT(iterations=1, skip_downcycle=False)
@@ -172,7 +173,7 @@ def odd_step(y, layer):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("workers", [3, 8])
 def test_scalar_states_aux_loops_in_the_step_and_closures(workers):
     def loss(scale, factor, comm):
         def step(y, layer):
@@ -214,7 +215,7 @@ def test_arrays_may_be_anywhere():
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("workers", [3, 8])
 def test_training_ends_with_the_same_parameters(workers):
     """200 steps on real digits, 22 layers."""
     wanted, losses = trained_on_one_device()
@@ -262,13 +263,8 @@ def test_collectives(relaxations, sequential):
     """What algorithm.md section 6 implies: one state per relaxation, and the coarsest solve as chosen."""
     workers, cycles, levels, n, width, batch = 4, 5, 3, 64, 8, 3
     params, y0 = dense_params(n, width), dense_state(batch, width)
-    solver = lp_jax.MGRIT(
-        levels=levels,
-        iterations=cycles,
-        relaxation=("F" + "CF" * relaxations, "FCF"),
-        skip_downcycle=False,
-        coarse_step=INJECT,
-    )
+    hierarchy = {"levels": levels, "relaxation": ("F" + "CF" * relaxations, "FCF"), "coarse_step": INJECT}
+    solver = lp_jax.MGRIT(iterations=cycles, skip_downcycle=False, **hierarchy)
     comm = line(workers, sequential=sequential)
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
 
@@ -327,19 +323,13 @@ def test_layers_times_data_times_space():
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
     wanted = gradient(params, y0, None)
-    placed = (
-        jax.device_put(params, NamedSharding(mesh, PartitionSpec("layers"))),
-        jax.device_put(y0, NamedSharding(mesh, PartitionSpec("data", "space"))),
-    )
-    comm = lp_jax.MeshComm(mesh)
-    got = gradient(*placed, comm)
-    assert relative_error(got, wanted) < 1e-12
-    text = compiled(gradient.lower(*placed, comm)).as_text()
-    kernels = re.findall(r"= (\S+) convolution\(", text)
+    layered, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("layers",), ("data", "space")))
+    arguments = jax.device_put(params, layered), jax.device_put(y0, spread), lp_jax.MeshComm(mesh)
+    assert relative_error(gradient(*arguments), wanted) < 1e-12
+    program = compiled(gradient.lower(*arguments))
+    kernels = re.findall(r"= (\S+) convolution\(", program.as_text())
     assert kernels and not any("[4,12,5,4]" in shape for shape in kernels)  # no convolution of a whole image
-    shapes = {
-        shape for kind, shape in collectives(compiled(gradient.lower(*placed, comm))) if kind == "collective-permute"
-    }
+    shapes = {shape for kind, shape in collectives(program) if kind == "collective-permute"}
     assert "f64[2,6,5,4]" in shapes  # a state to the neighbouring layers: half the batch, half the height
     assert any(re.fullmatch(r"f64\[2,1,5,4\]", shape) for shape in shapes), shapes  # a halo of one row
 
@@ -379,7 +369,7 @@ def test_parameters_and_what_the_optimizer_keeps_are_spread():
         none = jnp.int32(0)
         return jnp.mean(solution.y1**2), train.Info(none, none, solution.stats, solution.result)
 
-    for workers in (1, 2, 4, 8):
+    for workers in (1, 2, 8):
         comm = line(workers)
         with jax.numpy_dtype_promotion("standard"):
             make = lambda rngs: nn.DenseResidual(width, rngs=rngs)  # noqa: E731
@@ -417,11 +407,7 @@ def test_bad_meshes():
         placed = (jax.device_put(params[0], NamedSharding(mesh, PartitionSpec(None, "a"))), placed[1])
         lp_jax.solve(dense_step, placed, y0, comm=comm)
     with pytest.raises(ValueError, match="inside a shard_map over the same axis"):
-        jax.shard_map(
-            lambda p, y: lp_jax.solve(dense_step, p, y, comm=comm).y1,
-            mesh=mesh,
-            in_specs=(PartitionSpec("a"), PartitionSpec()),
-            out_specs=PartitionSpec(),
-        )(params, y0)
+        specs = {"in_specs": (PartitionSpec("a"), PartitionSpec()), "out_specs": PartitionSpec()}
+        jax.shard_map(lambda p, y: lp_jax.solve(dense_step, p, y, comm=comm).y1, mesh=mesh, **specs)(params, y0)
     with pytest.raises(TypeError, match=r"comm must be None .*, MeshComm.* or MPIComm"):
         lp_jax.solve(dense_step, params, y0, comm=mesh)

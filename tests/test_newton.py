@@ -7,19 +7,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recurrent
-from problems import INJECT, dense_params, dense_state, dense_step, relative_error, serial_loss_and_gradient
+from problems import (
+    INJECT,
+    assert_serial,
+    dense_params,
+    dense_state,
+    dense_step,
+    relative_error,
+    serial_loss_and_gradient,
+)
 
 import lp_jax
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, WIDTH, T1 = 13, 4, 6.0
-FULL = lp_jax.Newton(batch_axes=1, iterations=3)
+
+
+def newton(iterations, **fields):
+    """Newton's method on states whose first axis is that of examples."""
+    return lp_jax.Newton(iterations=iterations, batch_axes=1, **fields)
 
 
 def problem(n=N, scale=1.5):
-    params, y0 = dense_params(n, WIDTH, scale=scale), dense_state(3, WIDTH)
-    return params, y0
+    return dense_params(n, WIDTH, scale=scale), dense_state(3, WIDTH)
+
+
+def squared(y):
+    return jnp.sum(y**2)
 
 
 def states(step, params, y0, solver, t1=T1):
@@ -62,17 +77,14 @@ def _clipped(jacobian):
         ({"jacobian": "identity"}, lambda j: np.broadcast_to(np.eye(WIDTH), j.shape)),
         ({"damping": lp_jax.Shrink(by=0.3)}, lambda j: 0.7 * j),
         ({"damping": lp_jax.Clip(limit=0.9)}, _clipped),
-        (
-            {"jacobian": "diagonal", "damping": lp_jax.Clip(limit=0.9)},
-            lambda j: np.clip(_diagonal(j), -0.9, 0.9),
-        ),
+        ({"jacobian": "diagonal", "damping": lp_jax.Clip(limit=0.9)}, lambda j: np.clip(_diagonal(j), -0.9, 0.9)),
     ],
     ids=["full", "diagonal", "identity", "shrunk", "clipped", "clipped diagonal"],
 )
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_iterates(fields, change, iterations):
     params, y0 = problem()
-    got = states(dense_step, params, y0, lp_jax.Newton(batch_axes=1, iterations=iterations, **fields))
+    got = states(dense_step, params, y0, newton(iterations, **fields))
     np.testing.assert_allclose(got, by_hand(params, y0, iterations, change), rtol=1e-12, atol=1e-12)
 
 
@@ -84,7 +96,7 @@ def test_the_identity_member_is_picard():
 
 def test_convergence_is_quadratic():
     params, y0 = problem(n=64)
-    solver = lp_jax.Newton(batch_axes=1, iterations=7)
+    solver = newton(7)
     norms = np.asarray(jax.jit(lambda p, y: lp_jax.solve(dense_step, p, y, t1=T1, solver=solver).stats)(params, y0)[1])
     falling = norms[1:5]  # before rounding
     orders = np.log(falling[2:] / falling[1:-1]) / np.log(falling[1:-1] / falling[:-2])
@@ -98,9 +110,7 @@ def test_as_many_iterations_leave_as_many_states_exact(jacobian):
     exact = states(dense_step, params, y0, lp_jax.Serial(checkpoint_every=1))
     for k in (1, 4, N):
         damping = lp_jax.Clip(limit=1.0) if jacobian != "identity" else None
-        got = states(
-            dense_step, params, y0, lp_jax.Newton(jacobian=jacobian, iterations=k, damping=damping, batch_axes=1)
-        )
+        got = states(dense_step, params, y0, newton(k, jacobian=jacobian, damping=damping))
         error = np.abs(got - exact).max(axis=(1, 2))
         assert error[:k].max() < 1e-12
         assert k == N or error[k + 1] > 1e-9
@@ -114,7 +124,7 @@ def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian):
     u = jnp.repeat(y0[None], N, axis=0)
     for _ in range(5):
         u = stepped(jnp.concatenate([y0[None], u[:-1]]), params)
-    solver = lp_jax.Newton(jacobian=jacobian, iterations=2, batch_axes=1)
+    solver = newton(2, jacobian=jacobian)
     expected = lp_jax.solve(dense_step, params, y0, t1=T1, solver=solver, guess=u).trajectory
     got = states(dense_step, params, y0, dataclasses.replace(solver, relaxations=5))
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
@@ -132,7 +142,7 @@ def test_relaxations_bring_a_network_that_forgets_near_its_states():
     step = lambda y, layer: part * jnp.tanh(y) + layer.data  # noqa: E731
 
     def first_residual(relaxations):
-        solver = lp_jax.Newton(iterations=1, relaxations=relaxations, batch_axes=1)
+        solver = newton(1, relaxations=relaxations)
         solution = lp_jax.solve(step, None, jnp.ones((3, WIDTH)), data=inputs, solver=solver)
         return float(solution.stats.residual_norms[0])
 
@@ -145,22 +155,15 @@ def test_linear_layers_take_one_iteration():
     y0 = dense_state(3, WIDTH)
     step = lambda y, layer: y + layer.dt * (y @ layer.params)  # noqa: E731
     loss = lambda y: jnp.sum(jnp.sin(y))  # noqa: E731
-    value, (g_params, g_y0, _) = serial_loss_and_gradient(step, w, y0, loss, t1=T1)
-    solver = lp_jax.Newton(batch_axes=1, iterations=1)
-    got, gradient = jax.jit(
-        jax.value_and_grad(lambda a: loss(lp_jax.solve(step, *a, t1=T1, solver=solver).y1)),
-    )((w, y0))
-    assert abs(got - value) < 1e-12 * abs(value)
-    assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+    assert_serial(step, w, y0, loss, newton(1), t1=T1)
 
 
 def test_one_iteration_solves_the_adjoint():
     params, y0 = problem()
-    loss = lambda y: jnp.sum(y**2)  # noqa: E731
-    _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, loss, t1=T1)
+    _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=T1)
 
     def gradient(params, y0):
-        solver = lp_jax.Newton(batch_axes=1, iterations=9)
+        solver = newton(9)
         solution, pullback = lp_jax.solve_vjp(dense_step, params, y0, t1=T1, solver=solver)
         return pullback(2 * solution.y1)
 
@@ -184,48 +187,29 @@ def test_states_of_several_leaves(jacobian):
     def single(y, layer):
         return jax.tree.map(lambda x: x[0], step(jax.tree.map(lambda x: x[None], y), layer))
 
-    batched = states(step, w, y0, lp_jax.Newton(jacobian=jacobian, iterations=3, batch_axes=1))
-    mapped = jax.jit(
-        jax.vmap(
-            lambda y: (
-                lp_jax.solve(single, w, y, t1=T1, solver=lp_jax.Newton(jacobian=jacobian, iterations=3)).trajectory
-            ),
-            out_axes=1,
-        )
-    )(y0)
+    batched = states(step, w, y0, newton(3, jacobian=jacobian))
+    one = lp_jax.Newton(jacobian=jacobian, iterations=3)
+    mapped = jax.jit(jax.vmap(lambda y: states(single, w, y, one), out_axes=1))(y0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), batched, mapped)
 
 
 @pytest.mark.parametrize(
     "solver",
     [
-        lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Newton(iterations=4, batch_axes=1)),
-        lp_jax.MGRIT(coarsening=2, iterations=9, coarse_step=lp_jax.Newton(iterations=1, batch_axes=1), atol=1e-14),
-        lp_jax.MGRIT(
-            coarsening=2,
-            iterations=9,
-            coarse_step=INJECT,
-            coarsest=lp_jax.Newton(iterations=7, batch_axes=1),
-            atol=1e-14,
-        ),
+        lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=newton(4)),
+        lp_jax.MGRIT(coarsening=2, iterations=9, coarse_step=newton(1), atol=1e-14),
+        lp_jax.MGRIT(coarsening=2, iterations=9, coarse_step=INJECT, coarsest=newton(7), atol=1e-14),
     ],
     ids=["exact coarse step", "coarse step", "coarsest"],
 )
 def test_within_multigrid(solver):
-    params, y0 = problem(n=16)
-    loss = lambda y: jnp.sum(y**2)  # noqa: E731
-    value, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, loss, t1=2.0)
-    got, gradient = jax.jit(
-        jax.value_and_grad(lambda a: loss(lp_jax.solve(dense_step, *a, t1=2.0, solver=solver).y1)),
-    )((params, y0))
-    assert abs(got - value) < 1e-12 * abs(value)
-    assert relative_error(gradient, (g_params, g_y0)) < 1e-12
+    assert_serial(dense_step, *problem(n=16), squared, solver, t1=2.0)
 
 
 @pytest.mark.parametrize("implicit", [False, True])
 def test_recurrent_networks_converge_in_ten_iterations(implicit):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 200, recurrent.FEATURES)))
-    solvers = lp_jax.Newton(iterations=10, batch_axes=1), lp_jax.Serial()
+    solvers = newton(10), lp_jax.Serial()
     got, exact = (jax.jit(recurrent.make(implicit, solver=solver))(x) for solver in solvers)
     assert relative_error(got, exact) < 1e-6
 
@@ -238,7 +222,7 @@ def test_overflow_is_told_and_damping_prevents_it():
     step = lambda y, layer: jnp.tanh(y @ layer.params.astype(y.dtype) * 4)  # noqa: E731
 
     def solve(damping, iterations=20):
-        solver = lp_jax.Newton(iterations=iterations, damping=damping, batch_axes=1, atol=1e-4)
+        solver = newton(iterations, damping=damping, atol=1e-4)
         return jax.jit(lambda p, y: lp_jax.solve(step, p, y, solver=solver))(params, y0)
 
     overflown = solve(None)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import math
 import sys
 
 import jax
@@ -12,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from networks import F64, BatchNormed, assert_close, mesh, normal
+from problems import relative_error
 
 import lp_jax
 from lp_jax import nn
@@ -433,6 +433,9 @@ def test_a_layer_may_take_data_and_a_key():
     assert_close(lp_jax.solve(step, params, y, data=data, solver=EXACT).y1, trunk(y, data=data), rtol=0)
 
 
+ONES, NO_WORD = jnp.ones((3, 5)), r"but DenseResidual\.__call__ has no such keyword"
+
+
 class Attending(nnx.Module):
     """Sees what all layers share, and its own number."""
 
@@ -469,8 +472,11 @@ def test_layers_get_what_they_share_and_their_index():
 
     got = jax.grad(pure, argnums=(0, 1, 2))(params, y, memory)
     assert_close((got[0]["linear"], *got[1:]), jax.grad(plain, argnums=(0, 1, 2))(params["linear"], y, memory))
-    with pytest.raises(TypeError, match=r"shared was given, but DenseResidual\.__call__ has no such keyword"):
+    with pytest.raises(TypeError, match=f"shared was given, {NO_WORD}"):
         make_trunk()(y, shared=memory)
+
+
+STATISTICS = r"norm.mean \(BatchStat\), norm.var \(BatchStat\)\..*use nn.LayerParallel"
 
 
 def normalise(x, mean, var):
@@ -543,11 +549,6 @@ def test_layers_with_state_are_refused(make, message):
         nn.LayerParallel(make, 4, rngs=nnx.Rngs(0))
 
 
-def test_running_statistics_need_someone_who_carries_them():
-    with pytest.raises(ValueError, match=r"norm.mean \(BatchStat\), norm.var \(BatchStat\)\..*use nn.LayerParallel"):
-        nn.stack(BatchNormed, 4, rngs=nnx.Rngs(0))
-
-
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
@@ -555,32 +556,17 @@ def test_running_statistics_need_someone_who_carries_them():
         (lambda rngs: nn.stack(dense, 2.0, rngs=rngs), TypeError, "num_layers must be an integer"),
         (lambda rngs: nn.stack(dense, 4, rngs=0), TypeError, r"rngs must be an nnx.Rngs, like nnx.Rngs\(0\); got 0"),
         (lambda rngs: nn.stack(lambda rngs: nnx.tanh, 4, rngs=rngs), TypeError, "must build an nnx.Module; got"),
+        (lambda rngs: nn.stack(BatchNormed, 4, rngs=rngs), ValueError, STATISTICS),
         (lambda rngs: make_trunk(solver=lp_jax.MGRIT), TypeError, "solver must be a solver.*not MGRIT"),
         (lambda rngs: make_trunk(adjoint_solver="MGRIT"), TypeError, "adjoint_solver must be a solver"),
-        (lambda rngs: make_trunk(t1=[0.0, 1.0])(jnp.ones((3, 5))), ValueError, "t1 must be a scalar, or the 7 times"),
-        (lambda rngs: make_trunk(t1=-1.0)(jnp.ones((3, 5))), ValueError, "t1 must be finite and later than t0"),
-        (
-            lambda rngs: make_trunk()(jnp.ones((3, 5)), data=jnp.arange(LAYERS)),
-            TypeError,
-            r"data was given, but DenseResidual\.__call__ has no such keyword.*data=None",
-        ),
-        (
-            lambda rngs: make_trunk(make=Dropped)(jnp.ones((3, 5)), data=jnp.arange(LAYERS + 1)),
-            ValueError,
-            "leading length",
-        ),
+        (lambda rngs: make_trunk(t1=[0.0, 1.0])(ONES), ValueError, "t1 must be a scalar, or the 7 times"),
+        (lambda rngs: make_trunk(t1=-1.0)(ONES), ValueError, "t1 must be finite and later than t0"),
+        (lambda rngs: make_trunk()(ONES, data=jnp.arange(LAYERS)), TypeError, rf"data was given, {NO_WORD}.*data=None"),
+        (lambda rngs: make_trunk(make=Dropped)(ONES, data=jnp.arange(LAYERS + 1)), ValueError, "leading length"),
         (lambda rngs: make_trunk()(jnp.ones((3, 5), jnp.float32)), TypeError, "float32"),
-        (
-            lambda rngs: nn.DenseResidual(5, norm="group", rngs=rngs),
-            ValueError,
-            "norm must be 'layer' or 'batch', or None",
-        ),
-        (
-            lambda rngs: nn.ConvResidual(4, norm="instance", rngs=rngs),
-            ValueError,
-            "'group' or 'batch', or None; got 'instance'",
-        ),
-        (lambda rngs: nn.ConvResidual(4, norm="group", groups=3, rngs=rngs), ValueError, "groups"),
+        (lambda rngs: dense(rngs, norm="group"), ValueError, "norm must be 'layer' or 'batch', or None"),
+        (lambda rngs: conv(rngs, norm="instance"), ValueError, "'group' or 'batch', or None; got 'instance'"),
+        (lambda rngs: conv(rngs, norm="group", groups=3), ValueError, "groups"),
         (
             lambda rngs: nn.DenseOpening((8, 8), 5, rngs=rngs)(jnp.ones((3, 64))),
             ValueError,
@@ -669,8 +655,3 @@ def test_products_in_bfloat16_and_a_state_in_float32(name):
     assert all(g.dtype == jnp.float32 for g in parallel)
     assert relative_error(serial, wanted) < 2e-2
     assert relative_error(parallel, serial) < 5e-3  # a product may round the other way
-
-
-def relative_error(got, wanted):
-    square = lambda tree: sum(float(jnp.sum(x**2)) for x in tree)  # noqa: E731
-    return math.sqrt(square([a - b for a, b in zip(got, wanted, strict=True)]) / square(wanted))

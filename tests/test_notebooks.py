@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import QUICK
+
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.py"))
 
 
@@ -14,6 +16,7 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.p
 def test_runs(path, tmp_path):
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     environment = keep | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment["XLA_FLAGS"] = QUICK
     done = subprocess.run(
         [sys.executable, path], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )

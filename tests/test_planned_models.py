@@ -12,6 +12,8 @@ import pytest
 from command import one_line, run
 from flax import nnx
 from matplotlib.image import imread
+from networks import mesh
+from problems import machine
 
 import lp_jax
 from lp_jax import nn, planning, train, viz
@@ -19,8 +21,7 @@ from lp_jax._comm import OneDevice
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
 
-FLAT = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-UNFILLED = planning.Machine(at_once=(1, 1024), **FLAT, examples=8)
+UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=8)
 
 
 def trunk(layers=16, **options):
@@ -68,9 +69,7 @@ def test_auto_is_decided_by_the_shapes_of_a_call(monkeypatch):
 @pytest.mark.parametrize(("workers", "wins"), [(4, False), (8, True)])
 def test_auto_counts_the_workers(workers, wins):
     """About 16 sweeps in all: eight workers make up for them, four do not."""
-    auto = jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(auto,), devices=jax.devices()[:workers])
-    layers, y = trunk(solver="auto", comm=lp_jax.MeshComm(mesh)), jnp.ones((2, 4))
+    layers, y = trunk(solver="auto", comm=mesh(workers)), jnp.ones((2, 4))
     with contextlib.nullcontext() if wins else pytest.warns(UserWarning, match=r"16 layers on 4 devices"):
         solution = layers.solve(y)
     assert (solution.stats.iterations > 1) == wins
@@ -142,12 +141,11 @@ def test_a_recurrent_classifier_is_planned():
 @pytest.mark.parametrize("workers", [1, 8])
 def test_a_plan_is_a_picture(tmp_path, workers):
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-    found = lp_jax.plan(
-        lp_jax.Problem(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4))), machine=UNFILLED, workers=workers
-    )
+    problem = lp_jax.Problem(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4)))
+    found = lp_jax.plan(problem, machine=UNFILLED, workers=workers)
     viz.plan(found).savefig(tmp_path / "plan.png")
     assert imread(tmp_path / "plan.png").std() > 0.05
-    nothing = planning.choose(16, planning.Machine(at_once=(1,), **{k: v[:1] for k, v in FLAT.items()}, looped=True))
+    nothing = planning.choose(16, machine(1e-5, looped=True))
     assert "serial propagation" in viz.plan(nothing).get_suptitle()
 
 
@@ -158,8 +156,8 @@ def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
     file = tmp_path / "machine.json"
     code, out, _ = run(capsys, "plan", "digits", *SMALL, "--save", file, "--out", tmp_path)
     assert code == 0 and "Use solver=lp_jax." in out and (tmp_path / "plan.png").exists()
-    machine = planning.Machine.load(file)
-    assert machine.examples == 100 and "digits" in machine.name
+    kept = planning.Machine.load(file)
+    assert kept.examples == 100 and "digits" in kept.name
     code, again, _ = run(capsys, "plan", "digits", *SMALL, "--machine", file)
     serial = [next(line for line in text.splitlines() if "Serial()" in line) for text in (out, again)]
     assert code == 0 and serial[0] == serial[1]  # it takes what it took

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from networks import mesh
+from problems import machine
 
 import lp_jax
 from lp_jax import _comm, _work, planning
@@ -61,11 +63,8 @@ def test_sweeps_by_hand_on_one_worker_and_on_eight():
 
 
 def test_intervals_one_after_another_take_their_number():
-    looped = planning.Machine(
-        at_once=(1,), forward=(1.0,), linearise=(1.0,), adjoint=(1.0,), gradient=(1.0,), looped=True
-    )
     solvers = lp_jax.MGRIT(iterations=2, storage="all"), lp_jax.MGRIT(iterations=1, storage="all")
-    time = planning.predict(*solvers, 64, looped)
+    time = planning.predict(*solvers, 64, machine(looped=True))
     assert time.evaluations == planning.training_step(*solvers, 64, looped=True).work()
 
 
@@ -76,9 +75,7 @@ def test_checkpoints_take_one_forward_propagation_more():
 
 def test_layers_of_an_interval_take_what_they_take_in_relaxation():
     """Sweeps over all layers move all states through memory; an interval on a processor does not."""
-    looped = planning.Machine(
-        at_once=(1,), forward=(2.0,), linearise=(2.0,), adjoint=(4.0,), gradient=(12.0,), serial=(1.0, 8.0), looped=True
-    )
+    looped = machine(2.0, adjoint=(4.0,), gradient=(12.0,), serial=(1.0, 8.0), looped=True)
     kinds = ("forward", "linearise", "adjoint", "gradient")
     assert [looped.in_a_row(kind) for kind in kinds] == [1.0, 1.0, 2.0, 6.0]
     measured = dataclasses.replace(looped, relaxation=(1.5, 3.0, 7.0))
@@ -95,43 +92,36 @@ def test_layers_of_an_interval_take_what_they_take_in_relaxation():
 
 
 def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
-    times = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1.0, 2.0))
-    machine = planning.Machine(at_once=(1, 16), looped=True, relaxation=(1.0,) * 3, interval=(5.0,) * 3, **times)
-    solver = lp_jax.MGRIT(
-        levels=2, coarsening=4, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage="all", interval_map="vmap"
-    )
+    rows = machine(1.0, 2.0, at_once=(1, 16), looped=True, relaxation=(1.0,) * 3, interval=(5.0,) * 3)
+    hierarchy = {"levels": 2, "coarsening": 4, "iterations": 1, "coarse_step": lp_jax.Picard(sweeps=0)}
+    solver = lp_jax.MGRIT(**hierarchy, storage="all", interval_map="vmap")
     step = planning.training_step(solver, solver, 64, looped=True)
-    assert planning.predict(solver, solver, 64, machine).evaluations == 2.0 * step.depth()
+    assert planning.predict(solver, solver, 64, rows).evaluations == 2.0 * step.depth()
 
 
-WRONG = {
-    "at_once": ({"at_once": (8, 1, 64)}, "ascending"),
-    "forward": ({"forward": (1.0, 2.0)}, "forward must have a time for each of the 3 numbers in at_once"),
-    "adjoint": ({"adjoint": (1.0, -2.0, 3.0)}, "adjoint must be positive"),
-    "serial": ({"serial": (0.0, 1.0)}, "serial must be positive"),
-    "examples": ({"examples": 0}, "examples must be an integer of at least 1"),
-    "overhead": ({"overhead": 1.5}, "overhead must be a part, at most 1"),
-    "newton": ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
-    "latency": ({"latency": math.nan}, "latency must be a number of at least 0"),
-    "sum_bandwidth": ({"sum_bandwidth": 0.0}, "sum_bandwidth must be positive numbers"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_numbers_that_are_none_are_refused(name):
-    fields, text = WRONG[name]
-    known = {field: getattr(MACHINE, field) for field in ("at_once", "forward", "linearise", "adjoint", "gradient")}
-    with pytest.raises(ValueError, match=text):
-        planning.Machine(**(known | fields))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"at_once": (8, 1, 64)}, "ascending"),
+        ({"forward": (1.0, 2.0)}, "forward must have a time for each of the 3 numbers in at_once"),
+        ({"adjoint": (1.0, -2.0, 3.0)}, "adjoint must be positive"),
+        ({"serial": (0.0, 1.0)}, "serial must be positive"),
+        ({"examples": 0}, "examples must be an integer of at least 1"),
+        ({"overhead": 1.5}, "overhead must be a part, at most 1"),
+        ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
+        ({"latency": math.nan}, "latency must be a number of at least 0"),
+        ({"sum_bandwidth": 0.0}, "sum_bandwidth must be positive numbers"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        machine(1.0, 2.0, 3.0, **({"at_once": (1, 8, 64)} | fields))
 
 
 def test_machines_are_saved_and_read(tmp_path):
-    for machine in (
-        MACHINE,
-        planning.Machine(**dict.fromkeys(("at_once", "forward", "linearise", "adjoint", "gradient"), (1,))),
-    ):
-        machine.save(tmp_path / "machine.json")
-        assert planning.Machine.load(tmp_path / "machine.json") == machine
+    for saved in (MACHINE, machine()):
+        saved.save(tmp_path / "machine.json")
+        assert planning.Machine.load(tmp_path / "machine.json") == saved
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", '{"layers": [1]}', '{"cores": 2}', '{"layers": "all"}'])
@@ -230,9 +220,7 @@ def test_a_part_of_the_examples_takes_what_so_many_layers_fewer_take():
 
 
 def test_layers_in_a_loop_shrink_with_their_examples():
-    looped = planning.Machine(
-        **dict.fromkeys(("at_once", "forward", "linearise", "adjoint", "gradient"), (1,)), looped=True
-    )
+    looped = machine(looped=True)
     assert looped.divided(4).seconds("adjoint", 1) == 0.25
     assert dataclasses.replace(looped, overhead=1.0).divided(4).seconds("adjoint", 1) == 1.0
 
@@ -279,14 +267,12 @@ def test_a_pipeline_by_hand():
 def test_memory_is_what_the_compiler_says(layers):
     """Of the committed results of suite memory: within 5 % in all, within 30 % of what is neither argument nor result."""
     results = json.loads((BENCHMARKS / "results" / "cpu" / "memory.json").read_text())
-    times = dict.fromkeys(("at_once", "forward", "linearise", "adjoint", "gradient"), (1,))
-    machine = planning.Machine(
-        **times, looped=True, state_bytes=32 * 64 * 4, kept_bytes=2 * 32 * 64 * 4, layer_bytes=65 * 64 * 4
-    )
+    state = 32 * 64 * 4
+    looped = machine(looped=True, state_bytes=state, kept_bytes=2 * state, layer_bytes=65 * 64 * 4)
     rows = [row for row in results["rows"] if row["layers"] == layers]
     assert len(rows) == 11
     for row in rows:
-        found = planning.memory(_of_row(row["name"], layers), layers, machine)
+        found = planning.memory(_of_row(row["name"], layers), layers, looped)
         assert found.bytes == pytest.approx(row["total"], rel=0.05), row["name"]
         assert found.kept + found.working == pytest.approx(row["temporary_bytes"], rel=0.3), row["name"]
 
@@ -316,16 +302,9 @@ def test_memory_is_divided_among_workers():
 
 # --- plans ----------------------------------------------------------------------------------------------------------
 
-UNFILLED = planning.Machine(
-    at_once=(1, 1024),
-    **dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5)),
-    examples=32,
-    overhead=1.0,
-    name="a device that a layer does not fill",
-)
-LOOPED = planning.Machine(
-    at_once=(1,), **dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5,)), looped=True, examples=32
-)
+IDLE = "a device that a layer does not fill"
+UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=32, overhead=1.0, name=IDLE)
+LOOPED = machine(1e-5, looped=True, examples=32)
 
 
 def told(errors):
@@ -444,11 +423,7 @@ def test_as_many_cycles_as_intervals_are_exact(workers):
 
 def test_the_crossover_is_told_where_one_device_has_nothing_to_gain():
     """Four forward and four adjoint sweeps of N / P layers, a last one and the gradient, against 3 N: from four devices on."""
-
-    def probe(solver, adjoint_solver):
-        return planning.Probed(1e-3, 4, 4)
-
-    found = planning.choose(64, LOOPED, probe=probe)
+    found = planning.choose(64, LOOPED, probe=lambda solver, adjoint_solver: planning.Probed(1e-3, 4, 4))
     assert isinstance(found.solver, lp_jax.Serial)
     rows = {row.devices: row.layers for row in found.scaling((2, 4, 16))}
     assert rows[16] == pytest.approx((5 + 4 + 1) * 64 / 16 * 1e-5)
@@ -456,17 +431,16 @@ def test_the_crossover_is_told_where_one_device_has_nothing_to_gain():
     assert "faster than serial propagation from 2 devices on" in str(found)
 
 
-WRONG_PLANS = {
-    "layers": ({"layers": 0}, "layers must be at least 1; got 0"),
-    "workers": ({"workers": 65}, "workers must be from 1 to the number of layers, 64"),
-    "error": ({"error": 0.0}, "error must be a positive number"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_PLANS)
-def test_nonsense_is_refused(name):
-    fields, text = WRONG_PLANS[name]
-    with pytest.raises(ValueError, match=text):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": 0}, "layers must be at least 1; got 0"),
+        ({"workers": 65}, "workers must be from 1 to the number of layers, 64"),
+        ({"error": 0.0}, "error must be a positive number"),
+    ],
+)
+def test_nonsense_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
         planning.choose(**({"layers": 64, "machine": LOOPED} | fields))
 
 
@@ -510,16 +484,13 @@ def test_auto_is_serial_on_one_cpu():
 
 
 def test_wires_are_measured_between_the_devices_that_there_are():
-    mesh = jax.make_mesh((2,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    found = planning.interconnect(lp_jax.MeshComm(mesh), sizes=(1 << 8, 1 << 16))
+    found = planning.interconnect(mesh(2), sizes=(1 << 8, 1 << 16))
     assert min(found) > 0
-    alone = jax.make_mesh((1,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="one worker"):
-        planning.interconnect(lp_jax.MeshComm(alone))
+        planning.interconnect(mesh(1))
     step, params = dense(4, layers=8)
-    plan = lp_jax.plan(
-        lp_jax.Problem(step, params, jnp.ones((2, 4), "float32")), machine=UNFILLED, interconnect=found, workers=2
-    )
+    problem = lp_jax.Problem(step, params, jnp.ones((2, 4), "float32"))
+    plan = lp_jax.plan(problem, machine=UNFILLED, interconnect=found, workers=2)
     assert (plan.machine.latency, plan.machine.bandwidth, plan.machine.sum_bandwidth) == found
 
 
@@ -559,9 +530,7 @@ def test_shapes_are_enough_for_an_estimate():
     shapes = jax.eval_shape(lambda: (params, y0))
     machine = planning.estimate(lp_jax.Problem(step, params, y0), device="H100")
     assert planning.estimate(lp_jax.Problem(step, *shapes), device="H100") == machine
-    assert (
-        jax.jit(lambda *arrays: planning.estimate(lp_jax.Problem(step, *arrays), device="H100").state_bytes)(params, y0)
-        == machine.state_bytes
-    )
+    traced = jax.jit(lambda *arrays: planning.estimate(lp_jax.Problem(step, *arrays), device="H100").state_bytes)
+    assert traced(params, y0) == machine.state_bytes
     assert machine.examples == 32 and 0.9 < machine.overhead < 1
     assert machine.kept_bytes in (32 * 64 * 4, 2 * 32 * 64 * 4)  # of a tanh JAX 0.10 keeps two arrays, 0.12 one

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 from command import run
-from PIL import Image
-from scipy.io import savemat
+from data_files import photographs, pines, treebank, write
 
 from lp_jax import data
 from lp_jax.cli._commands import problems
@@ -21,25 +20,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture(autouse=True)
 def as_users_run_it():
-    with (
-        jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-def treebank(folder):
+def sentences(folder):
     words = [("The", "DET"), ("dog", "NOUN"), ("sees", "VERB"), ("a", "DET"), ("cat", "NOUN"), (".", "PUNCT")]
-    for split, count in (("train", 12), ("dev", 2), ("test", 3)):
-        sentences = []
-        for number in range(count):
-            lines = [
-                f"{i}\t{word}\t_\t{tag}\t_\t_\t_\t_\t_\t_" for i, (word, tag) in enumerate(words[: 3 + number % 4], 1)
-            ]
-            sentences.append("\n".join(lines) + "\n\n")
-        (folder / f"xx-ud-{split}.conllu").write_text("".join(sentences), encoding="utf-8")
-    return folder
+    return treebank(folder, *([words[: 3 + number % 4] for number in range(count)] for count in (12, 2, 3)))
 
 
 def series(folder):
@@ -50,23 +37,18 @@ def series(folder):
         for number in range(count):
             channels = [",".join(f"{v:.3f}" for v in rng.normal(number % 2, 1, 6 + number % 3)) for _ in range(2)]
             rows.append(":".join([*channels, "ab"[number % 2]]))
-        (folder / f"Tiny_{split}.ts").write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
+        write(folder / f"Tiny_{split}.ts", head + "\n".join(rows) + "\n")
     return folder
 
 
 def book(folder):
-    path = folder / "book.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
-    return path
+    return write(folder / "book.txt", "the quick brown fox jumps over the lazy dog. " * 60)
 
 
-def pines(folder):
+def field(folder):
     rng = np.random.default_rng(0)
-    truth = rng.integers(0, 17, (20, 20))
-    cube = rng.integers(100, 9000, (20, 20, 200))
-    savemat(folder / "Indian_pines_corrected.mat", {"indian_pines_corrected": cube.astype(np.uint16)})
-    savemat(folder / "Indian_pines_gt.mat", {"indian_pines_gt": truth.astype(np.uint8)})
-    return folder
+    truth = rng.integers(0, 17, (20, 20), np.uint8)
+    return pines(folder, rng.integers(100, 9000, (20, 20, 200), np.uint16), truth)
 
 
 def shapes(folder):
@@ -79,54 +61,26 @@ def shapes(folder):
 
 
 def pictures(folder):
-    rng = np.random.default_rng(0)
-    names = ["n01443537", "n01629819"]
-    (folder / "wnids.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
-    (folder / "words.txt").write_text("".join(f"{name}\tthing {name}\n" for name in names), encoding="utf-8")
-    (folder / "val" / "images").mkdir(parents=True)
-
-    def image(path):
-        Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(path)
-
-    lines = []
-    for name in names:
-        (folder / "train" / name / "images").mkdir(parents=True)
-        for number in range(2):
-            image(folder / "train" / name / "images" / f"{name}_{number}.JPEG")
-        image(folder / "val" / "images" / f"val_{name}.JPEG")
-        lines.append(f"val_{name}.JPEG\t{name}\t0\t0\t63\t63\n")
-    (folder / "val" / "val_annotations.txt").write_text("".join(lines), encoding="utf-8")
-    return folder
+    write(folder / "words.txt", "n01443537\tgoldfish\nn01629819\tfire salamander\n")
+    return photographs(folder, {"n01443537": 40, "n01629819": 200})
 
 
 RUNS = {
-    "peaks": (None, ["--batch-size", "2000"]),
-    "gum": (
-        treebank,
-        ["--layers", "4", "--width", "8", "--heads", "2", "--dropout", "0.1", "--buffers", "1", "--no-compare"],
-    ),
-    "timeseries": (series, ["--name", "Tiny", "--width", "4", "--units", "2", "--no-compare"]),
-    "text": (book, ["--layers", "4", "--width", "8", "--heads", "2"]),
-    "indianpines": (pines, ["--layers", "8", "--width", "6", "--serial"]),
+    "peaks": (None, "--batch-size 2000"),
+    "gum": (sentences, "--layers 4 --width 8 --heads 2 --dropout 0.1 --buffers 1 --no-compare"),
+    "timeseries": (series, "--name Tiny --width 4 --units 2 --no-compare"),
+    "text": (book, "--layers 4 --width 8 --heads 2"),
+    "indianpines": (field, "--layers 8 --width 6 --serial"),
     "modelnet": (
         shapes,
-        [
-            *("--layers", "4", "--width", "1", "--no-compare"),
-            *("--solver.coarsening", "2", "--spatial", "3", "--solver.relaxation", "FCF"),
-        ],
+        "--layers 4 --width 1 --no-compare --solver.coarsening 2 --spatial 3 --solver.relaxation FCF",
     ),
-    "tinyimagenet": (
-        pictures,
-        ["--layers", "16", "--width", "2", "--solver.coarsening", "2", "--model", "resnet", "--no-compare"],
-    ),
+    "tinyimagenet": (pictures, "--layers 8 --width 2 --solver Picard --solver.sweeps 1 --model resnet --no-compare"),
 }
 
 
 # sentences of five words and more come with a tag below each word; the prompt is the beginning of what is held out
-SAMPLES = {
-    "gum": r"The +dog +sees +a +cat\n([A-Z]+ *){5}\n",
-    "text": r"temperature 0.7\):\n\n.{32}\|.{200}\n",
-}
+SAMPLES = {"gum": r"The +dog +sees +a +cat\n([A-Z]+ *){5}\n", "text": r"temperature 0.7\):\n\n.{32}\|.{200}\n"}
 RUN_NAMES = (("layer-parallel", "--serial"), ("serial", "--no-compare"))  # and the option that leaves each out
 
 
@@ -140,8 +94,8 @@ def test_from_files_to_a_table(problem, tmp_path, capsys):
     out = tmp_path / "run"
     cycle = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step", "Rediscretize"]
     few = ["--no-pictures", "--probe-every", "1000"]
-    solver = [] if "--serial" in options else cycle
-    code, said, err = run(capsys, "train", problem, *files, "--epochs", 1, *size, *solver, *options, *few, "--out", out)
+    chosen = [*size, *([] if re.search("--serial|--solver ", options) else cycle), *options.split(), *few]
+    code, said, err = run(capsys, "train", problem, *files, "--epochs", 1, *chosen, "--out", out)
     assert code == 0 and "test accuracy" in said, err
     results = json.loads((out / "summary.json").read_text())["results"]
     assert list(results) == [run for run, not_if in RUN_NAMES if not_if not in options]

@@ -2,10 +2,9 @@
 
 import collections
 import dataclasses
-import itertools
 
 import pytest
-from problems import INJECT
+from problems import INJECT, machine
 from relaxation import Relaxation
 
 import lp_jax
@@ -27,24 +26,21 @@ SOLVERS = {
             levels=levels,
             coarsening=4,
             iterations=2,
-            coarse_step=coarse_step,
+            coarse_step=how,
             cycle=cycle,
             relaxation=relaxation,
             skip_downcycle=skip,
         )
-        for (levels, name, coarse_step), cycle, (relaxation, skip) in itertools.product(
-            [
-                (2, "injection", INJECT),
-                (3, "injection", INJECT),
-                (2, "Picard 1", PICARD[1]),
-                (3, "Picard 2", PICARD[2]),
-                (2, "identity", PICARD[0]),
-                (2, "serial", lp_jax.Serial()),
-            ],
-            ("V", "F", "W"),
-            (("F", True), ("FCF", False)),
+        for levels, name, how in (
+            (2, "injection", INJECT),
+            (3, "injection", INJECT),
+            (2, "Picard 1", PICARD[1]),
+            (3, "Picard 2", PICARD[2]),
+            (2, "identity", PICARD[0]),
+            (2, "serial", lp_jax.Serial()),
         )
-        if levels == 3 or cycle == "V"
+        for cycle in ("VFW" if levels == 3 else "V")
+        for relaxation, skip in (("F", True), ("FCF", False))
     },
 }
 
@@ -71,15 +67,8 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
     nothing: they need not wait for the sweep before, and are done after it all the same.
     """
     for relaxation, skip in (("F", True), ("FCF", False)):
-        solver = lp_jax.MGRIT(
-            coarsening=8,
-            iterations=3,
-            relaxation=relaxation,
-            skip_downcycle=skip,
-            coarse_step=INJECT,
-            storage="all",
-            interval_map="vmap",
-        )
+        fields = {"coarsening": 8, "iterations": 3, "coarse_step": INJECT, "storage": "all", "interval_map": "vmap"}
+        solver = lp_jax.MGRIT(relaxation=relaxation, skip_downcycle=skip, **fields)
         said, found = training_step(solver, solver, N), counted(N, solver, solver)
         corrections = 2 * (3 - skip)
         assert 0 <= said.depth("forward", "adjoint") - found.depth <= 2 * corrections
@@ -220,11 +209,10 @@ def test_a_coarse_step_from_outside_is_counted_by_the_whole_program():
 
 
 def test_a_solver_from_outside_is_planned_and_drawn():
-    times = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-    machine = planning.Machine(at_once=(1, 1024), **times, state_bytes=4, layer_bytes=8)
+    idle = machine(1e-5, 1e-5, at_once=(1, 1024), state_bytes=4, layer_bytes=8)
     solver = Relaxation(iterations=3)
-    assert planning.predict(solver, solver, N, machine).evaluations == pytest.approx((4 + 4 + 4 + 1) * 1e-5)
-    assert planning.memory(solver, N, machine) == (2 * N * 8, N * 4, 3 * N * 4)
+    assert planning.predict(solver, solver, N, idle).evaluations == pytest.approx((4 + 4 + 4 + 1) * 1e-5)
+    assert planning.memory(solver, N, idle) == (2 * N * 8, N * 4, 3 * N * 4)
     assert planning.code(solver) == "Relaxation(iterations=3)" and solver.label(solver) == solver.summary()
     figure = viz.hierarchy(solver, N)
     assert figure.get_suptitle() == f"{N} layers, 3 Relaxation iterations: no coarse level" and len(figure.axes) == 1

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import launch
 import numpy as np
 import optax
 import pytest
@@ -119,12 +118,8 @@ def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
     spline = nn.Spline(coefficients=coefficients, degree=degree)
     layers = 6 if comm == "mesh, uneven" else LAYERS
     times = GRID if comm == "grid" else np.linspace(0.0, 2.0, layers + 1)
-    trunk = make_trunk(
-        num_layers=layers,
-        weights=spline,
-        t1=GRID if comm == "grid" else 2.0,
-        comm=mesh() if comm and "mesh" in comm else None,
-    )
+    t1, where = GRID if comm == "grid" else 2.0, mesh() if comm and "mesh" in comm else None
+    trunk = make_trunk(num_layers=layers, weights=spline, t1=t1, comm=where)
     trunk.layers.inner.bias[...] = normal((spline.coefficients, WIDTH), 3)
     y, target = normal((3, WIDTH)), normal((3, WIDTH), 2)
 
@@ -157,17 +152,10 @@ def test_every_device_makes_the_weights_of_its_own_layers():
     assert f"f64[{layers // 4},{width},{width}]" in text
     assert f"f64[{layers},{width},{width}]" not in text
 
-    wide = make_trunk(weights=nn.Spline(coefficients=4), comm=mesh())
+    wide, y = make_trunk(weights=nn.Spline(coefficients=4), comm=mesh()), normal((3, WIDTH))
     kernel = wide.layers.inner.kernel[...]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(1, WIDTH, WIDTH)}
-    np.testing.assert_allclose(
-        wide(normal((3, WIDTH))), make_trunk(weights=wide.weights)(normal((3, WIDTH))), rtol=1e-13
-    )
-
-
-def test_coefficients_over_ranks():
-    ended = launch.mpirun(3, launch.HERE / "ranks_solve.py", "spline")
-    assert ended.code == 0, ended.output
+    np.testing.assert_allclose(wide(y), make_trunk(weights=wide.weights)(y), rtol=1e-13)
 
 
 def test_training(standard_promotion):
@@ -197,6 +185,9 @@ def test_low_precision_is_not_that_of_the_basis():
         np.testing.assert_array_equal(layer["inner"]["bias"], trunk.layers.inner.bias[0])
 
 
+FOUR, ONES = nn.Spline(coefficients=4), jnp.ones((3, WIDTH))
+
+
 class Normed(nnx.Module):
     def __init__(self, rngs):
         self.norm = nn.BatchNorm(WIDTH, param_dtype=F64, rngs=rngs)
@@ -213,17 +204,9 @@ class Normed(nnx.Module):
         (lambda: nn.Spline(coefficients=3.0, degree=1), TypeError, "coefficients must be an integer"),
         (lambda: make_trunk(weights=nn.Spline(coefficients=9)), ValueError, "more coefficients than.*num_layers=8"),
         (lambda: make_trunk(weights="spline"), TypeError, r"weights must be None or a spline, like nn.Spline"),
-        (
-            lambda: make_trunk(make=Normed, weights=nn.Spline(coefficients=4)),
-            ValueError,
-            "not for layers with running statistics",
-        ),
-        (lambda: nn.Spline(coefficients=4).basis(0), ValueError, "layers must be at least 1"),
-        (
-            lambda: make_trunk(weights=nn.Spline(coefficients=4), t1=[0.0, 1.0, 2.0])(normal((3, WIDTH))),
-            ValueError,
-            "t1 must be a scalar, or the 9 times",
-        ),
+        (lambda: make_trunk(make=Normed, weights=FOUR), ValueError, "not for layers with running statistics"),
+        (lambda: FOUR.basis(0), ValueError, "layers must be at least 1"),
+        (lambda: make_trunk(weights=FOUR, t1=[0.0, 1, 2])(ONES), ValueError, "t1 must be a scalar, or the 9 times"),
     ],
 )
 def test_bad_splines_are_refused(build, error, message):

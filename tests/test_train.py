@@ -45,13 +45,8 @@ def loss_fn(params, batch, solver, adjoint_solver):
 
 def initial_params(seed=0):
     rng = np.random.default_rng(seed)
-    return {
-        "trunk": {
-            "w": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH))),
-            "b": jnp.asarray(rng.normal(size=(LAYERS, WIDTH))),
-        },
-        "closing": jnp.asarray(rng.normal(size=(WIDTH, 1))),
-    }
+    w, b, closing = (jnp.asarray(rng.normal(size=s)) for s in ((LAYERS, WIDTH, WIDTH), (LAYERS, WIDTH), (WIDTH, 1)))
+    return {"trunk": {"w": w, "b": b}, "closing": closing}
 
 
 def batches(epoch, count=3):
@@ -78,11 +73,8 @@ def state():
 
 def same(a, b):
     """Bit for bit."""
-    leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert len(leaves_a) == len(leaves_b) > 0
-    for x, y in zip(leaves_a, leaves_b, strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    leaves = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    assert leaves and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in leaves)
 
 
 def timeless(rows):
@@ -97,14 +89,10 @@ def test_step_is_the_textbook_update(state):
     new, metrics = STEP_FN(state, batch, lp_jax.Serial(), None)
     loss, gradient = jax.value_and_grad(lambda p: loss_fn(p, batch, lp_jax.Serial(), None)[0])(state.params)
     updates, _ = OPTIMIZER.update(gradient, OPTIMIZER.init(state.params))
-    for got, wanted in zip(
-        jax.tree.leaves(new.params), jax.tree.leaves(optax.apply_updates(state.params, updates)), strict=True
-    ):
-        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-14)
+    wanted = optax.apply_updates(state.params, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), new.params, wanted)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-13)
-    np.testing.assert_allclose(
-        metrics.gradient_norm, np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient))), rtol=1e-12
-    )
+    np.testing.assert_allclose(metrics.gradient_norm, optax.tree.norm(gradient), rtol=1e-12)
     assert int(new.step) == 1 and bool(metrics.finite)
 
 
@@ -170,8 +158,7 @@ def test_fit_is_the_plain_loop(state):
     assert rows[0]["forward_residual_1"] is None and rows[0]["forward_residual_2"] > 0
     assert all(0 <= row["accuracy"] <= 1 and row["result"] == 0 for row in rows)
     times = [row["step_time"] for row in rows]  # metrics are fetched in groups
-    assert times[1] == times[2] == times[3] != times[0]
-    assert times[4] == times[5] != times[3]
+    assert times[1] == times[2] == times[3] != times[0] and times[4] == times[5] != times[3]
     np.testing.assert_allclose(rows[-1]["time"], sum(times))
 
 
@@ -337,9 +324,8 @@ def test_growing_residuals_are_reported_once_an_epoch():
     optimizer = optax.sgd(0.0)
     state = train.init_state(jnp.full((layers,), z * layers), optimizer)
     solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
-    meter = Messages()
-    step_fn = train.make_train_step(linear_loss, optimizer)
-    _, log = run(state, 2, step_fn=step_fn, solver=solver, adjoint_solver=lp_jax.Serial(), meter=meter)
+    options = {"step_fn": train.make_train_step(linear_loss, optimizer), "adjoint_solver": lp_jax.Serial()}
+    _, log = run(state, 2, solver=solver, meter=(meter := Messages()), **options)
     norms = train.unflat("forward_residual", log.rows[0])
     assert norms[-1] > norms[0]  # by the numbers themselves
     assert [row["step"] for row in log.of("warning")] == [1, 4]

@@ -102,6 +102,14 @@ def encoder(rngs, **options):
     return nn.EncoderLayer(WIDTH, HEADS, hidden=7, param_dtype=F64, rngs=rngs, **options)
 
 
+def causal(rngs):
+    return encoder(rngs, causal=True)
+
+
+def split(rngs):
+    return encoder(rngs, causal=True, split=True)
+
+
 def decoder(rngs, **options):
     return nn.DecoderLayer(WIDTH, HEADS, hidden=7, param_dtype=F64, rngs=rngs, **options)
 
@@ -127,26 +135,11 @@ def plain_encoder_decoder(p, state, h, shared, n):
 
 
 NETWORKS = {
-    "encoder": (encoder, Y, MASK, looped(lambda p, y, h, mask, n: plain_encoder(p, y, h, mask))),
-    "causal": (
-        lambda rngs: encoder(rngs, causal=True),
-        Y,
-        None,
-        looped(lambda p, y, h, mask, n: plain_encoder(p, y, h, causal=True)),
-    ),
-    "split": (
-        lambda rngs: encoder(rngs, causal=True, split=True),
-        Y,
-        MASK,
-        looped(lambda p, y, h, mask, n: plain_split(p, y, h, mask, causal=True)),
-    ),
-    "decoder": (
-        decoder,
-        Y,
-        (MEMORY, OTHER_MASK, MASK),
-        looped(lambda p, y, h, shared, n: plain_decoder(p, y, h, *shared)),
-    ),
-    "encoder-decoder": (encoder_decoder, (MEMORY, Y), (OTHER_MASK, MASK), looped(plain_encoder_decoder)),
+    "encoder": (encoder, Y, MASK, lambda p, y, h, mask, n: plain_encoder(p, y, h, mask)),
+    "causal": (causal, Y, None, lambda p, y, h, mask, n: plain_encoder(p, y, h, causal=True)),
+    "split": (split, Y, MASK, lambda p, y, h, mask, n: plain_split(p, y, h, mask, causal=True)),
+    "decoder": (decoder, Y, (MEMORY, OTHER_MASK, MASK), lambda p, y, h, shared, n: plain_decoder(p, y, h, *shared)),
+    "encoder-decoder": (encoder_decoder, (MEMORY, Y), (OTHER_MASK, MASK), plain_encoder_decoder),
 }
 
 
@@ -169,9 +162,9 @@ def without_masks(gradients):
     [("encoder", 1.0), ("causal", LAYERS), ("split", 3.0), ("decoder", 1.0), ("encoder-decoder", LAYERS)],
 )
 def test_layer_parallel_is_the_plain_network(name, t1):
-    make, y, shared, plain = NETWORKS[name]
+    make, y, shared, layer = NETWORKS[name]
     step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
-    wanted, wanted_gradients = loss_of(plain)(params, y, shared, t1)
+    wanted, wanted_gradients = loss_of(looped(layer))(params, y, shared, t1)
     batched = dataclasses.replace(EXACT, interval_map="vmap", storage="all")
     # Serial hands shared values and states of several parts on in its own way; with a mask only it is as for other layers
     serial = [lp_jax.Serial()] if name in ("decoder", "encoder-decoder") else []
@@ -207,7 +200,7 @@ def test_padding_is_not_seen():
 
 
 def test_a_position_does_not_see_those_after_it():
-    step, params = nn.stack(lambda rngs: encoder(rngs, causal=True), LAYERS, rngs=nnx.Rngs(0))
+    step, params = nn.stack(causal, LAYERS, rngs=nnx.Rngs(0))
     other = Y.at[:, 3:].set(1.0)
     a, b = (lp_jax.solve(step, params, y, solver=lp_jax.MGRIT(coarsening=3, iterations=1)).y1 for y in (Y, other))
     np.testing.assert_array_equal(a[:, :3], b[:, :3])
@@ -243,7 +236,7 @@ def test_buffers_stay_serial_and_a_network_is_the_sum_of_its_parts():
     rngs = nnx.Rngs(0)
 
     def block(layers, t1, solver):
-        return nn.LayerParallel(lambda rngs: encoder(rngs, causal=True), layers, t1=t1, solver=solver, rngs=rngs)
+        return nn.LayerParallel(causal, layers, t1=t1, solver=solver, rngs=rngs)
 
     rough = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=INJECT)
     parts = [block(2, 2.0, lp_jax.Serial()), block(LAYERS, 1.0, rough), block(1, 1.0, lp_jax.Serial())]
@@ -304,30 +297,21 @@ def test_tokens_in_columns():
     assert_close(opening(tokens), wanted, rtol=1e-14)
 
 
+TOO_LONG = "sequences of at most 4 positions; got 5. Cut them, or build it with max_length=5"
+
+
+def opened(sizes, tokens):
+    return nn.TokenOpening(sizes, 6, max_length=4, rngs=nnx.Rngs(0))(tokens)
+
+
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (
-            lambda: encoder(nnx.Rngs(0), causal=True) and nn.EncoderLayer(6, 4, rngs=nnx.Rngs(0)),
-            ValueError,
-            "heads must divide the width, 6; got 4",
-        ),
+        (lambda: nn.EncoderLayer(6, 4, rngs=nnx.Rngs(0)), ValueError, "heads must divide the width, 6; got 4"),
         (lambda: nn.EncoderLayer(6, 0, rngs=nnx.Rngs(0)), ValueError, "heads must be at least 1; got 0"),
-        (
-            lambda: nn.TokenOpening(7, 6, max_length=4, rngs=nnx.Rngs(0))(jnp.zeros((2, 5), int)),
-            ValueError,
-            "sequences of at most 4 positions; got 5. Cut them, or build it with max_length=5",
-        ),
-        (
-            lambda: nn.TokenOpening((7, 3), 6, max_length=4, rngs=nnx.Rngs(0))(jnp.zeros((2, 4), int)),
-            ValueError,
-            r"shape \(batch, length, 2\); got \(2, 4\)",
-        ),
-        (
-            lambda: nn.TokenOpening(7, 6, max_length=4, rngs=nnx.Rngs(0))(jnp.zeros((2, 4))),
-            TypeError,
-            "tokens must be integers; got float64",
-        ),
+        (lambda: opened(7, jnp.zeros((2, 5), int)), ValueError, TOO_LONG),
+        (lambda: opened((7, 3), jnp.zeros((2, 4), int)), ValueError, r"shape \(batch, length, 2\); got \(2, 4\)"),
+        (lambda: opened(7, jnp.zeros((2, 4))), TypeError, "tokens must be integers; got float64"),
     ],
 )
 def test_bad_input_is_refused(build, error, message):

@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import lp_jax
 from lp_jax import _serial, viz
+from lp_jax.train import flat
 
 INJECT = lp_jax.Rediscretize(params="inject")
 
@@ -21,12 +22,7 @@ def rows(accuracy, steps=40):
 
 
 def probe(step, forward, adjoint):
-    named = {
-        f"{solve}_residual_{i}": norm
-        for solve, norms in (("forward", forward), ("adjoint", adjoint))
-        for i, norm in enumerate(norms, 1)
-    }
-    return {"kind": "probe", "step": step, **named}
+    return {"kind": "probe", "step": step} | flat("forward_residual", forward) | flat("adjoint_residual", adjoint)
 
 
 def drawn(figure):
@@ -72,9 +68,8 @@ def test_curves_show_both_runs(tmp_path):
 
 
 def test_curves_without_evaluations_or_with_gaps():
-    figure = viz.curves(
-        {"serial": [{"kind": "train", "step": 1, "loss": None}, {"kind": "train", "step": 2, "loss": 1.0}]}
-    )
+    gaps = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, None), (2, 1.0))]
+    figure = viz.curves({"serial": gaps})
     assert figure.get_suptitle() == "Training"
     with pytest.raises(ValueError, match="runs is empty"):
         viz.curves({})
@@ -103,10 +98,8 @@ def test_residuals_that_grow_are_in_the_title():
 def test_gradient_errors_and_the_runs_own():
     errors = {"injection": [0.9, 0.1, 0.01], "2 Picard sweeps": [5e-3, 6e-6, 7e-7]}
     figure = viz.gradient_errors(errors, run=("this run", 2, 0.03))
-    assert (
-        figure.get_suptitle()
-        == "After 2 cycles, the gradient error is 0.1 with injection,\n6×10⁻⁶ with 2 Picard sweeps"
-    )
+    wanted = "After 2 cycles, the gradient error is 0.1 with injection,\n6×10⁻⁶ with 2 Picard sweeps"
+    assert figure.get_suptitle() == wanted
     (ax,) = figure.axes
     assert ax.get_yscale() == "log"
     for line, values in zip(ax.lines, [*errors.values(), [0.03]], strict=True):
@@ -166,9 +159,8 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
 
     monkeypatch.setattr(lp_jax.MGRIT, "pre_relax", watched(lp_jax.MGRIT.pre_relax))
     monkeypatch.setattr(_serial, "march", watched(_serial.march))
-    solver = lp_jax.MGRIT(
-        levels=levels, coarsening=2, iterations=1, cycle=kind, skip_downcycle=skip, coarse_step=INJECT
-    )
+    hierarchy = {"levels": levels, "coarsening": 2, "cycle": kind, "coarse_step": INJECT}
+    solver = lp_jax.MGRIT(iterations=1, skip_downcycle=skip, **hierarchy)
 
     def step(y, layer):
         return y + layer.dt * layer.params * y
