@@ -125,9 +125,10 @@ def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str
         raise TypeError(f"{step} must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
     for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
+            leaf = f"{y}{jax.tree_util.keystr(path)}"
             raise TypeError(
-                f"{step} must return a state of the same shapes and dtypes as the one it got; leaf {y}{jax.tree_util.keystr(path)} "
-                f"went in as {_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside; a layer that changes "
+                f"{step} must return a state of the same shapes and dtypes as the one it got; leaf {leaf} went in as "
+                f"{_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside; a layer that changes "
                 "the state's shape stands between two solves."
             )
 

@@ -153,7 +153,9 @@ class MeshComm(Comm):
 
 
 @functools.lru_cache(maxsize=128)
-def _automatic(program: Callable[[PyTree], PyTree], axes: tuple[str, ...], leaves: tuple[Any, ...], structure: Any) -> Any:
+def _automatic(
+    program: Callable[[PyTree], PyTree], axes: tuple[str, ...], leaves: tuple[Any, ...], structure: Any
+) -> Any:
     """``program`` with explicit axes made automatic, and explicit again in what it returns."""
     shardings = jax.tree.unflatten(structure, leaves)
     return jax.jit(jax.sharding.auto_axes(program, axes=axes, out_sharding=shardings))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _inputs, _products, _tree
+from lp_jax import _inputs, _products
 from lp_jax._comm import Comm
 from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Problem
@@ -156,7 +156,7 @@ def _length(xs: Stacked, length: int | None) -> int:
     if len(numbers) != 1:
         raise ValueError(
             f"xs and length must agree on one number of layers; got length={length} and "
-            f"{ {f'xs{where}': first[0] for where, first in lengths.items()} or 'xs without arrays'}."
+            f"{ {f'xs{where}': first[0] for where, first in lengths.items()} or 'xs without arrays' }."
         )
     return int(numbers.pop())
 
@@ -166,16 +166,15 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     out = jax.eval_shape(body, init, x)
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
-    if jax.tree.structure(out[0]) == jax.tree.structure(init):
+    same: bool = jax.tree.structure(out[0]) == jax.tree.structure(init)  # type: ignore[operator]
+    if same:
         weak = jax.tree.map(lambda a: jax.typeof(a).weak_type, init)
         init = jax.tree.map(lambda a, w, b: a.astype(b.dtype) if w else a, init, weak, out[0])
     _inputs.step_output(jax.eval_shape(body, init, x)[0], init, has_aux=False, step="body", y="carry")
     return init
 
 
-def _fixed(
-    body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm | None
-) -> tuple[PyTree, PyTree]:
+def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm | None) -> tuple[PyTree, PyTree]:
     """The leaves of the carry that are not inexact, as they enter every layer and as they leave the last one."""
     start = _others(init)
     if not jax.tree.leaves(start):

@@ -202,11 +202,11 @@ def _specs(program: "_Program", arrays: "_Arrays") -> Output:
     operands = jax.tree.map(one, (common.y0, jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), slices)))
     shared = jax.tree.map(one, (common.shared, common.closed_over))
     _, aux = jax.eval_shape(functools.partial(program.traced.call, 0), *operands, shared)
-    nowhere = PartitionSpec()
+    nowhere: Any = PartitionSpec()
     return (
         jax.tree.map(spec, common.y0),
         jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
-        (Stats(nowhere, nowhere), nowhere, jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), common.y0)),  # type: ignore[arg-type]
+        (Stats(nowhere, nowhere), nowhere, jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), common.y0)),
     )
 
 
@@ -215,7 +215,7 @@ def _seen(aux: PyTree, cotangents: PyTree) -> Seen:
     if cotangents is None:
         return ()
     leaves, structure = jax.tree.flatten(aux)
-    pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)
+    pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)  # type: ignore[attr-defined]
     found = tuple(
         None if a is None or isinstance(a, SymbolicZero) else a
         for x, a in pairs
@@ -382,9 +382,7 @@ def _forward(static: _Static, arrays: _Arrays, *, keep: bool) -> tuple[Output, F
     return out, left if keep else None
 
 
-def _backward(
-    static: _Static, arrays: _Arrays, left: Forward, cotangent: State, seen: Seen
-) -> tuple[Operands, Stats]:
+def _backward(static: _Static, arrays: _Arrays, left: Forward, cotangent: State, seen: Seen) -> tuple[Operands, Stats]:
     """The adjoint solve and the gradient; None in the place of leaves that are not differentiated."""
     traced, (slices, common) = static.traced, arrays.operands
     stride = arrays.solver.stride(traced.workers.layers)

@@ -214,7 +214,9 @@ def test_one_state_per_interval_stays_one_state_per_interval():
     assert aux_of(width, layers, seen=True) < aux_of(width, layers, seen=False) + states / 8 < states
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint], ids=["plain", "jit", "vmap", "remat"])
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint], ids=["plain", "jit", "vmap", "remat"]
+)
 @pytest.mark.parametrize("solver", [Serial(), MGRIT()], ids=["serial", "MGRIT"])
 def test_the_gradient_of_a_trajectory_is_refused(solver, transform):
     def solve(params):
@@ -234,9 +236,7 @@ def test_the_gradient_of_a_trajectory_is_refused(solver, transform):
 def test_a_restart_from_a_trajectory_is_differentiated():
     def loss(params, *, twice):
         def solve(guess):
-            return lp_jax.solve(
-                step, params, Y0, shared=SHARED, solver=MGRIT(iterations=5), guess=guess, has_aux=True
-            )
+            return lp_jax.solve(step, params, Y0, shared=SHARED, solver=MGRIT(iterations=5), guess=guess, has_aux=True)
 
         guess = solve("constant").trajectory if twice else "constant"
         return jnp.sum(solve(guess).y1)

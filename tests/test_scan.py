@@ -44,7 +44,10 @@ BODIES = {
     "nothing scanned over": (lambda y, _: (y + 0.05 * jnp.sin(y), y.sum()), lambda n: (normal(3), None)),
     "checkpointed": (checkpointed, lambda n: (normal(2, 3), normal(n, 3, 3))),
     "weak type": (lambda y, x: (0.9 * y + x, y), lambda n: (0.0, normal(n))),
-    "integers": (lambda y, i: (y + 0.1 * jnp.sin(y) * (1 + i % 3).astype(y.dtype), i), lambda n: (normal(3), jnp.arange(n))),
+    "integers": (
+        lambda y, i: (y + 0.1 * jnp.sin(y) * (1 + i % 3).astype(y.dtype), i),
+        lambda n: (normal(3), jnp.arange(n)),
+    ),
 }
 
 
