@@ -168,7 +168,7 @@ def measure(
 def trained(made: Experiment, steps: Sequence[int]) -> Iterator[tuple[int, Any]]:
     optimizer = optax.adam(made.settings.training.learning_rate)
     step_fn = make_train_step(made.loss_fn, optimizer)
-    state = init_state(jax.tree.map(jnp.copy, made.params), optimizer)
+    state = init_state(made.params, optimizer)
     batches = itertools.chain.from_iterable(map(made.batches, itertools.count()))
     for wanted in steps:
         for batch in itertools.islice(batches, wanted - int(state.step)):

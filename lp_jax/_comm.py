@@ -249,7 +249,7 @@ class Workers(abc.ABC):
     def cumsum(self, increments: CPoints, y0: State, *, reverse: bool) -> CPoints:
         """Return ``y0`` plus the inclusive prefix sums of the increments."""
         if self.active > 1 and _tree.leading(increments):
-            y0 = _tree.add(y0, self.exclusive_scan(_tree.total(increments), reverse=reverse))
+            y0 = _tree.add(_tree.wide(y0), self.exclusive_scan(_tree.total(increments), reverse=reverse))
         return _tree.cumsum(increments, y0, reverse=reverse)
 
     def scan(self, values: PyTree, compose: Compose, *, reverse: bool) -> PyTree:

@@ -178,11 +178,11 @@ class Picard(Solver):
 
             def add(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
                 y, x = operands
-                return _tree.add(total, _tree.sub(step(y, x, shared), y)), total
+                return _tree.add(total, _tree.wide(_tree.sub(step(y, x, shared), y))), _tree.narrow(total, y)
 
             for _ in range(self.sweeps - 1):
-                incoming = lax.scan(add, u, (incoming, xs))[1]
-            return lax.scan(add, u, (incoming, xs))[0]
+                incoming = lax.scan(add, _tree.wide(u), (incoming, xs))[1]
+            return _tree.narrow(lax.scan(add, _tree.wide(u), (incoming, xs))[0], u)
 
         def increments(incoming: Points) -> Points:
             return jax.vmap(lambda y, x: _tree.sub(step(y, x, shared), y))(incoming, xs)
@@ -190,7 +190,8 @@ class Picard(Solver):
         for _ in range(self.sweeps - 1):
             points = _tree.cumsum(increments(incoming), u)
             incoming = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
-        return jax.tree.map(lambda y, d: y + jnp.sum(d, axis=0), u, increments(incoming))
+        total = jax.tree.map(lambda d: jnp.sum(d, axis=0), _tree.wide(increments(incoming)))
+        return _tree.narrow(_tree.add(_tree.wide(u), total), u)
 
     iteration_name = "sweep"
 
@@ -244,14 +245,14 @@ def _in_turn(level: Level, incoming: Points, u: Points) -> tuple[Points, Scalar]
         total, squares = carry
         y, x, left = operands
         stepped, _ = step(y, x)
-        total = _tree.add(total, _tree.sub(stepped, y))
-        return (total, _tree.add(squares, jax.tree.map(square, stepped, left))), total
+        total = _tree.add(total, _tree.wide(_tree.sub(stepped, y)))
+        return (total, _tree.add(squares, jax.tree.map(square, stepped, left))), _tree.narrow(total, y)
 
-    start = level.y0 if first else _tree.zeros_like(level.y0)
+    start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
     squares = jax.tree.map(lambda y: jnp.zeros(y.shape, dtype), start)  # of each number: sums over a state take time
     operands = incoming, (level.xs, level.rhs), u
     (total, squares), new = lax.scan(layer, (start, squares), operands, reverse=level.reverse)
     if not first and _tree.leading(u):
-        before = _tree.add(level.y0, level.workers.exclusive_scan(total, reverse=level.reverse))
-        new = jax.tree.map(lambda x, y: x + y[None], new, before)
+        before = _tree.add(_tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse))
+        new = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(new), before), new)
     return new, jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))

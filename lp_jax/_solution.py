@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from lp_jax._solver import Stats
 from lp_jax._types import PyTree, State
 
-DONE, NOT_CONVERGED, NON_FINITE = 0, 1, 2
+DONE, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(4)
 
 RESULTS = {
     DONE: "done as asked",
@@ -19,6 +19,10 @@ RESULTS = {
     NON_FINITE: (
         "the state is not finite. If the serial network's is (solver=Serial()), the iteration diverged: use more relaxation, a "
         "coarse step closer to the layers (coarse_step=Picard(sweeps=2)) or a smaller t1; otherwise the network itself overflows"
+    ),
+    NOT_FALLING: (
+        "the last residual norm is larger than the first, so that more iterations do not help. Use more relaxation "
+        '(relaxation="FCF"), a coarse step closer to the layers (coarse_step=Picard(sweeps=2)) or a smaller t1'
     ),
 }
 """Result codes and what they mean."""
@@ -53,16 +57,23 @@ class Solution(NamedTuple):
             )
         codes = {int(code) for code in jnp.ravel(self.result)} - {DONE}
         if codes:
-            norms = ", ".join(f"{float(r):.3g}" for r in jnp.ravel(self.stats.residual_norms)[:12])
+            norms = ", ".join("–" if r < 0 else f"{float(r):.3g}" for r in jnp.ravel(self.stats.residual_norms)[:12])
             reasons = "; ".join(RESULTS[code] for code in sorted(codes))
             raise SolveError(f"{reasons}. Residual norms: [{norms}].")
         return self
 
 
-def result_code(y1: State, stats: Stats, met: jax.Array) -> jax.Array:
-    """Fold what can go wrong into one code."""
+def result_code(y1: State, stats: Stats, met: jax.Array, floor: jax.Array | float = 0.0) -> jax.Array:
+    """Fold what can go wrong into one code. Residual norms below ``floor`` are rounding."""
     finite = (
         jnp.asarray([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(y1)]).all()
         & ~jnp.isinf(stats.residual_norms).any()
     )
-    return jnp.where(finite, jnp.where(met, DONE, NOT_CONVERGED), NON_FINITE).astype(jnp.int32)
+    norms = stats.residual_norms
+    falling = jnp.asarray(True)
+    if len(norms) > 1:
+        taken = norms >= 0
+        first, last = norms[jnp.argmax(taken)], norms[len(norms) - 1 - jnp.argmax(taken[::-1])]
+        falling = (last <= first) | (last <= floor)
+    code = jnp.where(met, jnp.where(falling, DONE, NOT_FALLING), NOT_CONVERGED)
+    return jnp.where(finite, code, NON_FINITE).astype(jnp.int32)

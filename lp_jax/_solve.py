@@ -21,7 +21,7 @@ from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Problem
 from lp_jax._serial import propagate
 from lp_jax._solution import Solution, result_code
-from lp_jax._solver import Solver, Stats, iterate
+from lp_jax._solver import Solver, Stats, iterate, rounding
 from lp_jax._traced import Common, Operands, Traced, trace
 from lp_jax._types import Advance, CPoints, PyTree, Slices, Stacked, State, Step
 
@@ -251,6 +251,9 @@ class _Static:
         return self.traced.workers.fit(math.lcm(arrays.solver.stride(layers), arrays.adjoint_solver.unit(layers)))
 
 
+_ROUNDING = 10  # times the norm that rounding leaves: residual norms below this may go up and down
+
+
 class _Program(NamedTuple):
     traced: Traced
     run: Callable[[_Arrays], Output]  # differentiable
@@ -353,7 +356,8 @@ def _scan(static: _Static, arrays: _Arrays) -> Output:
     chain = static.traced.chain(*arrays.operands, workers)
     y1, (states, aux) = propagate(chain, None if solver.keeps_states else stride)
     kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
-    return y1, aux, _rest(y1, workers.trim(kept, stride), _no_stats(y1), jnp.asarray(True))
+    stats = _no_stats(y1)
+    return y1, aux, (stats, result_code(y1, stats, jnp.asarray(True)), workers.trim(kept, stride))
 
 
 def _forward(static: _Static, arrays: _Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
@@ -374,11 +378,12 @@ def _forward(static: _Static, arrays: _Arrays, *, keep: bool) -> tuple[Output, F
         u, emitted = solver.finish(levels, before, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         swept_from = before if keep and not keep_states and before is not u else None
-        return (Forward(u, swept_from, states, linearisations), aux), (levels[0].last(u), stats, met)
+        floor = _ROUNDING * rounding(levels[0])
+        return (Forward(u, swept_from, states, linearisations), aux), (levels[0].last(u), stats, met, floor)
 
     stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
-    (left, aux), (y1, stats, met) = workers.run(body, stacked, (common, arrays.solver))
-    out = y1, workers.trim(aux), _rest(y1, workers.trim(left.c_points, stride), stats, met)
+    (left, aux), (y1, stats, met, floor) = workers.run(body, stacked, (common, arrays.solver))
+    out = y1, workers.trim(aux), (stats, result_code(y1, stats, met, floor), workers.trim(left.c_points, stride))
     return out, left if keep else None
 
 
@@ -414,10 +419,6 @@ def _emit(chain: Chain, keep_states: bool) -> Advance:
         return u_next, (None, None, aux)
 
     return advance
-
-
-def _rest(y1: State, trajectory: CPoints, stats: Stats, met: jax.Array) -> tuple[Stats, jax.Array, CPoints]:
-    return stats, result_code(y1, stats, met), trajectory
 
 
 def _no_stats(y1: State) -> Stats:

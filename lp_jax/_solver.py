@@ -301,6 +301,10 @@ def constant(level: Level, guess: CPoints | None) -> CPoints:
     return _tree.repeat(level.y0, level.intervals) if guess is None else guess
 
 
+NOT_MEASURED = -1.0
+"""In the place of a residual norm that was not taken."""
+
+
 class Stats(NamedTuple):
     """What a solve measured.
 
@@ -308,11 +312,19 @@ class Stats(NamedTuple):
         iterations: number of cycles (of sweeps, for `Picard`) that were done, an int32 scalar.
         residual_norms: 2-norm of the residual over the C-points of the finest level, all leaves of the state and the
             whole batch, taken during each cycle after its pre-relaxation and before its coarse correction. Fixed
-            length; NaN for a skipped down-cycle and for cycles that were not needed.
+            length; -1 (`NOT_MEASURED`), which no norm is, for a skipped down-cycle and for cycles that were not needed.
     """
 
     iterations: jax.Array
     residual_norms: jax.Array
+
+
+def rounding(level: Level) -> jax.Array:
+    """Residual norm that rounding alone leaves, for states about as large as the one that enters: no solve gets below."""
+    state = jax.tree.leaves(level.y0)
+    points = level.workers.total(level.interval_span)
+    squares = [(float(jnp.finfo(x.dtype).eps) * _tree.norm(x)) ** 2 for x in state]
+    return jnp.sqrt(points * sum(squares)).astype(_tree.real_dtype(level.y0, at_least=jnp.float32))
 
 
 def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats, jax.Array]:
@@ -329,7 +341,7 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
     u, spent = solver.start(levels, guess)
     cycles = solver.iterations - spent
-    skipped = jnp.full((spent,), jnp.nan, dtype)
+    skipped = jnp.full((spent,), NOT_MEASURED, dtype)
     if cycles <= 0:
         return u, Stats(jnp.asarray(spent, jnp.int32), skipped), jnp.asarray(not solver.has_tolerance)
     if not solver.has_tolerance:
@@ -337,7 +349,9 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
         return u, Stats(jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms])), jnp.asarray(True)
 
-    atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
+    atol = rounding(levels[0])
+    if solver.atol is not None:
+        atol = jnp.maximum(atol, jnp.asarray(solver.atol, dtype))
 
     def tolerance(norms: jax.Array) -> jax.Array:
         return atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * norms[0])
@@ -352,6 +366,6 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         u, squares = solver.improve(levels, u)
         return u, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
 
-    u, k, norms = lax.while_loop(unfinished, body, (u, jnp.int32(0), jnp.full((cycles,), jnp.nan, dtype)))
+    u, k, norms = lax.while_loop(unfinished, body, (u, jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)))
     met = norms[k - 1] <= tolerance(norms)
     return u, Stats(k + spent, jnp.concatenate([skipped, norms])), met

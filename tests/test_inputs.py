@@ -136,7 +136,7 @@ def test_a_trajectory_is_never_ignored():
     skipping = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
     norms = solve(solver=skipping, guess=exact).stats.residual_norms
     assert norms.shape == (1,) and norms[0] < 1e-14
-    assert jnp.isnan(solve(solver=skipping).stats.residual_norms[0])
+    assert solve(solver=skipping).stats.residual_norms[0] == -1
     with refused(ValueError, "guess", "windows=2", "windows=1"):
         solve(solver=lp_jax.Picard(windows=2), guess=solve(solver=lp_jax.Picard()).trajectory)
 
@@ -173,7 +173,7 @@ def test_not_converging_is_a_result_not_an_exception():
     solver = lp_jax.MGRIT(coarsening=2, iterations=2, rtol=1e-12, coarse_step=INJECT)
     solution = jax.jit(lambda: solve(solver=solver, t1=8.0))()
     assert int(solution.result) == 1
-    with refused(lp_jax.SolveError, "tolerance", "iterations", "Residual norms: [nan"):
+    with refused(lp_jax.SolveError, "tolerance", "iterations", "Residual norms: [–"):
         solution.raise_if_failed()
     with refused(lp_jax.SolveError, "under jit"):
         jax.jit(lambda: solve(solver=solver).raise_if_failed().y1)()

@@ -63,10 +63,7 @@ def test_solve_is_pure():
     first = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
     lp_jax.solve(dense_step, PARAMS, 5 * Y0, solver=solver)
     again = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
-    assert all(
-        jnp.array_equal(a, b, equal_nan=True)
-        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
-    )
+    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
 
 
 @pytest.mark.parametrize("levels, steps", [(1, 32), (5, 1), (3, 3)])
@@ -85,7 +82,7 @@ def test_tolerances_stop_the_loop():
     history = lp_jax.solve(
         dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT)
     ).stats.residual_norms
-    assert np.isnan(history[0])
+    assert history[0] == -1
     for k in (3, 5):
         for tolerance in ({"atol": float(history[k - 1])}, {"rtol": float(history[k - 1] / history[1])}):
             tolerance = {name: value * (1 + 1e-9) for name, value in tolerance.items()}
@@ -94,7 +91,7 @@ def test_tolerances_stop_the_loop():
             ).stats
             assert int(stats.iterations) == k
             np.testing.assert_allclose(stats.residual_norms[:k], history[:k], rtol=1e-12)
-            assert np.isnan(stats.residual_norms[k:]).all()
+            assert (stats.residual_norms[k:] == -1).all()
 
 
 @pytest.mark.parametrize("solver", [lp_jax.MGRIT(iterations=3, relaxation="FCF"), lp_jax.Newton(batch_axes=1)])

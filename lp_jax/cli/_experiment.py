@@ -32,6 +32,7 @@ from lp_jax.train import (
     gradient_error,
     init_state,
     make_train_step,
+    measured,
     residuals,
 )
 
@@ -139,9 +140,9 @@ def train_one(
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,
             **flat("gradient_error", error.groups),
-            **flat("forward_residual", solves.forward.residual_norms.tolist()),
+            **measured("forward_residual", solves.forward.residual_norms.tolist()),
             "forward_scale": solves.forward_scale,
-            **flat("adjoint_residual", solves.adjoint.residual_norms.tolist()),
+            **measured("adjoint_residual", solves.adjoint.residual_norms.tolist()),
             "adjoint_scale": solves.adjoint_scale,
         }
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lp_jax._solution import Solution
-from lp_jax._solver import Solver, Stats
+from lp_jax._solver import NOT_MEASURED, Solver, Stats
 from lp_jax._types import PyTree, State
 
 Pullback = Callable[[State], tuple[State, Stats]]
@@ -152,14 +152,15 @@ def _combined_solution(y: State, solutions: Sequence[Solution]) -> Solution:
 def _combined_stats(stats: Sequence[Stats]) -> Stats:
     """Return the largest number of iterations, and residual norms over all solves that made that many.
 
-    A norm is NaN where that of one of these solves is.
+    A norm is not measured where that of one of these solves is not.
     """
     length = max(len(s.residual_norms) for s in stats)
     norms = jnp.stack([jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))) for s in stats])
     iterations = jnp.stack([s.iterations for s in stats])
     made = jnp.arange(length)[None] < iterations[:, None]
     total = jnp.sqrt(jnp.sum(jnp.where(made, norms, 0) ** 2, axis=0))
-    return Stats(jnp.max(iterations), jnp.where(jnp.any(made, axis=0), total, jnp.nan))
+    measured = jnp.any(made, axis=0) & ~jnp.any(made & (norms < 0), axis=0)
+    return Stats(jnp.max(iterations), jnp.where(measured, total, NOT_MEASURED))
 
 
 class Classifier(nnx.Module):

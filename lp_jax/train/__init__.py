@@ -28,6 +28,7 @@ from lp_jax.train._log import Log as Log
 from lp_jax.train._log import Meter as Meter
 from lp_jax.train._log import Silent as Silent
 from lp_jax.train._log import flat as flat
+from lp_jax.train._log import measured as measured
 from lp_jax.train._log import read_rows as read_rows
 from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every

@@ -19,14 +19,14 @@ class DivergenceError(RuntimeError):
 
 
 def growth(norms: Sequence[float]) -> float | None:
-    """Return the last residual norm over the first one, NaN being not measured; None if fewer than two were measured.
+    """Return the last residual norm over the first one; None if fewer than two were measured.
 
     Example:
         >>> from lp_jax import train
-        >>> train.growth([float("nan"), 0.5, 0.25])
+        >>> train.growth([-1, 0.5, 0.25])
         0.5
     """
-    measured = [norm for norm in norms if not math.isnan(norm)]
+    measured = [norm for norm in norms if norm >= 0]
     if len(measured) < 2:
         return None
     return measured[-1] / measured[0] if measured[0] > 0 else 1.0
@@ -35,8 +35,8 @@ def growth(norms: Sequence[float]) -> float | None:
 def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
     """Return what is wrong with a solve and what to do; None if no problem is seen."""
     factor = growth(norms)
-    if factor is not None and factor > 1 and max(n for n in norms if not math.isnan(n)) > _ROUNDING * scale:
-        listed = ", ".join(f"{norm:.2g}" for norm in norms if not math.isnan(norm))
+    if factor is not None and factor > 1 and max(norms) > _ROUNDING * scale:
+        listed = ", ".join(f"{norm:.2g}" for norm in norms if norm >= 0)
         return f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
     if result not in (DONE, NON_FINITE):
         return f"the {solve} solve: {RESULTS[result]}."

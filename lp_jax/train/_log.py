@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -89,11 +90,21 @@ def flat(prefix: str, values: Mapping[str, Any] | Iterable[Any]) -> Row:
 
 
 def unflat(prefix: str, row: Row) -> list[float]:
-    """Return the values of the numbered columns that `flat` wrote, NaN for None."""
-    values: list[float] = []
-    while (name := f"{prefix}_{len(values) + 1}") in row:
-        values.append(math.nan if row[name] is None else row[name])
-    return values
+    """Return the values of the numbered columns that `flat` or `measured` wrote, NaN for those left out and for None."""
+    found = {int(name[len(prefix) + 1 :]): row[name] for name in row if re.fullmatch(rf"{prefix}_\d+", name)}
+    values = [found.get(number) for number in range(1, max(found, default=0) + 1)]
+    return [math.nan if value is None else value for value in values]
+
+
+def measured(prefix: str, norms: Iterable[float]) -> Row:
+    """Return the residual norms that were measured as columns, ``{prefix}_1`` being that of the first iteration.
+
+    Example:
+        >>> from lp_jax import train
+        >>> train.measured("forward_residual", [-1, 0.5])
+        {'forward_residual_2': 0.5}
+    """
+    return {name: value for name, value in flat(prefix, norms).items() if not value < 0}
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from lp_jax._solution import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
-from lp_jax.train._log import Log, Meter, Silent, flat, unflat
+from lp_jax.train._log import Log, Meter, Silent, measured, unflat
 from lp_jax.train._ranks import RankCheckpoints
 from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
 
@@ -103,7 +103,7 @@ def fit(
 
     Args:
         step_fn: the training step, as `make_train_step` returns it.
-        state: the first state, from `init_state` or `Checkpoints.restore`.
+        state: the first state, from `init_state` or `Checkpoints.restore`; the first step takes its arrays.
         batches: ``batches(epoch)`` gives the batches of an epoch, always the same ones in the same order.
         steps_per_epoch: number of batches of an epoch.
         epochs: number of epochs of the whole run, including those before ``state``.
@@ -218,7 +218,7 @@ class _Recorder:
                 loss=metrics.loss,
                 accuracy=int(info.correct) / int(info.total),
                 gradient_norm=metrics.gradient_norm,
-                **flat("forward_residual", norms),
+                **measured("forward_residual", norms),
                 result=info.result,
                 time=self.seconds,
                 step_time=step_time,

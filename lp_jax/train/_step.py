@@ -1,5 +1,6 @@
 """The training step: from a state to the next one and metrics."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -74,9 +75,10 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     """Return the state before the first step.
 
     Args:
-        params: the model's parameters.
+        params: the model's parameters; copied, as a training step takes the state's arrays for its results.
         optimizer: any optax transformation. Its state of a parameter gets the parameter's sharding.
     """
+    params = jax.tree.map(jnp.copy, params)
     opt_state = optax.tree.map_params(
         optimizer,
         lambda slot, param: jax.device_put(slot, param.sharding) if param.sharding.num_devices > 1 else slot,
@@ -100,8 +102,9 @@ def make_train_step(
             arrays.
 
     Returns:
-        ``step_fn(state, batch, solver, adjoint_solver) -> (state, metrics)``. The solvers are arguments: another
-        tolerance or weight does not recompile, another number of levels or cycles does.
+        ``step_fn(state, batch, solver, adjoint_solver) -> (state, metrics)``. It donates the state it is given: parameters
+        and moments are held once, and only the state that it returns can be used afterwards. The solvers are
+        arguments: another tolerance or weight does not recompile, another number of levels or cycles does.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -120,7 +123,7 @@ def make_train_step(
         (1, 0.0)
     """
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[TrainState, Metrics]:

@@ -72,7 +72,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
     for ax, (solve, norms_at) in zip(axes, histories.items(), strict=True):
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
             cycles = np.arange(1, len(norms) + 1)
-            measured = ~np.isnan(norms)
+            measured = norms >= 0
             shade = 0.35 + 0.65 * (i + 1) / len(chosen)
             ax.plot(
                 cycles[measured],
@@ -85,12 +85,12 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
                 label=f"step {row['step']}",
             )
         logarithmic(ax)
-        longest = max(np.flatnonzero(~np.isnan(norms))[-1] + 1 if np.any(~np.isnan(norms)) else 1 for norms in norms_at)
+        longest = max(np.flatnonzero(norms >= 0)[-1] + 1 if np.any(norms >= 0) else 1 for norms in norms_at)
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         dress(ax, x=iteration, y="residual norm", title=f"{solve.capitalize()} solve")
     legend(axes[0], loc="upper right")
-    if all(math.isnan(norms[0]) for norms_at in histories.values() for norms in norms_at):
+    if not any(norms[0] >= 0 for norms_at in histories.values() for norms in norms_at):
         note = f"{iteration.capitalize()} 1 starts from the coarsest level and measures nothing. Norms level off at rounding."
         fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")
     return fig
