@@ -78,6 +78,8 @@ class MeshComm(Comm):
         meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
         if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
             return program(arrays)
+        nowhere = NamedSharding(self.mesh, PartitionSpec())
+        arrays = jax.tree.map(lambda x: _typed(x, nowhere) if jax.typeof(x).sharding.mesh.empty else x, arrays)
         leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
         return _automatic(program, explicit, tuple(leaves), structure)(arrays)
 
@@ -150,6 +152,15 @@ class MeshComm(Comm):
                         f"an array of {name} ({_describe(path, leaf)}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
                         "which the layers are spread over. Give it another axis of the mesh, or none."
                     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _typed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array that has no place, in its place, and so its gradient."""
+    return jax.sharding.reshard(x, sharding)
+
+
+_typed.defvjp(lambda x, sharding: (_typed(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
 
 
 @functools.lru_cache(maxsize=128)

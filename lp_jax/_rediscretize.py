@@ -76,7 +76,7 @@ class Rediscretize(CoarseStep):
 
 def _inject(tree: Stacked, span: int) -> Stacked:
     """The first of each group of ``span``."""
-    return jax.tree.map(lambda x: x[::span], tree)
+    return jax.tree.map(lambda x: x[::span], _tree.with_fresh_keys(tree))
 
 
 def _weights(chain: Chain, span: int) -> jax.Array:

@@ -1,29 +1,21 @@
 """The one verb."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
 
-from lp_jax import _inputs, _tree
-from lp_jax._adjoint import Forward, solve_adjoint
-from lp_jax._chain import Chain
-from lp_jax._comm import Comm, OneDevice, Workers
-from lp_jax._gradient import reverse_only, without_gradient
+from lp_jax._comm import Comm, OneDevice
+from lp_jax._gradient import without_gradient
 from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Problem
-from lp_jax._serial import propagate
-from lp_jax._solution import Solution, result_code
-from lp_jax._solver import Solver, Stats, iterate, rounding
-from lp_jax._traced import Common, Operands, Traced, trace
-from lp_jax._types import Advance, CPoints, PyTree, Slices, Stacked, State, Step
+from lp_jax._program import partitions, prepare, seen_of
+from lp_jax._solution import Solution
+from lp_jax._solver import Solver, Stats
+from lp_jax._types import CPoints, PyTree, Stacked, State, Step
 
 
 class Gradients(NamedTuple):
@@ -106,9 +98,9 @@ def solve(
         Math. Data Sci. 2 (2020).
     """
     problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=comm, has_aux=has_aux)
-    program, arrays = _prepare(problem, solver, adjoint_solver, guess)
+    program, arrays = prepare(problem, solver, adjoint_solver, guess)
     call = OneDevice().call if problem.comm is None else problem.comm.call
-    y1, aux, (stats, result, trajectory) = call(program.run, arrays, functools.partial(_specs, program, arrays))
+    y1, aux, (stats, result, trajectory) = call(program.run, arrays, functools.partial(partitions, program, arrays))
     return Solution(y1, *jax.lax.stop_gradient((stats, result)), without_gradient(trajectory, _RESTART), aux)
 
 
@@ -116,17 +108,6 @@ _RESTART = (
     "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To differentiate states, let the "
     "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "
     "jax.lax.stop_gradient(solution.trajectory)."
-)
-
-
-_FORWARD_MODE = (
-    "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
-    "a gradient in reverse mode: take jax.grad, jax.vjp or jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and "
-    "so does jax.hessian. solver=lp_jax.Serial() is differentiated in both modes."
-)
-_TWICE = (
-    "Reverse mode was applied twice to lp_jax.solve with a tolerance, whose number of iterations is known only when it has "
-    "run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), or leave rtol and atol out."
 )
 
 
@@ -165,11 +146,11 @@ def solve_vjp(
         >>> adjoint_stats.residual_norms.shape
         (3,)
     """
-    program, arrays = _prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess)
+    program, arrays = prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess)
     (y1, aux, rest), pull = program.vjp(arrays)
 
     def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-        operands, stats = pull(y1_cotangent, _seen(aux, aux_cotangent))
+        operands, stats = pull(y1_cotangent, seen_of(aux, aux_cotangent))
         slices, common = jax.tree.map(_or_float0, operands, arrays.operands, is_leaf=lambda x: x is None)
         return Gradients(slices.params, common.y0, common.shared, slices.data), stats
 
@@ -178,248 +159,3 @@ def solve_vjp(
 
 def _or_float0(cotangent: Any, x: jax.Array) -> Any:
     return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)
-
-
-Output = tuple[State, PyTree, tuple[Stats, jax.Array, CPoints]]
-"""The state after the last layer and aux, which are differentiable; and the rest of a `Solution`."""
-
-Seen = tuple[jax.Array | None, ...]
-"""Cotangents of the inexact leaves of aux, None for those that the loss does not see; empty if it sees none."""
-
-
-def _specs(program: "_Program", arrays: "_Arrays") -> Output:
-    """Partitions of what a solve returns: the states as ``y0`` is, and so is aux of the shape of a state."""
-    slices, common = arrays.operands
-
-    def spec(x: jax.Array) -> PartitionSpec:
-        sharding = jax.typeof(x).sharding
-        return PartitionSpec() if sharding.mesh.empty else sharding.spec
-
-    def one(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    like = {x.shape: spec(x) for x in jax.tree.leaves(common.y0)}
-    operands = jax.tree.map(one, (common.y0, jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), slices)))
-    shared = jax.tree.map(one, (common.shared, common.closed_over))
-    _, aux = jax.eval_shape(functools.partial(program.traced.call, 0), *operands, shared)
-    nowhere: Any = PartitionSpec()
-    return (
-        jax.tree.map(spec, common.y0),
-        jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
-        (Stats(nowhere, nowhere), nowhere, jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), common.y0)),
-    )
-
-
-def _seen(aux: PyTree, cotangents: PyTree) -> Seen:
-    """``cotangents``, a tree like ``aux``, as the adjoint solve takes them."""
-    if cotangents is None:
-        return ()
-    leaves, structure = jax.tree.flatten(aux)
-    pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)  # type: ignore[attr-defined]
-    found = tuple(
-        None if a is None or isinstance(a, SymbolicZero) else a
-        for x, a in pairs
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    )
-    return found if any(a is not None for a in found) else ()
-
-
-class _Arrays(NamedTuple):
-    """Everything of a solve that is an array, and the two solvers, whose tolerances are."""
-
-    operands: Operands
-    solver: Solver
-    adjoint_solver: Solver
-    guess: CPoints | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """Everything static about a solve: the key of its compiled program."""
-
-    traced: Traced
-    zeros: bool  # both solves start from zeros
-    scan: bool  # this is a ``lax.scan`` that JAX differentiates
-
-    def forward_workers(self, solver: Solver) -> Workers:
-        """The workers, with slots for whole intervals of the forward solver."""
-        return self.traced.workers.fit(solver.unit(self.traced.workers.layers))
-
-    def adjoint_workers(self, arrays: _Arrays) -> Workers:
-        """The workers, with slots for whole intervals of the adjoint solver, and of the forward solver's finest level."""
-        layers = self.traced.workers.layers
-        return self.traced.workers.fit(math.lcm(arrays.solver.stride(layers), arrays.adjoint_solver.unit(layers)))
-
-
-_ROUNDING = 10  # times the norm that rounding leaves: residual norms below this may go up and down
-
-
-class _Program(NamedTuple):
-    traced: Traced
-    run: Callable[[_Arrays], Output]  # differentiable
-    vjp: Callable[[_Arrays], tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]]  # with the adjoint's stats
-
-
-def _prepare(
-    problem: Problem, solver: Solver, adjoint_solver: Solver | None, guess: str | CPoints
-) -> tuple[_Program, _Arrays]:
-    """Refuse what does not fit, trace the step, and find the program."""
-    _inputs.solver("solver", solver)
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    _inputs.solver("adjoint_solver", adjoint_solver)
-    traced, operands = trace(problem, (solver, adjoint_solver))
-    layers = traced.workers.layers
-    solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
-    intervals = -(-traced.workers.rows[0] // solver.stride(layers))
-    guess = _inputs.guess(guess, operands.common.y0, intervals)
-    exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
-    scan = exact and (traced.looped or not (traced.recurrent and solver.keeps_states))
-    static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
-    if isinstance(guess, str):
-        arrays = _Arrays(operands, solver, adjoint_solver, None)
-    else:
-        arrays = _Arrays(operands, solver.warm_started(), adjoint_solver, guess)
-    try:
-        return _program(static), arrays
-    except TypeError:  # a step that cannot be hashed
-        return _program.__wrapped__(static), arrays
-
-
-@functools.lru_cache(maxsize=128)
-def _program(static: _Static) -> _Program:
-    """The jitted functions of a solve. Compiling is JAX's to cache; this only keeps their identity."""
-    return _scanned(static) if static.scan else _iterated(static)
-
-
-def _scanned(static: _Static) -> _Program:
-    """Serial propagation, differentiated by JAX."""
-    scan = jax.jit(functools.partial(_scan, static))
-
-    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]:
-        leaves, combine = _tree.partition(arrays.operands)
-
-        def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
-            out = scan(arrays._replace(operands=combine(leaves)))
-            return (out[0], _tree.partition(out[1])[0]), out
-
-        (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
-
-        def pullback(cotangent: State, seen: Seen) -> tuple[Operands, Stats]:
-            of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
-            return combine(pull((cotangent, of_aux))[0], fill=None), _no_stats(cotangent)
-
-        return out, pullback
-
-    return _Program(static.traced, scan, vjp)
-
-
-def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
-
-
-def _iterated(static: _Static) -> _Program:
-    """The forward solve, differentiated by the adjoint solve."""
-    forward = jax.jit(functools.partial(_forward, static), static_argnames="keep")
-    backward = jax.jit(functools.partial(_backward, static))
-
-    @jax.custom_vjp
-    def solve(arrays: _Arrays) -> Output:
-        return forward(arrays, keep=False)[0]
-
-    def run(arrays: _Arrays) -> Output:
-        return solve(arrays._replace(operands=reverse_only(arrays.operands, _FORWARD_MODE)))
-
-    def fwd(primals: Any) -> tuple[Output, Any]:
-        arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
-        out, kept = forward(arrays, keep=True)
-        return out, (arrays, kept, out[:2])
-
-    def bwd(residuals: tuple[_Arrays, Forward, tuple[State, PyTree]], cotangents: Output) -> tuple[Any]:
-        arrays, kept, (y1, aux) = residuals
-        operands, _ = backward(arrays, kept, jax.tree.map(_or_zeros, cotangents[0], y1), _seen(aux, cotangents[1]))
-        if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
-            operands = without_gradient(operands, _TWICE)
-        return (_Arrays(operands, None, None, None),)  # type: ignore[arg-type]
-
-    def vjp(arrays: _Arrays) -> tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]:
-        out, kept = forward(arrays, keep=True)
-        return out, functools.partial(backward, arrays, kept)
-
-    solve.defvjp(fwd, bwd, symbolic_zeros=True)
-    return _Program(static.traced, run, vjp)
-
-
-def _scan(static: _Static, arrays: _Arrays) -> Output:
-    """Serial propagation."""
-    solver, workers = arrays.solver, static.traced.workers
-    stride = solver.stride(workers.layers)
-    chain = static.traced.chain(*arrays.operands, workers)
-    y1, (states, aux) = propagate(chain, None if solver.keeps_states else stride)
-    kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
-    stats = _no_stats(y1)
-    return y1, aux, (stats, result_code(y1, stats, jnp.asarray(True)), workers.trim(kept, stride))
-
-
-def _forward(static: _Static, arrays: _Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
-    """The forward solve, and what it leaves for the adjoint."""
-    traced, (slices, common) = static.traced, arrays.operands
-    workers = static.forward_workers(arrays.solver)
-    stride = arrays.solver.stride(workers.layers)
-
-    def body(stacked: tuple[Slices, CPoints | None], others: tuple[Common, Solver]) -> tuple[Any, Any]:
-        (slices, guess), (common, solver) = stacked, others
-        chain = traced.chain(slices, common, workers)
-        levels = solver.discretize(chain)
-        if static.zeros:
-            guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
-        before, stats, met = iterate(solver, levels, guess)
-        keep_states = keep and solver.keeps_states
-        advance = _emit(chain, keep_states) if keep_states or traced.has_aux else None
-        u, emitted = solver.finish(levels, before, advance)
-        states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
-        swept_from = before if keep and not keep_states and before is not u else None
-        floor = _ROUNDING * rounding(levels[0])
-        return (Forward(u, swept_from, states, linearisations), aux), (levels[0].last(u), stats, met, floor)
-
-    stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
-    (left, aux), (y1, stats, met, floor) = workers.run(body, stacked, (common, arrays.solver))
-    out = y1, workers.trim(aux), (stats, result_code(y1, stats, met, floor), workers.trim(left.c_points, stride))
-    return out, left if keep else None
-
-
-def _backward(static: _Static, arrays: _Arrays, left: Forward, cotangent: State, seen: Seen) -> tuple[Operands, Stats]:
-    """The adjoint solve and the gradient; None in the place of leaves that are not differentiated."""
-    traced, (slices, common) = static.traced, arrays.operands
-    stride = arrays.solver.stride(traced.workers.layers)
-    before, workers = static.forward_workers(arrays.solver), static.adjoint_workers(arrays)
-
-    def body(stacked: tuple[Slices, Forward, Seen], others: tuple[Common, Solver, State]) -> tuple[Any, Any]:
-        (slices, left, seen), (common, solver, cotangent) = stacked, others
-        chain = traced.chain(slices, common, workers)
-        gradient, stats, _ = solve_adjoint(chain, solver, left, stride, cotangent, seen, zeros=static.zeros)
-        return gradient.slices, (gradient.y0, gradient.shared, stats)
-
-    if workers.rows != before.rows:
-        spans = Forward(stride, stride, 1, 1)
-        left = Forward(*(workers.pad(before.trim(x, span), span) for x, span in zip(left, spans, strict=True)))
-    stacked = traced.spread(slices, workers), left, workers.pad(seen)
-    slices, (y0, shared, stats) = workers.run(body, stacked, (common, arrays.adjoint_solver, cotangent))
-    return Operands(workers.trim(slices), Common(y0, *shared)), stats
-
-
-def _emit(chain: Chain, keep_states: bool) -> Advance:
-    """A step of the finest level that emits aux, and, if asked to, the state it got and what its transpose needs."""
-    linearised = chain.linearised
-
-    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
-        if keep_states:
-            u_next, aux, kept = linearised.evaluate(u, x, shared)
-            return u_next, (u, kept, aux)
-        u_next, aux = chain.call(0, u, x, shared)
-        return u_next, (None, None, aux)
-
-    return advance
-
-
-def _no_stats(y1: State) -> Stats:
-    return Stats(jnp.int32(0), jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32)))

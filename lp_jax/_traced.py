@@ -43,7 +43,8 @@ class LayerStep:
     level: int
 
     def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
-        return self.step(u, Layer(x.params, shared[0], x.data, x.t, x.dt, x.index, self.level))
+        params, common, data = _tree.with_fresh_keys((x.params, shared[0], x.data))
+        return self.step(u, Layer(params, common, data, x.t, x.dt, x.index, self.level))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class HoistedStep:
 
     def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
         constants = [shared[1][i] for i in self.positions]
-        call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(self.jaxpr, constants))
+        call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(self.jaxpr, _tree.with_fresh_keys(constants)))
         return jax.tree.unflatten(self.out_tree, call(*jax.tree.leaves((u, x, shared[0]))))
 
 

@@ -88,7 +88,7 @@ def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:
 
 def wide(tree: PyTree) -> PyTree:
     """The leaves in at least single precision, in which sums over many layers are taken."""
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+    return jax.tree.map(lambda x: x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32), tree)
 
 
 def narrow(tree: PyTree, like: PyTree) -> PyTree:
@@ -118,7 +118,17 @@ def resize(tree: PyTree, n: int) -> PyTree:
         missing = n - x.shape[0]
         if missing <= 0:
             return x if missing == 0 else x[:n]
-        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
+        last = jnp.broadcast_to(with_fresh_keys(x)[-1:], (missing, *x.shape[1:]))
+        return jnp.concatenate([with_fresh_keys(x), last])
+
+    return jax.tree.map(leaf, tree)
+
+
+def with_fresh_keys(tree: PyTree) -> PyTree:
+    """The keys as clones: a layer's key is used on every visit, which ``jax_debug_key_reuse`` would take for a mistake."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
     return jax.tree.map(leaf, tree)
 
@@ -154,7 +164,7 @@ def real_dtype(tree: PyTree, at_least: Any = None) -> Any:
 
 def split(tree: PyTree, size: int) -> PyTree:
     """Group the leading axis, whose length ``size`` divides: ``(n, ...) -> (n / size, size, ...)``."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]), tree)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]), with_fresh_keys(tree))
 
 
 def merge(tree: PyTree) -> PyTree:

@@ -58,6 +58,10 @@ from lp_jax.nn._residual import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual
 from lp_jax.nn._residual import ConvTransition as ConvTransition
 from lp_jax.nn._residual import DenseResidual as DenseResidual
+from lp_jax.nn._scan import apply_scanned_layers as apply_scanned_layers
+from lp_jax.nn._scan import haliax_fold as haliax_fold
+from lp_jax.nn._scan import linen_scan as linen_scan
+from lp_jax.nn._scan import scan as scan
 from lp_jax.nn._spline import Spline as Spline
 from lp_jax.nn._stack import stack as stack
 from lp_jax.nn._transformer import DecoderLayer as DecoderLayer

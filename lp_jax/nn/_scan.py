@@ -1,0 +1,373 @@
+"""Scanned stacks of other libraries' modules, solved for all at once: each replaces one call of a model."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from lp_jax._comm import Comm
+from lp_jax._mgrit import MGRIT
+from lp_jax._scan import scan as scan_layers
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+
+
+class _Solving(NamedTuple):
+    """How a scan is solved; keyword arguments of `lp_jax.scan`."""
+
+    solver: Solver = MGRIT()
+    adjoint_solver: Solver | None = None
+    comm: Comm | None = None
+
+
+def scan(
+    f: Callable[..., Any] | None = None,
+    *,
+    in_axes: Any = (nnx.Carry, 0),
+    out_axes: Any = (nnx.Carry, 0),
+    length: int | None = None,
+    reverse: bool = False,
+    transform_metadata: Any = None,
+    solver: Solver = MGRIT(),
+    adjoint_solver: Solver | None = None,
+    comm: Comm | None = None,
+    remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Any:
+    """``nnx.scan``, with a solver: modules stacked by ``nnx.vmap`` are applied one after another.
+
+    Variables other than ``nnx.Param`` that ``f`` changes (running statistics, counts of random streams) are changed in the
+    stacked module, once per layer, from the states of the last sweep. On every visit of a layer they have the
+    values with which the call began, so that a dropout's mask stays the same.
+
+    Args:
+        f: the function of a layer; without it, a decorator is returned.
+        in_axes: for every argument of ``f``: ``nnx.Carry``, the axis of the layers, ``nnx.StateAxes`` for a module, or None
+            for what all layers see. One argument is the carry, which holds arrays only.
+        out_axes: ``nnx.Carry``, or a tuple of it and axes.
+        length: number of layers, where no argument tells it.
+        reverse: whether to begin with the last layer.
+        transform_metadata: as for ``nnx.scan``; the name of the layers' axis is taken off a layer's metadata.
+        solver: as for `lp_jax.scan`.
+        adjoint_solver: as for `lp_jax.scan`.
+        comm: as for `lp_jax.scan`.
+        remat: wraps the body, as ``jax.checkpoint`` does.
+
+    Raises:
+        ValueError: for axes that are out of range or do not fit the arguments, and for layers that make new variables.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> @nnx.vmap(in_axes=0, out_axes=0)
+        ... def make(key):
+        ...     return nnx.Linear(4, 4, rngs=nnx.Rngs(key))
+        >>> layers = make(jax.random.split(jax.random.key(0), 16))
+        >>> @nn.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)  # was: nnx.scan
+        ... def forward(layer, x):
+        ...     return x + 0.1 * nnx.tanh(layer(x))
+        >>> forward(layers, jnp.ones((2, 4))).shape
+        (2, 4)
+    """
+    options = {name: value for name, value in locals().items() if name != "f"}
+    if f is None:
+        return functools.partial(scan, **options)
+    solving = _Solving(solver, adjoint_solver, comm)
+
+    @functools.wraps(f)
+    def scanned(*args: Any) -> Any:
+        if len(in_axes) != len(args):
+            raise ValueError(f"in_axes has {len(in_axes)} entries for {len(args)} arguments; got in_axes={in_axes}.")
+        if sum(axes is nnx.Carry for axes in in_axes) != 1:
+            raise ValueError(f"in_axes must have one nnx.Carry, the state that passes through; got {in_axes}.")
+        at = in_axes.index(nnx.Carry)
+        stacks = {i: _Stack.of(args[i], in_axes[i]) for i in range(len(args)) if in_axes[i] not in (nnx.Carry, None)}
+
+        def body(carry: PyTree, xs: dict[int, PyTree]) -> tuple[PyTree, Any]:
+            layer = [*args]
+            layer[at] = carry
+            for i, stack in stacks.items():
+                layer[i] = stack.one(xs[i], transform_metadata)
+            carry, ys = _split_outputs(f(*layer), out_axes)
+            return carry, (ys, {i: stack.changed(layer[i]) for i, stack in stacks.items()})
+
+        xs = {i: stack.arrays for i, stack in stacks.items()}
+        carry, (ys, changed) = scan_layers(
+            body if remat is None else remat(body), args[at], xs, length, reverse, **solving._asdict()
+        )
+        for i, stack in stacks.items():
+            stack.update(args[i], changed[i])
+        return _join_outputs(carry, ys, out_axes)
+
+    return scanned
+
+
+def apply_scanned_layers(
+    layers: nnx.Module,
+    carry: PyTree,
+    *,
+    length: int | None = None,
+    param_scan_axis: int = 0,
+    apply_fn: Callable[[Any, PyTree], PyTree] | None = None,
+    remat: bool = False,
+    remat_policy: Callable[..., bool] | None = None,
+    prevent_cse: bool = True,
+    solver: Solver = MGRIT(),
+    adjoint_solver: Solver | None = None,
+    comm: Comm | None = None,
+) -> PyTree:
+    """MaxText's ``apply_scanned_layers``, with a solver: a stacked NNX module is applied layer by layer.
+
+    Args:
+        layers: the stacked module, as MaxText's ``create_scanned_layers`` returns it: parameters have the axis of the layers
+            at ``param_scan_axis``, all other variables at 0.
+        carry: what passes through the layers.
+        length: number of layers; None reads it off the parameters.
+        param_scan_axis: axis of the layers in the parameters.
+        apply_fn: ``apply_fn(layer, carry) -> carry``; None calls the layer.
+        remat: whether a layer's intermediate values are computed again for the gradient.
+        remat_policy: which of them are kept all the same.
+        prevent_cse: as for ``jax.checkpoint``.
+        solver: as for `lp_jax.scan`.
+        adjoint_solver: as for `lp_jax.scan`.
+        comm: as for `lp_jax.scan`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> make = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)), out_axes=nnx.StateAxes({nnx.Param: 1, ...: 0}))
+        >>> layers = make(jax.random.split(jax.random.key(0), 16))
+        >>> nn.apply_scanned_layers(
+        ...     layers, jnp.ones((2, 4)), param_scan_axis=1, apply_fn=lambda layer, x: x + 0.1 * nnx.tanh(layer(x))
+        ... ).shape
+        (2, 4)
+    """
+    checkpoint = functools.partial(jax.checkpoint, policy=remat_policy, prevent_cse=prevent_cse)
+    axes = nnx.StateAxes([(nnx.Param, param_scan_axis), (..., 0)])
+    apply = apply_fn or (lambda layer, carry: layer(carry))
+    return scan(
+        apply,
+        in_axes=(axes, nnx.Carry),
+        out_axes=nnx.Carry,
+        length=length,
+        solver=solver,
+        adjoint_solver=adjoint_solver,
+        comm=comm,
+        remat=checkpoint if remat else None,
+    )(layers, carry)
+
+
+class _Stack(NamedTuple):
+    """An argument with an entry for every layer: its arrays, the layers' axis moved to the front."""
+
+    graphdef: Any  # None for plain arrays
+    filters: tuple[Any, ...]
+    axes: tuple[int | None, ...]
+    arrays: list[PyTree]
+    same: list[PyTree]  # what all layers see, in the place of arrays without an axis
+
+    @classmethod
+    def of(cls, value: Any, axes: Any) -> "_Stack":
+        if not isinstance(value, nnx.Module):
+            return cls(None, (), (axes,), [_moved(value, axes, 0)], [None])
+        filters, axes = (axes.filters, axes.axes) if isinstance(axes, nnx.StateAxes) else ((...,), (axes,))
+        graphdef, *states = nnx.split(value, *filters)
+        arrays = [None if axis is None else _moved(state, axis, 0) for state, axis in zip(states, axes, strict=True)]
+        return cls(graphdef, filters, axes, arrays, states)
+
+    def one(self, arrays: list[PyTree], metadata: Any) -> Any:
+        """The argument of one layer."""
+        if self.graphdef is None:
+            return arrays[0]
+        states = [same if x is None else x for x, same in zip(arrays, self.same, strict=True)]
+        if metadata:
+            pairs = zip(states, self.axes, strict=True)
+            states = [s if axis is None else nnx.spmd.remove_axis(s, axis, metadata) for s, axis in pairs]
+        return nnx.merge(self.graphdef, *states)
+
+    def changed(self, module: Any) -> list[PyTree]:
+        """The variables of a layer that are no parameters, after its call."""
+        if self.graphdef is None:
+            return []
+        _, *states = nnx.split(module, *self.filters)
+        for before, after in zip(self.same, states, strict=True):
+            if new := set(dict(nnx.to_flat_state(after))) - set(dict(nnx.to_flat_state(before))):
+                names = ", ".join(".".join(map(str, path)) for path in sorted(new))
+                raise ValueError(f"a layer made new variables, {names}; a solver's layer cannot. Return them from it.")
+        kept = [nnx.filter_state(state, nnx.Not(nnx.Param)) for state in states]
+        return [None if axis is None else nnx.to_pure_dict(k) for k, axis in zip(kept, self.axes, strict=True)]
+
+    def update(self, module: Any, changed: list[PyTree]) -> None:
+        """Write what the layers changed into the stacked module."""
+        for values, axis in zip(changed, self.axes, strict=False):
+            if jax.tree.leaves(values):
+                nnx.update(module, nnx.State(_moved(values, 0, axis)))
+
+
+def _moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
+    """The leaves with an axis moved."""
+    if source is None or target is None or source == target:
+        return tree
+
+    def leaf(x: Any) -> Any:
+        if not all(-x.ndim <= axis < x.ndim for axis in (source, target)):
+            raise ValueError(
+                f"the axis of the layers, {source or target}, is out of range for an array of shape {x.shape}; name the axis "
+                "that was made when the layers were stacked."
+            )
+        return jnp.moveaxis(x, source, target)
+
+    return jax.tree.map(leaf, tree)
+
+
+def _split_outputs(out: Any, axes: Any) -> tuple[PyTree, list[Any]]:
+    if axes is nnx.Carry:
+        return out, []
+    if not (isinstance(out, tuple) and len(out) == len(axes) and sum(a is nnx.Carry for a in axes) == 1):
+        raise ValueError(
+            f"out_axes={axes} must have one nnx.Carry and an entry for every output; the function returned {out!r}."
+        )
+    at = axes.index(nnx.Carry)
+    return out[at], [y for i, y in enumerate(out) if i != at]
+
+
+def _join_outputs(carry: PyTree, ys: Sequence[Any], axes: Any) -> Any:
+    if axes is nnx.Carry:
+        return carry
+    values = iter(ys)
+    return tuple(carry if axis is nnx.Carry else _moved(next(values), 0, axis) for axis in axes)
+
+
+def linen_scan(
+    target: type[linen.Module],
+    *,
+    variable_axes: Mapping[Any, Any],
+    split_rngs: Mapping[Any, bool],
+    length: int,
+    reverse: bool = False,
+    solver: Solver = MGRIT(),
+    adjoint_solver: Solver | None = None,
+    comm: Comm | None = None,
+    **options: Any,
+) -> Callable[..., Callable[..., Any]]:
+    """``flax.linen.scan`` of a module class, with a solver. Parameters are those of ``linen.scan``, and are made by it.
+
+    Args:
+        target: the class of a layer, ``__call__(self, carry, *xs) -> (carry, y)``.
+        variable_axes: axis of the layers in each collection, ``{"params": 0}``.
+        split_rngs: which random streams differ from layer to layer; each key is the stream's, folded with the layer's index.
+        length: number of layers.
+        reverse: whether to begin with the last layer.
+        solver: as for `lp_jax.scan`.
+        adjoint_solver: as for `lp_jax.scan`.
+        comm: as for `lp_jax.scan`.
+        **options: ``in_axes`` (0, or ``linen.broadcast``, one or for every x), ``metadata_params`` and others of ``linen.scan``.
+
+    Raises:
+        ValueError: where a layer writes into a collection while it is applied.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import linen
+        >>> from lp_jax import nn
+        >>> class Block(linen.Module):
+        ...     @linen.compact
+        ...     def __call__(self, x, _):
+        ...         return x + 0.1 * linen.tanh(linen.Dense(4)(x)), None
+        >>> class Model(linen.Module):
+        ...     @linen.compact
+        ...     def __call__(self, x):
+        ...         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        ...         blocks = nn.linen_scan(Block, length=16, **axes)  # was: linen.scan
+        ...         return blocks(name="blocks")(x, None)[0]
+        >>> variables = Model().init(jax.random.key(0), jnp.ones((2, 4)))
+        >>> Model().apply(variables, jnp.ones((2, 4))).shape
+        (2, 4)
+    """
+    lifted = linen.scan(
+        target, variable_axes=variable_axes, split_rngs=split_rngs, length=length, reverse=reverse, **options
+    )
+
+    def make(*args: Any, name: str | None = None, **fields: Any) -> Callable[..., Any]:
+        scanned, layer = lifted(*args, name=name, **fields), target(*args, parent=None, **fields)
+
+        def call(carry: PyTree, *xs: PyTree) -> Any:
+            if scanned.is_initializing():
+                return scanned(carry, *xs)
+            if changing := [name for name in variable_axes if scanned.is_mutable_collection(name)]:
+                raise ValueError(
+                    f"layers of a solver cannot write into collections; {changing} are mutable in this apply."
+                )
+            axes = options.get("in_axes", 0)
+            axes = axes if isinstance(axes, tuple) else (axes,) * len(xs)
+            over = [x if axis == 0 else None for x, axis in zip(xs, axes, strict=True)]
+            metadata = options.get("metadata_params", {})
+
+            def leading(tree: PyTree, axis: int) -> PyTree:
+                return _moved(linen.meta.remove_axis(tree, axis, metadata) if metadata else tree, axis, 0)
+
+            given = dict(scanned.variables)
+            variables = {key: leading(given.pop(key), axis) for key, axis in variable_axes.items() if key in given}
+            keys = {key: scanned.make_rng(key) for key in split_rngs if scanned.has_rng(key)}
+
+            def body(carry: PyTree, x: Any) -> tuple[PyTree, PyTree]:
+                variables, over, number = x
+                inputs = [mine if axis == 0 else same for same, mine, axis in zip(xs, over, axes, strict=True)]
+                rngs = {k: jax.random.fold_in(key, number) if split_rngs[k] else key for k, key in keys.items()}
+                return layer.apply({**given, **variables}, carry, *inputs, rngs=rngs)
+
+            solving = _Solving(solver, adjoint_solver, comm)
+            stacked = (variables, over, jnp.arange(length, dtype=jnp.int32))
+            return scan_layers(body, carry, stacked, length, reverse, **solving._asdict())
+
+        return call
+
+    return make
+
+
+def haliax_fold(
+    stacked: Any,
+    init: PyTree,
+    *args: Any,
+    solver: Solver = MGRIT(),
+    adjoint_solver: Solver | None = None,
+    comm: Comm | None = None,
+    **kwargs: Any,
+) -> PyTree:
+    """``stacked.fold(init, ...)`` of Haliax's ``Stacked``, with a solver.
+
+    Args:
+        stacked: a ``haliax.nn.Stacked``.
+        init: what passes through the blocks, ``block(carry, *args, **kwargs) -> carry``.
+        *args: passed to every block; named arrays with the blocks' axis are sliced along it.
+        solver: as for `lp_jax.scan`.
+        adjoint_solver: as for `lp_jax.scan`.
+        comm: as for `lp_jax.scan`.
+        **kwargs: as ``args``.
+    """
+    import haliax
+
+    axis = stacked.Block
+
+    def is_named(x: Any) -> bool:
+        return isinstance(x, haliax.NamedArray)
+
+    leaves, structure = jax.tree.flatten((stacked.stacked, args, kwargs), is_leaf=is_named)
+    sliced = [is_named(x) and any(a.name == axis.name for a in x.axes) for x in leaves]
+    first = [x.rearrange((axis, ...)) if mine else x for x, mine in zip(leaves, sliced, strict=True)]
+    # an array without names belongs to a block's parameters, where its first axis is that of the blocks
+    inside = len(jax.tree.leaves(stacked.stacked, is_leaf=is_named))
+    raw = [i < inside and not is_named(x) and isinstance(x, jax.Array) for i, x in enumerate(leaves)]
+    xs = {i: x.array if sliced[i] else x for i, x in enumerate(first) if sliced[i] or raw[i]}
+
+    def body(carry: PyTree, xs: dict[int, jax.Array]) -> tuple[PyTree, None]:
+        parts = [haliax.named(xs[i], x.axes[1:]) if sliced[i] else xs.get(i, x) for i, x in enumerate(first)]
+        block, args, kwargs = jax.tree.unflatten(structure, parts)
+        return block(carry, *args, **kwargs), None
+
+    solving = _Solving(solver, adjoint_solver, comm)
+    return scan_layers(body, init, xs, axis.size, **solving._asdict())[0]

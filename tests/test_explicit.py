@@ -1,0 +1,75 @@
+"""Meshes as ``jax.make_mesh`` gives them, with explicit axes: a place is part of an array's type."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from problems import relative_error
+
+import lp_jax
+
+RNG = np.random.default_rng(0)
+Y0 = jnp.asarray(RNG.normal(size=(8, 4)))
+
+
+def step(y, layer):
+    y = y + layer.dt * jnp.tanh(y @ layer.params)
+    return y, {"y": y, "number": layer.index}
+
+
+def loss(params, y0, comm):
+    solution = lp_jax.solve(step, params, y0, comm=comm, has_aux=True)
+    return jnp.sum(solution.y1**2) + jnp.sum(solution.aux["y"])
+
+
+gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
+
+MESHES = {"layers": ((4,), ("layers",)), "layers and examples": ((4, 2), ("layers", "data"))}
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("set_mesh", [False, True], ids=["no context", "set_mesh"])
+@pytest.mark.parametrize("placed", ["anywhere", "everywhere", "spread"])
+@pytest.mark.parametrize("name", MESHES)
+def test_the_numbers_and_places_are_those_of_the_arguments(name, placed, set_mesh):
+    mesh = jax.make_mesh(*MESHES[name])
+    params = jnp.asarray(RNG.normal(size=(16 if placed == "spread" else 13, 4, 4)))
+    wanted = gradient(params, Y0, None)
+    arguments = params, Y0
+    if placed != "anywhere":
+        specs = (PartitionSpec("layers"), PartitionSpec("data" if "data" in mesh.axis_names else None))
+        specs = specs if placed == "spread" else (PartitionSpec(),) * 2
+        arguments = tuple(
+            jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)
+        )
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        got = gradient(*arguments, mesh)
+        assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
+        if placed == "spread":
+            assert [jax.typeof(g).sharding.spec for g in got[1]] == [jax.typeof(x).sharding.spec for x in arguments]
+
+
+def test_outputs_have_a_place():
+    mesh = jax.make_mesh((4, 2), ("layers", "data"))
+    with jax.set_mesh(mesh):
+        y0 = jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("data")))
+        solution = lp_jax.solve(step, jnp.ones((8, 4, 4)), y0, comm=mesh, has_aux=True)
+    assert jax.typeof(solution.y1).sharding.spec == PartitionSpec("data", None)
+    assert jax.typeof(solution.aux["y"]).sharding.spec == PartitionSpec(None, "data", None)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_batch_over_the_axis_of_the_layers_is_refused(jit):
+    mesh = jax.make_mesh((4,), ("layers",))
+
+    def solve(y0):
+        return lp_jax.solve(step, jnp.ones((8, 4, 4)), y0, comm=mesh, has_aux=True).y1
+
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"y0 and shared.*sharded over the axis 'layers'.*another axis"),
+    ):
+        (jax.jit(solve) if jit else solve)(jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("layers"))))

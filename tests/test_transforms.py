@@ -1,0 +1,162 @@
+"""The table of transformations in docs/transformations.md, cell by cell; and every solver under JAX's own checks."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from problems import relative_error
+
+import lp_jax
+from lp_jax import MGRIT, Newton, Picard, Serial
+
+RNG = np.random.default_rng(0)
+PARAMS, DIRECTION = jnp.asarray(RNG.normal(size=(2, 8, 3, 3)))
+Y0 = jnp.asarray(RNG.normal(size=3))
+
+EXACT = {"Serial": Serial(), "Serial, checkpoints": Serial(checkpoint_every=3)}
+FIXED = {
+    "Picard": Picard(sweeps=9),
+    "Newton": Newton(iterations=6, batch_axes=0),
+    "MGRIT": MGRIT(coarsening=2, iterations=5),
+    "MGRIT, all kept": MGRIT(coarsening=2, iterations=5, storage="all"),
+}
+TOLERANCE = {"MGRIT, tolerance": MGRIT(coarsening=2, iterations=20, rtol=1e-14)}
+ITERATIVE = FIXED | TOLERANCE
+ALL = EXACT | ITERATIVE
+
+
+def loss(params, solver):
+    def step(y, layer):
+        return y + layer.dt * jnp.tanh(y @ layer.params)
+
+    return jnp.sum(lp_jax.solve(step, params, Y0, t1=2.0, solver=solver).y1 ** 2)
+
+
+@functools.cache
+def exact(what):
+    f = functools.partial(loss, solver=Serial())
+    return {
+        "gradient": lambda: jax.grad(f)(PARAMS),
+        "tangent": lambda: jax.jvp(f, (PARAMS,), (DIRECTION,))[1],
+        "product": lambda: jax.jvp(jax.grad(f), (PARAMS,), (DIRECTION,))[1],
+        "hessian": lambda: jax.hessian(f)(PARAMS),
+    }[what]()
+
+
+def scanned(f, params):
+    total, _ = jax.lax.scan(lambda total, x: (total + f(x), None), jnp.zeros(()), params[None])
+    return total
+
+
+def exported(f, params):
+    return export.export(jax.jit(jax.grad(f)))(params).call(params)
+
+
+# what is transformed, and what it must equal
+CELLS = {
+    "jit": (lambda f, p: jax.jit(jax.grad(f))(p), "gradient"),
+    "grad of jit": (lambda f, p: jax.grad(jax.jit(f))(p), "gradient"),
+    "vmap of grad": (lambda f, p: jax.vmap(jax.grad(f))(p[None])[0], "gradient"),
+    "grad of vmap": (lambda f, p: jax.grad(lambda q: jax.vmap(f)(q).sum())(p[None])[0], "gradient"),
+    "scan": (lambda f, p: jax.grad(functools.partial(scanned, f))(p), "gradient"),
+    "remat": (lambda f, p: jax.grad(jax.checkpoint(f))(p), "gradient"),
+    "jacrev": (lambda f, p: jax.jacrev(f)(p), "gradient"),
+    "AOT": (lambda f, p: jax.jit(jax.grad(f)).lower(p).compile()(p), "gradient"),
+    "export": (exported, "gradient"),
+    "jvp of grad": (lambda f, p: jax.jvp(jax.grad(f), (p,), (DIRECTION,))[1], "product"),
+    "hessian": (lambda f, p: jax.hessian(f)(p), "hessian"),
+}
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ALL)
+def test_what_every_solver_can(name, cell):
+    transformed, what = CELLS[cell]
+    got = transformed(functools.partial(loss, solver=ALL[name]), PARAMS)
+    assert relative_error(got, exact(what)) < 1e-12
+
+
+def twice(f, params):
+    return jax.grad(lambda p: jnp.vdot(jax.grad(f)(p), DIRECTION))(params)
+
+
+FORWARD = {
+    "jvp": lambda f, p: jax.jvp(f, (p,), (DIRECTION,))[1],
+    "linearize": lambda f, p: jax.linearize(f, p)[1](DIRECTION),
+    "jacfwd": lambda f, p: jnp.vdot(jax.jacfwd(f)(p), DIRECTION),
+    "jit of jvp": lambda f, p: jax.jit(lambda p: jax.jvp(f, (p,), (DIRECTION,))[1])(p),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+@pytest.mark.parametrize("name", ALL)
+def test_forward_mode(name, mode):
+    f = functools.partial(loss, solver=ALL[name])
+    if name in EXACT:
+        assert relative_error(FORWARD[mode](f, PARAMS), exact("tangent")) < 1e-12
+        return
+    with pytest.raises(TypeError, match=r"Forward-mode .* jax\.jvp of jax\.grad, work.*solver=lp_jax\.Serial\(\)"):
+        FORWARD[mode](f, PARAMS)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", ALL)
+def test_reverse_mode_twice(name):
+    f = functools.partial(loss, solver=ALL[name])
+    if name not in TOLERANCE:
+        assert relative_error(twice(f, PARAMS), exact("product")) < 1e-12
+        return
+    with pytest.raises(ValueError, match=r"Reverse mode was applied twice .* leave rtol and atol out"):
+        twice(f, PARAMS)
+
+
+CHECKED = """
+import jax, jax.numpy as jnp, lp_jax
+
+solvers = [
+    lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(), lp_jax.Picard(sweeps=3, windows=2),
+    lp_jax.Picard(rtol=1e-2), lp_jax.Newton(batch_axes=0), lp_jax.MGRIT(), lp_jax.MGRIT(storage="all", interval_map="vmap"),
+    lp_jax.MGRIT(levels=3, coarsening=2, coarse_step=lp_jax.Rediscretize(), iterations=9, rtol=1e-3),
+]
+params = {"w": 0.3 * jnp.ones((10, 4, 4)), "b": jnp.zeros((10, 4))}
+
+def step(y, layer):
+    kept = jax.random.bernoulli(layer.data, 0.8, y.shape).astype(y.dtype)
+    y = y + layer.dt * kept * jnp.tanh(y @ layer.params["w"] + layer.params["b"])
+    return y, jnp.mean(y)
+
+def loss(params, y0, keys, solver):
+    solution = lp_jax.solve(step, params, y0, data=keys, solver=solver, has_aux=True)
+    return jnp.sum(solution.y1) + jnp.sum(solution.aux), solution.stats
+
+for seed, solver in enumerate(solvers):
+    keys = jax.random.split(jax.random.key(seed), 10)
+    _, stats = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, jnp.ones(4), keys, solver)
+    jax.block_until_ready(stats)
+    print("ok", type(solver).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "JAX_DEBUG_NANS=1",
+        "JAX_DEBUG_KEY_REUSE=1",
+        "JAX_NUMPY_DTYPE_PROMOTION=strict",
+        "JAX_ENABLE_CHECKS=1",
+        "JAX_CHECK_TRACER_LEAKS=1",
+    ],
+)
+def test_every_solver_under_the_checks_of_jax(setting):
+    name, value = setting.split("=")
+    ran = subprocess.run(
+        [sys.executable, "-c", CHECKED], env={**os.environ, name: value}, capture_output=True, text=True, timeout=300
+    )
+    assert ran.stdout.count("ok") == 9, ran.stderr[-2000:]
