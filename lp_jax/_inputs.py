@@ -28,9 +28,40 @@ def state(y0: State) -> State:
     return arrays(y0)
 
 
-def arrays(tree: PyTree) -> PyTree:
+def arrays(tree: PyTree, name: str = "y0") -> PyTree:
     """The leaves as arrays; shapes stay what they are."""
-    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x), tree)
+
+    def leaf(path: Any, x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        if callable(x) or isinstance(x, str):
+            raise TypeError(
+                f"{name}{jax.tree_util.keystr(path)} is {x!r}, no array. Take functions and names out of the tree, with "
+                "equinox.partition(module, equinox.is_array) or flax.nnx.split(module), and let the step close over them."
+            )
+        return jnp.asarray(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def called(step: Any, u: State, params: PyTree) -> str:
+    """A note to an error in the step: what it was called with, and mistakes that explain some errors."""
+    name = getattr(step, "__name__", type(step).__name__)
+    note = (
+        f"lp_jax called {name}(y, layer), the state first, with y: {_describe(u)} and layer.params, one layer's slice: "
+        f"{_describe(params)}."
+    )
+    if isinstance(params, list) and len(params) > 1 and all(_alike(params[0], other) for other in params[1:]):
+        note += (
+            f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
+            "lambda *leaves: jnp.stack(leaves), *params)."
+        )
+    return note
+
+
+def _alike(a: PyTree, b: PyTree) -> bool:
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (a, b)]
+    return _same_structure(a, b) and shapes[0] == shapes[1]
 
 
 def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int:
@@ -52,9 +83,15 @@ def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int
         )
     if len(set(lengths.values())) > 1:
         different = ", ".join(f"{where}: {n}" for where, n in lengths.items())
+        stacked = ""
+        if isinstance(params, list) and all(_alike(params[0], other) for other in params[1:]):
+            stacked = (
+                f" params is a list of {len(params)} equal trees: if these are the layers, stack them, jax.tree.map(lambda "
+                "*leaves: jnp.stack(leaves), *params)."
+            )
         raise ValueError(
             f"params (and data) must have one leading length, the number of layers; got {different}. Pass what all layers "
-            "share as `shared`."
+            f"share as `shared`.{stacked}"
         )
     where, n = next(iter(lengths.items()))
     if n == 0 and alone:
@@ -64,6 +101,9 @@ def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int
 
 def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Start and length of every layer, ``(steps,)`` each."""
+    for name, value in (("t0", t0), ("t1", t1)):
+        if isinstance(value, str) or value is None:
+            raise TypeError(f"{name} must be a number{', or an array of times' * (name == 't1')}; got {value!r}.")
     if jnp.ndim(t0) != 0:
         raise ValueError(f"t0 must be a scalar; got shape {jnp.shape(t0)}. A grid of times is passed as t1.")
     if isinstance(t1, list | tuple):

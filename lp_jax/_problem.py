@@ -56,9 +56,9 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "y0", _inputs.state(self.y0))
         object.__setattr__(self, "comm", _inputs.comm(self.comm))
-        _inputs.number_of_layers(self.params, self.data, alone=self.comm is None)
         for name in ("params", "shared", "data"):
-            object.__setattr__(self, name, _inputs.arrays(getattr(self, name)))
+            object.__setattr__(self, name, _inputs.arrays(getattr(self, name), name))
+        _inputs.number_of_layers(self.params, self.data, alone=self.comm is None)
 
     @property
     def layers(self) -> int:

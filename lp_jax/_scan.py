@@ -136,7 +136,7 @@ def _scanned(
 ) -> tuple[Problem, PyTree]:
     """The problem, and those leaves of the last carry that are not solved for."""
     n = _length(xs, length)
-    init, xs = _inputs.arrays(init), _inputs.arrays(xs)
+    init, xs = _inputs.arrays(init, "init"), _inputs.arrays(xs, "xs")
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
     init = _strong(body, init, x)
     if reverse:

@@ -49,6 +49,20 @@ class Solution(NamedTuple):
     trajectory: State
     aux: PyTree
 
+    def __repr__(self) -> str:
+        def shapes(tree: PyTree) -> str:
+            return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)).replace("'", "")
+
+        stats, result = "traced", "traced"
+        if not isinstance(self.result, jax.core.Tracer) and jnp.ndim(self.result) == 0:
+            norms = ", ".join("–" if r < 0 else f"{float(r):.3g}" for r in self.stats.residual_norms[:12])
+            stats = f"{int(self.stats.iterations)} iterations, residual norms [{norms}]"
+            result = f"{int(self.result)} ({RESULTS[int(self.result)].partition('.')[0]})"
+        return (
+            f"Solution(y1={shapes(self.y1)}, stats={stats}, result={result}, trajectory={shapes(self.trajectory)}, "
+            f"aux={shapes(self.aux)})"
+        )
+
     def raise_if_failed(self) -> "Solution":
         """Return the solution itself, or raise `SolveError` with what happened and what to do. Not under jit."""
         if isinstance(self.result, jax.core.Tracer):

@@ -4,6 +4,7 @@ Everything static is one hashable `Traced`; everything else is an array in `Oper
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from lp_jax._comm import OneDevice, Workers
 from lp_jax._level import Level
 from lp_jax._problem import Problem
 from lp_jax._solver import Solver
-from lp_jax._types import Layer, PyTree, Slices, State, Step
+from lp_jax._types import Layer, PyTree, Slices, State, Static, Step
 
 
 class Common(NamedTuple):
@@ -44,7 +45,7 @@ class LayerStep:
 
     def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
         params, common, data = _tree.with_fresh_keys((x.params, shared[0], x.data))
-        return self.step(u, Layer(params, common, data, x.t, x.dt, x.index, self.level))
+        return self.step(u, Layer(params, common, data, x.t, x.dt, x.index, Static(self.level)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,7 +172,15 @@ def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
 def _trace(
     step: LayerStep, u: State, x: Slices, shared: PyTree, has_aux: bool, closed_over: list[jax.Array]
 ) -> LayerStep | HoistedStep:
-    closed, out = jax.make_jaxpr(step, return_shape=True)(u, x, (shared, ()))
+    @functools.wraps(step.step)  # errors of JAX name the user's function
+    def call(u: State, x: Slices, shared: Any) -> Any:
+        return step(u, x, shared)
+
+    try:
+        closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, (shared, ()))
+    except Exception as error:
+        error.add_note(_inputs.called(step.step, u, x.params))
+        raise
     _inputs.step_output(out, u, has_aux)
     if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         return step

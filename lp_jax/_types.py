@@ -25,6 +25,20 @@ else:
     Scalar = jax.Array
 
 
+@jax.tree_util.register_pytree_node_class
+class Static(int):
+    """An integer that transformations of JAX leave as it is: structure, not a leaf."""
+
+    def tree_flatten(self) -> tuple[tuple[()], int]:
+        """Nothing, and the number."""
+        return (), int(self)
+
+    @classmethod
+    def tree_unflatten(cls, number: int, _: tuple[()]) -> "Static":
+        """Undo `tree_flatten`."""
+        return cls(number)
+
+
 class Layer(NamedTuple):
     """One layer, as the second argument of ``step(y, layer)``.
 
@@ -35,7 +49,7 @@ class Layer(NamedTuple):
         t: time at which the layer starts, a scalar of the state's real dtype, in the units of ``t0`` and ``t1``.
         dt: time that the layer spans, same dtype and units. On a coarse level it spans several fine layers.
         index: global index of the (left-most) fine layer, an int32 scalar.
-        level: static int, 0 on the finest level.
+        level: static int, 0 on the finest level; static under `jax.checkpoint` and the like, too.
     """
 
     params: PyTree

@@ -1,6 +1,7 @@
 """The command line: options, results, resuming, and one line for everything that can go wrong."""
 
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -469,6 +470,23 @@ def test_missing_extras_are_named_and_import_is_light():
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert one_line(err) == "lp-jax: jsonargparse is missing; pip install 'lp_jax[train]' installs it\n"
+
+
+def test_a_folder_is_for_one_run_at_a_time(cli, tmp_path):
+    folder, lock = tmp_path / "run", tmp_path / "run" / "run.lock"
+    folder.mkdir()
+    options = ["--serial", "--no-pictures", *SMALL, "--epochs", "1"]
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 7 on a machine")
+        file.flush()
+        code, _, err = cli("train", "digits", "--out", folder, *options)
+        assert code == 1 and f"{folder} is in use by process 7 on a machine; wait" in one_line(err)
+    code, _, err = cli("train", "digits", "--out", folder, *options)  # that process is gone, and its file is left
+    assert code == 0 and f"process 7 on a machine, which used {folder}, is gone" in err
+    assert not lock.exists()
+    stored = json.loads((folder / "config.json").read_text())["options"]
+    assert stored["no_pictures"] is True  # kept for --resume
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -189,3 +189,77 @@ def test_a_diverging_solve_stops_early():
 
     solver = lp_jax.MGRIT(coarsening=2, iterations=50, rtol=1e-8, coarse_step=INJECT, skip_downcycle=False)
     assert int(solve(explode, solver=solver).stats.iterations) < 5
+
+
+def square(y, layer):
+    return y @ layer.params["w"] + layer.params["b"]
+
+
+LAYERS = [{"w": jnp.eye(4), "b": jnp.zeros(4)} for _ in range(6)]
+
+
+@pytest.mark.parametrize("layers", [LAYERS, [{"w": jnp.eye(4), "b": jnp.zeros(3)}] * 2], ids=["square", "other"])
+def test_a_list_of_layers_is_recognised(layers):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        lp_jax.solve(square, layers, jnp.ones(4))
+    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert f"a list of {len(layers)} equal trees" in told and "jnp.stack(leaves)" in told
+
+
+def test_swapped_arguments_of_the_step_are_told():
+    def backwards(layer, y):
+        return y + layer.dt * layer.params
+
+    with pytest.raises(AttributeError) as caught:
+        lp_jax.solve(backwards, jnp.ones((6, 4)), jnp.ones(4))
+    assert "lp_jax called backwards(y, layer), the state first, with y: float64[4]" in "".join(caught.value.__notes__)
+
+
+def test_errors_of_jax_name_the_step():
+    def my_step(y, layer):
+        return y if y[0] > 0 else y * layer.params
+
+    with pytest.raises(jax.errors.ConcretizationTypeError, match="my_step"):
+        lp_jax.solve(my_step, jnp.ones((6, 4)), jnp.ones(4))
+
+
+def test_functions_among_the_leaves_are_told():
+    with refused(TypeError, "params['activation'] is", "equinox.partition"):
+        lp_jax.solve(square, {"w": jnp.ones((6, 4, 4)), "activation": jnp.tanh}, jnp.ones(4))
+
+
+@pytest.mark.parametrize("name", ["t0", "t1"])
+def test_times_that_are_no_numbers(name):
+    with refused(TypeError, f"{name} must be a number", "got '2'"):
+        lp_jax.solve(lambda y, layer: y, jnp.ones((6, 4)), jnp.ones(4), **{name: "2"})
+
+
+def test_the_level_is_static_under_checkpoint():
+    levels = []
+
+    @jax.checkpoint
+    def step(y, layer):
+        levels.append(layer.level)
+        return y + layer.dt * layer.params * (2.0 if layer.level > 0 else 1.0)
+
+    lp_jax.solve(step, jnp.ones((16, 4)), jnp.ones(4), solver=lp_jax.MGRIT(coarse_step=INJECT))
+    assert set(levels) == {0, 1}
+
+
+def test_a_solution_is_shown_in_a_line():
+    solution = lp_jax.solve(lambda y, layer: y + layer.params, jnp.ones((16, 4)), jnp.ones(4))
+    shown = repr(solution)
+    assert "y1=float64[4], stats=2 iterations, residual norms [–, " in shown and "result=0 (done as asked)" in shown
+    assert len(shown) < 200
+
+
+def test_residuals_that_do_not_fall_have_a_code():
+    def step(y, layer):
+        return y + layer.dt * layer.params * y
+
+    solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
+    solution = lp_jax.solve(step, jnp.full(32, -8.0), jnp.ones(()), solver=solver)
+    norms = solution.stats.residual_norms
+    assert (norms[-1] > norms[0]) == (solution.result == 3)
+    with refused(lp_jax.SolveError, "larger than the first", "Residual norms"):
+        solution._replace(result=jnp.int32(3)).raise_if_failed()

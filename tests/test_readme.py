@@ -37,6 +37,14 @@ def test_the_examples_of_architectures_run():
     output(code_of("docs/architectures.md"), **QUICK)
 
 
+def test_the_examples_of_scanned_models_run_and_change_one_line():
+    first, *_ = output(code_of("docs/scanned.md"), **QUICK).splitlines()
+    assert first == "True"
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "scanned.md").read_text(), flags=re.DOTALL)
+    assert len(diffs) == 5
+    assert all(len(re.findall(r"^[-+]", diff, flags=re.MULTILINE)) == 2 for diff in diffs)
+
+
 def test_the_counts_of_solvers_are_those_of_their_page():
     text = (ROOT / "docs" / "solvers.md").read_text()
     *counted, serial, picard, mgrit = map(str.split, output(code_of("docs/solvers.md")).splitlines())

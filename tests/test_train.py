@@ -59,6 +59,7 @@ def batches(epoch, count=3):
 def run(state, epochs, *, step_fn=None, batches=batches, solver=SOLVER, **kwargs):
     step_fn = STEP_FN if step_fn is None else step_fn
     kwargs = {"steps_per_epoch": 3, "adjoint_solver": ADJOINT, "log_every": 2} | kwargs
+    state = jax.tree.map(jnp.copy, state)  # a step takes the arrays of its state
     return train.fit(step_fn, state, batches, epochs=epochs, solver=solver, **kwargs)
 
 
@@ -144,7 +145,7 @@ def test_gradient_error_is_the_distance_from_the_serial_gradient():
 
 
 def test_fit_is_the_plain_loop(state):
-    wanted, losses = state, []
+    wanted, losses = jax.tree.map(jnp.copy, state), []
     for epoch in range(2):
         for batch in batches(epoch):
             wanted, metrics = STEP_FN(wanted, batch, SOLVER, ADJOINT)
@@ -155,7 +156,7 @@ def test_fit_is_the_plain_loop(state):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["epoch"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert [row["loss"] for row in rows] == losses
-    assert rows[0]["forward_residual_1"] is None and rows[0]["forward_residual_2"] > 0
+    assert "forward_residual_1" not in rows[0] and rows[0]["forward_residual_2"] > 0
     assert all(0 <= row["accuracy"] <= 1 and row["result"] == 0 for row in rows)
     times = [row["step_time"] for row in rows]  # metrics are fetched in groups
     assert times[1] == times[2] == times[3] != times[0] and times[4] == times[5] != times[3]

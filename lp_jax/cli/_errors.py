@@ -39,7 +39,7 @@ def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
     """Return the line for an error, and the exit code: 1 (failed), 2 (wrong use), 128 + signal."""
     if isinstance(error, KeyboardInterrupt | Terminated):
         number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
-        message = f"{number.name}: stopped; what was saved before is kept, and --resume goes on from there"
+        message = f"{number.name}: stopped"
         return _line(message), 128 + number
     if isinstance(error, UsageError):
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)

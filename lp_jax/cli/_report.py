@@ -1,10 +1,12 @@
 """What a run leaves: its folder, a table, a summary, pictures."""
 
 import contextlib
+import fcntl
 import json
+import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +25,39 @@ from lp_jax.train import gradient_error, residuals
 CONFIG = "config.json"
 """File of what a run was started with."""
 
+LOCK = "run.lock"
+"""File that names the process at work in the folder."""
+
 
 def new_run(folder: Path) -> None:
     """Make sure that a new run can write into the folder."""
     if (folder / CONFIG).exists():
         raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
     _require_writable(folder)
-    if any(folder.iterdir()):
+    if any(path.name != LOCK for path in folder.iterdir()):
         raise CommandError(f"{folder} is not empty and holds no run; choose another --out.")
+
+
+@contextlib.contextmanager
+def locked(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """Keep other runs out of the folder. What a dead process left of its lock is taken over, with a line."""
+    path = folder / LOCK
+    with path.open("a+", encoding="utf-8") as file:
+        file.seek(0)
+        owner = file.read().strip()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it when the process ends
+        except OSError:
+            raise CommandError(f"{folder} is in use by {owner}; wait for it to end, or choose another --out.") from None
+        if owner:
+            say(f"{owner}, which used {folder}, is gone; its lock is taken over")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def stored_run(folder: Path, problem: str) -> dict[str, Any]:

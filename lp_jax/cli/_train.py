@@ -1,5 +1,6 @@
 """``lp-jax train``: from options to results."""
 
+import contextlib
 import functools
 import math
 import shlex
@@ -17,7 +18,18 @@ from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
 from lp_jax.cli._problem import Problem, Settings, find, prepare
-from lp_jax.cli._report import CONFIG, gradient_errors, new_run, pictures, save, stored_run, summary, table, write_json
+from lp_jax.cli._report import (
+    CONFIG,
+    gradient_errors,
+    locked,
+    new_run,
+    pictures,
+    save,
+    stored_run,
+    summary,
+    table,
+    write_json,
+)
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import workers
 from lp_jax.planning import code
@@ -26,7 +38,7 @@ from lp_jax.train._checkpoint import first_difference
 
 # How one call runs, not what is run: never taken from the folder.
 _OF_THIS_CALL = (
-    *("config", "out", "resume", "no_compare", "no_pictures", "debug"),
+    *("config", "out", "resume", "debug"),
     *("mpi", "distributed", "coordinator", "process"),
 )
 _MOST_CLASSES = 100  # of a picture that one can read
@@ -37,11 +49,18 @@ Options = Mapping[str, Any]
 def run(name: str, args: Sequence[str]) -> None:
     problem, args = find(name), list(spelled_out(args))
     look = vars(first_look(args, f"lp-jax train {name}"))
-    with launch(look) as processes:
-        _train(name, problem, args, look, processes)
+    with launch(look) as processes, contextlib.ExitStack() as held:
+        _train(name, problem, args, look, processes, held)
 
 
-def _train(name: str, problem: Problem, args: Sequence[str], look: Options, processes: Launch) -> None:
+def _train(
+    name: str,
+    problem: Problem,
+    args: Sequence[str],
+    look: Options,
+    processes: Launch,
+    held: contextlib.ExitStack,
+) -> None:
     folder, console = look["out"], Console(stderr=True, quiet=not processes.is_root)
     before = processes.once(lambda: stored_run(folder, name)) if look["resume"] else None
     stored = None if before is None else overridden(before["options"], look)
@@ -54,6 +73,8 @@ def _train(name: str, problem: Problem, args: Sequence[str], look: Options, proc
     pair = solvers(options, problem.models[kind])
     if before is None:
         processes.once(lambda: new_run(folder))
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    processes.once(lambda: held.enter_context(locked(folder, say)))
     settings, task = prepare(name, options)
     if before is not None and first_difference(before["fingerprint"], settings.fingerprint()):
         raise _another_model(folder, before["fingerprint"], settings.fingerprint())

@@ -62,7 +62,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
     Raises:
         ValueError: if there are none.
     """
-    probes = [row for row in rows if row["kind"] == "probe" and "forward_residual_1" in row]
+    probes = [row for row in rows if row["kind"] == "probe" and unflat("forward_residual", row)]
     if not probes:
         raise ValueError("rows holds no row of kind 'probe' with residual norms.")
     chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, moments).round().astype(int)))]
