@@ -87,7 +87,7 @@ def timeless(rows):
 
 def test_step_is_the_textbook_update(state):
     batch = next(batches(0))
-    new, metrics = STEP_FN(state, batch, lp_jax.Serial(), None)
+    new, metrics = STEP_FN(jax.tree.map(jnp.copy, state), batch, lp_jax.Serial(), None)
     loss, gradient = jax.value_and_grad(lambda p: loss_fn(p, batch, lp_jax.Serial(), None)[0])(state.params)
     updates, _ = OPTIMIZER.update(gradient, OPTIMIZER.init(state.params))
     wanted = optax.apply_updates(state.params, updates)

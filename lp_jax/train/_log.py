@@ -89,7 +89,7 @@ def flat(prefix: str, values: Mapping[str, Any] | Iterable[Any]) -> Row:
     return {f"{prefix}_{name}": value for name, value in items}
 
 
-def unflat(prefix: str, row: Row) -> list[float]:
+def unflat(prefix: str, row: Mapping[str, Any]) -> list[float]:
     """Return the values of the numbered columns that `flat` or `measured` wrote, NaN for those left out and for None."""
     found = {int(name[len(prefix) + 1 :]): row[name] for name in row if re.fullmatch(rf"{prefix}_\d+", name)}
     values = [found.get(number) for number in range(1, max(found, default=0) + 1)]

@@ -201,7 +201,7 @@ def _curves_title(final: Mapping[str, float | None]) -> str:
 
 
 def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
-    return np.array(unflat(f"{solve}_residual", dict(row)))
+    return np.array(unflat(f"{solve}_residual", row))
 
 
 def _residuals_title(histories: Sequence[np.ndarray], iteration: str) -> str:
