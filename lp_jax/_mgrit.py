@@ -41,7 +41,8 @@ class MGRIT(Solver):
         coarsening: coarsening factor m, or one per level (the last one repeats).
         iterations: number of cycles; with a tolerance their largest number.
         rtol: stop when the residual norm is at most this times the first one that was measured.
-        atol: stop when the residual norm is at most this.
+        atol: stop when the residual norm is at most this. Tolerances below what rounding leaves count as that, those below
+            zero as none: all iterations are done.
         relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
             level, finest first (the last one repeats).
         c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.

@@ -107,7 +107,7 @@ def scanned(
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
-        >>> problem = lp_jax.scanned(lambda y, w: (y + 0.1 * jnp.sin(w * y), None), jnp.ones(3), jnp.ones(64))
+        >>> problem = lp_jax.scanned(lambda y, w: (y + 0.01 * jnp.sin(w * y), None), jnp.ones(3), jnp.ones(64))
         >>> solution = lp_jax.solve(**vars(problem), solver=lp_jax.MGRIT(iterations=3))
         >>> bool(solution.stats.residual_norms[-1] < 1e-3)
         True

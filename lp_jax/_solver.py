@@ -321,10 +321,9 @@ class Stats(NamedTuple):
 
 def rounding(level: Level) -> jax.Array:
     """Residual norm that rounding alone leaves, for states about as large as the one that enters: no solve gets below."""
-    state = jax.tree.leaves(level.y0)
-    points = level.workers.total(level.interval_span)
-    squares = [(float(jnp.finfo(x.dtype).eps) * _tree.norm(x)) ** 2 for x in state]
-    return jnp.sqrt(points * sum(squares)).astype(_tree.real_dtype(level.y0, at_least=jnp.float32))
+    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
+    each = [(float(jnp.finfo(x.dtype).eps) * _tree.norm(x)).astype(dtype) for x in jax.tree.leaves(level.y0)]
+    return jnp.sqrt(level.workers.total(level.interval_span) * sum(x**2 for x in each))
 
 
 def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats, jax.Array]:
@@ -349,12 +348,12 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
         return u, Stats(jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms])), jnp.asarray(True)
 
-    atol = rounding(levels[0])
-    if solver.atol is not None:
-        atol = jnp.maximum(atol, jnp.asarray(solver.atol, dtype))
+    atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
+    least = rounding(levels[0])
 
     def tolerance(norms: jax.Array) -> jax.Array:
-        return atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * norms[0])
+        asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * norms[0])
+        return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
     def unfinished(carry: tuple[CPoints, jax.Array, jax.Array]) -> jax.Array:
         _, k, norms = carry

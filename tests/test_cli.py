@@ -263,7 +263,7 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
     options = ("--no-compare", "--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "1e-1", *SMALL)
     assert cli("train", "digits", "--out", tmp_path / "run", *options)[0] == 0
     (probe, *_) = [row for row in train.read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "probe"]
-    taken = sum(probe[f"forward_residual_{n}"] is not None for n in range(1, 33))
+    taken = sum(f"forward_residual_{n}" in probe for n in range(1, 33))
     assert 1 < taken < 8
     assert len(drawn["errors"]["Picard"]) == drawn["run"][1] == taken
     assert drawn["errors"]["Picard"][-1] == pytest.approx(drawn["run"][2], rel=1e-3)
@@ -280,7 +280,7 @@ def test_the_summary_is_that_of_the_rows(finished):
         assert result["time_per_step"] == np.median([row["step_time"] for row in rows if row["kind"] == "train"])
     probe = [row for row in train.read_rows(finished / "metrics.jsonl") if row["kind"] == "probe"][-1]
     assert summary["results"]["layer-parallel"]["gradient_error"] == probe["gradient_error"] < 0.5
-    assert probe["forward_residual_4"] < probe["forward_residual_2"] and probe["adjoint_residual_4"] is not None
+    assert probe["forward_residual_4"] < probe["forward_residual_2"] and "adjoint_residual_4" in probe
     assert "gradient_error" not in summary["results"]["serial"]
     # the same seed: nearly the same network
     accuracies = [result["test_accuracy"] for result in summary["results"].values()]

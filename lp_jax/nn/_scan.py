@@ -348,6 +348,9 @@ def haliax_fold(
         adjoint_solver: as for `lp_jax.scan`.
         comm: as for `lp_jax.scan`.
         **kwargs: as ``args``.
+
+    Example:
+        >>> x = nn.haliax_fold(self.blocks, x, mask)  # doctest: +SKIP
     """
     import haliax
 

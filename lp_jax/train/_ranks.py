@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._mpi import MPIComm
-from lp_jax._solver import Stats
+from lp_jax._solver import NOT_MEASURED, Stats
 from lp_jax._types import PyTree
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._step import Batch, Info, LossFn, TrainState
@@ -123,10 +123,12 @@ class Ranks:
 
     def _combined_info(self, info: Info) -> Info:
         norms, scale = info.stats.residual_norms, jnp.asarray(info.scale)
-        correct, total, *squares = self.data.sum((info.correct, info.total, norms**2, scale**2))
+        left_out = (norms < 0).astype(jnp.int32)
+        correct, total, left_out, *squares = self.data.sum((info.correct, info.total, left_out, norms**2, scale**2))
         iterations, result = self.data.max((info.stats.iterations, info.result))
         replace = _mean(info.replace, self.data)
-        return Info(correct, total, Stats(iterations, jnp.sqrt(squares[0])), result, jnp.sqrt(squares[1]), replace)
+        stats = Stats(iterations, jnp.where(left_out > 0, NOT_MEASURED, jnp.sqrt(squares[0])))
+        return Info(correct, total, stats, result, jnp.sqrt(squares[1]), replace)
 
     def global_sums(self, sums: PyTree) -> PyTree:
         """Return sums over all layers, from those over each rank's layers: ``global_sums`` of `make_train_step`."""
