@@ -133,6 +133,29 @@ def small(dtypes):
 
 
 @case
+def outputs():
+    """A loss that looks at what every layer returns; each rank has the part of its own layers."""
+    import test_outputs as test
+
+    for name in ("looped", "batched, all kept", "windows", "Newton"):
+        solver = test.EXACT[name]
+        run = mine(test.N, solver)
+
+        def loss(params, y0, shared, solver=solver, run=run):
+            solution = lp_jax.solve(
+                test.step, params, y0, shared=shared, t1=2.0, solver=solver, has_aux=True, comm=COMM
+            )
+            off = jnp.sum((solution.aux["out"] - test.TARGET[run]) ** 2) / test.TARGET.size
+            return jnp.sum(solution.y1**2) + off + 0.1 * jnp.sum(solution.aux["norm"])
+
+        got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(cut(test.PARAMS, run), test.Y0, test.SHARED)
+        wanted = test.exact_gradient()
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((cut(wanted[0], run), *wanted[1:])), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+        same_everywhere(got[1:])
+
+
+@case
 def golden(folder):
     """Stored results of another code."""
     import test_golden
