@@ -253,6 +253,23 @@ def test_a_solution_is_shown_in_a_line():
     assert len(shown) < 200
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "solver", [lp_jax.Picard(sweeps=32, rtol=1e-6), lp_jax.MGRIT(iterations=10, rtol=1e-6)], ids=str
+)
+def test_a_tolerance_below_rounding_is_met_there(solver, dtype):
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(64, 16, 16)) / 4)
+
+    def step(y, layer):
+        wide = y.astype("float64")
+        return (wide + layer.dt.astype("float64") * jnp.tanh(wide @ layer.params)).astype(dtype)
+
+    y0 = jnp.asarray(np.random.default_rng(1).normal(size=(4, 16)), dtype)
+    solution, pullback = lp_jax.solve_vjp(step, weights, y0, solver=solver)
+    _, stats = pullback(solution.y1)
+    assert solution.result == 0 and solution.stats.iterations <= 5 and stats.iterations <= 5
+
+
 def test_residuals_that_do_not_fall_have_a_code():
     def step(y, layer):
         return y + layer.dt * layer.params * y

@@ -1,7 +1,9 @@
 """Errors of the command line, and how any error is told: in one line, with an exit code."""
 
 import itertools
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
@@ -33,6 +35,13 @@ class Terminated(BaseException):
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated
+
+
+def stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End the process on Ctrl-C, outside of a training loop. An exception could be caught on its way, by an import say."""
+    sys.stderr.write(f"\n{_line('SIGINT: stopped')}\n")
+    sys.stderr.flush()
+    os._exit(128 + number)
 
 
 def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
