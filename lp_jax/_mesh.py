@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import _check, _tree
 from lp_jax._comm import SEQUENTIAL, Comm, Local, Run, Unit, Workers, common_unit
+from lp_jax._gradient import without_gradient
 from lp_jax._types import CPoints, PyTree, Stacked, State
 
 
@@ -182,8 +183,8 @@ class OnMesh(Workers):
 
     Inside the ``shard_map`` every value counts as different from device to device (``check_vma=False``): a step may then
     have loops of its own that start from constants, and no sum over devices is slipped into its derivative. Nothing is
-    differentiated through the ``shard_map`` itself, since forward and adjoint solve open one each, so the transposition
-    that the check is there for never happens.
+    differentiated through the ``shard_map`` itself in a gradient, since forward and adjoint solve open one each. Second
+    derivatives are; the tests compare them with those of one device.
     """
 
     mesh: Mesh
@@ -247,4 +248,10 @@ class OnMesh(Workers):
             return (self.shift(edge, by), out), None
 
         carry, _ = lax.scan(body, (y0, out), jnp.arange(self.active - 1, dtype=jnp.int32))
-        return turn(*carry, self.active - 1)
+        return without_gradient(turn(*carry, self.active - 1), _RELAYED)
+
+
+_RELAYED = (
+    "Reverse mode was applied twice to lp_jax.solve over a mesh, with a level that is solved one device after the other. Take "
+    "forward over reverse (jax.jvp of jax.grad, jax.hessian), Picard or Newton, or one device."
+)

@@ -250,7 +250,7 @@ def _no_stats(y1: State) -> Stats:
     return Stats(jnp.int32(0), jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32)))
 
 
-def partitions(program: "Program", arrays: "Arrays") -> Output:
+def partitions(program: Program, arrays: Arrays) -> Output:
     """Partitions of what a solve returns: the states as ``y0`` is, and so is aux of the shape of a state."""
     slices, common = arrays.operands
 

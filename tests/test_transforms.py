@@ -117,6 +117,39 @@ def test_reverse_mode_twice(name):
         twice(f, PARAMS)
 
 
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", ["Serial", "Picard", "Newton", "MGRIT, all kept"])
+def test_second_derivatives_over_a_mesh(name):
+    """These differentiate through the shard_map; with weights that all devices share, and a loss of every layer."""
+    operands = PARAMS, jnp.asarray(RNG.normal(size=3)), Y0
+    directions = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(1).normal(size=x.shape)), operands)
+
+    def loss(operands, solver, comm):
+        def step(y, layer):
+            return y + layer.dt * jnp.tanh(y @ layer.params + layer.shared), jnp.sum(y**3)
+
+        params, shared, y0 = operands
+        solution = lp_jax.solve(step, params, y0, shared=shared, t1=2.0, solver=solver, comm=comm, has_aux=True)
+        return jnp.sum(solution.y1**2) + jnp.sum(solution.aux)
+
+    def product(solver, comm):
+        f = jax.grad(functools.partial(loss, solver=solver, comm=comm))
+        return jax.jit(lambda x: jax.jvp(f, (x,), (directions,))[1])(operands)
+
+    def twice(solver, comm):
+        f = jax.grad(functools.partial(loss, solver=solver, comm=comm))
+        dot = lambda x: sum(map(jnp.vdot, f(x), directions))  # noqa: E731
+        return jax.jit(jax.grad(dot))(operands)
+
+    mesh, wanted = jax.make_mesh((3,), ("layers",), devices=jax.devices()[:3]), product(Serial(), None)
+    assert relative_error(product(ALL[name], mesh), wanted) < 1e-12
+    if name in ("Picard", "Newton"):
+        assert relative_error(twice(ALL[name], mesh), wanted) < 1e-12
+    else:
+        with pytest.raises(ValueError, match=r"Reverse mode was applied twice .* over a mesh"):
+            twice(ALL[name], mesh)
+
+
 CHECKED = """
 import jax, jax.numpy as jnp, lp_jax
 

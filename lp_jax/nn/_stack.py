@@ -57,7 +57,16 @@ class TrunkStep:
 
 def _call(module: Any, y: State, layer: Layer, *, data: PyTree, shared: PyTree, key: jax.Array | None = None) -> State:
     """Call the module with the keywords that it has."""
-    keywords, name = inspect.signature(module.__call__).parameters, type(module).__name__
+    signature = inspect.signature(module.__call__)
+    keywords, name = signature.parameters, type(module).__name__
+    try:
+        signature.bind_partial(y, layer.t, layer.dt)
+    except TypeError:
+        raise TypeError(
+            f"{name}.__call__{signature} is called with (y, t, dt), the state, the time and its step. A layer without time is a "
+            "step of length 1: let it be __call__(self, y, t, dt) and ignore both, with t1 = the number of layers and a coarse "
+            "step that needs no dt, the default; or stack it by nnx.vmap and apply it with lp_jax.nn.scan."
+        ) from None
     if data is not None and "data" not in keywords and "key" in keywords:  # data are the layers' keys
         if key is not None:
             raise ValueError(
