@@ -15,7 +15,6 @@ from benchmarks import report
 from benchmarks.harness import LEAST_ROUNDS, Contender, Tell, measure, summary
 from benchmarks.manifest import cores, device_slug, limit_jax_threads, load, manifest
 
-_HERE = Path(__file__).resolve().parent
 
 Row = tuple[Any, ...]
 
@@ -95,13 +94,13 @@ def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentP
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="where the files go (default: benchmarks/results/DEVICE; --quick: benchmarks/scratch/DEVICE)",
+        help="where the files go (default: runs/bench/DEVICE; --quick: runs/bench-quick/DEVICE)",
     )
     return parser
 
 
 def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path:
-    folder: Path = options.out or _HERE / ("scratch" if options.quick else "results") / device_slug()
+    folder: Path = options.out or Path("runs", "bench-quick" if options.quick else "bench", device_slug())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,11 +1,12 @@
 """What `solve` refuses, at trace time, and the times of the layers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from lp_jax._comm import Comm
 from lp_jax._mesh import MeshComm
@@ -170,6 +171,25 @@ def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str
                 f"{step} must return a state of the same shapes and dtypes as the one it got; leaf {leaf} went in as "
                 f"{_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside; a layer that changes "
                 "the state's shape stands between two solves."
+            )
+
+
+def same_output(out: PyTree, structure: Any) -> None:
+    """The step returned what it returned when it was traced first."""
+    if jax.tree.structure(out) != structure:
+        raise TypeError(
+            f"step must return the same structure in every call; got {structure} and then {jax.tree.structure(out)}. Let it "
+            "depend on nothing but its arguments."
+        )
+
+
+def closed_over(values: Sequence[Any]) -> None:
+    """No array whose type holds a place on the mesh of the context: within a solve, places are automatic."""
+    for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
+        if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
+            raise ValueError(
+                f"step closes over {jax.typeof(value)}, an array of a mesh with explicit axes, inside jax.set_mesh. Pass it as "
+                "shared=, which the step sees as layer.shared; or leave jax.set_mesh."
             )
 
 

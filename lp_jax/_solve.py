@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from lp_jax._comm import Comm, OneDevice
 from lp_jax._gradient import without_gradient
@@ -137,6 +138,9 @@ def solve_vjp(
         exactly those that ``jax.grad`` through `solve` gives. ``aux_cotangent`` is a tree like ``aux``; None, as a whole or for
         a leaf, is zero. Values that ``step`` closes over get no gradient here.
 
+    Raises:
+        ValueError: as `solve`; and over a mesh inside ``jax.set_mesh`` with explicit axes.
+
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> step = lambda y, layer: y + layer.dt * layer.params * y
@@ -146,6 +150,11 @@ def solve_vjp(
         >>> adjoint_stats.residual_norms.shape
         (3,)
     """
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and problem.get("comm") is not None:
+        raise ValueError(
+            "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or take "
+            "jax.vjp of lp_jax.solve."
+        )
     program, arrays = prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess)
     (y1, aux, rest), pull = program.vjp(arrays)
 

@@ -73,7 +73,7 @@ class Traced:
     """What is static about a solve.
 
     Attributes:
-        table: the step for every level, and for every state where levels differ in size.
+        table: the step for every level, and for every state where levels differ in size; with the structure of its output.
         workers: how many layers there are, and which of them each worker holds.
         differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
         padded: whether a worker may hold slots beyond the last layer in either solve.
@@ -83,7 +83,7 @@ class Traced:
             network. Their gradient is then one contraction over all steps.
     """
 
-    table: tuple[tuple[Signature, Callable], ...]
+    table: tuple[tuple[Signature, tuple[Callable, Any]], ...]
     workers: Workers
     differentiable: tuple[bool, ...]
     padded: bool
@@ -93,7 +93,9 @@ class Traced:
 
     def call(self, level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
-        out = dict(self.table)[level, signature(u)](u, x, shared)
+        step, structure = dict(self.table)[level, signature(u)]
+        out = step(u, x, shared)
+        _inputs.same_output(out, structure)
         return out if self.has_aux else (out, None)
 
     def spread(self, slices: Slices, workers: Workers) -> Slices:
@@ -137,7 +139,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
     mask = jax.tree.map(_is_inexact, slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
     closed_over: list[jax.Array] = []
-    table: dict[Signature, Callable] = {}
+    table: dict[Signature, tuple[Callable, Any]] = {}
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slices)
     for solver in solvers:
         for level, u in enumerate(_states_on_levels(solver, steps, y0)):
@@ -171,7 +173,7 @@ def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
 
 def _trace(
     step: LayerStep, u: State, x: Slices, shared: PyTree, has_aux: bool, closed_over: list[jax.Array]
-) -> LayerStep | HoistedStep:
+) -> tuple[Callable, Any]:
     @functools.wraps(step.step)  # errors of JAX name the user's function
     def call(u: State, x: Slices, shared: Any) -> Any:
         return step(u, x, shared)
@@ -182,15 +184,16 @@ def _trace(
         error.add_note(_inputs.called(step.step, u, x.params))
         raise
     _inputs.step_output(out, u, has_aux)
+    _inputs.closed_over(closed.consts)
     if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
-        return step
+        return step, jax.tree.structure(out)
     positions = []
     for constant in closed.consts:
         known = [i for i, c in enumerate(closed_over) if c is constant]
         positions.append(known[0] if known else len(closed_over))
         if not known:
             closed_over.append(constant)
-    return HoistedStep(closed.jaxpr, tuple(positions), jax.tree.structure(out))
+    return HoistedStep(closed.jaxpr, tuple(positions), jax.tree.structure(out)), jax.tree.structure(out)
 
 
 def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:

@@ -50,7 +50,7 @@ def cli(capsys):
 
 
 def test_help_shows_examples_groups_and_defaults(cli):
-    code, out, _ = cli("train", "mnist", "--model", "conv", "--help")
+    code, out, _ = cli("train", "mnist", "--model", "conv", "--help-all")
     assert code == 0 and "lp-jax train mnist --data ~/mnist" in out
     for title in ("Data and model:", "Residual layers of two convolutions each:", "Training:", "Solvers:", "Output:"):
         assert f"\n{title}\n" in out
@@ -440,6 +440,26 @@ def program(*args):
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *map(str, args)], env=environment, **pipes)
+
+
+FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); from lp_jax.cli import main; main()"
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    """Files of at most 100 kB stand for it: the system refuses the rest of a checkpoint in the same way."""
+    sizes = ("--layers", 8, "--epochs", 1, "--checkpoint-every", 10, "--no-compare")
+    training = program("-c", FULL, "train", "digits", *sizes, "--out", tmp_path / "run")
+    _, err = training.communicate(timeout=120)
+    said = [line for line in err.splitlines() if "written" in line or "Traceback" in line or "ERROR" in line]
+    assert training.returncode == 1 and len(said) == 1, err
+    assert re.fullmatch(r"lp-jax: the checkpoint .*10 cannot be written \(File too large\); none was saved before\. .*", said[0])
+
+
+def test_ctrl_c_counts_before_anything_is_imported(tmp_path):
+    """The program sets the system's own way to stop first; the same words follow from the moment the command begins."""
+    code = "import sys, lp_jax_command, signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_DFL, 'jax' in sys.modules)"
+    out, _ = program("-c", code).communicate(timeout=60)
+    assert out.split() == ["True", "False"]
 
 
 def test_info_tells_versions_devices_and_mpi(cli):

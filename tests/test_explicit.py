@@ -73,3 +73,37 @@ def test_a_batch_over_the_axis_of_the_layers_is_refused(jit):
         pytest.raises(ValueError, match=r"y0 and shared.*sharded over the axis 'layers'.*another axis"),
     ):
         (jax.jit(solve) if jit else solve)(jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("layers"))))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_what_a_step_closes_over_has_no_place_either():
+    mesh = jax.make_mesh((4, 2), ("layers", "data"))
+    params = jnp.asarray(RNG.normal(size=(13, 4, 4)))
+
+    def closing(scale, comm):
+        def step(y, layer):
+            return y + scale[None] * layer.dt * jnp.tanh(y @ layer.params)
+
+        return jnp.sum(lp_jax.solve(step, params, Y0, comm=comm).y1 ** 2)
+
+    scale = jax.device_put(jnp.linspace(0.5, 1, 4), NamedSharding(mesh, PartitionSpec()))
+    got, wanted = (jax.jit(jax.grad(closing), static_argnums=1)(x, comm) for x, comm in ((scale, mesh), (jnp.linspace(0.5, 1, 4), None)))
+    np.testing.assert_allclose(got, wanted, rtol=1e-13)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"closes over float64\[4\].*shared="):
+        closing(scale, mesh)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_the_pullback_takes_arrays_of_an_explicit_mesh():
+    mesh = jax.make_mesh((4, 2), ("layers", "data"))
+    params = jax.device_put(jnp.asarray(RNG.normal(size=(16, 4, 4))), NamedSharding(mesh, PartitionSpec("layers")))
+    y0 = jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("data")))
+
+    def pulled(*arrays, comm):
+        solution, pullback = lp_jax.solve_vjp(step, *arrays, comm=comm, has_aux=True)
+        return solution.y1, pullback(jnp.ones((8, 4)), {"y": jnp.ones((16, 8, 4)), "number": None})[0][:2]
+
+    wanted = pulled(np.asarray(params), Y0, comm=None)
+    assert relative_error(jax.tree.leaves(pulled(params, y0, comm=mesh)), jax.tree.leaves(wanted)) < 1e-13
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"solve_vjp does not work inside jax.set_mesh"):
+        pulled(params, y0, comm=mesh)

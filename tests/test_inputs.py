@@ -2,6 +2,8 @@
 
 import re
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -268,6 +270,16 @@ def test_a_tolerance_below_rounding_is_met_there(solver, dtype):
     solution, pullback = lp_jax.solve_vjp(step, weights, y0, solver=solver)
     _, stats = pullback(solution.y1)
     assert solution.result == 0 and solution.stats.iterations <= 5 and stats.iterations <= 5
+
+
+def test_aux_of_another_structure_in_another_call():
+    calls = itertools.count()
+
+    def step(y, layer):
+        return y + layer.dt * layer.params * y, {"y": y} if next(calls) % 2 else (y,)
+
+    with refused(TypeError, "same structure in every call", "{'y': *}", "(*,)", "nothing but its arguments"):
+        lp_jax.solve(step, jnp.ones(8), jnp.ones(()), has_aux=True)
 
 
 def test_residuals_that_do_not_fall_have_a_code():

@@ -1,5 +1,6 @@
 """The examples of the pages run, and say what they compute; links lead somewhere."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -23,6 +24,13 @@ def output(code, **environment):
     command = [sys.executable, "-c", code]
     env = os.environ | environment
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=env).stdout
+
+
+def test_the_package_has_no_links_into_the_repository():
+    """A package index shows this text alone."""
+    text = importlib.metadata.metadata("lp_jax").get_payload()
+    assert "# lp_jax" in text and "`docs/scanned.md`" in text
+    assert not [link for link in re.findall(r"\]\(([^)]*)\)", text) if ":" not in link]
 
 
 def test_the_example_runs():

@@ -4,6 +4,7 @@ import argparse
 import ast
 import functools
 import importlib.metadata
+import logging
 import platform
 import re
 import sys
@@ -61,6 +62,8 @@ class MenuParser(argparse.ArgumentParser):
 
 def run(args: Sequence[str]) -> None:
     """Run the command that the arguments name, or print the menu."""
+    if "--debug" not in args:
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs tracebacks of errors that it raises, too
     if "" not in sys.path:
         sys.path.append("")  # solvers of the user: --solver mymodule.MySolver
     command, rest = _choose("", _ABOUT, _COMMANDS, args)

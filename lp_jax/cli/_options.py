@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, get_loader, set_parsing_settings
@@ -28,13 +28,32 @@ Groups = Callable[[ArgumentParser], object]
 """Adds the options of one command to a parser."""
 
 
+_FIRST = {
+    *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
+    *("solver", "devices", "mpi", "out", "resume", "workers", "error", "save"),
+}
+"""Options of the short help."""
+
+
+class _ShortHelp(argparse.Action):
+    """``--help``: the options that most runs take."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        for action in parser._actions:
+            if action.dest not in (*_FIRST, "help", "help_all"):
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
+
 class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Examples keep their lines; a default that says nothing is left out."""
+    """Examples keep their lines; types, and a default that says nothing, are left out."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = super()._get_help_string(action) or ""
-        shown = action.default is not None and action.default is not False
-        return text if shown else re.sub(r" \(default: %\(default\)s\)|, default: %\(default\)s", "", text)
+        text = re.sub(r"type: %\(type\)s(, )?", "", super()._get_help_string(action) or "")
+        if action.default is None or action.default is False:
+            text = re.sub(r"(, )?default: %\(default\)s", "", text)
+        return text.replace("(, ", "(").replace(" ()", "")
 
 
 def spelled_out(args: Iterable[str]) -> Iterator[str]:
@@ -140,7 +159,10 @@ def parser_of(command: str, problem: Problem, kind: str, groups: Groups, example
         formatter_class=_Formatter,
         exit_on_error=False,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=_ShortHelp, nargs=0, help="Show the options that most runs take.")
+    parser.add_argument("--help_all", action="help", help="Show all options.")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML or JSON file of options, by name.")
     add = parser.add_argument_group("Data and model").add_argument
     for name, text in problem.sources.items():

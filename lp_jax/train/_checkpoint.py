@@ -1,6 +1,8 @@
 """Checkpoints of a run."""
 
+import contextlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +51,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._checkpointer.close()
+        # a checkpoint that failed is told again on closing: that would take the place of the error that is on its way
+        with contextlib.suppress(*[] if error is None else [Exception]):
+            self._checkpointer.close()
 
     @property
     def latest(self) -> int | None:
@@ -58,10 +62,21 @@ class Checkpoints:
         return None if newest is None else int(newest.step)
 
     def save(self, state: TrainState) -> None:
-        """Write ``state`` and return when it is complete; a step that is saved already is not written again."""
-        step = int(state.step)
-        if step != self.latest:
+        """Write ``state`` and return when it is complete; a step that is saved already is not written again.
+
+        Raises:
+            CheckpointError: if it cannot be written; earlier checkpoints stay.
+        """
+        step, latest = int(state.step), self.latest
+        if step == latest:
+            return
+        try:
             self._checkpointer.save(step, state, force=True, custom_metadata={"config": self.config, "step": step})
+        except Exception as error:
+            kept = "none was saved before" if latest is None else f"that of step {latest} is kept"
+            raise CheckpointError(
+                f"the checkpoint {self.folder / str(step)} cannot be written ({_reason(error)}); {kept}."
+            ) from error
 
     def restore(self, template: TrainState) -> TrainState:
         """Return the newest state; ``template``, from `init_state`, has the structure, shapes, dtypes and devices of the result.
@@ -89,10 +104,16 @@ class Checkpoints:
             raise self._unreadable(path, error) from error
 
     def _unreadable(self, path: Path, error: Exception) -> CheckpointError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return CheckpointError(
-            f"the checkpoint {path} cannot be read ({reason}); remove it to resume from the one before."
+            f"the checkpoint {path} cannot be read ({_reason(error)}); remove it to resume from the one before."
         )
+
+
+def _reason(error: Exception) -> str:
+    """Return what the system said, or the error's first line."""
+    text = str(error) or type(error).__name__
+    said = re.search(r": ([^:]*) \[os_error_code='\d+'\]", text)
+    return said[1] if said else text.splitlines()[0]
 
 
 def first_difference(stored: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
