@@ -15,7 +15,6 @@ from benchmarks import report
 from benchmarks.harness import LEAST_ROUNDS, Contender, Tell, measure, summary
 from benchmarks.manifest import cores, device_slug, limit_jax_threads, load, manifest
 
-
 Row = tuple[Any, ...]
 
 

@@ -53,7 +53,7 @@ class Network:
     x: np.ndarray  # the inputs, examples first
     target: np.ndarray  # what the loss compares with
     problem: Callable[..., dict[str, Any]]  # ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`
-    scan: Callable[[Weights, jax.Array], Any]  # ``scan(weights, x)``: the last state, as one writes it by hand
+    scan: Callable[..., Any]  # ``scan(weights, x, unroll=1)``: the last state, as one writes it by hand
     measure: Callable[[Any, Any, jax.Array], jax.Array]  # ``measure(closing, y1, target)``: the loss
 
     def loss(self, solvers: Pair | None = None, comm: Any = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -72,13 +72,13 @@ class Network:
         return loss
 
 
-def through(step: Any, h: float, params: Any, y: jax.Array) -> jax.Array:
+def through(step: Any, h: float, params: Any, y: jax.Array, *, unroll: int = 1) -> jax.Array:
     dt = jnp.asarray(h, y.dtype)
 
     def body(y: jax.Array, params: Any) -> tuple[jax.Array, None]:
         return step(y, lp_jax.Layer(params, None, None, 0 * dt, dt, jnp.int32(0), 0)), None
 
-    return lax.scan(body, y, params)[0]
+    return lax.scan(body, y, params, unroll=unroll)[0]
 
 
 def _residual(
@@ -96,8 +96,8 @@ def _residual(
     def problem(weights: Weights, x: jax.Array, solvers: Pair | None = None, comm: Any = None) -> dict[str, Any]:
         return {"step": step, "params": weights.layers, "y0": enter(weights.opening, x), "comm": comm}
 
-    def scan(weights: Weights, x: jax.Array) -> jax.Array:
-        return through(step, h, weights.layers, enter(weights.opening, x))
+    def scan(weights: Weights, x: jax.Array, unroll: int = 1) -> jax.Array:
+        return through(step, h, weights.layers, enter(weights.opening, x), unroll=unroll)
 
     return Network(name=name, weights=weights, x=x, target=target, problem=problem, scan=scan, measure=measure)
 
@@ -244,7 +244,7 @@ def gru(hidden: int, steps: int, batch: int) -> Network:
     )
 
 
-def _scan_gru(weights: Weights, x: jax.Array) -> tuple[jax.Array, ...]:
+def _scan_gru(weights: Weights, x: jax.Array, unroll: int = 1) -> tuple[jax.Array, ...]:
     """The first map of the inputs is taken of all times at once."""
     units = weights.layers
 
@@ -261,7 +261,7 @@ def _scan_gru(weights: Weights, x: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(out), None
 
     zeros = (jnp.zeros((len(x), units[0][1][0].shape[0]), x.dtype),) * len(units)
-    return lax.scan(step, zeros, _linear(x.swapaxes(0, 1), units[0][0]))[0]
+    return lax.scan(step, zeros, _linear(x.swapaxes(0, 1), units[0][0]), unroll=unroll)[0]
 
 
 NETWORKS: dict[str, Callable[..., Network]] = {

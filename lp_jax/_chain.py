@@ -30,7 +30,6 @@ class Chain:
         workers: where the layers live.
         differentiable: which leaves of ``slices`` have a gradient.
         recurrent: whether all other leaves that have one are in ``shared``: the weights of a recurrent network.
-        looped: what ``interval_map="auto"`` means here: loop (True) or batch.
     """
 
     call: "Call"
@@ -42,7 +41,11 @@ class Chain:
     workers: Workers
     differentiable: tuple[bool, ...] = ()
     recurrent: bool = False
-    looped: bool = False
+
+    @property
+    def looped(self) -> bool:
+        """What ``interval_map="auto"`` means here: loop (True) or batch."""
+        return self.workers.in_turn
 
     @property
     def total(self) -> int:
@@ -90,7 +93,7 @@ class Chain:
     def interval(self, level: int, slices: Slices, shared: PyTree, y0: State, unit: int) -> "Chain":
         """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
         layers = slices.index.shape[0]
-        workers = Local(layers=layers, held=(layers,)).fit(unit)
+        workers = Local(layers=layers, held=(layers,), platform=self.workers.platform).fit(unit)
         call = self.call if self.padded or not workers.padded else guarded(self.call, self.layers)
         return Chain(
             call=lambda _, u, x, shared: call(level, u, x, shared),
@@ -100,7 +103,6 @@ class Chain:
             layers=self.layers,
             padded=self.padded or workers.padded,
             workers=workers,
-            looped=self.looped,
         )
 
 

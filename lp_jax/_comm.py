@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax import _tree, _wire
 from lp_jax._types import CPoints, PyTree, Scalar, Stacked, State
@@ -48,6 +47,14 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def size(self) -> int:
         """Number of workers."""
+
+    @property
+    def platform(self) -> str:
+        """What the workers are, "cpu", "gpu" or "tpu": programs for a processor differ from those for an accelerator.
+
+        By default what JAX computes on: `jax.default_device`, else `jax.default_backend`.
+        """
+        return default_platform()
 
     @property
     def splits(self) -> bool:
@@ -90,6 +97,12 @@ class Comm(abc.ABC):
         return stacked
 
 
+def default_platform() -> str:
+    """The platform that JAX computes on."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
+
+
 @dataclasses.dataclass(frozen=True)
 class OneDevice(Comm):
     """All layers on one device: what ``comm=None`` means."""
@@ -113,11 +126,13 @@ class Workers(abc.ABC):
         layers: number of layers, of all workers.
         held: number of slots for layers on each worker. Workers without layers come last.
         sequential: how a level is solved step after step: "relay", "gather" or "auto".
+        platform: what they are; `Comm.platform`.
     """
 
     layers: int
     held: tuple[int, ...]
     sequential: str
+    platform: str = dataclasses.field(default="cpu", kw_only=True)
 
     @abc.abstractmethod
     def index(self) -> Any:
@@ -155,6 +170,11 @@ class Workers(abc.ABC):
     @abc.abstractmethod
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
         """``run`` on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether what could be done at once is done one after another: a processor's cores are filled by one layer."""
+        return self.platform == "cpu"
 
     @property
     def size(self) -> int:
@@ -248,22 +268,21 @@ class Workers(abc.ABC):
 
     def cumsum(self, increments: CPoints, y0: State, *, reverse: bool) -> CPoints:
         """Return ``y0`` plus the inclusive prefix sums of the increments."""
-        if self.active > 1 and _tree.leading(increments):
-            y0 = _tree.add(_tree.wide(y0), self.exclusive_scan(_tree.total(increments), reverse=reverse))
-        return _tree.cumsum(increments, y0, reverse=reverse)
+        start = self._before(increments, y0, reverse=reverse)
+        return _tree.cumsum(increments, start, reverse=reverse, in_turn=self.in_turn)
 
-    def scan(self, values: PyTree, compose: Compose, *, reverse: bool) -> PyTree:
-        """Return the inclusive scan of ``values``, composed in the order of the chain.
+    def prefix_sums(self, increments: Stacked, y0: State, *, reverse: bool) -> tuple[Stacked, State]:
+        """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus those and its own."""
+        start = self._before(increments, y0, reverse=reverse)
+        before, last = _tree.prefix_sums(increments, start, reverse=reverse, in_turn=self.in_turn)
+        return before, _tree.narrow(last, y0)
 
-        ``compose(first, second)`` is associative; composing with zeros in front must be what the beginning of the chain
-        means.
-        """
-        out = lax.associative_scan(jax.vmap(compose), values, reverse=reverse)
-        if self.active > 1 and _tree.leading(out):
-            edge = jax.tree.map(lambda x: x[0 if reverse else -1], out)
-            before = self.exclusive_scan(edge, reverse=reverse, compose=compose)
-            out = jax.vmap(compose, in_axes=(None, 0))(before, out)
-        return out
+    def _before(self, increments: Stacked, y0: State, *, reverse: bool) -> State:
+        """``y0`` plus the increments of all workers before this one."""
+        if self.active == 1 or not _tree.leading(increments):
+            return y0
+        total = _tree.total(increments, in_turn=self.in_turn)
+        return _tree.add(_tree.wide(y0), self.exclusive_scan(total, reverse=reverse))
 
     def exclusive_scan(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:
         """Compose (add up) the values of all workers before this one, in ``1 + ceil(log2(active - 1))`` messages."""

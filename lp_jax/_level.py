@@ -194,13 +194,14 @@ def sweep(
     if level.factor == 1:
         one, operands = single(level, advance), (incoming, (level.xs, level.rhs))
         return lax.map(lambda x: one(*x), operands) if level.looped else jax.vmap(one)(*operands)
-    run = functools.partial(_interval, level, advance, level.factor if count is None else count)
+    count = level.factor if count is None else count
+    run = functools.partial(_interval, level, advance, count)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (incoming, level.xs))
     emitted = _tree.repeat(_room(level, advance, *first), level.intervals)
     if not level.intervals:  # a worker without layers
         return incoming, emitted
     if not (level.looped or level.intervals == 1):
-        return jax.vmap(run)(incoming, level.xs, level.rhs, emitted)
+        return _at_once(level, advance, count, incoming, emitted)
 
     def interval(k: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
         reached, emitted = carry
@@ -209,6 +210,39 @@ def sweep(
 
     carry = (_tree.zeros_like(incoming), emitted)
     return interval(0, carry) if level.intervals == 1 else lax.fori_loop(0, level.intervals, interval, carry)
+
+
+def _at_once(level: Level, advance: Advance, count: int, u: CPoints, emitted: PyTree) -> tuple[CPoints, PyTree]:
+    """`sweep` through all intervals as one batch: a loop over steps, in each of which the intervals are a batch.
+
+    The other way round, as a batch of loops, writing what a step emits would be a scatter.
+    """
+    one = jax.vmap(advance, in_axes=(0, 0, None))
+
+    def body(i: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+        u, emitted = carry
+        n = level.factor - 1 - i if level.reverse else i
+
+        def take(x: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
+
+        u, new = one(u, jax.tree.map(take, level.xs), level.shared)
+        u = _tree.add(u, jax.tree.map(take, level.rhs))
+        return u, jax.tree.map(lambda x, e: lax.dynamic_update_index_in_dim(x, e, n, axis=1), emitted, new)
+
+    return lax.fori_loop(0, count, body, (u, emitted), unroll=_unroll(level, count))
+
+
+_SHORT, _SOME = 16, 8
+
+
+def _unroll(level: Level, count: int) -> int:
+    """How many of ``count`` turns of a loop are written out.
+
+    On an accelerator a turn of a loop costs launches of its own, and a body of a few operations is launched one by one. All
+    turns of a short loop, then, and eight of a longer one; more takes long to compile.
+    """
+    return 1 if level.workers.in_turn else count if count <= _SHORT else _SOME
 
 
 def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any]:
@@ -236,7 +270,8 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    return lambda y0: lax.scan(body, y0, (level.xs, level.rhs), reverse=level.reverse)[1]
+    unroll = _unroll(level, level.intervals)
+    return lambda y0: lax.scan(body, y0, (level.xs, level.rhs), reverse=level.reverse, unroll=unroll)[1]
 
 
 def single(level: Level, advance: Advance) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
@@ -275,7 +310,9 @@ def _interval(
         u = _tree.add(u, None if rhs is None else _tree.take(rhs, *at, n))
         return u, _tree.put(emitted, new, *at, n)
 
-    return body(0, (u, emitted)) if count == 1 else lax.fori_loop(0, count, body, (u, emitted))
+    if count == 1:
+        return body(0, (u, emitted))
+    return lax.fori_loop(0, count, body, (u, emitted), unroll=_unroll(level, count))
 
 
 def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,10 @@ class MeshComm(Comm):
     def size(self) -> int:
         """Number of workers."""
         return int(self.mesh.shape[self.axis])
+
+    @property
+    def platform(self) -> str:
+        return str(self.mesh.devices.flat[0].platform)
 
     @property
     def automatic(self) -> Mesh:
@@ -238,9 +242,11 @@ class OnMesh(Workers):
         out = _tree.zeros_like(jax.eval_shape(run, y0))
 
         def turn(entry: State, out: tuple[CPoints, Any], number: Any) -> tuple[CPoints, Any]:
+            mine = self.index() == first + by * number
+            if not self.in_turn:  # all of them: who has nothing to do would wait, and a loop's length is known
+                return cast(tuple[CPoints, Any], _tree.where(mine, run(entry), out))
             # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
-            mine = (self.index() == first + by * number).astype(jnp.int32)
-            return lax.fori_loop(0, mine, lambda _, __: run(entry), out)
+            return lax.fori_loop(0, mine.astype(jnp.int32), lambda _, __: run(entry), out)
 
         def body(carry: tuple[State, Any], number: jax.Array) -> tuple[tuple[State, Any], None]:
             out = turn(*carry, number)

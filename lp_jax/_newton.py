@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _check, _tree
+from lp_jax import _affine, _check, _tree
+from lp_jax._affine import Maps
+from lp_jax._jacobians import Blocks, Full, Jacobians
 from lp_jax._level import Level, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant, counted
@@ -94,8 +96,9 @@ class Newton(Solver):
     ``adjoint_solver`` is named.
 
     Args:
-        jacobian: "full"; "diagonal", its diagonal alone (same evaluations, memory and products of d numbers); or "identity",
-            no evaluations, which is `Picard`.
+        jacobian: "full"; "diagonal", for layers in which each number of the state acts on itself alone, or on those at its own
+            place in the other leaves (k leaves of one shape): k evaluations, and the convergence of "full". For other layers
+            this is a rough guess of the diagonal. "identity": no evaluations, which is `Picard`.
         iterations: number of iterations; with a tolerance their largest number. As many as there are layers are exact.
         relaxations: sweeps before the first iteration, in which every layer takes the state that entered it before: one
             evaluation of all layers each, where an iteration takes many. They forget the guess as fast as the network forgets
@@ -163,48 +166,32 @@ class Newton(Solver):
 
     def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
         level = levels[0]
-        stepped, jacobians = sweep(level, level.incoming(u), advance=self._linearised(level))
+        kind = self._jacobians(level.y0)
+        stepped, jacobians = sweep(level, level.incoming(u), advance=self._linearised(level, kind))
         residuals = _tree.sub(stepped, u)
-        if jacobians is None:
+        if kind is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
         else:
-            vectors = _Vectors(level.y0, self.batch_axes)
-            maps = jacobians, jax.vmap(vectors.join)(residuals)
-            compose = _compose_matrices if self.jacobian == "full" else _compose_diagonals
-            _, change = level.workers.scan(maps, compose, reverse=level.reverse)
-            change = jax.vmap(vectors.part)(change)
+            maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
+            change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
         return _tree.add(u, change), _tree.sum_of_squares(residuals)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
-    def _linearised(self, level: Level) -> Advance:
-        """The step of ``level``, emitting its Jacobian: ``(*batch, d, d)``, its diagonal ``(*batch, d)``, or None."""
+    def _jacobians(self, state: State) -> Jacobians | None:
         if self.jacobian == "identity":
+            return None
+        return (Full if self.jacobian == "full" else Blocks)(state, self.batch_axes)
+
+    def _linearised(self, level: Level, kind: Jacobians | None) -> Advance:
+        """The step of ``level``, emitting its Jacobian."""
+        if kind is None:
             return level.advance
-        vectors = _Vectors(level.y0, self.batch_axes)
 
         def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
-            def step(v: jax.Array) -> tuple[jax.Array, State]:
-                u_next = level.step(vectors.part(v), x, shared)
-                return vectors.join(u_next), u_next
-
-            v = vectors.join(u)
-            _, pull, u_next = jax.vjp(step, v, has_aux=True)
-
-            def row(i: jax.Array) -> jax.Array:
-                unit = jnp.zeros_like(v).at[..., i].set(1)
-                return pull(unit)[0]
-
-            numbers = jnp.arange(v.shape[-1])
-            if self.jacobian == "full":
-                jacobian = jnp.moveaxis(jax.vmap(row)(numbers), 0, -2)
-            else:  # a few rows at a time: all of them would be the full Jacobian
-                entries = lax.map(lambda i: row(i)[..., i], numbers, batch_size=min(v.shape[-1], _ROWS))
-                jacobian = jnp.moveaxis(entries, 0, -1)
-            if self.damping is not None:
-                jacobian = self.damping(jacobian, self.jacobian == "full")
-            return u_next, jacobian
+            u_next, jacobian = kind.linearise(lambda v: level.step(v, x, shared), u)
+            return u_next, jacobian if self.damping is None else kind.damped(jacobian, self.damping)
 
         return advance
 
@@ -242,56 +229,3 @@ _WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...
 _OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum
 _OF_A_SCAN = 3  # arrays of all Jacobians: their own, and two of the scan's
 _BYTES = 4  # of a number
-
-
-_ROWS = 32
-
-
-class _Vectors:
-    """States as vectors ``(*batch, d)``, all leaves side by side."""
-
-    def __init__(self, state: State, batch_axes: int | None) -> None:
-        leaves, self.structure = jax.tree.flatten(state)
-        self.shapes = [jnp.shape(x) for x in leaves]
-        self.dtypes = [x.dtype for x in leaves]
-        if batch_axes is None and any(len(shape) > 1 for shape in self.shapes):
-            raise ValueError(
-                f"Newton got a state with leaves of shapes {self.shapes}. Say along how many of their leading axes a layer "
-                "treats entries independently, like examples: Newton(batch_axes=1), or batch_axes=0 if there are none. "
-                "A full Jacobian has the square of the other numbers as entries."
-            )
-        self.axes = batch_axes or 0
-        batches = {shape[: self.axes] for shape in self.shapes}
-        if len(batches) > 1 or any(len(shape) < self.axes for shape in self.shapes):
-            raise ValueError(
-                f"Newton(batch_axes={self.axes}) needs leaves that agree in their first {self.axes} axes; got {self.shapes}."
-            )
-
-    def join(self, state: State) -> jax.Array:
-        """A state as a vector."""
-        leaves = [x.reshape(*x.shape[: self.axes], -1) for x in jax.tree.leaves(state)]
-        with jax.numpy_dtype_promotion("standard"):
-            return jnp.concatenate(leaves, axis=-1)
-
-    def part(self, v: jax.Array) -> State:
-        """Undo `join`."""
-        leaves, begin = [], 0
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            size = math.prod(shape[self.axes :])
-            leaves.append(v[..., begin : begin + size].reshape(shape).astype(dtype))
-            begin += size
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-Map = tuple[jax.Array, jax.Array]
-"""An affine map, its matrix (or the diagonal of that) and what it adds."""
-
-
-def _compose_matrices(first: Map, second: Map) -> Map:
-    (a, b), (c, d) = first, second
-    return c @ a, (c @ b[..., None])[..., 0] + d
-
-
-def _compose_diagonals(first: Map, second: Map) -> Map:
-    (a, b), (c, d) = first, second
-    return c * a, c * b + d

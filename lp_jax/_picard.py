@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,33 @@ from lp_jax._pytree import register
 from lp_jax._solver import Coarse, Solver, constant, require_fixed_effort, solve_intervals
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._work import Work
+
+
+class _Swept(NamedTuple):
+    """What sweeps work on: the states that enter the layers, ``(n, ...)``, and the one that leaves this worker's last.
+
+    Sums of increments are these states: nothing has to be shifted by a layer between two sweeps.
+    """
+
+    entering: Points
+    last: State
+
+    def points(self, level: Level) -> Points:
+        """The states that leave the layers."""
+
+        def leaf(x: jax.Array, last: jax.Array) -> jax.Array:
+            if not x.shape[0]:
+                return x
+            return jnp.concatenate([last[None], x[:-1]] if level.reverse else [x[1:], last[None]])
+
+        return jax.tree.map(leaf, self.entering, self.last)
+
+
+def _swept(level: Level, points: Points) -> _Swept:
+    """From the states that leave the layers."""
+    edge = 0 if level.reverse else -1
+    last = jax.tree.map(lambda x, y: x[edge] if x.shape[0] else y, points, level.y0)
+    return _Swept(level.incoming(points), last)
 
 
 @register("rtol", "atol")
@@ -108,26 +135,28 @@ class Picard(Solver):
     def unit(self, steps: int) -> int:
         return -(-steps // self.windows) if self.windows > 1 else 1
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[_Swept, int]:
+        level = levels[0]
+        if self.windows == 1 and guess is None:
+            return _Swept(constant(level, None), level.y0), 0
         if self.windows == 1:
-            return constant(levels[0], guess), 0
-        if levels[0].number > 0:
+            return _swept(level, guess), 0
+        if level.number > 0:
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
-        return self._march(levels[0]), self.sweeps - 1
+        return _swept(level, self._march(level)), self.sweeps - 1
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
         size = self.unit(level.workers.total(level.span))
-        alone = Local(layers=size, held=(size,))
+        alone = Local(layers=size, held=(size,), platform=level.workers.platform)
 
         def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
             xs, rhs = operands
             inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=alone)
-            points = constant(inside, None)
+            swept = _Swept(constant(inside, None), u)
             for _ in range(self.sweeps - 1):
-                points, _ = self.improve((inside,), points)
-            u = inside.last(points)
-            return u, (u, points)
+                swept, _ = self.improve((inside,), swept)
+            return swept.last, (swept.last, swept.points(inside))
 
         windows = _tree.split((level.xs, level.rhs), size)
 
@@ -137,14 +166,16 @@ class Picard(Solver):
         _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
         return _tree.merge(points)
 
-    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
+    def improve(self, levels: Sequence[Level], u: _Swept) -> tuple[_Swept, Scalar]:
         level = levels[0]
-        incoming = level.incoming(u)
         if level.looped:
-            return _in_turn(level, incoming, u)
-        stepped, _ = sweep(level, incoming)
-        new = level.cumsum(_tree.sub(stepped, incoming), level.y0)
-        return new, _tree.sum_of_squares(_tree.sub(stepped, u))
+            return _in_turn(level, u)
+        stepped, _ = sweep(level, u.entering)
+        entering, last = level.workers.prefix_sums(_tree.sub(stepped, u.entering), level.y0, reverse=level.reverse)
+        return _Swept(entering, last), _tree.sum_of_squares(_tree.sub(stepped, u.points(level)))
+
+    def c_points(self, levels: Sequence[Level], u: _Swept) -> CPoints:
+        return u.points(levels[0])
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
@@ -159,7 +190,7 @@ class Picard(Solver):
 
         def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
             x, states = x
-            return self._interval(step, u, x, states, shared, looped)
+            return self._interval(step, u, x, states, shared, looped=looped, in_turn=chain.workers.in_turn)
 
         def around(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
@@ -167,7 +198,15 @@ class Picard(Solver):
         return Coarse(solve_interval, (xs, None), around if self.takes_points else None)
 
     def _interval(
-        self, step: SliceStep, u: State, xs: PyTree, states: State | None, shared: PyTree, looped: bool
+        self,
+        step: SliceStep,
+        u: State,
+        xs: PyTree,
+        states: State | None,
+        shared: PyTree,
+        *,
+        looped: bool,
+        in_turn: bool,
     ) -> State:
         """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
         if states is None:
@@ -188,8 +227,7 @@ class Picard(Solver):
             return jax.vmap(lambda y, x: _tree.sub(step(y, x, shared), y))(incoming, xs)
 
         for _ in range(self.sweeps - 1):
-            points = _tree.cumsum(increments(incoming), u)
-            incoming = jax.tree.map(lambda y, x: jnp.concatenate([y[None], x[:-1]]), u, points)
+            incoming, _ = _tree.prefix_sums(increments(incoming), u, reverse=False, in_turn=in_turn)
         total = jax.tree.map(lambda d: jnp.sum(d, axis=0), _tree.wide(increments(incoming)))
         return _tree.narrow(_tree.add(_tree.wide(u), total), u)
 
@@ -207,10 +245,11 @@ class Picard(Solver):
             span = self.unit(work.layers)
             work = dataclasses.replace(work, unit=span)
             work.steps(-(-work.layers // span) * (sweeps - 1), span)
-            work.sent(work.workers - 1)
+            work.sent(work.workers - 1 + (work.workers > 1))
             sweeps = 1
         work.steps(sweeps, work.mine)
-        work.sent(sweeps * (1 + work.prefix))
+        recomputes = work.workers > 1 and work.adjoint and not work.kept  # the states that enter
+        work.sent(sweeps * work.prefix + recomputes)
         work.last_evaluation()
 
     def count_steps(self, work: Work, count: int, at_once: int) -> None:
@@ -230,29 +269,38 @@ class Picard(Solver):
         return f"{steps} layers at once, {most}: no coarse level", note
 
 
-def _in_turn(level: Level, incoming: Points, u: Points) -> tuple[Points, Scalar]:
+def _in_turn(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
     """A sweep whose layers are evaluated one after another: increments are added up, and residuals squared, on the way.
 
-    The states of all layers pass through memory once, not four times.
+    The states of all layers pass through memory once, not four times. A layer's residual is known when its successor's
+    entering state is.
     """
     step, first = single(level, level.advance), level.workers.active == 1
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
 
-    def square(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.square(jnp.abs(x - y)).astype(dtype)
+    def square(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return total + jnp.square(jnp.abs(x - y)).astype(dtype)
 
-    def layer(carry: tuple[State, State], operands: tuple[State, PyTree, State]) -> tuple[tuple[State, State], State]:
-        total, squares = carry
-        y, x, left = operands
+    def layer(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
+        total, squares, before = carry
+        y, x = operands
         stepped, _ = step(y, x)
-        total = _tree.add(total, _tree.wide(_tree.sub(stepped, y)))
-        return (total, _tree.add(squares, jax.tree.map(square, stepped, left))), _tree.narrow(total, y)
+        squares = jax.tree.map(square, squares, before, y)
+        new = _tree.add(total, _tree.wide(_tree.sub(stepped, y)))
+        return (new, squares, stepped), _tree.narrow(total, y)
 
     start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
     squares = jax.tree.map(lambda y: jnp.zeros(y.shape, dtype), start)  # of each number: sums over a state take time
-    operands = incoming, (level.xs, level.rhs), u
-    (total, squares), new = lax.scan(layer, (start, squares), operands, reverse=level.reverse)
-    if not first and _tree.leading(u):
+    if not _tree.leading(u.entering):
+        return u, jnp.zeros((), dtype)
+    entered = _tree.take(u.entering, -1 if level.reverse else 0)
+    operands = u.entering, (level.xs, level.rhs)
+    carry, entering = lax.scan(layer, (start, squares, entered), operands, reverse=level.reverse)
+    total, squares, stepped = carry
+    squares = jax.tree.map(square, squares, stepped, u.last)
+    if not first:
         before = _tree.add(_tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse))
-        new = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(new), before), new)
-    return new, jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))
+        entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
+        total = _tree.add(total, before)
+    last = _tree.narrow(total, level.y0)
+    return _Swept(entering, last), jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))

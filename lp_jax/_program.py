@@ -98,7 +98,7 @@ def prepare(
     intervals = -(-traced.workers.rows[0] // solver.stride(layers))
     guess = _inputs.guess(guess, operands.common.y0, intervals)
     exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
-    scan = exact and (traced.looped or not (traced.recurrent and solver.keeps_states))
+    scan = exact and (traced.workers.in_turn or not (traced.recurrent and solver.keeps_states))
     static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
     if isinstance(guess, str):
         arrays = Arrays(operands, solver, adjoint_solver, None)

@@ -100,24 +100,28 @@ class Serial(Solver):
         return f"{steps} layers one after another: serial propagation", "exact, and the baseline"
 
 
+_SOME = 8  # layers whose work is written out, on an accelerator: it launches them without asking between
+
+
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, Any]]:
     """A ``lax.scan`` over the layers, to be differentiated by JAX.
 
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
+    unroll = 1 if chain.workers.in_turn else _SOME
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
         u, aux = chain.call(0, u, x, chain.shared)
         return u, (u, aux)
 
     if checkpoint_every is None or checkpoint_every >= chain.steps:
-        return lax.scan(body, chain.y0, chain.slices)
+        return lax.scan(body, chain.y0, chain.slices, unroll=unroll)
     size, n = checkpoint_every, chain.steps
 
     @jax.checkpoint
     def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, Any]]:
-        return lax.scan(body, u, xs)
+        return lax.scan(body, u, xs, unroll=unroll)
 
     full = n - n % size
     u, out = lax.scan(segment, chain.y0, _tree.split(jax.tree.map(lambda x: x[:full], chain.slices), size))

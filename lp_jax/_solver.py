@@ -143,6 +143,10 @@ class Solver(CoarseStep):
         """First C-points, and how many of the iterations they cost. The guess, or ``y0`` at every C-point."""
         return constant(levels[0], guess), 0
 
+    def c_points(self, levels: Sequence[Level], u: Any) -> CPoints:
+        """The C-points, of what `start` and `improve` return, where that is something else."""
+        return u
+
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         """The final sweep: last C-points, and what ``advance`` emitted at each step of the finest level."""
         return sweep(levels[0], levels[0].incoming(u), advance=advance)
@@ -342,10 +346,12 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     cycles = solver.iterations - spent
     skipped = jnp.full((spent,), NOT_MEASURED, dtype)
     if cycles <= 0:
+        u = solver.c_points(levels, u)
         return u, Stats(jnp.asarray(spent, jnp.int32), skipped), jnp.asarray(not solver.has_tolerance)
     if not solver.has_tolerance:
         u, squares = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
         norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
+        u = solver.c_points(levels, u)
         return u, Stats(jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms])), jnp.asarray(True)
 
     atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
@@ -367,4 +373,4 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
 
     u, k, norms = lax.while_loop(unfinished, body, (u, jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)))
     met = norms[k - 1] <= tolerance(norms)
-    return u, Stats(k + spent, jnp.concatenate([skipped, norms])), met
+    return solver.c_points(levels, u), Stats(k + spent, jnp.concatenate([skipped, norms])), met

@@ -78,7 +78,6 @@ class Traced:
         differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
         padded: whether a worker may hold slots beyond the last layer in either solve.
         has_aux: whether the step returns ``(y_next, aux)``.
-        looped: what ``interval_map="auto"`` means here.
         recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
             network. Their gradient is then one contraction over all steps.
     """
@@ -88,7 +87,6 @@ class Traced:
     differentiable: tuple[bool, ...]
     padded: bool
     has_aux: bool
-    looped: bool
     recurrent: bool
 
     def call(self, level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
@@ -114,7 +112,6 @@ class Traced:
             workers=workers,
             differentiable=self.differentiable,
             recurrent=self.recurrent,
-            looped=self.looped,
         )
 
 
@@ -128,6 +125,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
     comm = problem.comm or OneDevice()
     params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
     workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
+    workers = dataclasses.replace(workers, platform=comm.platform)
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     if traced_times:
@@ -154,7 +152,6 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         differentiable=differentiable,
         padded=any(workers.fit(solver.resolve(steps).unit(steps)).padded for solver in solvers),
         has_aux=problem.has_aux,
-        looped=jax.default_backend() == "cpu",
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
     )
     return traced, Operands(slices, common)

@@ -452,7 +452,9 @@ def test_a_full_disk_is_one_line(tmp_path):
     _, err = training.communicate(timeout=120)
     said = [line for line in err.splitlines() if "written" in line or "Traceback" in line or "ERROR" in line]
     assert training.returncode == 1 and len(said) == 1, err
-    assert re.fullmatch(r"lp-jax: the checkpoint .*10 cannot be written \(File too large\); none was saved before\. .*", said[0])
+    assert re.fullmatch(
+        r"lp-jax: the checkpoint .*10 cannot be written \(File too large\); none was saved before\. .*", said[0]
+    )
 
 
 def test_ctrl_c_counts_before_anything_is_imported(tmp_path):

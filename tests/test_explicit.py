@@ -87,7 +87,10 @@ def test_what_a_step_closes_over_has_no_place_either():
         return jnp.sum(lp_jax.solve(step, params, Y0, comm=comm).y1 ** 2)
 
     scale = jax.device_put(jnp.linspace(0.5, 1, 4), NamedSharding(mesh, PartitionSpec()))
-    got, wanted = (jax.jit(jax.grad(closing), static_argnums=1)(x, comm) for x, comm in ((scale, mesh), (jnp.linspace(0.5, 1, 4), None)))
+    got, wanted = (
+        jax.jit(jax.grad(closing), static_argnums=1)(x, comm)
+        for x, comm in ((scale, mesh), (jnp.linspace(0.5, 1, 4), None))
+    )
     np.testing.assert_allclose(got, wanted, rtol=1e-13)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"closes over float64\[4\].*shared="):
         closing(scale, mesh)

@@ -1,8 +1,7 @@
 """Bad input: refused at trace time, naming the argument, what it got, what it wanted and what to do."""
 
-import re
-
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,7 @@
 """The Newton family, against its own recursions written out in NumPy and against what theory says of it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from problems import (
 )
 
 import lp_jax
+from lp_jax import _affine
+from lp_jax._comm import Local
+from lp_jax._jacobians import Blocks, Full
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,7 +65,9 @@ def by_hand(params, y0, iterations, change):
 
 
 def _diagonal(jacobian):
-    return jacobian * np.eye(WIDTH)
+    """Signs times what the Jacobian makes of them; the diagonal, where there is nothing else."""
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=WIDTH)
+    return signs[:, None] * (jacobian @ signs)[..., None] * np.eye(WIDTH)
 
 
 def _clipped(jacobian):
@@ -250,3 +256,86 @@ def test_refusals():
     with pytest.raises(ValueError, match="relaxations must be at least 0; got -1"):
         lp_jax.Newton(relaxations=-1)
     states(dense_step, params, y0, lp_jax.Newton(jacobian="identity"))  # needs no batch axes
+
+
+def chain(n):
+    """Maps of 2 examples of 3 x 3, and the states that leave them one after another, by hand."""
+    rng = np.random.default_rng(0)
+    matrices, vectors = rng.normal(size=(n, 2, 3, 3)) / 2, rng.normal(size=(n, 2, 3))
+
+    def states(order, matrices):
+        d, found = np.zeros((2, 3)), np.zeros_like(vectors)
+        for i in order:
+            d = found[i] = np.einsum("bij,bj->bi", matrices[i], d) + vectors[i]
+        return found
+
+    return matrices, vectors, states
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 8, 9, 13, 64, 75, 128])
+def test_chains_of_affine_maps(n, reverse, platform):
+    """Of whole matrices, of blocks, and of diagonals, in turn and in groups."""
+    matrices, vectors, states = chain(n)
+    order = range(n)[:: -1 if reverse else 1]
+    workers = Local(layers=n, held=(n,), platform=platform)
+
+    def solved(kind, *maps):
+        run = jax.jit(lambda maps: _affine.solve(workers, maps, kind, reverse=reverse))
+        return run(_affine.Maps(*map(jnp.asarray, maps)))
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
+    wanted = states(order, matrices)
+    close(solved(Full(jnp.zeros((2, 3)), 1), matrices, vectors), wanted)
+    blocks = np.moveaxis(matrices, 1, -1), np.moveaxis(vectors, 1, -1)  # of three leaves (2,)
+    close(solved(Blocks([jnp.zeros(2)] * 3, 1), *blocks), np.moveaxis(wanted, 1, -1))
+    entries = np.einsum("nbii->nbi", matrices)
+    got = solved(Blocks(jnp.zeros((2, 3)), 1), entries[:, None, None], vectors[:, None])
+    close(got[:, 0], states(order, entries[..., None] * np.eye(3)))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_overflows_behind_stays_there(platform):
+    maps = _affine.Maps(jnp.ones((40, 1, 1)).at[20].set(jnp.inf), jnp.ones((40, 1)))
+    workers = Local(layers=40, held=(40,), platform=platform)
+    got = _affine.solve(workers, maps, Full(jnp.zeros(1), None), reverse=False)
+    np.testing.assert_array_equal(got[:20, 0], np.arange(1.0, 21.0))
+
+
+def coupled(y, layer):
+    """Numbers at the same place in two leaves act on each other, as the two states of an LSTM do."""
+    (a, b), (w, v) = y, layer.params
+    return a * jnp.tanh(b + w) - 0.3 * b, jnp.sin(a * v) + 0.5 * b
+
+
+def test_blocks_of_leaves_are_full_jacobians_where_nothing_else_is_there():
+    rng = np.random.default_rng(1)
+    params, y0 = jnp.asarray(rng.normal(size=(2, 20, 3, 5))), jnp.asarray(rng.normal(size=(2, 3, 5)))
+
+    def trajectory(**fields):
+        run = jax.jit(lambda p, y: lp_jax.solve(coupled, tuple(p), tuple(y), solver=newton(3, **fields)).trajectory)
+        return jnp.stack(run(params, y0))
+
+    blocks = trajectory(jacobian="diagonal")
+    np.testing.assert_allclose(blocks, trajectory(), rtol=1e-11, atol=1e-12)
+    damped = trajectory(jacobian="diagonal", damping=lp_jax.Shrink(by=0.2))
+    np.testing.assert_allclose(damped, trajectory(damping=lp_jax.Shrink(by=0.2)), rtol=1e-11, atol=1e-12)
+    assert relative_error(damped, blocks) > 1e-6
+
+
+def test_blocks_take_one_evaluation_for_each_leaf():
+    """Products in the compiled program: one for each leaf's state, and one for its derivative."""
+    mixing = jnp.ones((7, 7))
+
+    def step(y, layer):
+        return jax.tree.map(lambda x: x + layer.dt * jnp.tanh(x @ mixing), y)
+
+    def products(state, **fields):
+        solve = jax.jit(lambda y: lp_jax.solve(step, None, y, data=jnp.ones(6), solver=newton(1, **fields)).y1)
+        return solve.lower(state).compile().as_text().count(" dot(")
+
+    one = jnp.ones((2, 7))
+    assert products(one, jacobian="identity") == 1
+    assert products(one, jacobian="diagonal") == 2
+    assert products((one, one), jacobian="diagonal") == 4

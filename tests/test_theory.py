@@ -372,11 +372,22 @@ def test_enough_sweeps_in_windows_are_exact(storage):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_prefix_sums_of_either_backend(backend, reverse, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    x, start = np.random.default_rng(0).normal(size=(9, 3)), np.arange(3.0)
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("n", [1, 5, 9, 16, 37, 60, 128])
+def test_prefix_sums_of_either_kind(n, in_turn, reverse):
+    x, start = np.random.default_rng(0).normal(size=(n, 3)), np.arange(3.0)
     order = slice(None, None, -1 if reverse else 1)
-    wanted = start + np.cumsum(x[order], axis=0)[order]
-    np.testing.assert_allclose(_tree.cumsum(jnp.asarray(x), jnp.asarray(start), reverse=reverse), wanted, rtol=1e-13)
-    np.testing.assert_allclose(_tree.total(jnp.asarray(x)), x.sum(axis=0), rtol=1e-13)
+    wanted = np.cumsum(np.concatenate([start[None], x[order]]), axis=0)
+    given = {"tree": jnp.asarray(x), "start": jnp.asarray(start), "reverse": reverse, "in_turn": in_turn}
+    np.testing.assert_allclose(_tree.cumsum(**given), wanted[1:][order], rtol=1e-12, atol=1e-13)
+    before, last = _tree.prefix_sums(**given)
+    np.testing.assert_allclose(before, wanted[:-1][order], rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(last, wanted[-1], rtol=1e-12)
+    np.testing.assert_allclose(_tree.total(jnp.asarray(x), in_turn=in_turn), x.sum(axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_what_is_infinite_behind_stays_there(in_turn):
+    x = jnp.ones(40).at[20].set(jnp.inf)
+    before, _ = _tree.prefix_sums(x, jnp.zeros(()), reverse=False, in_turn=in_turn)
+    np.testing.assert_array_equal(before[:21], np.arange(21.0))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -65,7 +64,9 @@ def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
         return _line(str(error) if known else f"{error.name} is missing; pip install 'lp_jax[train]' installs it"), 1
     if isinstance(error, OSError) and error.errno in _FULL:
         where = f" {error.filename}" if error.filename else ""
-        return _line(f"cannot write{where}: {error.strerror}; free some space and add --resume, or choose another --out"), 1
+        return _line(
+            f"cannot write{where}: {error.strerror}; free some space and add --resume, or choose another --out"
+        ), 1
     if "--debug" in args:
         return "".join(traceback.format_exception(error)).rstrip(), 1
     return _line(f"{str(error) or type(error).__name__} (--debug shows where)"), 1

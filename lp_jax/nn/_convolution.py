@@ -22,6 +22,7 @@ from flax import nnx
 from jax import lax
 
 from lp_jax import _check
+from lp_jax._comm import default_platform
 
 _FORMULATIONS = ("auto", "xla", "products")
 _CACHE = 2**21  # bytes of patches and products that are computed at once
@@ -54,7 +55,7 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     if any(size % 2 == 0 for size in taps):
         raise ValueError(f"a kernel must have an odd number of taps along each axis of space; got {taps}.")
     if formulation == "auto":
-        formulation = "products" if jax.default_backend() == "cpu" else "xla"
+        formulation = "products" if default_platform() == "cpu" else "xla"
     return (_xla if formulation == "xla" else _products)(x, kernel)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _check, _inputs
+from lp_jax._comm import default_platform
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
@@ -43,7 +44,7 @@ class Gates(NamedTuple):
 
     def split_on_cpu(self) -> "Gates":
         """Return one map for each gate on a CPU, where slices of a small product cost more than two more products."""
-        if jax.default_backend() != "cpu":
+        if default_platform() != "cpu":
             return self
         return Gates(*(tuple(jnp.split(parts[0], 3, axis=-1)) for parts in self))
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from lp_jax import _tree
+from lp_jax._comm import default_platform
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._traced import trace
@@ -67,7 +68,7 @@ def calibrate(
     """
     if problem.comm is not None:
         raise ValueError("calibrate got a problem with a comm; it measures one device. Leave the comm out.")
-    count, looped = problem.layers, jax.default_backend() == "cpu"
+    count, looped = problem.layers, default_platform() == "cpu"
     most = _enough(problem) if looped else count
     sizes = [most] if looped else sorted({max(2, count // 64), max(2, count // 8), count})
     serial = forward, backward = _measure.serial(_first(problem, most))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lp_jax._comm import default_platform
 from lp_jax._problem import Problem
 from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
@@ -72,7 +73,7 @@ def plan(
             "plan got a problem with a comm; it works on one device. Leave the comm out, and pass workers=P for the prediction."
         )
     if machine is None:
-        worth = small(problem.y0) and jax.default_backend() != "cpu"  # Newton's method is depth for much work
+        worth = small(problem.y0) and default_platform() != "cpu"  # Newton's method is depth for much work
         machine = calibrate(problem, fewer=fewer, newton=worth)
     if interconnect is not None:
         machine = dataclasses.replace(machine, **interconnect._asdict())
@@ -146,7 +147,7 @@ def _refuse(layers: int, workers: int, error: float) -> None:
 
 def _probe(problem: Problem, cotangent: State | None) -> Probe:
     """Compare gradients of all parameters and shared values of a network with the exact ones."""
-    fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None  # it runs a few times only
+    fast = {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None  # it runs a few times only
 
     @functools.partial(jax.jit, compiler_options=fast)
     def gradient(values: dict[str, Any], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Any:

@@ -66,9 +66,8 @@ def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool,
     """
     unit = solver.unit(layers)
     mine = math.ceil(layers / unit / workers) * unit
-    chain = functools.partial(
-        _chain, _Counted(sequential="relay", layers=layers, held=(mine,) * math.ceil(layers / mine))
-    )
+    held = (mine,) * math.ceil(layers / mine)
+    chain = functools.partial(_chain, _Counted(sequential="relay", layers=layers, held=held, platform="gpu"))
     before = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
     forward = functools.partial(_forward, before, chain, kept=kept)
     arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))

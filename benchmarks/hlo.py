@@ -1,0 +1,366 @@
+"""Reads a program that XLA compiled for a GPU: what it launches, moves and multiplies, and how long that would take.
+
+From two texts: the optimised program (HLO), which says what each kernel reads, writes and computes, and how often its
+loop turns; and the launch list that XLA dumps, which says what is launched alone and what in CUDA graphs.
+
+Not counted: what stays in a cache between two kernels, kernels side by side, and what autotuning would choose. A buffer that a
+kernel is given twice is read once. Of a slice only the slice is read, of an update only the update is written.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_BYTES = {"f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2, "s16": 2, "u16": 2}
+_BYTES |= {"s8": 1, "u8": 1, "pred": 1, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1}
+_ARRAY = re.compile(rf"\b({'|'.join(_BYTES)})\[([\d,]*)\]")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id"}
+_SLICES = {"slice", "dynamic-slice", "gather"}
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of the program."""
+
+    name: str
+    type: str
+    operation: str
+    given: str  # what stands in its brackets
+    attributes: str
+    is_root: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(re.findall(r"%([\w.\-]+)", self.given))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first array of its result."""
+        found = _ARRAY.search(self.type)
+        return _sizes(found[2]) if found else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its result."""
+        return sum(_BYTES[dtype] * math.prod(_sizes(sizes)) for dtype, sizes in _ARRAY.findall(self.type))
+
+    def attribute(self, name: str) -> str:
+        """What stands after ``name=`` within braces, or the name after its percent sign."""
+        found = re.search(rf"\b{name}=(?:\{{([\d,]*)\}}|%([\w.\-]+))", self.attributes)
+        return "" if found is None else found[1] if found[1] is not None else found[2]
+
+
+class Computation(dict[str, Instruction]):
+    """The instructions of a loop's body, a kernel, or the whole program, by name, in the order in which they run."""
+
+    @property
+    def root(self) -> Instruction:
+        return next(one for one in self.values() if one.is_root)
+
+    def source(self, name: str) -> str:
+        """The instruction whose buffer this is: what only renames is seen through."""
+        while self[name].operation in ("bitcast", "opt-barrier"):
+            name = self[name].operands[0]
+        return name
+
+
+class Kernel(NamedTuple):
+    """One launch."""
+
+    name: str
+    kind: str  # "product", "elementwise", "reduction", "copy", "slice" (copies one), "scalar", a collective's, a library's
+    body: str  # where it is launched
+    times: int
+    nbytes: int
+    flops: float
+    products: tuple[tuple[int, ...], ...]  # batch, rows, columns, terms
+
+    def seconds(self, target: "Target") -> float:
+        """Of one launch within a graph."""
+        return max(target.graph_launch, self.nbytes / target.bandwidth, self.flops / target.flops)
+
+
+class Loop(NamedTuple):
+    """A while loop."""
+
+    body: str
+    trips: int | None  # None: known only when it runs
+    entered: int
+    kernels: int  # of its body, inner loops aside
+
+
+class Target(NamedTuple):
+    """A device, as far as the model of time goes."""
+
+    bandwidth: float  # bytes per second
+    flops: float  # per second, of small products in TF32
+    graph_launch: float = 1e-6  # seconds of a kernel's launch in a CUDA graph
+    launch: float = 2.5e-6  # seconds of a launch from the host
+
+
+class Launches(NamedTuple):
+    """How kernels are launched."""
+
+    alone: int  # one by one by the host
+    graphs: int  # launches of CUDA graphs
+    in_graphs: int  # kernels in these
+
+
+class Program:
+    """What a compiled program does.
+
+    Args:
+        text: the optimised program.
+        launch_list: XLA's, after its last pass; None where there is none.
+
+    A loop of unknown length counts once.
+    """
+
+    def __init__(self, text: str, launch_list: str | None = None):
+        self.computations, entry = _parse(text)
+        self.kernels: list[Kernel] = []
+        self.loops: list[Loop] = []
+        self.overlaps: list[tuple[str, int]] = []  # collectives, and the kernels between their start and their end
+        self._walk(entry, 1)
+        self.launches = None if launch_list is None else _launches(launch_list, [loop.trips for loop in self.loops])
+
+    @property
+    def launched(self) -> int:
+        """Number of kernels, loops unrolled."""
+        return sum(kernel.times for kernel in self.kernels)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kernel.times * kernel.nbytes for kernel in self.kernels)
+
+    @property
+    def flops(self) -> float:
+        return sum(kernel.times * kernel.flops for kernel in self.kernels)
+
+    @property
+    def unknown(self) -> int:
+        """Number of loops of unknown length."""
+        return sum(loop.trips is None for loop in self.loops)
+
+    def kinds(self) -> Mapping[str, int]:
+        """Kernels of each kind."""
+        found: collections.Counter[str] = collections.Counter()
+        for kernel in self.kernels:
+            found[kernel.kind] += kernel.times
+        return dict(found.most_common())
+
+    def products(self) -> Mapping[tuple[int, ...], int]:
+        """How often each (batch, rows, columns, terms) is multiplied."""
+        found: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for kernel in self.kernels:
+            for product in kernel.products:
+                found[product] += kernel.times
+        return dict(found.most_common())
+
+    def collectives(self) -> Mapping[str, int]:
+        """Messages of each kind."""
+        return {kind: times for kind, times in self.kinds().items() if kind in COLLECTIVES}
+
+    def scatters(self) -> int:
+        return sum(one.operation == "scatter" for body in self.computations.values() for one in body.values())
+
+    def seconds(self, target: Target) -> float:
+        """By the model: a kernel takes its launch, its bytes or its products, whichever is longest; one after another."""
+        alone = 0 if self.launches is None else self.launches.alone
+        total = sum(kernel.times * kernel.seconds(target) for kernel in self.kernels)
+        return total + alone * (target.launch - target.graph_launch)
+
+    def dearest(self, target: Target, count: int) -> Sequence[Kernel]:
+        """The kernels that take longest, by the model."""
+        return sorted(self.kernels, key=lambda one: one.times * one.seconds(target), reverse=True)[:count]
+
+    def _walk(self, name: str, times: int) -> None:
+        body = self.computations[name]
+        for one in body.values():
+            if one.operation == "while":
+                known = re.search(r'known_trip_count":\{"n":"(\d+)"', one.attributes)
+                trips, inner = int(known[1]) if known else None, one.attribute("body")
+                number = len(self.loops)
+                self.loops.append(Loop(inner, trips, times, 0))
+                self._walk(inner, times * (1 if trips is None else trips))
+                launched = sum(kernel.body == inner for kernel in self.kernels)
+                self.loops[number] = self.loops[number]._replace(kernels=launched)
+            elif one.operation in ("call", "async-start"):
+                self._walk(one.attribute("to_apply") or one.attribute("calls"), times)
+            elif one.operation.endswith(("-done", "-update")):
+                continue
+            elif one.operation not in _FREE:
+                self.kernels.append(self._kernel(body, one, name, times))
+        names = list(body)
+        for one in body.values():
+            if one.operation.endswith("-start") and one.operation.removesuffix("-start") in COLLECTIVES:
+                done = next((other for other in body.values() if one.name in other.operands), one)
+                between = names[names.index(one.name) + 1 : names.index(done.name)]
+                self.overlaps.append((one.operation.removesuffix("-start"), sum(map(self._computes(body), between))))
+
+    def _computes(self, body: Computation) -> Any:
+        return lambda name: body[name].operation == "fusion"
+
+    def _kernel(self, body: Computation, one: Instruction, where: str, times: int) -> Kernel:
+        distinct = {body.source(operand) for operand in one.operands if operand in body}
+        read = sum(body[operand].nbytes for operand in distinct)
+        kind, nbytes, flops, products = one.operation.removesuffix("-start"), read + one.nbytes, 0.0, ()
+        if one.operation == "fusion":
+            inner = self.computations[one.attribute("calls")]
+            kind, flops, products = _what(inner, one)
+            nbytes = _moved(inner, [body.source(operand) for operand in one.operands])
+        elif one.operation == "dot":
+            products = (_product(body, one),)
+            kind, flops = "product", _flops(products)
+        elif one.operation == "custom-call":
+            target = re.search(r'custom_call_target="([^"]+)"', one.attributes)
+            kind = target[1] if target else kind
+        if one.nbytes <= 16 and kind in ("elementwise", "reduction", "copy"):
+            kind = "scalar"
+        return Kernel(one.name, kind, where, times, nbytes, flops, products)
+
+
+def _parse(text: str) -> tuple[dict[str, Computation], str]:
+    """The computations by name, and the name of the one that is the program."""
+    computations: dict[str, Computation] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if head:
+            current = head[2]
+            computations[current] = Computation()
+            entry = current if head[1] else entry
+        elif line.startswith("}"):
+            current = ""
+        elif current:
+            found = re.match(
+                r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\w+\[[\d,]*\](?:\{[^}]*\})?) ([\w\-]+)\((.*)$",
+                re.sub(r"/\*index=\d+\*/", "", line),
+            )
+            if found:
+                root, name, kind, operation, rest = found.groups()
+                end = _closing(rest)
+                computations[current][name] = Instruction(name, kind, operation, rest[:end], rest[end:], bool(root))
+    return computations, entry
+
+
+def _closing(text: str) -> int:
+    """Where the bracket ends that is open at the start."""
+    depth = 1
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return i
+    return len(text)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def _product(body: Computation, dot: Instruction) -> tuple[int, ...]:
+    """Batch, rows, columns and terms of a product."""
+    left, right = (body[operand].shape for operand in dot.operands[:2])
+    batches, terms = (_sizes(dot.attribute(f"lhs_{kind}_dims")) for kind in ("batch", "contracting"))
+    batch, summed = (math.prod(left[i] for i in axes) for axes in (batches, terms))
+    rows, columns = math.prod(left) // (batch * summed), math.prod(right) // (batch * summed)
+    return batch, rows, columns, summed
+
+
+def _flops(products: Sequence[tuple[int, ...]]) -> float:
+    return 2.0 * sum(math.prod(product) for product in products)
+
+
+def _what(inner: Computation, fusion: Instruction) -> tuple[str, float, tuple[tuple[int, ...], ...]]:
+    """Kind, flops and products of a fused kernel."""
+    products = tuple(_product(inner, one) for one in inner.values() if one.operation == "dot")
+    operations = {one.operation for one in inner.values()} - _FREE
+    moves = _SLICES | {"copy", "transpose", "reshape", "broadcast", "pad", "concatenate"}
+    moves |= {"compare", "add", "select", "subtract", "clamp", "convert"} if "dynamic-slice" in operations else set()
+    if products:
+        kind = "product"
+    elif operations <= moves and operations & _SLICES and "dynamic-update-slice" not in operations:
+        kind = "slice"
+    elif operations <= {"copy", "transpose", "broadcast"}:
+        kind = "copy"
+    else:
+        kind = "reduction" if operations & {"reduce", "reduce-window"} else "elementwise"
+    return kind, _flops(products), products
+
+
+def _moved(inner: Computation, buffers: Sequence[str]) -> int:
+    """Bytes that a fused kernel reads and writes."""
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
+    for one in inner.values():
+        for operand in one.operands:
+            users[operand].append(one)
+
+    def uses(name: str) -> Iterator[tuple[Instruction, str]]:
+        for user in users[name]:
+            if user.operation == "bitcast":
+                yield from uses(user.name)
+            else:
+                yield user, name
+
+    read: dict[str, int] = collections.defaultdict(int)
+    parameters = [one for one in inner.values() if one.operation == "parameter"]
+    for parameter in parameters:
+        number, total = int(parameter.given), 0
+        for user, name in uses(parameter.name):
+            first = user.operands[0] == name
+            if first and user.operation in _SLICES:
+                total += user.nbytes
+            elif not (first and user.operation == "dynamic-update-slice"):
+                total = parameter.nbytes
+                break
+        buffer = buffers[number] if number < len(buffers) else parameter.name
+        read[buffer] = max(read[buffer], min(total, parameter.nbytes))
+    return sum(read.values()) + _written(inner, inner.root)
+
+
+def _written(inner: Computation, one: Instruction) -> int:
+    if one.operation == "tuple":
+        return sum(_written(inner, inner[operand]) for operand in one.operands)
+    one = inner[inner.source(one.name)]
+    return inner[one.operands[1]].nbytes if one.operation == "dynamic-update-slice" else one.nbytes
+
+
+def _launches(text: str, trips: Sequence[int | None]) -> Launches:
+    """From the launch list: indented lines are the bodies of loops and the kernels of graphs."""
+    counts, turns = iter(trips), collections.Counter[str]()
+    loops: list[tuple[int, int]] = []  # indentation and trips of the loops that we are in
+    graph: tuple[int, int] | None = None
+    condition: int | None = None
+    previous = ("", 0)
+    for line in text.splitlines():
+        indent, words = len(line) - len(line.lstrip()), line.strip()
+        if words in ("condition:", "body:"):
+            condition = indent if words == "condition:" else None
+            continue
+        found = re.match(r"\d+: k(\w+)", words)
+        if not found:
+            continue
+        kind = found[1]
+        while loops and indent <= loops[-1][0]:
+            loops.pop()
+        times = math.prod(turn for _, turn in loops)
+        if condition is not None and indent > condition:
+            continue  # the host knows how often the loop turns
+        if graph is not None and indent > graph[0]:
+            if not (kind == "Copy" and previous == ("DynamicSliceFusion", indent - 1)):
+                turns["in_graphs"] += graph[1]
+        elif kind == "While":
+            graph = None
+            loops.append((indent, next(counts, None) or 1))
+        elif kind == "CommandBuffer":
+            turns["graphs"] += times
+            graph = (indent, times)
+        elif not (kind == "Copy" and previous[0] == "DynamicSliceFusion" and indent > previous[1]):
+            graph = None
+            turns["alone"] += times
+        previous = (kind, indent)
+    return Launches(turns["alone"], turns["graphs"], turns["in_graphs"])

@@ -1,0 +1,254 @@
+"""What a GPU would launch, move and multiply: programs compiled for one, on a machine that need not have one.
+
+XLA compiles for a named device without it. Kernels, bytes, products, loops, CUDA graphs and messages are read off the
+compiled program (benchmarks/hlo.py), beside those of the same network by ``lax.scan``, as it is and with eight layers to a turn,
+which is how a scan is fast on a GPU. Times are by a model, stated below the table; nothing is run, and nothing autotuned.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import lp_jax
+from benchmarks import report
+from benchmarks.command import Progress, Row, common_parser, network_row, positive, results_folder
+from benchmarks.hlo import Program, Target
+from benchmarks.manifest import manifest
+from benchmarks.networks import NETWORKS, Network, Pair
+from benchmarks.single import pairs
+from benchmarks.training import LEARNING_RATE, MOMENTUM
+
+_SPECS = Path(__file__).parent / "targets"
+TARGETS = {"h200": Target(4.8e12, 200e12), "h100": Target(3.35e12, 200e12), "a100": Target(2.04e12, 80e12)}
+"""Bandwidth from the data sheets; products of TF32 at some two fifths of their peak, as small ones reach no more."""
+
+_MODEL = (
+    "Time by a model: a kernel takes its launch (1 us within a CUDA graph, 2.5 us alone), its bytes at the memory's bandwidth "
+    "({bandwidth:.3g} TB/s), or its products at {flops:.3g} TFLOP/s, whichever is longest, one after another. A loop of unknown "
+    "length (marked +) counts as one turn."
+)
+ROWS = "dense,64,1024,64 dense,64,4096,64 gru,16,1024,64"
+
+
+def contenders(network: str, layers: int) -> dict[str, Pair | int]:
+    """What is compiled: a scan of so many layers to a turn, or a pair of solvers."""
+    two: dict[str, Any] = {"coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=1)}
+    more = {
+        "Picard, 8 sweeps": lp_jax.Picard(sweeps=8),
+        "Picard, 8 windows, 4 sweeps": lp_jax.Picard(sweeps=4, windows=8),
+        "MGRIT, m = 16": lp_jax.MGRIT(**two),
+        "MGRIT, m = 16, all kept": lp_jax.MGRIT(**two, storage="all"),
+    }
+    if network == "gru":
+        more["Newton, 5 after 16 relaxations"] = lp_jax.Newton(iterations=5, relaxations=16, batch_axes=1)
+    return {
+        "lax.scan": 1,
+        "lax.scan, unroll=8": 8,
+        **{name: (solver, solver.for_adjoint()) for name, solver in more.items()},
+        **pairs(network, layers),
+    }
+
+
+def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, updates: bool) -> Any:
+    """Loss and gradient, or a training step, lowered for the devices; layers are spread over several of them."""
+    mesh = Mesh(np.array(devices), ("layers",), axis_types=(AxisType.Auto,))
+    comm = lp_jax.MeshComm(mesh) if len(devices) > 1 else None
+    if isinstance(which, int):
+        network = dataclasses.replace(network, scan=functools.partial(network.scan, unroll=which))
+    loss = network.loss(None if isinstance(which, int) else which, comm)
+    gradient = jax.value_and_grad(lambda *given: loss(*given)[0])
+
+    def step(weights: Any, momentum: Any, *batch: Any) -> Any:
+        value, found = gradient(weights, *batch)
+        momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, found)
+        return value, jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum), momentum
+
+    everywhere, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("layers",)))
+    by_layer = network.name != "gru"  # whose weights all time steps share
+
+    def shape(place: NamedSharding) -> Callable[[Any], jax.ShapeDtypeStruct]:
+        return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    weights = jax.tree.map(shape(everywhere), network.weights)
+    weights = weights._replace(layers=jax.tree.map(shape(spread if by_layer else everywhere), network.weights.layers))
+    batch = jax.tree.map(shape(everywhere), (network.x, network.target))
+    with jax.default_device("gpu"):  # the library writes programs for it, though it is not here
+        traced = jax.jit(step).trace(weights, weights, *batch) if updates else jax.jit(gradient).trace(weights, *batch)
+    return traced.lower()
+
+
+def compiled(program: Any, options: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
+    """What XLA makes of it, and how much memory and time it takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        found = program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
+        seconds = time.perf_counter() - start
+        text, launches = (_dumped(Path(folder), name) for name in ("_after_optimizations.txt", "thunk_sequence"))
+    temporary = found.memory_analysis().temp_size_in_bytes
+    return Program(text, launches), {"compile_seconds": seconds, "temporary_bytes": temporary}
+
+
+def _dumped(folder: Path, name: str) -> str:
+    """The longest of the files of this name: that of the program itself, after the last pass."""
+    found = [path for path in folder.iterdir() if name in path.name and "buffer" not in path.name]
+    last = [path for path in found if "after_thunk_passes" in path.name] or found
+    return max(last, key=lambda path: path.stat().st_size).read_text()
+
+
+def facts(program: Program, target: Target) -> dict[str, Any]:
+    """What is kept of a program."""
+    launches = program.launches
+    return {
+        "kernels": program.launched,
+        "alone": launches.alone if launches else None,
+        "graphs": launches.graphs if launches else None,
+        "in_graphs": launches.in_graphs if launches else None,
+        "bytes": program.nbytes,
+        "flops": program.flops,
+        "kinds": program.kinds(),
+        "products": [[*shape, times] for shape, times in program.products().items()],
+        "loops": [loop._asdict() for loop in program.loops],
+        "unknown": program.unknown,
+        "scatters": program.scatters(),
+        "collectives": program.collectives(),
+        "overlaps": program.overlaps,
+        "model_seconds": program.seconds(target),
+        "dearest": [kernel._asdict() for kernel in program.dearest(target, 5)],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A table for every row: launches, bytes, products, memory and the model's time."""
+    settings = result["settings"]
+    target = TARGETS[settings["target"]]
+    what = "training step" if settings["updates"] else "loss and gradient"
+    lines = [f"# {result['title']}", report.origin(result)]
+    head = ["", "kernels", "alone", "graphs", "loops: kernels x turns", "GB", "GFLOP", "temp MB", "compile s"]
+    head += ["ms, model", "of unroll=8"]
+    for row in result["rows"]:
+        lines.append(f"## {row['title']}, {what}, {settings['devices']} x {settings['target'].upper()}")
+        best = next((one["model_seconds"] for one in row["contenders"] if one["name"] == "lax.scan, unroll=8"), None)
+        cells = [head]
+        for one in row["contenders"]:
+            loops = ", ".join(f"{loop['kernels']} x {loop['trips'] or '?'}" for loop in one["loops"]) or "none"
+            mark = "+" if one["unknown"] else ""
+            ratio = report.number(one["model_seconds"] / best, 2) + mark if best else "–"
+            cells.append([
+                one["name"], str(one["kernels"]) + mark, str(one["alone"]) + mark, str(one["graphs"]) + mark, loops,
+                report.number(one["bytes"] / 1e9, 3) + mark, report.number(one["flops"] / 1e9, 3) + mark,
+                report.number(one["temporary_bytes"] / 1e6, 3), report.number(one["compile_seconds"], 2),
+                report.number(1e3 * one["model_seconds"], 3) + mark, ratio,
+            ])  # fmt: skip
+        lines.append(report.pipes(cells))
+        lines += [f"Messages of {one['name']}: {_messages(one)}." for one in row["contenders"] if one["collectives"]]
+    model = _MODEL.format(bandwidth=target.bandwidth / 1e12, flops=target.flops / 1e12)
+    return "\n\n".join([*lines, model]) + "\n"
+
+
+def _messages(one: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{times} {kind}" for kind, times in one["collectives"].items())
+    beside = sum(kernels > 0 for _, kernels in one["overlaps"])
+    return f"{kinds}; {beside} of {len(one['overlaps'])} in the text have kernels between start and end"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = common_parser("program", __doc__ or "", _EXAMPLES)
+    add = parser.add_argument
+    row = "network,width,layers,batch"
+    add("--rows", nargs="+", type=network_row(NETWORKS), metavar=row, help=f"sizes without a space (default: {ROWS})")
+    add("--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the scans")
+    add("--target", choices=TARGETS, default="h200", help="device to compile for (default: h200)")
+    add("--devices", type=positive, default=1, metavar="N", help="devices that the layers are spread over (default: 1)")
+    add("--updates", action="store_true", help="training steps, SGD with momentum (default: loss and gradient)")
+    add(
+        "--xla",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of XLA, such as xla_gpu_graph_min_graph_size=1",
+    )
+    return parser
+
+
+_EXAMPLES = """examples:
+  python -m benchmarks.program                                        all rows for an H200
+  python -m benchmarks.program --rows dense,64,1024,64 --only Picard  a few programs
+  python -m benchmarks.program --devices 4 --target h100              layers over four devices"""
+
+
+def _options(given: Sequence[str]) -> dict[str, Any]:
+    """Options of XLA, numbers and truth values as such."""
+    known: dict[str, Any] = {"true": True, "false": False}
+    pairs = (text.partition("=")[::2] for text in given)
+    return {name: known.get(value, int(value) if value.lstrip("-").isdigit() else value) for name, value in pairs}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")  # else the plugin asks for a driver
+    folder = results_folder(parser, options)
+    try:
+        spec = (_SPECS / f"{options.target}.txtpb").read_text()
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=spec, topology=f"1x1x{options.devices}"
+        )
+    except Exception as error:  # of the runtime, which has no class of its own
+        parser.error(f"XLA cannot compile for a GPU here ({error}); pip install -e '.[gpu-program]'.")
+    rows: list[Row] = options.rows or [
+        network_row(NETWORKS)(text) for text in (ROWS if not options.quick else QUICK).split()
+    ]
+    target, progress = TARGETS[options.target], Progress()
+    result: report.Result = {
+        "suite": "program",
+        "title": "Programs for a GPU",
+        "manifest": manifest("benchmarks.program", sys.argv[1:] if arguments is None else arguments),
+        "settings": {
+            "target": options.target,
+            "devices": options.devices,
+            "updates": options.updates,
+            "xla": options.xla,
+        },
+        "rows": [],
+        "left_out": [],
+    }
+    for name, width, layers, batch in rows:
+        details = {"formulation": "xla"} if name == "conv" else {}
+        network = NETWORKS[name](width, layers, batch, **details)
+        found: list[dict[str, Any]] = []
+        result["rows"].append(
+            {"title": f"{name}, {width} wide, {layers} layers, {batch} examples", "contenders": found}
+        )
+        for title, which in contenders(name, layers).items():
+            scan = isinstance(which, int)
+            if not scan and options.only and not any(text in title for text in options.only):
+                continue
+            if scan and options.devices > 1:
+                continue
+            progress(f"{result['rows'][-1]['title']}: compiling {title}")
+            program = lowered(network, which, topology.devices, updates=options.updates)
+            read, costs = compiled(program, _options(options.xla))
+            found.append({"name": title, **costs, **facts(read, target)})
+            report.save(result, folder, text=table)
+    progress.clear()
+    print(table(result))
+    return 0
+
+
+QUICK = "dense,4,64,4"
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())
