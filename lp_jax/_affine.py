@@ -58,8 +58,8 @@ def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> j
         total = jax.tree.map(lambda x: x[0], _totals(levels[-1], compose, reverse))
         start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
     states = start[None]
-    for groups in levels[:0:-1]:
-        states = _down(groups, states, product, reverse)
+    for finer, groups in reversed(list(itertools.pairwise(levels))):
+        states = _down(groups, states, product, reverse)[: len(finer.vector)]
     return _down(levels[0], states, product, reverse, leaving=True)[:n]
 
 
@@ -69,7 +69,7 @@ _GROUP = 8
 def _grouped(maps: Maps, product: Product) -> Maps:
     """Leaves ``(n, ...)`` as ``(groups, size, ...)``, with maps that change nothing behind where no size fits."""
     n = len(maps.vector)
-    size = n if n <= _GROUP else next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
+    size = n if n <= 2 * _GROUP else next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
     if size is None:
         size = _GROUP
         nothing = Maps(product.identity(maps.matrix.shape[1:], maps.matrix.dtype), jnp.zeros_like(maps.vector[0]))

@@ -27,8 +27,13 @@ class Jacobians(abc.ABC):
         """Undo `join`."""
 
     @abc.abstractmethod
-    def linearise(self, step: StateStep, u: State) -> tuple[State, jax.Array]:
-        """The state after the step, and the step's Jacobian."""
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """The state after the step, and the step's Jacobian.
+
+        ``transposed``: the step is an adjoint one. Whole Jacobians are then taken by its transpose, which is the derivative
+        that the network's own step has: its first products are those of unit vectors, the same for all layers that share
+        weights.
+        """
 
     @abc.abstractmethod
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
@@ -50,7 +55,7 @@ class Jacobians(abc.ABC):
 class Full(Jacobians):
     """Whole Jacobians ``(*batch, d, d)`` of states as vectors ``(*batch, d)``, all leaves side by side.
 
-    A Jacobian takes d evaluations of the transposed step.
+    A Jacobian takes d evaluations of the step's derivative.
     """
 
     def __init__(self, state: State, batch_axes: int | None) -> None:
@@ -79,15 +84,18 @@ class Full(Jacobians):
             begin += size
         return jax.tree.unflatten(self._structure, leaves)
 
-    def linearise(self, step: StateStep, u: State) -> tuple[State, jax.Array]:
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         def joined(v: jax.Array) -> tuple[jax.Array, State]:
             u_next = step(self.part(v))
             return self.join(u_next), u_next
 
         v = self.join(u)
-        _, pull, u_next = jax.vjp(joined, v, has_aux=True)
-        units = self.identity((*v.shape, v.shape[-1]), v.dtype)
-        return u_next, jax.vmap(lambda unit: pull(unit)[0], in_axes=-2, out_axes=-2)(units)
+        units = jnp.eye(v.shape[-1], dtype=v.dtype)
+        if transposed:
+            _, pull, u_next = jax.vjp(joined, v, has_aux=True)
+            return u_next, jax.vmap(lambda unit: pull(jnp.broadcast_to(unit, v.shape))[0], out_axes=-2)(units)
+        _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
+        return u_next, jax.vmap(lambda unit: derivative(jnp.broadcast_to(unit, v.shape)), out_axes=-1)(units)
 
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
         return damp(jacobian, True)
@@ -135,7 +143,7 @@ class Blocks(Jacobians):
         leaves = [x.reshape(like.shape).astype(like.dtype) for x, like in zip(leaves, self._like, strict=True)]
         return jax.tree.unflatten(self._structure, leaves)
 
-    def linearise(self, step: StateStep, u: State) -> tuple[State, jax.Array]:
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         u_next, derivative = jax.linearize(step, u)
         signs = [jnp.broadcast_to(s, x.shape).astype(x.dtype) for s, x in zip(self._signs, self._like, strict=True)]
         every = jax.tree.unflatten(self._structure, signs)

@@ -230,13 +230,13 @@ def _at_once(level: Level, advance: Advance, count: int, u: CPoints, emitted: Py
         u = _tree.add(u, jax.tree.map(take, level.rhs))
         return u, jax.tree.map(lambda x, e: lax.dynamic_update_index_in_dim(x, e, n, axis=1), emitted, new)
 
-    return lax.fori_loop(0, count, body, (u, emitted), unroll=_unroll(level, count))
+    return lax.fori_loop(0, count, body, (u, emitted), unroll=turns_at_once(level, count))
 
 
 _SHORT, _SOME = 16, 8
 
 
-def _unroll(level: Level, count: int) -> int:
+def turns_at_once(level: Level, count: int) -> int:
     """How many of ``count`` turns of a loop are written out.
 
     On an accelerator a turn of a loop costs launches of its own, and a body of a few operations is launched one by one. All
@@ -270,7 +270,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    unroll = _unroll(level, level.intervals)
+    unroll = turns_at_once(level, level.intervals)
     return lambda y0: lax.scan(body, y0, (level.xs, level.rhs), reverse=level.reverse, unroll=unroll)[1]
 
 
@@ -312,7 +312,7 @@ def _interval(
 
     if count == 1:
         return body(0, (u, emitted))
-    return lax.fori_loop(0, count, body, (u, emitted), unroll=_unroll(level, count))
+    return lax.fori_loop(0, count, body, (u, emitted), unroll=turns_at_once(level, count))
 
 
 def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:

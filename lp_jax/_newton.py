@@ -13,7 +13,7 @@ from jax import lax
 from lp_jax import _affine, _check, _tree
 from lp_jax._affine import Maps
 from lp_jax._jacobians import Blocks, Full, Jacobians
-from lp_jax._level import Level, sweep
+from lp_jax._level import Level, sweep, turns_at_once
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant, counted
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, State
@@ -156,13 +156,17 @@ class Newton(Solver):
         return dataclasses.replace(self, iterations=1, relaxations=0, rtol=None, atol=None)
 
     def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
-        level = levels[0]
-
-        def relaxed(_: int, u: CPoints) -> CPoints:
-            return sweep(level, level.incoming(u))[0]
-
+        level, u = levels[0], constant(levels[0], guess)
         relaxations = min(self.relaxations, level.workers.total(level.span))
-        return lax.fori_loop(0, relaxations, relaxed, constant(level, guess)), 0
+        if not relaxations:
+            return u, 0
+
+        def relaxed(_: int, entering: CPoints) -> CPoints:
+            return level.incoming(sweep(level, entering)[0])
+
+        unroll = turns_at_once(level, relaxations)
+        entering = lax.fori_loop(1, relaxations, relaxed, level.incoming(u), unroll=unroll)
+        return sweep(level, entering)[0], 0
 
     def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
         level = levels[0]
@@ -190,7 +194,7 @@ class Newton(Solver):
             return level.advance
 
         def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
-            u_next, jacobian = kind.linearise(lambda v: level.step(v, x, shared), u)
+            u_next, jacobian = kind.linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
             return u_next, jacobian if self.damping is None else kind.damped(jacobian, self.damping)
 
         return advance
