@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.extend import core
 
 from lp_jax._types import State
 
@@ -62,14 +62,7 @@ class Full(Jacobians):
         leaves, self._structure = jax.tree.flatten(state)
         self._shapes = [jnp.shape(x) for x in leaves]
         self._dtypes = [x.dtype for x in leaves]
-        if batch_axes is None and any(len(shape) > 1 for shape in self._shapes):
-            raise ValueError(
-                f"Newton got a state with leaves of shapes {self._shapes}. Say along how many of their leading axes a layer "
-                "treats entries independently, like examples: Newton(batch_axes=1), or batch_axes=0 if there are none. "
-                "A full Jacobian has the square of the other numbers as entries."
-            )
-        self._axes = batch_axes or 0
-        _check_batches(self._shapes, self._axes)
+        self._axes = _batches(self._shapes, batch_axes)
 
     def join(self, state: State) -> jax.Array:
         leaves = [x.reshape(*x.shape[: self._axes], -1) for x in jax.tree.leaves(state)]
@@ -111,53 +104,56 @@ class Full(Jacobians):
 
 
 class Blocks(Jacobians):
-    """What k leaves of one shape make of each other where each number acts on those at its own place only.
+    """Of Jacobians what numbers at one place of k leaves of one shape make of each other, and nothing between places.
 
-    Blocks ``(k, k, *shape)``, of states ``(k, *shape)``. A state of leaves of several shapes is one vector, k = 1: the
-    diagonal. A Jacobian takes k evaluations of the step's derivative, in directions of signs: exact where it is of such
-    blocks, else the sum of an entry's row with these signs, whose mean over all choices of signs is the entry.
-
-    Reference:
-        Bekas, Kokiopoulou, Saad, "An estimator for the diagonal of a matrix", Applied Numerical Mathematics, 2007.
+    Blocks ``(k, k, *batch, *place)`` of states ``(k, *batch, *place)``; of one leaf, or of leaves of several shapes as one
+    vector, the diagonal, k = 1. They take k evaluations of the step's derivative where each number acts on those at its own
+    place only, which its program tells; else one for each number of an example's state.
     """
 
     def __init__(self, state: State, batch_axes: int | None) -> None:
         leaves, self._structure = jax.tree.flatten(state)
         self._like = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
-        axes = batch_axes or 0
-        _check_batches([x.shape for x in self._like], axes)
         self._alike = len({x.shape for x in self._like}) == 1
-        self._signs = [_signs(x.shape[axes:]) for x in self._like]
+        self._batch_axes = batch_axes
+        self._vectors = None if self._alike else Full(state, batch_axes)
 
     def join(self, state: State) -> jax.Array:
-        leaves = jax.tree.leaves(state)
+        if self._vectors is not None:
+            return self._vectors.join(state)[None]
         with jax.numpy_dtype_promotion("standard"):
-            return jnp.stack(leaves) if self._alike else jnp.concatenate([x.reshape(-1) for x in leaves])[None]
+            return jnp.stack(jax.tree.leaves(state))
 
     def part(self, vector: jax.Array) -> State:
-        if self._alike:
-            leaves = list(vector)
-        else:
-            sizes = [math.prod(x.shape) for x in self._like]
-            leaves = jnp.split(vector[0], np.cumsum(sizes)[:-1])
-        leaves = [x.reshape(like.shape).astype(like.dtype) for x, like in zip(leaves, self._like, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
+        if self._vectors is not None:
+            return self._vectors.part(vector[0])
+        return jax.tree.unflatten(
+            self._structure, [x.astype(like.dtype) for x, like in zip(vector, self._like, strict=True)]
+        )
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        u_next, derivative = jax.linearize(step, u)
-        signs = [jnp.broadcast_to(s, x.shape).astype(x.dtype) for s, x in zip(self._signs, self._like, strict=True)]
-        every = jax.tree.unflatten(self._structure, signs)
-        at = self.join(every)
+        u_next, derivative = _transpose(step, u) if transposed else jax.linearize(step, u)
+        joined = self.join(u)
+        leaves, across = range(len(joined)), 0 if transposed else 1
 
-        def column(direction: State) -> jax.Array:
-            return self.join(derivative(direction)) * at
+        def of(leaf: int, places: jax.Array) -> jax.Array:
+            """What some places of a leaf make of those of all leaves; for the transpose, what is made of them."""
+            direction = [places if i == leaf else jnp.zeros_like(places) for i in leaves]
+            return self.join(derivative(self.part(jnp.stack(direction))))
 
-        if not self._alike:
-            return u_next, column(every)[None]
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in self._like]
-        directions = [[*zeros[:j], signs[j], *zeros[j + 1 :]] for j in range(len(signs))]
-        columns = [column(jax.tree.unflatten(self._structure, direction)) for direction in directions]
-        return u_next, jnp.stack(columns, axis=1)
+        if self._alike and acts_in_place(derivative, self.part(joined)):
+            return u_next, jnp.stack([of(i, jnp.ones_like(joined[0])) for i in leaves], axis=across)
+        axes = _batches([x.shape for x in self._like], self._batch_axes)
+        batch, place = joined.shape[1 : 1 + axes], joined.shape[1 + axes :]
+        number = math.prod(place)
+
+        def entries(i: jax.Array) -> jax.Array:
+            here = (jnp.arange(number) == i).astype(joined.dtype).reshape((1,) * axes + place)
+            found = [of(leaf, jnp.broadcast_to(here, batch + place)).reshape(-1, *batch, number) for leaf in leaves]
+            return jnp.stack(found, axis=across)[..., i]
+
+        blocks = lax.map(entries, jnp.arange(number), batch_size=min(number, _AT_ONCE))
+        return u_next, jnp.moveaxis(blocks, 0, -1).reshape(len(joined), *joined.shape)
 
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
         if len(jacobian) == 1:
@@ -175,12 +171,64 @@ class Blocks(Jacobians):
         return jnp.broadcast_to(eye.reshape(*eye.shape, *(1,) * (len(shape) - 2)), shape)
 
 
-def _signs(shape: tuple[int, ...]) -> np.ndarray:
-    """1 or -1 for each number of a leaf, the same for all examples and leaves of this shape."""
-    return np.random.default_rng(0).choice([-1.0, 1.0], size=shape)
+def _transpose(step: StateStep, u: State) -> tuple[State, StateStep]:
+    u_next, pull = jax.vjp(step, u)
+    return u_next, lambda cotangent: pull(cotangent)[0]
 
 
-def _check_batches(shapes: list[tuple[int, ...]], axes: int) -> None:
+_AT_ONCE = 32  # evaluations; all of them would take the memory of a full Jacobian
+
+
+def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
+    """Number of leading axes that are those of examples."""
+    if axes is None and any(len(shape) > 1 for shape in shapes):
+        raise ValueError(
+            f"Newton got a state with leaves of shapes {shapes}. Say along how many of their leading axes a layer "
+            "treats entries independently, like examples: Newton(batch_axes=1), or batch_axes=0 if there are none. "
+            "A full Jacobian has the square of the other numbers as entries, a diagonal one takes an evaluation for each."
+        )
+    axes = axes or 0
     batches = {shape[:axes] for shape in shapes}
     if len(batches) > 1 or any(len(shape) < axes for shape in shapes):
         raise ValueError(f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got {shapes}.")
+    return axes
+
+
+def acts_in_place(linear: Callable[[State], State], state: State) -> bool:
+    """Whether a linear function of states, as its program says, combines numbers with others at their own place only."""
+    program = jax.make_jaxpr(linear)(state)
+    return all(_in_place(program.jaxpr, [True] * len(program.jaxpr.invars)))
+
+
+_ONE_BY_ONE = {
+    "mul",
+    "div",
+    "neg",
+    "add",
+    "sub",
+    "add_any",
+    "convert_element_type",
+    "select_n",
+    "copy",
+    "reduce_precision",
+}
+_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
+
+
+def _in_place(jaxpr: Any, given: Sequence[bool | None]) -> list[bool]:
+    """For each result whether it is made of the inputs number by number, given which are so (None: no input at all)."""
+    made: dict[Any, bool | None] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(atom: Any) -> bool | None:
+        return None if isinstance(atom, core.Literal) else made.get(atom)
+
+    for equation in jaxpr.eqns:
+        inputs = [of(atom) for atom in equation.invars]
+        name, inner = equation.primitive.name, equation.params.get("jaxpr")
+        if name in _CALLS and inner is not None:
+            results: Sequence[bool | None] = _in_place(getattr(inner, "jaxpr", inner), inputs)
+        else:
+            follows = name in _ONE_BY_ONE and False not in inputs
+            results = [None if all(x is None for x in inputs) else follows] * len(equation.outvars)
+        made.update(zip(equation.outvars, results, strict=True))
+    return [of(atom) is not False for atom in jaxpr.outvars]

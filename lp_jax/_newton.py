@@ -96,9 +96,10 @@ class Newton(Solver):
     ``adjoint_solver`` is named.
 
     Args:
-        jacobian: "full"; "diagonal", for layers in which each number of the state acts on itself alone, or on those at its own
-            place in the other leaves (k leaves of one shape): k evaluations, and the convergence of "full". For other layers
-            this is a rough guess of the diagonal. "identity": no evaluations, which is `Picard`.
+        jacobian: "full"; "diagonal", what numbers at the same place of k leaves of one shape make of each other, k x k at each
+            place (of one leaf the diagonal); or "identity", no evaluations, which is `Picard`. Layers in which a number acts
+            on nothing else, such as `nn.ParaGRU` and `nn.ParaLSTM`, take k evaluations with "diagonal", and converge as with
+            "full"; other layers take as many as with "full", for less memory and smaller products.
         iterations: number of iterations; with a tolerance their largest number. As many as there are layers are exact.
         relaxations: sweeps before the first iteration, in which every layer takes the state that entered it before: one
             evaluation of all layers each, where an iteration takes many. They forget the guess as fast as the network forgets
