@@ -264,14 +264,52 @@ def _scan_gru(weights: Weights, x: jax.Array, unroll: int = 1) -> tuple[jax.Arra
     return lax.scan(step, zeros, _linear(x.swapaxes(0, 1), units[0][0]), unroll=unroll)[0]
 
 
+def diagonal(name: str, kind: type[nn.ParaGRU] | type[nn.ParaLSTM], hidden: int, steps: int, batch: int) -> Network:
+    """A cell whose numbers act on themselves alone; a loss of its last state."""
+    rng = np.random.default_rng(0)
+    cell = kind(FEATURES, hidden, rngs=nnx.Rngs(0))
+    names = ("kernel", "bias", "recurrent")
+    x, target = _normal(rng, batch, steps, FEATURES), _normal(rng, batch, hidden)
+
+    def problem(weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None) -> dict[str, Any]:
+        solver, adjoint_solver = solvers
+        make = functools.partial(kind, FEATURES, hidden, comm=comm)
+        module = nnx.eval_shape(lambda: make(solver=solver, adjoint_solver=adjoint_solver, rngs=nnx.Rngs(0)))
+        for each, value in zip(names, weights.layers, strict=True):
+            setattr(module, each, nnx.Param(value))
+        return vars(module.problem(x))
+
+    def scan(weights: Weights, x: jax.Array, unroll: int = 1) -> Any:
+        kernel, bias, recurrent = weights.layers
+        gates = jnp.split(_linear(x.swapaxes(0, 1), (kernel, bias)), cell.gates, -1)
+        of_state = tuple(recurrent[:, None])
+        start = cell.start(len(x), gates[0].dtype)
+        return lax.scan(lambda y, x: (kind.step(y, x, of_state), None), start, tuple(gates), unroll=unroll)[0]
+
+    return Network(
+        name=name,
+        weights=Weights(None, tuple(np.asarray(getattr(cell, each)[...]) for each in names), None),
+        x=x,
+        target=target,
+        problem=problem,
+        scan=scan,
+        measure=lambda closing, y1, target: half_mean_square(closing, kind.output(y1), target),
+    )
+
+
 NETWORKS: dict[str, Callable[..., Network]] = {
     "dense": dense,
     "conv": conv,
     "gru": gru,
     "encoder": encoder,
     "voxels": voxels,
+    "paragru": functools.partial(diagonal, "paragru", nn.ParaGRU),
+    "paralstm": functools.partial(diagonal, "paralstm", nn.ParaLSTM),
 }
 """By name, from width or channels, layers or time steps, and batch."""
+
+RECURRENT = ("gru", "paragru", "paralstm")
+"""Their time steps are the layers, and share all weights."""
 
 
 def two_one(**fields: Any) -> Pair:

@@ -63,7 +63,7 @@ def field(
 
 
 def why_no_torch(network: str) -> str | None:
-    if network == "voxels":
+    if network in ("voxels", "paragru", "paralstm"):
         return "it has no loop of this network"
     if jax.default_backend() != "cpu":
         return "its loop is timed on a CPU only"

@@ -26,7 +26,7 @@ from benchmarks import report
 from benchmarks.command import Progress, Row, common_parser, network_row, positive, results_folder
 from benchmarks.hlo import Program, Target
 from benchmarks.manifest import manifest
-from benchmarks.networks import NETWORKS, Network, Pair
+from benchmarks.networks import NETWORKS, RECURRENT, Network, Pair
 from benchmarks.single import pairs
 from benchmarks.training import LEARNING_RATE, MOMENTUM
 
@@ -76,7 +76,7 @@ def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, upda
         return value, jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum), momentum
 
     everywhere, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("layers",)))
-    by_layer = network.name != "gru"  # whose weights all time steps share
+    by_layer = network.name not in RECURRENT
 
     def shape(place: NamedSharding) -> Callable[[Any], jax.ShapeDtypeStruct]:
         return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -47,6 +47,13 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
         for jacobian, iterations in (("full", 6), ("diagonal", 10)):
             solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
             found[f"Newton, {jacobian}, {iterations}"] = solver, solver.for_adjoint()
+    if network in ("paragru", "paralstm"):
+        for jacobian in ("full", "diagonal"):
+            fields = {"jacobian": jacobian, "batch_axes": 1}
+            found[f"Newton, {jacobian}, 4/1"] = (
+                lp_jax.Newton(iterations=4, **fields),
+                lp_jax.Newton(iterations=1, **fields),
+            )
     return found
 
 
@@ -54,12 +61,16 @@ MOST_JACOBIANS = 2 * 2**30
 """Bytes of full Jacobians above which Newton's method sits out: its prefix products take several times as much."""
 
 
-def why_no_newton(width: int, steps: int, batch: int) -> str | None:
-    """Return why full Jacobians of a GRU's steps are too large, or None."""
-    size = 4 * steps * batch * (UNITS * width) ** 2
-    if size <= MOST_JACOBIANS:
+NUMBERS = {"gru": UNITS, "paragru": 1, "paralstm": 2}
+"""Of the state of an example, for each unit of width."""
+
+
+def why_no_newton(size: int, steps: int, batch: int) -> str | None:
+    """Return why full Jacobians of this many states are too large, or None."""
+    nbytes = 4 * steps * batch * size**2
+    if nbytes <= MOST_JACOBIANS:
         return None
-    return f"the Jacobians of {steps} steps that it evaluates would take {size / 2**30:.0f} GiB"
+    return f"the Jacobians of {steps} steps that it evaluates would take {nbytes / 2**30:.0f} GiB"
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
@@ -67,8 +78,8 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     tell("drawing weights")
     network = NETWORKS[name](width, layers, batch)
     solvers = pairs(name, layers)
-    reason = why_no_newton(width, layers, batch)
-    too_large = [] if reason is None else [(each, reason) for each in solvers if each.startswith("Newton")]
+    reason = why_no_newton(NUMBERS.get(name, 0) * width, layers, batch)
+    too_large = [] if reason is None else [(each, reason) for each in solvers if each.startswith("Newton, full")]
     entries = [Entry("lax.scan", network)]
     entries += [Entry(each, network, pair) for each, pair in solvers.items() if each not in dict(too_large)]
     found = one_device.field(entries, options, tell, torch_threads=(1,))

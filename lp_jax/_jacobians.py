@@ -1,6 +1,7 @@
 """Jacobians of a step by the state that enters it, and how they multiply: whole ones, and those of small blocks."""
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -161,10 +162,10 @@ class Blocks(Jacobians):
         return jnp.moveaxis(damp(jnp.moveaxis(jacobian, (0, 1), (-2, -1)), True), (-2, -1), (0, 1))
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
-        return jnp.sum(matrix * vector[None], axis=1)
+        return functools.reduce(jnp.add, (matrix[:, j] * vector[j][None] for j in range(len(vector))))
 
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        return jnp.sum(second[:, :, None] * first[None], axis=1)
+        return functools.reduce(jnp.add, (second[:, j, None] * first[j][None] for j in range(len(first))))
 
     def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         eye = jnp.eye(shape[0], dtype=dtype)

@@ -1,0 +1,259 @@
+r"""Recurrent cells whose numbers act on themselves alone: Newton's method takes one or two evaluations an iteration.
+
+The matrices that multiply the state are diagonal, :math:`a \odot h`. So the Jacobian of a step is the diagonal of a matrix
+(GRU), or has a block of 2 x 2 for each place of the two states (LSTM), and a chain of many steps is solved in a few iterations
+over all of them. What the numbers of a state have to do with each other, the layers above and below see to.
+"""
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lp_jax import _check, _inputs
+from lp_jax._newton import Newton
+from lp_jax._problem import Problem
+from lp_jax._solution import Solution
+from lp_jax._solve import solve
+from lp_jax._solver import Solver
+from lp_jax._types import Layer, State
+from lp_jax.nn._layer_parallel import solvers_of, static_solver
+
+Gate = tuple[jax.Array, ...]
+
+
+class _Cell(nnx.Module, abc.ABC):
+    """Sequences in, the states of all times out. ``inputs`` is one kernel for all gates, ``recurrent`` their diagonals."""
+
+    gates: int  # that see the input
+    diagonals: int
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        solver: Solver = Newton(jacobian="diagonal", iterations=32, rtol=1e-3),
+        adjoint_solver: Solver | None = Newton(jacobian="diagonal", iterations=1),
+        comm: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        for name, value in (("features", features), ("hidden", hidden)):
+            _check.integer(name, value, least=1)
+        self.hidden = hidden
+        self.solver = static_solver("solver", solver)
+        self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
+        self.comm = nnx.static(_inputs.comm(comm))
+
+        def uniform(bound: float, *shape: int) -> nnx.Param:
+            return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
+
+        self.kernel = uniform(features**-0.5, features, self.gates * hidden)
+        self.bias = nnx.Param(jnp.zeros(self.gates * hidden, param_dtype))
+        self.recurrent = uniform(1.0, self.diagonals, hidden)
+
+    @staticmethod
+    @abc.abstractmethod
+    def step(state: State, gates: Gate, diagonals: Gate) -> State:
+        """One time step. ``gates`` are what the input gives to each, ``(batch, hidden)``; ``diagonals``, ``(1, hidden)``."""
+
+    @abc.abstractmethod
+    def start(self, batch: int, dtype: Any) -> State:
+        """The state before the first time: zeros."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def output(state: State) -> jax.Array:
+        """What the layer above sees of a state, ``(batch, hidden)``."""
+
+    def __call__(self, x: jax.Array, y0: State | None = None) -> jax.Array:
+        """Return the hidden states of all times, ``(batch, time, hidden)``.
+
+        Args:
+            x: the sequences, ``(batch, time, features)``.
+            y0: the state before the first time, as ``solve(...).y1`` returns one; None is zero.
+        """
+        return jnp.swapaxes(self.solve(x, y0).aux, 0, 1)
+
+    def solve(
+        self,
+        x: jax.Array,
+        y0: State | None = None,
+        *,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+    ) -> Solution:
+        """Propagate the state through the sequences.
+
+        Args:
+            x: the sequences, ``(batch, time, features)``.
+            y0: the state before the first time; None is zero.
+            solver: solver of this call, forward and adjoint, instead of the module's.
+            adjoint_solver: adjoint solver of this call.
+
+        Returns:
+            The `Solution`: ``aux`` are the hidden states of all times, ``(time, batch, hidden)``, of a rank's own run of them
+            with `MPIComm`; ``y1`` is the last state.
+
+        Raises:
+            ValueError: if the sequences have a wrong shape.
+        """
+        problem = self.problem(x, y0)
+        return solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
+
+    def problem(self, x: jax.Array, y0: State | None = None) -> Problem:
+        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
+
+        Args:
+            x: as for `solve`.
+            y0: as for `solve`.
+
+        Raises:
+            ValueError: as for `solve`.
+        """
+        features = self.kernel.shape[0]
+        if x.ndim != 3 or x.shape[-1] != features:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} takes sequences of {features} features, (batch, time, {features}); got {x.shape}."
+            )
+        comm, (batch, steps, _) = self.comm, x.shape
+        kernel, bias, x = self.kernel[...], self.bias[...], jnp.swapaxes(x, 0, 1)
+        if comm is not None:
+            x = comm.share(comm.replicate(x), (self.solver, self.adjoint_solver or self.solver))
+            kernel, bias = comm.replicate((kernel, bias))
+        gates = jnp.split(x @ kernel + bias[None, None], self.gates, axis=-1)  # one product for all times
+        diagonals = tuple(self.recurrent[...][:, None])
+        y0 = self.start(batch, gates[0].dtype) if y0 is None else y0
+        return Problem(
+            _STEPS[type(self)], None, y0, shared=diagonals, data=tuple(gates), t1=float(steps), comm=comm, has_aux=True
+        )
+
+
+class ParaGRU(_Cell):
+    r"""A gated recurrent unit with diagonal recurrent matrices, all time steps solved at once by Newton's method.
+
+    .. math::
+        z = \sigma(W_z x + b_z + a_z \odot h), \quad r = \sigma(W_r x + b_r + a_r \odot h), \quad
+        n = \tanh(W_n x + b_n + a_n \odot r \odot h), \quad h \leftarrow (1 - z) \odot h + z \odot n
+
+    The Jacobian of a step is a diagonal matrix: one evaluation in each iteration, and one iteration for the gradient.
+    Use it like any layer: ``cell(x)`` are the hidden states of all times; stack several with dense layers between.
+
+    Args:
+        features: size of the input at each time.
+        hidden: size of the state.
+        solver: `Newton`, `Picard`, `MGRIT` or `Serial`. By default iterations until the residual norm has fallen to a
+            thousandth; the last one then leaves about a millionth. Three to five for cells that forget what entered them,
+            more for those that have learnt to remember, and nearly as many as there are steps for one that has learnt to
+            turn its state over at every second symbol: ``cell.solve(x).stats.iterations``.
+        adjoint_solver: the same for the gradient; one iteration is exact. None means the settings of ``solver``.
+        comm: where the time steps live. Each worker has all weights. With `MPIComm` each rank gets the sequences of all
+            times, uses its own run of them, and returns the states of that.
+        param_dtype: dtype of the parameters; that of the input.
+        rngs: source of the initial parameters: kernels uniform in :math:`\pm 1/\sqrt{features}`, diagonals in
+            :math:`\pm 1`, biases zero.
+
+    Raises:
+        ValueError: if a size is below 1.
+        TypeError: if a size is not an integer, or a solver is not a `Solver`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> cell = nn.ParaGRU(3, 16, rngs=nnx.Rngs(0))
+        >>> cell(jnp.ones((4, 512, 3), "float32")).shape
+        (4, 512, 16)
+
+    Reference:
+        Danieli, Rodriguez, Sarabia, Suau, Zappella, "ParaRNN: unlocking parallel training of nonlinear RNNs for large
+        language models", ICLR 2026.
+    """
+
+    gates, diagonals = 3, 3
+
+    @staticmethod
+    def step(state: State, gates: Gate, diagonals: Gate) -> State:
+        (xz, xr, xn), (az, ar, an), h = gates, diagonals, state
+        z, r = nnx.sigmoid(xz + az * h), nnx.sigmoid(xr + ar * h)
+        return h + z * (jnp.tanh(xn + an * (r * h)) - h)
+
+    def start(self, batch: int, dtype: Any) -> State:
+        return jnp.zeros((batch, self.hidden), dtype)
+
+    @staticmethod
+    def output(state: State) -> jax.Array:
+        return state
+
+
+class ParaLSTM(_Cell):
+    r"""A long short-term memory with diagonal recurrent matrices, all time steps solved at once by Newton's method.
+
+    Input and forget gate are coupled, and the gates see the cell's state ("peepholes"):
+
+    .. math::
+        f = \sigma(W_f x + b_f + a_f \odot h + p_f \odot c), \quad
+        c \leftarrow f \odot c + (1 - f) \odot \tanh(W_n x + b_n + a_n \odot h), \\
+        o = \sigma(W_o x + b_o + a_o \odot h + p_o \odot c), \quad h \leftarrow o \odot \tanh(c)
+
+    with the new :math:`c` in the second line. The state is ``(c, h)``, the Jacobian of a step has 2 x 2 numbers for each
+    place: two evaluations for each iteration.
+
+    Args:
+        features: size of the input at each time.
+        hidden: size of each of the two states.
+        solver: as for `ParaGRU`.
+        adjoint_solver: as for `ParaGRU`.
+        comm: as for `ParaGRU`.
+        param_dtype: as for `ParaGRU`.
+        rngs: as for `ParaGRU`.
+
+    Raises:
+        ValueError: as for `ParaGRU`.
+        TypeError: as for `ParaGRU`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> cell = nn.ParaLSTM(3, 16, rngs=nnx.Rngs(0))
+        >>> cell(jnp.ones((4, 512, 3), "float32")).shape
+        (4, 512, 16)
+
+    References:
+        Danieli et al., as for `ParaGRU`; Gers, Schraudolph, Schmidhuber, "Learning precise timing with LSTM recurrent
+        networks", JMLR 2002 (peepholes).
+    """
+
+    gates, diagonals = 3, 5
+
+    @staticmethod
+    def step(state: State, gates: Gate, diagonals: Gate) -> State:
+        (xf, xo, xn), (af, ao, an, pf, po), (c, h) = gates, diagonals, state
+        f = nnx.sigmoid(xf + af * h + pf * c)
+        c = c + (1 - f) * (jnp.tanh(xn + an * h) - c)
+        return c, nnx.sigmoid(xo + ao * h + po * c) * jnp.tanh(c)
+
+    def start(self, batch: int, dtype: Any) -> State:
+        return (jnp.zeros((batch, self.hidden), dtype),) * 2
+
+    @staticmethod
+    def output(state: State) -> jax.Array:
+        return state[1]
+
+
+def _time_step(cell: type[_Cell]) -> Any:
+    """The cell as ``step(y, layer)``, emitting its output; one function for each kind, by which programs are recognised."""
+
+    def step(y: State, layer: Layer) -> tuple[State, jax.Array]:
+        y = cell.step(y, layer.data, layer.shared)
+        return y, cell.output(y)
+
+    return step
+
+
+_STEPS = {cell: _time_step(cell) for cell in (ParaGRU, ParaLSTM)}

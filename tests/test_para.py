@@ -1,0 +1,175 @@
+"""Cells whose numbers act on themselves alone: against loops in NumPy with every gate written out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import lp_jax
+from lp_jax import nn
+
+FEATURES, HIDDEN, BATCH = 3, 5, 2
+CELLS = {"gru": nn.ParaGRU, "lstm": nn.ParaLSTM}
+NEWTON = lp_jax.Newton(jacobian="diagonal", iterations=6)
+
+
+def make(kind, hidden=HIDDEN, **options):
+    return CELLS[kind](FEATURES, hidden, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **options)
+
+
+def sequences(steps, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, steps, FEATURES)))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def by_hand(kind, cell, x):
+    """The hidden states of all times."""
+    x, kernel, bias, a = (np.asarray(v) for v in (x, cell.kernel[...], cell.bias[...], cell.recurrent[...]))
+    h = c = np.zeros((len(x), cell.hidden))
+    found = []
+    for n in range(x.shape[1]):
+        first, second, third = np.split(x[:, n] @ kernel + bias, 3, axis=1)
+        if kind == "gru":
+            z, r = sigmoid(first + a[0] * h), sigmoid(second + a[1] * h)
+            h = (1 - z) * h + z * np.tanh(third + a[2] * r * h)
+        else:
+            f = sigmoid(first + a[0] * h + a[3] * c)
+            c = f * c + (1 - f) * np.tanh(third + a[2] * h)
+            h = sigmoid(second + a[1] * h + a[4] * c) * np.tanh(c)
+        found.append(h)
+    return np.stack(found, axis=1)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("steps", [1, 37])
+def test_states_are_those_of_a_loop_with_every_gate(kind, steps):
+    cell, x = make(kind), sequences(steps)
+    wanted = by_hand(kind, cell, x)
+    np.testing.assert_allclose(cell.solve(x, solver=NEWTON).aux.swapaxes(0, 1), wanted, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(cell(x), wanted, atol=1e-5)  # to its tolerance
+
+
+def objective(cell, x, **solvers):
+    solution = cell.solve(x, **solvers)
+    return jnp.sum(jnp.sin(solution.aux)) + sum(jnp.sum(h**2) for h in jax.tree.leaves(solution.y1))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("kind", CELLS)
+def test_gradients_take_one_iteration(kind):
+    """Of losses that look at all times; ``adjoint_solver`` is the module's own where none is named."""
+    cell, x = make(kind, solver=NEWTON), sequences(50)
+    assert cell.adjoint_solver.iterations == 1
+
+    def gradient(**solvers):
+        return jax.jit(nnx.grad(functools.partial(objective, **solvers), argnums=(0, 1)))(cell, x)
+
+    got, wanted = gradient(), gradient(solver=lp_jax.Serial())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), got, wanted)
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("gru", 1), ("lstm", 2)])
+def test_an_iteration_takes_one_evaluation_for_each_state(kind, columns):
+    """No loop over places, forward and adjoint, so that the program has as many loops as that of no evaluation at all."""
+    cell, x = make(kind), sequences(8)
+
+    def loops(solver):
+        lowered = jax.jit(nnx.grad(functools.partial(objective, solver=solver))).lower(cell, x)
+        return lowered.as_text().count("stablehlo.while")
+
+    identity = lp_jax.Newton(jacobian="identity", iterations=2)
+    full = lp_jax.Newton(jacobian="full", iterations=2, batch_axes=1)
+    assert loops(lp_jax.Newton(jacobian="diagonal", iterations=2)) == loops(identity) == loops(full)
+    level = jax.eval_shape(lambda: cell.start(BATCH, jnp.float64))
+    assert len(jax.tree.leaves(level)) == columns
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("steps", [256, 2048])
+def test_four_iterations_at_the_start_whatever_the_length(kind, steps):
+    cell, x = make(kind, hidden=32), sequences(steps)
+    exact = cell.solve(x, solver=lp_jax.Serial()).aux
+    norms = cell.solve(x, solver=lp_jax.Newton(jacobian="diagonal", iterations=6)).stats.residual_norms
+    got = cell.solve(x, solver=lp_jax.Newton(jacobian="diagonal", iterations=4)).aux
+    assert jnp.max(jnp.abs(got - exact)) < 1e-6
+    assert jnp.log(norms[4] / norms[3]) < 1.5 * jnp.log(norms[3] / norms[2])  # the order of convergence
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("workers", [3, 8])
+def test_over_devices(kind, workers):
+    mesh = Mesh(np.array(jax.devices()[:workers]), ("layers",))
+    x = sequences(50)
+    alone, spread = make(kind, solver=NEWTON), make(kind, solver=NEWTON, comm=lp_jax.MeshComm(mesh))
+    run = jax.jit(nnx.value_and_grad(objective, argnums=(0, 1)))
+    wanted, got = run(alone, x), run(spread, x)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-12)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-11)
+    jax.tree.map(close, jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_sequence_in_two_parts(kind):
+    cell, x = make(kind, solver=lp_jax.Serial()), sequences(20)
+    first = cell.solve(x[:, :9])
+    rest = cell(x[:, 9:], first.y1)
+    np.testing.assert_allclose(jnp.concatenate([first.aux.swapaxes(0, 1), rest], axis=1), cell(x), rtol=1e-13)
+
+
+def test_refusals():
+    cell = make("gru")
+    with pytest.raises(ValueError, match=r"ParaGRU takes sequences of 3 features, \(batch, time, 3\); got \(2, 7\)"):
+        cell(jnp.ones((2, 7)))
+    with pytest.raises(ValueError, match="hidden must be at least 1; got 0"):
+        nn.ParaLSTM(3, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="solver"):
+        nn.ParaGRU(3, 4, solver="newton", rngs=nnx.Rngs(0))
+
+
+LENGTH, WIDTH = 128, 32
+
+
+class Counter(nnx.Module):
+    """Says after every bit whether there was an odd number of ones."""
+
+    def __init__(self, rngs):
+        solver = lp_jax.Newton(jacobian="diagonal", iterations=LENGTH, rtol=1e-4)
+        self.cell = nn.ParaGRU(1, WIDTH, solver=solver, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, bits):
+        return self.head(self.cell(2 * bits[..., None] - 1))[..., 0]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_parity_of_128_bits_is_learnt():
+    model = Counter(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), wrt=nnx.Param)
+
+    def loss(model, bits):
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(model(bits), jnp.cumsum(bits, axis=1) % 2))
+
+    @nnx.jit
+    def update(model, optimizer, bits):
+        value, gradient = nnx.value_and_grad(loss)(model, bits)
+        optimizer.update(model, gradient)
+        return value
+
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        update(model, optimizer, rng.integers(0, 2, size=(64, LENGTH)).astype(np.float32))
+    bits = rng.integers(0, 2, size=(512, LENGTH)).astype(np.float32)
+    model.cell.solver = nnx.static(lp_jax.Serial())
+    assert np.mean((model(bits) > 0) == (np.cumsum(bits, axis=1) % 2 > 0)) == 1.0
