@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _BYTES = {"f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2, "s16": 2, "u16": 2}
@@ -293,40 +293,40 @@ def _what(inner: Computation, fusion: Instruction) -> tuple[str, float, tuple[tu
 
 
 def _moved(inner: Computation, buffers: Sequence[str]) -> int:
-    """Bytes that a fused kernel reads and writes."""
-    users: dict[str, list[Instruction]] = collections.defaultdict(list)
-    for one in inner.values():
-        for operand in one.operands:
-            users[operand].append(one)
+    """Bytes that a fused kernel reads and writes.
 
-    def uses(name: str) -> Iterator[tuple[Instruction, str]]:
-        for user in users[name]:
-            if user.operation == "bitcast":
-                yield from uses(user.name)
-            else:
-                yield user, name
-
-    read: dict[str, int] = collections.defaultdict(int)
-    parameters = [one for one in inner.values() if one.operation == "parameter"]
-    for parameter in parameters:
-        number, total = int(parameter.given), 0
-        for user, name in uses(parameter.name):
-            first = user.operands[0] == name
-            if first and user.operation in _SLICES:
-                total += user.nbytes
-            elif not (first and user.operation == "dynamic-update-slice"):
-                total = parameter.nbytes
-                break
-        buffer = buffers[number] if number < len(buffers) else parameter.name
-        read[buffer] = max(read[buffer], min(total, parameter.nbytes))
-    return sum(read.values()) + _written(inner, inner.root)
+    Numbers are computed where they are asked for: of what is sliced later, only the slices.
+    """
+    asked: dict[str, float] = collections.defaultdict(float)  # numbers of each instruction's result
+    written = 0
+    for one in _results(inner, inner.root):
+        updates = one.operation == "dynamic-update-slice"
+        written += inner[one.operands[1]].nbytes if updates else one.nbytes
+        for name in one.operands[1:] if updates else [one.name]:
+            asked[name] = math.inf
+    read: dict[str, float] = collections.defaultdict(float)
+    for one in reversed(inner.values()):
+        size = math.prod(one.shape)
+        wanted = min(asked[one.name], size)
+        if one.operation == "parameter":
+            number = int(one.given)
+            buffer = buffers[number] if number < len(buffers) else one.name
+            read[buffer] = max(read[buffer], wanted * one.nbytes / max(size, 1))
+        for name in one.operands if wanted else ():
+            if name in inner:
+                asked[name] += _asks(one, math.prod(inner[name].shape), wanted / size)
+    return round(sum(read.values())) + written
 
 
-def _written(inner: Computation, one: Instruction) -> int:
+def _results(inner: Computation, one: Instruction) -> list[Instruction]:
     if one.operation == "tuple":
-        return sum(_written(inner, inner[operand]) for operand in one.operands)
-    one = inner[inner.source(one.name)]
-    return inner[one.operands[1]].nbytes if one.operation == "dynamic-update-slice" else one.nbytes
+        return [found for operand in one.operands for found in _results(inner, inner[operand])]
+    return [inner[inner.source(one.name)]]
+
+
+def _asks(one: Instruction, size: int, part: float) -> float:
+    """How many of an operand's numbers a part of an instruction's result needs."""
+    return part * (math.prod(one.shape) if one.operation in _SLICES else size)
 
 
 def _launches(text: str, trips: Sequence[int | None]) -> Launches:

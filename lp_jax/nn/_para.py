@@ -256,4 +256,4 @@ def _time_step(cell: type[_Cell]) -> Any:
     return step
 
 
-_STEPS = {cell: _time_step(cell) for cell in (ParaGRU, ParaLSTM)}
+_STEPS: dict[type[_Cell], Any] = {cell: _time_step(cell) for cell in (ParaGRU, ParaLSTM)}
