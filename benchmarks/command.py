@@ -98,8 +98,8 @@ def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentP
     return parser
 
 
-def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path:
-    folder: Path = options.out or Path("runs", "bench-quick" if options.quick else "bench", device_slug())
+def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace, device: str | None = None) -> Path:
+    folder: Path = options.out or Path("runs", "bench-quick" if options.quick else "bench", device or device_slug())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -206,6 +206,25 @@ def voxels(width: int, layers: int, batch: int) -> Network:
     return dataclasses.replace(network, x=network.x[:, :1, :1, :1] * smooth)
 
 
+class Mlp(nnx.Module):
+    """A residual block of four dense layers, each with layer norm and swish."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(4)])
+        self.norm = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
+        x = y
+        for dense, norm in zip(self.dense, self.norm, strict=True):
+            x = nnx.swish(norm(dense(x)))
+        return y + x
+
+
+def mlp(width: int, layers: int, batch: int) -> Network:
+    """Blocks of four dense layers, as in networks of a thousand layers for reinforcement learning (arXiv 2503.14858)."""
+    return _modules("mlp", lambda rngs: Mlp(width, rngs=rngs), layers, (batch, width))
+
+
 def _modules(name: str, make: Callable[[nnx.Rngs], nnx.Module], layers: int, shape: tuple[int, ...]) -> Network:
     rng = np.random.default_rng(0)
     step, params = nn.stack(make, layers, rngs=nnx.Rngs(0))
@@ -303,6 +322,7 @@ NETWORKS: dict[str, Callable[..., Network]] = {
     "gru": gru,
     "encoder": encoder,
     "voxels": voxels,
+    "mlp": mlp,
     "paragru": functools.partial(diagonal, "paragru", nn.ParaGRU),
     "paralstm": functools.partial(diagonal, "paralstm", nn.ParaLSTM),
 }

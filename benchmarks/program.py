@@ -39,7 +39,8 @@ _MODEL = (
     "({bandwidth:.3g} TB/s), or its products at {flops:.3g} TFLOP/s, whichever is longest, one after another. A loop of unknown "
     "length (marked +) counts as one turn."
 )
-ROWS = "dense,64,1024,64 dense,64,4096,64 gru,16,1024,64"
+ROWS = "dense,64,1024,64 dense,64,4096,64 mlp,256,64,256 mlp,256,256,256 gru,16,1024,64 paragru,64,1024,64 paralstm,64,1024,64"
+WRITTEN_OUT = 64  # layers at most whose loop is written out whole, as a loop in Python is
 
 
 def contenders(network: str, layers: int) -> dict[str, Pair | int]:
@@ -53,9 +54,11 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
     }
     if network == "gru":
         more["Newton, 5 after 16 relaxations"] = lp_jax.Newton(iterations=5, relaxations=16, batch_axes=1)
+    loops = {"lax.scan": 1, "lax.scan, unroll=8": 8}
+    if network == "mlp" and layers <= WRITTEN_OUT:
+        loops["every layer written out"] = layers
     return {
-        "lax.scan": 1,
-        "lax.scan, unroll=8": 8,
+        **loops,
         **{name: (solver, solver.for_adjoint()) for name, solver in more.items()},
         **pairs(network, layers),
     }
@@ -135,7 +138,18 @@ def table(result: dict[str, Any]) -> str:
     target = TARGETS[settings["target"]]
     what = "training step" if settings["updates"] else "loss and gradient"
     lines = [f"# {result['title']}", report.origin(result)]
-    head = ["", "kernels", "alone", "graphs", "loops: kernels x turns", "GB", "GFLOP", "temp MB", "compile s"]
+    head = [
+        "",
+        "kernels",
+        "alone",
+        "graphs",
+        "loops: kernels x turns",
+        "GB",
+        "GFLOP",
+        "temp MB",
+        "trace s",
+        "compile s",
+    ]
     head += ["ms, model", "of unroll=8"]
     for row in result["rows"]:
         lines.append(f"## {row['title']}, {what}, {settings['devices']} x {settings['target'].upper()}")
@@ -148,7 +162,8 @@ def table(result: dict[str, Any]) -> str:
             cells.append([
                 one["name"], str(one["kernels"]) + mark, str(one["alone"]) + mark, str(one["graphs"]) + mark, loops,
                 report.number(one["bytes"] / 1e9, 3) + mark, report.number(one["flops"] / 1e9, 3) + mark,
-                report.number(one["temporary_bytes"] / 1e6, 3), report.number(one["compile_seconds"], 2),
+                report.number(one["temporary_bytes"] / 1e6, 3),
+                report.number(one["trace_seconds"], 2), report.number(one["compile_seconds"], 2),
                 report.number(1e3 * one["model_seconds"], 3) + mark, ratio,
             ])  # fmt: skip
         lines.append(report.pipes(cells))
@@ -199,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # else the plugin asks for a driver
-    folder = results_folder(parser, options)
+    several = f"x{options.devices}" if options.devices > 1 else ""
+    folder = results_folder(parser, options, options.target + several)
     try:
         spec = (_SPECS / f"{options.target}.txtpb").read_text()
         topology = topologies.get_topology_desc(
@@ -238,9 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if scan and options.devices > 1:
                 continue
             progress(f"{result['rows'][-1]['title']}: compiling {title}")
+            start = time.perf_counter()
             program = lowered(network, which, topology.devices, updates=options.updates)
+            traced = time.perf_counter() - start
             read, costs = compiled(program, _options(options.xla))
-            found.append({"name": title, **costs, **facts(read, target)})
+            found.append({"name": title, "trace_seconds": traced, **costs, **facts(read, target)})
             report.save(result, folder, text=table)
     progress.clear()
     print(table(result))

@@ -210,7 +210,10 @@ class Newton(Solver):
             raise NotImplementedError(_WITHIN)
         relaxations = min(self.relaxations, work.layers)
         work.steps(relaxations, work.mine)
-        work.add("newton", self.iterations, work.mine)
+        if self.jacobian == "full":
+            work.add("newton", self.iterations, work.mine)
+        else:  # of layers that act in place: the states, and their derivative
+            work.steps(self.iterations * (1 + (self.jacobian == "diagonal")), work.mine)
         work.sent(relaxations + self.iterations * (1 + work.prefix))
         work.last_evaluation()
 

@@ -1,7 +1,6 @@
 """What a network's layers would take on a device, from their arithmetic and its data sheet: nothing is run."""
 
 import dataclasses
-import math
 import warnings
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from lp_jax import _tree
 from lp_jax._picard import Picard
 from lp_jax._problem import Problem
+from lp_jax._products import cost
 from lp_jax._serial import Serial
 from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree
@@ -19,7 +19,12 @@ from lp_jax.planning._cost import predict
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays, examples_of, kept_bytes, small
 
-_KERNELS = 3  # of the smallest layer
+# Read off programs that XLA compiled for an H200 (benchmarks/results/h200), whose loops are graphs of kernels:
+_LAUNCH = 1e-6  # seconds of a kernel that has nothing to do
+_BESIDE = 2  # kernels beside each product, and one more
+_FUSED = 0.5  # of the bytes that the operations of a layer would move one by one
+_PASSES = 10  # of an iteration of Newton's method over its Jacobians
+_NEWTON = 100  # its kernels
 
 _SWEEPS = 10, 6  # that the tolerances of `RECOMMENDED` take: 5 to 14 forward, on networks at their start and trained
 
@@ -30,20 +35,19 @@ class Device:
 
     flops: float  # per second, of products in the precision that JAX uses by default for float32
     bandwidth: float  # of its memory, in bytes per second
-    layer: float  # seconds of the smallest layer: its kernels, one after the other
 
 
-# Of the vendor: dense TF32 products (on TPUs bfloat16), HBM. The smallest layer is a guess: `_KERNELS` of 5 us.
+# Of the vendor: dense TF32 products (on TPUs bfloat16), HBM.
 DEVICES = {
-    "B200": Device(1.1e15, 8.0e12, 1.5e-5),
-    "H200": Device(4.9e14, 4.8e12, 1.5e-5),
-    "H100": Device(4.9e14, 3.35e12, 1.5e-5),
-    "A100": Device(1.56e14, 2.0e12, 1.5e-5),
-    "V100": Device(1.57e13, 9.0e11, 1.5e-5),
-    "TPU v4": Device(2.75e14, 1.2e12, 1.5e-5),
-    "TPU v5": Device(1.97e14, 8.1e11, 1.5e-5),
+    "B200": Device(1.1e15, 8.0e12),
+    "H200": Device(4.9e14, 4.8e12),
+    "H100": Device(4.9e14, 3.35e12),
+    "A100": Device(1.56e14, 2.0e12),
+    "V100": Device(1.57e13, 9.0e11),
+    "TPU v4": Device(2.75e14, 1.2e12),
+    "TPU v5": Device(1.97e14, 8.1e11),
 }
-_UNKNOWN = Device(2e13, 1e12, 1.5e-5)
+_UNKNOWN = Device(2e13, 1e12)
 
 
 def estimate(problem: Problem, *, device: str | None = None) -> Machine:
@@ -84,23 +88,19 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     common = operands.common
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
-    counted: Any = (
-        jax.jit(traced.chain(*operands, traced.workers).step(0)).lower(y, first, beside).cost_analysis() or {}
-    )
+    step = traced.chain(*operands, traced.workers).step(0)
+    counted: Any = jax.jit(step).lower(y, first, beside).cost_analysis() or {}
     # a step that XLA sees nothing in moves its state
-    moved = max(counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y))
+    moved = max(_FUSED * counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y))
+    launched = 0.0 if looped else _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     at_once = (1,) if looped else tuple(int(n) for n in sizes)
-    times = tuple(sheet.layer * (not looped) + n * alone for n in at_once)
+    times = tuple(launched + n * alone for n in at_once)
     examples = examples_of(common.y0)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    # of the scan, two products in each
-    steps = 2 * math.ceil(math.log2(traced.workers.layers + 1)) * sheet.layer / _KERNELS
-    composed = 2 * 2 * examples * numbers**3 / sheet.flops
-    newton = tuple(
-        t + steps * (not looped) + n * (numbers * alone + composed) for n, t in zip(at_once, times, strict=True)
-    )
+    solved = _PASSES * examples * 4 * numbers**2 / sheet.bandwidth + 2 * examples * numbers**3 / sheet.flops
+    newton = tuple(_LAUNCH * _NEWTON * (not looped) + t + n * solved for n, t in zip(at_once, times, strict=True))
     layer_bytes = _tree.nbytes(first.params)
     return Machine(
         at_once=at_once,
@@ -111,7 +111,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
         newton=newton if small(y) else None,
         looped=looped,
         examples=examples,
-        overhead=0.0 if looped else sheet.layer / (sheet.layer + alone),
+        overhead=launched / (launched + alone),
         adding=3 * layer_bytes / sheet.bandwidth,  # two are read, one is written
         state_bytes=_tree.nbytes(y),
         kept_bytes=kept_bytes(traced, operands),

@@ -1,0 +1,161 @@
+"""The reader of compiled programs: on texts with counts by hand, and on what XLA makes of a small one for a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hlo, program
+
+TEXT = """HloModule jit_f, is_scheduled=true
+
+%fused_step (param_0.1: f32[8,4,4], param_1.1: f32[2,4], param_2.1: s32[]) -> f32[2,4] {
+  %param_1.1 = f32[2,4]{1,0} parameter(1)
+  %param_0.1 = f32[8,4,4]{2,1,0} parameter(0)
+  %param_2.1 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %slice.1 = f32[1,4,4]{2,1,0} dynamic-slice(%param_0.1, %param_2.1, %zero, %zero), dynamic_slice_sizes={1,4,4}
+  %bitcast.1 = f32[4,4]{1,0} bitcast(%slice.1)
+  %dot.1 = f32[2,4]{1,0} dot(%param_1.1, %bitcast.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %add.1 = f32[2,4]{1,0} add(%dot.1, %param_1.1)
+}
+
+%fused_put (param_0.2: f32[8,2,4], param_1.2: f32[2,4], param_2.2: s32[]) -> f32[8,2,4] {
+  %param_0.2 = f32[8,2,4]{2,1,0} parameter(0)
+  %param_1.2 = f32[2,4]{1,0} parameter(1)
+  %bitcast.2 = f32[1,2,4]{2,1,0} bitcast(%param_1.2)
+  %param_2.2 = s32[] parameter(2)
+  %zero.2 = s32[] constant(0)
+  ROOT %put.2 = f32[8,2,4]{2,1,0} dynamic-update-slice(%param_0.2, %bitcast.2, %param_2.2, %zero.2, %zero.2)
+}
+
+%fused_half (param_0.3: f32[8,2,4], param_1.3: f32[8,2,4]) -> f32[4,2,4] {
+  %param_0.3 = f32[8,2,4]{2,1,0} parameter(0)
+  %param_1.3 = f32[8,2,4]{2,1,0} parameter(1)
+  %multiply.3 = f32[8,2,4]{2,1,0} multiply(%param_0.3, %param_1.3)
+  ROOT %slice.3 = f32[4,2,4]{2,1,0} slice(%multiply.3), slice={[0:4], [0:2], [0:4]}
+}
+
+%body (carry: (s32[], f32[2,4], f32[8,4,4], f32[8,2,4])) -> (s32[], f32[2,4], f32[8,4,4], f32[8,2,4]) {
+  %carry = (s32[], f32[2,4]{1,0}, f32[8,4,4]{2,1,0}, f32[8,2,4]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %y = f32[2,4]{1,0} get-tuple-element(%carry), index=1
+  %w = f32[8,4,4]{2,1,0} get-tuple-element(%carry), index=2
+  %all = f32[8,2,4]{2,1,0} get-tuple-element(%carry), index=3
+  %step = f32[2,4]{1,0} fusion(%w, %y, %i), kind=kCustom, calls=%fused_step
+  %send-start = (f32[2,4]{1,0}, f32[2,4]{1,0}) collective-permute-start(%step), source_target_pairs={{0,1}}
+  %put = f32[8,2,4]{2,1,0} fusion(%all, %step, %i), kind=kLoop, calls=%fused_put
+  %send-done = f32[2,4]{1,0} collective-permute-done(%send-start)
+  ROOT %tuple = (s32[], f32[2,4]{1,0}, f32[8,4,4]{2,1,0}, f32[8,2,4]{2,1,0}) tuple(%i, %send-done, %w, %put)
+}
+
+%condition (state: (s32[], f32[2,4], f32[8,4,4], f32[8,2,4])) -> pred[] {
+  %state = (s32[], f32[2,4]{1,0}, f32[8,4,4]{2,1,0}, f32[8,2,4]{2,1,0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (y0: f32[2,4], ws: f32[8,4,4]) -> f32[4,2,4] {
+  %y0 = f32[2,4]{1,0} parameter(0)
+  %ws = f32[8,4,4]{2,1,0} parameter(1)
+  %none = s32[] constant(0)
+  %room = f32[8,2,4]{2,1,0} copy(%y0)
+  %start = (s32[], f32[2,4]{1,0}, f32[8,4,4]{2,1,0}, f32[8,2,4]{2,1,0}) tuple(%none, %y0, %ws, %room)
+  %while = (s32[], f32[2,4]{1,0}, f32[8,4,4]{2,1,0}, f32[8,2,4]{2,1,0}) while(%start), condition=%condition, body=%body, KNOWN
+  %found = f32[8,2,4]{2,1,0} get-tuple-element(%while), index=3
+  ROOT %half = f32[4,2,4]{2,1,0} fusion(%found, %found), kind=kLoop, calls=%fused_half
+}
+"""
+KNOWN = 'backend_config={"known_trip_count":{"n":"8"}}'
+LAUNCHES = """000: kCopy           [source | next=001] kCopy
+001: kWhile          [prev=000 | next=006]
+condition:
+    002: kCustomKernel [source | sink] compare
+  body:
+    003: kCustomKernel [source | next=004] step
+    004: kCommandBuffer [prev=003 | sink]
+        005: kCustomKernel [source | sink] put
+        006: kCollectivePermute [source | sink] kCollectivePermute
+007: kCustomKernel [source | sink] half
+"""
+STATE, LAYER = 2 * 4 * 4, 4 * 4 * 4  # bytes
+
+
+@pytest.fixture
+def read():
+    return hlo.Program(TEXT.replace("KNOWN", KNOWN), LAUNCHES)
+
+
+def test_kernels_loops_and_messages(read):
+    assert read.launched == 1 + 3 * 8 + 1
+    assert read.loops == [hlo.Loop("body", 8, 1, 3)]
+    assert read.collectives() == {"collective-permute": 8}
+    assert read.overlaps == [("collective-permute", 1)]
+    assert read.products() == {(1, 2, 4, 4): 8}
+    assert read.flops == 8 * 2 * 2 * 4 * 4
+    assert (read.unknown, read.scatters()) == (0, 0)
+    assert read.launches == hlo.Launches(alone=1 + 8 + 1, graphs=8, in_graphs=16)
+
+
+def test_bytes_are_those_that_are_asked_for(read):
+    """A slice of the weights; an update without what is around it; of a product that is sliced later, the slice."""
+    moved = {kernel.name: kernel.nbytes for kernel in read.kernels}
+    index = 4
+    assert moved["step"] == LAYER + STATE + index + STATE
+    assert moved["put"] == STATE + index + STATE
+    assert moved["half"] == 4 * STATE + 4 * STATE  # the same buffer twice is read once
+    assert moved["room"] == STATE + 8 * STATE
+
+
+def test_time_is_that_of_the_longest_of_launch_bytes_and_products(read):
+    slow = hlo.Target(bandwidth=1.0, flops=1e12, graph_launch=1.0, launch=3.0)  # a byte a second
+    alone = read.launches.alone * 2.0
+    assert read.seconds(slow) == pytest.approx(read.nbytes + alone)
+    fast = hlo.Target(bandwidth=1e12, flops=1e12, graph_launch=1.0, launch=1.0)
+    assert read.seconds(fast) == read.launched
+    assert read.dearest(slow, 1)[0].name == "step"
+
+
+def test_a_loop_of_unknown_length_is_told():
+    read = hlo.Program(TEXT.replace(", KNOWN", ""))
+    assert read.unknown == 1
+    assert read.launched == 5
+    assert read.launches is None
+
+
+def test_what_it_says_where_nothing_compiles_for_a_gpu():
+    """Run as users run it, in a process whose environment hides the plugin."""
+    if _compiles():
+        pytest.skip("the extra gpu-program is installed here")
+    done = _run("--quick")
+    assert done.returncode == 2
+    assert "pip install -e '.[gpu-program]'" in done.stderr
+
+
+def test_a_small_network_compiled_for_a_gpu(tmp_path):
+    if not _compiles():
+        pytest.skip("no compiler for GPUs here: it is in the extra gpu-program")
+    done = _run("--quick", "--only", "Serial", "Picard, 8 sweeps", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "program.json").read_text())["rows"]
+    found = {one["name"]: one for one in row["contenders"]}
+    assert found["lax.scan"]["kernels"] > found["lax.scan, unroll=8"]["kernels"] > found["Picard, 8 sweeps"]["kernels"]
+    assert found["Picard, 8 sweeps"]["unknown"] == found["Picard, 8 sweeps"]["scatters"] == 0
+    assert "| Picard, 8 sweeps" in (tmp_path / "program.md").read_text()
+
+
+def _compiles():
+    try:
+        import jax_plugins.xla_cuda12  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _run(*arguments):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.program", *arguments]
+    root = Path(program.__file__).parents[1]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
