@@ -20,6 +20,7 @@ from jax import lax
 
 from lp_jax import _tree
 from lp_jax._comm import Run, Workers, select
+from lp_jax._products import inside
 from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Transfer
 
 
@@ -230,19 +231,31 @@ def _at_once(level: Level, advance: Advance, count: int, u: CPoints, emitted: Py
         u = _tree.add(u, jax.tree.map(take, level.rhs))
         return u, jax.tree.map(lambda x, e: lax.dynamic_update_index_in_dim(x, e, n, axis=1), emitted, new)
 
-    return lax.fori_loop(0, count, body, (u, emitted), unroll=turns_at_once(level, count))
+    unroll = written_out(level, count, body, 0, (u, emitted))
+    return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
 
 
-_SHORT, _SOME = 16, 8
+_SHORT, _SOME, _MOST = 16, 8, 2048
 
 
-def turns_at_once(level: Level, count: int) -> int:
+def written_out(level: Level, count: int, body: Callable[..., Any], *arguments: Any) -> int:
     """How many of ``count`` turns of a loop are written out.
 
     On an accelerator a turn of a loop costs launches of its own, and a body of a few operations is launched one by one. All
-    turns of a short loop, then, and eight of a longer one; more takes long to compile.
+    turns of a short loop, then, and eight of a longer one; fewer where they are so large that they take long to compile.
     """
-    return 1 if level.workers.in_turn else count if count <= _SHORT else _SOME
+    if level.workers.in_turn:
+        return 1
+    operations = _operations(jax.make_jaxpr(body)(*arguments).jaxpr)
+    most = max(1, _MOST // operations)
+    if count > _SHORT:
+        return min(_SOME, most)
+    return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
+
+
+def _operations(jaxpr: Any) -> int:
+    """Number of operations of a program, loops counted once."""
+    return 1 + sum(sum(map(_operations, inside(equation))) or 1 for equation in jaxpr.eqns)
 
 
 def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any]:
@@ -270,8 +283,13 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    unroll = turns_at_once(level, level.intervals)
-    return lambda y0: lax.scan(body, y0, (level.xs, level.rhs), reverse=level.reverse, unroll=unroll)[1]
+    def marched(y0: State) -> tuple[CPoints, Any]:
+        operands = level.xs, level.rhs
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
+        unroll = written_out(level, level.intervals, body, y0, first)
+        return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
+
+    return marched
 
 
 def single(level: Level, advance: Advance) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
@@ -312,7 +330,8 @@ def _interval(
 
     if count == 1:
         return body(0, (u, emitted))
-    return lax.fori_loop(0, count, body, (u, emitted), unroll=turns_at_once(level, count))
+    unroll = written_out(level, count, body, 0, (u, emitted))
+    return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
 
 
 def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:

@@ -13,7 +13,7 @@ from jax import lax
 from lp_jax import _affine, _check, _tree
 from lp_jax._affine import Maps
 from lp_jax._jacobians import Blocks, Full, Jacobians
-from lp_jax._level import Level, sweep, turns_at_once
+from lp_jax._level import Level, sweep, written_out
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant, counted
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, State
@@ -165,8 +165,9 @@ class Newton(Solver):
         def relaxed(_: int, entering: CPoints) -> CPoints:
             return level.incoming(sweep(level, entering)[0])
 
-        unroll = turns_at_once(level, relaxations)
-        entering = lax.fori_loop(1, relaxations, relaxed, level.incoming(u), unroll=unroll)
+        entering = level.incoming(u)
+        unroll = written_out(level, relaxations, relaxed, 0, entering)
+        entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
         return sweep(level, entering)[0], 0
 
     def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:

@@ -71,7 +71,7 @@ def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
 
 def _inputs(equation: Any, out: Flags) -> Flags:
     """Which inputs of an equation its outputs asked for depend on."""
-    inner, name = _inner(equation), equation.primitive.name
+    inner, name = inside(equation), equation.primitive.name
     if name == "scan":
         return _live(inner[0], _scan_outputs(equation, out))[0]
     if name == "cond":
@@ -85,7 +85,7 @@ def _inputs(equation: Any, out: Flags) -> Flags:
 def _scan_outputs(equation: Any, out: Flags) -> Flags:
     """Outputs of a scan's body that are needed: a carry is if a later turn needs it."""
     consts, carries = _parts(equation)
-    (body,) = _inner(equation)
+    (body,) = inside(equation)
     while True:
         used = _live(body, out)[0][consts : consts + carries]
         more = (*(a or b for a, b in zip(out[:carries], used, strict=True)), *out[carries:])
@@ -96,7 +96,7 @@ def _scan_outputs(equation: Any, out: Flags) -> Flags:
 
 def _parts(equation: Any) -> tuple[int, int]:
     """Numbers of constants and carries of a scan; what it goes over, and what it stacks, has an axis less within."""
-    (body,) = _inner(equation)
+    (body,) = inside(equation)
 
     def alike(outer: Any, inner: Any) -> int:
         return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
@@ -105,7 +105,8 @@ def _parts(equation: Any) -> tuple[int, int]:
     return alike(equation.invars, body.invars) - carries, carries
 
 
-def _inner(equation: Any) -> list[core.Jaxpr]:
+def inside(equation: Any) -> list[core.Jaxpr]:
+    """Programs within an equation: of a loop's body, a call."""
     found = []
     for name, value in equation.params.items():
         for jaxpr in value if isinstance(value, tuple | list) else [value]:
@@ -123,7 +124,7 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
     for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
         if not any(flags):
             continue
-        inner, name = _inner(equation), equation.primitive.name
+        inner, name = inside(equation), equation.primitive.name
         if name == "dot_general":
             total += _flops(equation, terms)
         elif name == "scan":
@@ -157,7 +158,7 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int
     for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
         if not any(flags):
             continue
-        operands, inner, name = tuple(map(of, equation.invars)), _inner(equation), equation.primitive.name
+        operands, inner, name = tuple(map(of, equation.invars)), inside(equation), equation.primitive.name
         if name == "scan":
             reached = _scan_depths(equation, inner[0], operands, flags, terms)
         elif name == "cond":
