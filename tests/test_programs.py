@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hlo, program
+import lp_jax
+from benchmarks import hlo, networks, program
+from lp_jax import planning
+
+BENCHMARKS = Path(program.__file__).parent
 
 TEXT = """HloModule jit_f, is_scheduled=true
 
@@ -146,6 +150,27 @@ def test_a_small_network_compiled_for_a_gpu(tmp_path):
     assert "| Picard, 8 sweeps" in (tmp_path / "program.md").read_text()
 
 
+def test_estimates_are_near_what_compiled_programs_count():
+    """Within a factor of two and a half, of every program whose loops have known lengths and whose cells are not mixed."""
+    rows = json.loads((BENCHMARKS / "results" / "h200" / "program.json").read_text())["rows"]
+    compared = 0
+    for row in rows:
+        name, *sizes = row["title"].replace(",", "").split()
+        width, layers, batch = (int(word) for word in sizes if word.isdigit())
+        network = networks.NETWORKS[name](width, layers, batch)
+        problem = lp_jax.Problem(**network.problem(network.weights, network.x, networks.SERIAL))
+        machine = planning.estimate(problem, device="H200")
+        pairs = program.contenders(name, layers)
+        for one in row["contenders"]:
+            pair = pairs[one["name"]]
+            if isinstance(pair, int) or one["unknown"]:
+                continue
+            predicted = planning.predict(*pair, layers, machine).seconds
+            assert 1 / 2.5 < predicted / one["model_seconds"] < 2.5, (row["title"], one["name"])
+            compared += 1
+    assert compared > 50
+
+
 def _compiles():
     try:
         import jax_plugins.xla_cuda12  # noqa: F401
@@ -157,5 +182,6 @@ def _compiles():
 def _run(*arguments):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.program", *arguments]
-    root = Path(program.__file__).parents[1]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=BENCHMARKS.parent, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
