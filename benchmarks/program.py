@@ -52,6 +52,8 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
         "MGRIT, m = 16": lp_jax.MGRIT(**two),
         "MGRIT, m = 16, all kept": lp_jax.MGRIT(**two, storage="all"),
     }
+    if network in ("paragru", "paralstm"):
+        more = {}
     if network == "gru":
         more["Newton, 5 after 16 relaxations"] = lp_jax.Newton(iterations=5, relaxations=16, batch_axes=1)
     loops = {"lax.scan": 1, "lax.scan, unroll=8": 8}

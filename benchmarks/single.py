@@ -27,6 +27,17 @@ def _mgrit(forward: int, adjoint: int, **fields: Any) -> Pair:
 
 def pairs(network: str, layers: int) -> dict[str, Pair]:
     checkpointed = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
+    if network in ("paragru", "paralstm"):  # states that move far in a step: for Newton's method alone
+        newton = functools.partial(lp_jax.Newton, batch_axes=1)
+        return {
+            "Serial": SERIAL,
+            "Serial, checkpoints": (checkpointed, checkpointed),
+            "Newton, full, 4/1": (newton(iterations=4), newton(iterations=1)),
+            "Newton, diagonal, 4/1": (
+                newton(jacobian="diagonal", iterations=4),
+                newton(jacobian="diagonal", iterations=1),
+            ),
+        }
     injection = lp_jax.Rediscretize()
     one, two = (lp_jax.Picard(sweeps=sweeps) for sweeps in (1, 2))
     found: dict[str, Pair] = {
@@ -47,13 +58,6 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
         for jacobian, iterations in (("full", 6), ("diagonal", 10)):
             solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
             found[f"Newton, {jacobian}, {iterations}"] = solver, solver.for_adjoint()
-    if network in ("paragru", "paralstm"):
-        for jacobian in ("full", "diagonal"):
-            fields = {"jacobian": jacobian, "batch_axes": 1}
-            found[f"Newton, {jacobian}, 4/1"] = (
-                lp_jax.Newton(iterations=4, **fields),
-                lp_jax.Newton(iterations=1, **fields),
-            )
     return found
 
 

@@ -151,7 +151,7 @@ def test_a_small_network_compiled_for_a_gpu(tmp_path):
 
 
 def test_estimates_are_near_what_compiled_programs_count():
-    """Within a factor of two and a half, of every program whose loops have known lengths and whose cells are not mixed."""
+    """Within a factor of three, of every program whose loops have known lengths and whose cells are not mixed."""
     rows = json.loads((BENCHMARKS / "results" / "h200" / "program.json").read_text())["rows"]
     compared = 0
     for row in rows:
@@ -166,7 +166,7 @@ def test_estimates_are_near_what_compiled_programs_count():
             if isinstance(pair, int) or one["unknown"]:
                 continue
             predicted = planning.predict(*pair, layers, machine).seconds
-            assert 1 / 2.5 < predicted / one["model_seconds"] < 2.5, (row["title"], one["name"])
+            assert 1 / 3 < predicted / one["model_seconds"] < 3, (row["title"], one["name"])
             compared += 1
     assert compared > 50
 
