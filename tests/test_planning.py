@@ -49,11 +49,11 @@ def test_serial_propagation_takes_its_own_time_per_layer():
 
 
 def test_sweeps_by_hand_on_one_worker_and_on_eight():
-    """Three sweeps and a last evaluation, two adjoint sweeps and the gradient; each sweep sends one state and a prefix sum."""
+    """Three sweeps and a last evaluation, two adjoint sweeps and the gradient; each sweep sends a prefix sum of states."""
     solvers = lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)
     assert planning.predict(*solvers, 64, MACHINE).evaluations == 4 * 9.0 + 2 * 18.0 + 20.0
     time = planning.predict(*solvers, 64, MACHINE, workers=8)
-    hops = 1 + (1 + 3)  # of a sweep: neighbour, prefix sum over seven
+    hops = 1 + 3  # to the neighbour, and over the seven before the last
     assert time.evaluations == 4 * 2.0 + 2 * 4.0 + 5.0
     assert time.messages == (5 * hops + 2) * 0.75
     assert time.reductions == 2 * 2 * 3 * 0.75
