@@ -329,6 +329,9 @@ def _asks(one: Instruction, size: int, part: float) -> float:
     return part * (math.prod(one.shape) if one.operation in _SLICES else size)
 
 
+_NO_LAUNCH = {"AsyncStart", "AsyncDone", "PartitionId", "ReplicaId"}  # what is started is in a line of its own
+
+
 def _launches(text: str, trips: Sequence[int | None]) -> Launches:
     """From the launch list: indented lines are the bodies of loops and the kernels of graphs."""
     counts, turns = iter(trips), collections.Counter[str]()
@@ -345,6 +348,8 @@ def _launches(text: str, trips: Sequence[int | None]) -> Launches:
         if not found:
             continue
         kind = found[1]
+        if kind in _NO_LAUNCH:
+            continue
         while loops and indent <= loops[-1][0]:
             loops.pop()
         times = math.prod(turn for _, turn in loops)

@@ -81,8 +81,10 @@ condition:
     003: kCustomKernel [source | next=004] step
     004: kCommandBuffer [prev=003 | sink]
         005: kCustomKernel [source | sink] put
-        006: kCollectivePermute [source | sink] kCollectivePermute
-007: kCustomKernel [source | sink] half
+        006: kAsyncStart [source | next=008] stream=communication_stream[0], async_id=6
+            007: kCollectivePermute [source | sink] kCollectivePermute
+        008: kAsyncDone [source | sink] async_id=6
+009: kCustomKernel [source | sink] half
 """
 STATE, LAYER = 2 * 4 * 4, 4 * 4 * 4  # bytes
 
