@@ -39,7 +39,7 @@ class Maps(NamedTuple):
 
 
 def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> jax.Array:
-    """The states ``(n, ...)`` that leave this worker's maps, leaves ``(n, ...)``, of the chain over all workers."""
+    """The states ``(n, ...)`` that leave this worker's maps, in the chain over all workers."""
     n = len(maps.vector)
     if not n:
         return maps.vector

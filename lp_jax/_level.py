@@ -220,19 +220,27 @@ def _at_once(level: Level, advance: Advance, count: int, u: CPoints, emitted: Py
     """
     one = jax.vmap(advance, in_axes=(0, 0, None))
 
-    def body(i: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
-        u, emitted = carry
-        n = level.factor - 1 - i if level.reverse else i
-
+    def step(u: CPoints, n: jax.Array | int) -> tuple[CPoints, PyTree]:
         def take(x: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
 
         u, new = one(u, jax.tree.map(take, level.xs), level.shared)
-        u = _tree.add(u, jax.tree.map(take, level.rhs))
+        return _tree.add(u, jax.tree.map(take, level.rhs)), new
+
+    def body(i: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+        u, emitted = carry
+        n = level.factor - 1 - i if level.reverse else i
+        u, new = step(u, n)
         return u, jax.tree.map(lambda x, e: lax.dynamic_update_index_in_dim(x, e, n, axis=1), emitted, new)
 
-    unroll = written_out(level, count, body, 0, (u, emitted))
-    return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
+    turns = written_out(level, count, body, 0, (u, emitted))
+    if turns < level.factor:
+        return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
+    found = []
+    for n in range(level.factor)[:: -1 if level.reverse else 1]:
+        u, new = step(u, n)
+        found.append(new)
+    return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(found[::-1] if level.reverse else found))
 
 
 _SHORT, _SOME, _MOST = 16, 8, 2048

@@ -92,7 +92,7 @@ def test_no_solver_depends_on_the_number_of_devices(name, workers):
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["Picard", "windows", "Newton", "Picard coarsest"])
 def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch, name):
-    """What an accelerator runs: sweeps are batches there, and prefix sums XLA's own."""
+    """What an accelerator runs: sweeps are batches there, and sums are taken in groups."""
     wanted = on_one_device(name)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(lp_jax.MeshComm, "platform", "gpu")

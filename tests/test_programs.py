@@ -153,7 +153,7 @@ def test_a_small_network_compiled_for_a_gpu(tmp_path):
 
 
 def test_estimates_are_near_what_compiled_programs_count():
-    """Within a factor of three, of every program whose loops have known lengths and whose cells are not mixed."""
+    """Within a factor of three, of every program whose loops have known lengths."""
     rows = json.loads((BENCHMARKS / "results" / "h200" / "program.json").read_text())["rows"]
     compared = 0
     for row in rows:

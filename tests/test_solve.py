@@ -215,7 +215,7 @@ def test_public_functions_have_documentation():
     ids=str,
 )
 def test_no_program_copies_all_parameters(monkeypatch, solver, backend):
-    """As loops and as batches: sweeps read a layer's weights where they are. (A gradient, of their size, may be moved.)"""
+    """As loops and as batches: sweeps read a layer's weights where they are."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
 
     @jax.jit
@@ -225,7 +225,7 @@ def test_no_program_copies_all_parameters(monkeypatch, solver, backend):
 
     params = dense_params(24, 5)
     text = compiled(gradient.lower(params, dense_state(3, 5))).as_text()
-    moved = re.findall(r"= f64\[([\d,]+)\]\S* (?:copy|transpose)\((?!%\w*dynamic-update-slice)", text)
+    moved = re.findall(r"= f64\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
     assert params[0].size not in {math.prod(map(int, shape.split(","))) for shape in moved}
 
 
