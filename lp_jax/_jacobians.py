@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from lp_jax._products import inside
 from lp_jax._types import State
 
 StateStep = Callable[[State], State]
@@ -85,7 +86,7 @@ class Full(Jacobians):
 
         v = self.join(u)
         units = jnp.eye(v.shape[-1], dtype=v.dtype)
-        if transposed:
+        if transposed or _only_backward(step, u):
             _, pull, u_next = jax.vjp(joined, v, has_aux=True)
             return u_next, jax.vmap(lambda unit: pull(jnp.broadcast_to(unit, v.shape))[0], out_axes=-2)(units)
         _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
@@ -133,6 +134,7 @@ class Blocks(Jacobians):
         )
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        transposed = transposed or _only_backward(step, u)
         u_next, derivative = _transpose(step, u) if transposed else jax.linearize(step, u)
         joined = self.join(u)
         leaves, across = range(len(joined)), 0 if transposed else 1
@@ -175,6 +177,18 @@ class Blocks(Jacobians):
 def _transpose(step: StateStep, u: State) -> tuple[State, StateStep]:
     u_next, pull = jax.vjp(step, u)
     return u_next, lambda cotangent: pull(cotangent)[0]
+
+
+def _only_backward(step: StateStep, u: State) -> bool:
+    """Whether a part of the step has a derivative of its own that is a pullback alone (`jax.custom_vjp`)."""
+
+    def there(jaxpr: Any) -> bool:
+        return any(
+            equation.primitive.name.startswith("custom_vjp") or any(map(there, inside(equation)))
+            for equation in jaxpr.eqns
+        )
+
+    return there(jax.make_jaxpr(step)(u).jaxpr)
 
 
 _AT_ONCE = 32  # evaluations; all of them would take the memory of a full Jacobian

@@ -243,7 +243,8 @@ def _at_once(level: Level, advance: Advance, count: int, u: CPoints, emitted: Py
     return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(found[::-1] if level.reverse else found))
 
 
-_SHORT, _SOME, _MOST = 16, 8, 2048
+_SHORT, SOME, _MOST = 16, 8, 2048
+"""Turns of a loop that are written out: of a short one all, of others some; operations of them all, at most."""
 
 
 def written_out(level: Level, count: int, body: Callable[..., Any], *arguments: Any) -> int:
@@ -257,7 +258,7 @@ def written_out(level: Level, count: int, body: Callable[..., Any], *arguments: 
     operations = _operations(jax.make_jaxpr(body)(*arguments).jaxpr)
     most = max(1, _MOST // operations)
     if count > _SHORT:
-        return min(_SOME, most)
+        return min(SOME, most)
     return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._level import Level, march
+from lp_jax._level import SOME, Level, march
 from lp_jax._pytree import register
 from lp_jax._solver import Solver
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
@@ -100,16 +100,13 @@ class Serial(Solver):
         return f"{steps} layers one after another: serial propagation", "exact, and the baseline"
 
 
-_SOME = 8  # layers whose work is written out, on an accelerator: it launches them without asking between
-
-
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, Any]]:
     """A ``lax.scan`` over the layers, to be differentiated by JAX.
 
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
-    unroll = 1 if chain.workers.in_turn else _SOME
+    unroll = 1 if chain.workers.in_turn else SOME
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
         u, aux = chain.call(0, u, x, chain.shared)

@@ -348,3 +348,50 @@ def test_blocks_take_one_evaluation_for_each_leaf_where_nothing_else_acts():
         assert loops[each] == text(each, state, jacobian="identity").count("stablehlo.while") < loops[mixed]
         assert text(remembering, state, jacobian="diagonal").count("stablehlo.while") == loops[each]
         assert text(turned, state, jacobian="diagonal").count("stablehlo.while") == loops[mixed]
+
+
+@jax.custom_vjp
+def tanh_by_its_pullback(x):
+    return jnp.tanh(x)
+
+
+tanh_by_its_pullback.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda t, cotangent: ((1 - t**2) * cotangent,))
+
+
+@pytest.mark.parametrize("jacobian", ["full", "diagonal"])
+@pytest.mark.parametrize("mixing", [True, False])
+def test_steps_with_a_pullback_of_their_own(jacobian, mixing):
+    """Forward mode refuses these; the Jacobians are those of the function nevertheless."""
+    (w, _), y0 = problem()
+
+    def trajectory(tanh):
+        inner = lambda y, p: y @ p if mixing else y * p[:1]  # noqa: E731
+        step = lambda y, layer: y + layer.dt * tanh(inner(y, layer.params))  # noqa: E731
+        return states(step, w, y0, newton(2, jacobian=jacobian))
+
+    np.testing.assert_allclose(trajectory(tanh_by_its_pullback), trajectory(jnp.tanh), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3])
+def test_derivatives_are_evaluated_once_for_each_leaf(leaves):
+    """Counted in the program, before XLA sees it, by an operation that the derivative of the step has once."""
+
+    @jax.custom_jvp
+    def marked(x):
+        return jnp.sin(x)
+
+    @marked.defjvp
+    def _(primals, tangents):
+        (x,), (dx,) = primals, tangents
+        return marked(x), jax.lax.reduce_precision(jnp.cos(x) * dx, 11, 52)
+
+    def step(y, layer):
+        return (y[0] + layer.dt * marked(sum(y)), *y[1:])
+
+    def count(state):
+        solve = jax.jit(
+            lambda y: lp_jax.solve(step, None, y, data=jnp.ones(6), solver=newton(1, jacobian="diagonal")).y1
+        )
+        return solve.lower(state).as_text().count("reduce_precision")
+
+    assert count((jnp.ones((2, 7)),) * leaves) == leaves
