@@ -63,9 +63,8 @@ def solve_adjoint(
     stride: int,
     y1_cotangent: State,
     aux_cotangents: Sequence[Stacked | None] = (),
-    *,
-    zeros: bool,
-) -> tuple[Cotangents, Stats, jax.Array]:
+    guess: CPoints | str | None = None,
+) -> tuple[Cotangents, CPoints, Stats]:
     """Solve the adjoint system and form the gradient.
 
     Args:
@@ -76,10 +75,11 @@ def solve_adjoint(
         y1_cotangent: cotangent of the state after the last layer.
         aux_cotangents: cotangents of the inexact leaves of aux, ``(N, ...)``; None for those that the loss does not see,
             nothing where it sees none.
-        zeros: whether the solve starts from zeros, not from the solver's own start.
+        guess: where the solve starts: cotangents of the states that enter the intervals, "zeros", or None for the solver's
+            own start.
 
     Returns:
-        The gradients, the adjoint solve's stats, and whether its tolerances were met.
+        The gradients, the cotangents of the states that enter the intervals, and the stats.
     """
     forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
@@ -115,8 +115,13 @@ def solve_adjoint(
         finest = finest.with_rhs(of_aux.states)
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
 
-    start = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals)) if zeros else None
-    lam, stats, met = iterate(solver, levels, start)
+    if isinstance(guess, str):
+        guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
+    elif guess is not None and chain.workers.padded:  # what pads comes before the chain begins
+        number = chain.workers.start(fine.interval_span) + jnp.arange(fine.intervals, dtype=jnp.int32)
+        inert = number >= chain.workers.total(fine.interval_span)
+        guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
+    lam, stats, _ = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)
     lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(weights)))
     slices = fine.merge(slices)
@@ -127,7 +132,7 @@ def solve_adjoint(
     gradients = Cotangents(
         y0=finest.last(lam), slices=slices, shared=combine(chain.workers.sum(shared) if weights else [], fill=None)
     )
-    return gradients, stats, met
+    return gradients, lam, stats
 
 
 def transpose_coarse(

@@ -199,12 +199,17 @@ def guess(value: Any, y0: State, intervals: int) -> State | str:
         if value not in ("constant", "zeros"):
             raise ValueError(f'guess must be "constant", "zeros" or a trajectory; got {value!r}.')
         return value
+    return trajectory("guess", value, y0, intervals)
+
+
+def trajectory(name: str, value: Any, y0: State, intervals: int) -> State:
+    """C-points with leaves ``(intervals, ...)``."""
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
     got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
     if not _same_structure(wanted, got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
         raise ValueError(
-            f"guess must be the level-0 C-point states after point 0, {_describe(wanted)}, like Solution.trajectory of a solve "
-            f"with the same coarsening; got {_describe(got)}."
+            f"{name} must have one state for each interval of the finest level, {_describe(wanted)}, like Solution.trajectory of "
+            f"a solve with the same coarsening and batch; got {_describe(got)}."
         )
     return jax.tree.map(jnp.asarray, value)
 

@@ -37,6 +37,7 @@ class Arrays(NamedTuple):
     solver: Solver
     adjoint_solver: Solver
     guess: CPoints | None
+    adjoint_guess: CPoints | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +61,21 @@ class _Static:
 _ROUNDING = 10  # times the norm that rounding leaves: residual norms below this may go up and down
 
 
+Pullback = Callable[[State, Seen], tuple[Operands, Stats, CPoints | None]]
+
+
 class Program(NamedTuple):
     """What runs a solve.
 
     Attributes:
         traced: what is static about it.
         run: the solve, differentiable.
-        vjp: the solve, and its pullback with the stats of the adjoint solve.
+        vjp: the solve, and its pullback, which also gives the stats of the adjoint solve and where it ended.
     """
 
     traced: Traced
     run: Callable[[Arrays], Output]
-    vjp: Callable[[Arrays], tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]]
+    vjp: Callable[[Arrays], tuple[Output, Pullback]]
 
 
 _FORWARD_MODE = (
@@ -86,7 +90,11 @@ _TWICE = (
 
 
 def prepare(
-    problem: Problem, solver: Solver, adjoint_solver: Solver | None, guess: str | CPoints
+    problem: Problem,
+    solver: Solver,
+    adjoint_solver: Solver | None,
+    guess: str | CPoints,
+    adjoint_guess: CPoints | None,
 ) -> tuple[Program, Arrays]:
     """Refuse what does not fit, trace the step, and find the program."""
     _inputs.solver("solver", solver)
@@ -95,15 +103,20 @@ def prepare(
     traced, operands = trace(problem, (solver, adjoint_solver))
     layers = traced.workers.layers
     solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
-    intervals = -(-traced.workers.rows[0] // solver.stride(layers))
+    intervals, of_adjoint = (-(-traced.workers.rows[0] // each.stride(layers)) for each in (solver, adjoint_solver))
     guess = _inputs.guess(guess, operands.common.y0, intervals)
+    if adjoint_guess is not None:
+        adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, operands.common.y0, of_adjoint)
+        adjoint_solver = adjoint_solver.warm_started()
     exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
-    scan = exact and (traced.workers.in_turn or not (traced.recurrent and solver.keeps_states))
+    scan = (
+        adjoint_guess is None and exact and (traced.workers.in_turn or not (traced.recurrent and solver.keeps_states))
+    )
     static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
     if isinstance(guess, str):
-        arrays = Arrays(operands, solver, adjoint_solver, None)
+        arrays = Arrays(operands, solver, adjoint_solver, None, adjoint_guess)
     else:
-        arrays = Arrays(operands, solver.warm_started(), adjoint_solver, guess)
+        arrays = Arrays(operands, solver.warm_started(), adjoint_solver, guess, adjoint_guess)
     try:
         return _program(static), arrays
     except TypeError:  # a step that cannot be hashed
@@ -120,7 +133,7 @@ def _scanned(static: _Static) -> Program:
     """Serial propagation, differentiated by JAX."""
     scan = jax.jit(functools.partial(_scan, static))
 
-    def vjp(arrays: Arrays) -> tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]:
+    def vjp(arrays: Arrays) -> tuple[Output, Pullback]:
         leaves, combine = _tree.partition(arrays.operands)
 
         def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
@@ -129,9 +142,9 @@ def _scanned(static: _Static) -> Program:
 
         (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
 
-        def pullback(cotangent: State, seen: Seen) -> tuple[Operands, Stats]:
+        def pullback(cotangent: State, seen: Seen) -> tuple[Operands, Stats, None]:
             of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
-            return combine(pull((cotangent, of_aux))[0], fill=None), _no_stats(cotangent)
+            return combine(pull((cotangent, of_aux))[0], fill=None), _no_stats(cotangent), None
 
         return out, pullback
 
@@ -145,7 +158,7 @@ def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
 def _iterated(static: _Static) -> Program:
     """The forward solve, differentiated by the adjoint solve."""
     forward = jax.jit(functools.partial(_forward, static), static_argnames="keep")
-    backward = jax.jit(functools.partial(_backward, static))
+    backward = jax.jit(functools.partial(_backward, static), static_argnames="keep")
 
     @jax.custom_vjp
     def solve(arrays: Arrays) -> Output:
@@ -161,14 +174,15 @@ def _iterated(static: _Static) -> Program:
 
     def bwd(residuals: tuple[Arrays, Forward, tuple[State, PyTree]], cotangents: Output) -> tuple[Any]:
         arrays, kept, (y1, aux) = residuals
-        operands, _ = backward(arrays, kept, jax.tree.map(_or_zeros, cotangents[0], y1), seen_of(aux, cotangents[1]))
+        y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
+        operands, _, trajectory = backward(arrays, kept, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
         if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
             operands = without_gradient(operands, _TWICE)
-        return (Arrays(operands, None, None, None),)  # type: ignore[arg-type]
+        return (Arrays(operands, None, None, None, trajectory),)  # type: ignore[arg-type]
 
-    def vjp(arrays: Arrays) -> tuple[Output, Callable[[State, Seen], tuple[Operands, Stats]]]:
+    def vjp(arrays: Arrays) -> tuple[Output, Pullback]:
         out, kept = forward(arrays, keep=True)
-        return out, functools.partial(backward, arrays, kept)
+        return out, functools.partial(backward, arrays, kept, keep=True)
 
     solve.defvjp(fwd, bwd, symbolic_zeros=True)
     return Program(static.traced, run, vjp)
@@ -212,24 +226,29 @@ def _forward(static: _Static, arrays: Arrays, *, keep: bool) -> tuple[Output, Fo
     return out, left if keep else None
 
 
-def _backward(static: _Static, arrays: Arrays, left: Forward, cotangent: State, seen: Seen) -> tuple[Operands, Stats]:
-    """The adjoint solve and the gradient; None in the place of leaves that are not differentiated."""
+def _backward(
+    static: _Static, arrays: Arrays, left: Forward, cotangent: State, seen: Seen, *, keep: bool
+) -> tuple[Operands, Stats, CPoints | None]:
+    """The adjoint solve: the gradient, None in the place of leaves that are not differentiated; and where it ended."""
     traced, (slices, common) = static.traced, arrays.operands
-    stride = arrays.solver.stride(traced.workers.layers)
+    stride, of_adjoint = (each.stride(traced.workers.layers) for each in (arrays.solver, arrays.adjoint_solver))
     before, workers = static.forward_workers(arrays.solver), static.adjoint_workers(arrays)
 
-    def body(stacked: tuple[Slices, Forward, Seen], others: tuple[Common, Solver, State]) -> tuple[Any, Any]:
-        (slices, left, seen), (common, solver, cotangent) = stacked, others
+    def body(
+        stacked: tuple[Slices, Forward, Seen, CPoints | None], others: tuple[Common, Solver, State]
+    ) -> tuple[Any, Any]:
+        (slices, left, seen, guess), (common, solver, cotangent) = stacked, others
         chain = traced.chain(slices, common, workers)
-        gradient, stats, _ = solve_adjoint(chain, solver, left, stride, cotangent, seen, zeros=static.zeros)
-        return gradient.slices, (gradient.y0, gradient.shared, stats)
+        start = "zeros" if guess is None and static.zeros else guess
+        gradient, lam, stats = solve_adjoint(chain, solver, left, stride, cotangent, seen, start)
+        return (gradient.slices, lam if keep else None), (gradient.y0, gradient.shared, stats)
 
     if workers.rows != before.rows:
         spans = Forward(stride, stride, 1, 1)
         left = Forward(*(workers.pad(before.trim(x, span), span) for x, span in zip(left, spans, strict=True)))
-    stacked = traced.spread(slices, workers), left, workers.pad(seen)
-    slices, (y0, shared, stats) = workers.run(body, stacked, (common, arrays.adjoint_solver, cotangent))
-    return Operands(workers.trim(slices), Common(y0, *shared)), stats
+    stacked = traced.spread(slices, workers), left, workers.pad(seen), workers.pad(arrays.adjoint_guess, of_adjoint)
+    (slices, lam), (y0, shared, stats) = workers.run(body, stacked, (common, arrays.adjoint_solver, cotangent))
+    return Operands(workers.trim(slices), Common(y0, *shared)), stats, workers.trim(lam, of_adjoint)
 
 
 def _emit(chain: Chain, keep_states: bool) -> Advance:

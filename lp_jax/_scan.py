@@ -30,6 +30,7 @@ def scan(
     solver: Solver = MGRIT(),
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
+    adjoint_guess: CPoints | None = None,
     comm: Comm | None = None,
 ) -> tuple[PyTree, PyTree]:
     """``jax.lax.scan`` over layers, all of them solved for at once.
@@ -48,6 +49,7 @@ def scan(
         solver: as for `solve`; but not a coarse step that stretches dt (`Rediscretize`), as there is none.
         adjoint_solver: as for `solve`.
         guess: as for `solve`, with states in the order in which they are computed.
+        adjoint_guess: as for `solve`, in the same order.
         comm: as for `solve`. With `MPIComm` every rank passes its own run of ``xs`` and gets its own ``ys``.
 
     Returns:
@@ -79,7 +81,8 @@ def scan(
                 "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as lp_jax.solve(step, ...), whose "
                 "step is told its dt."
             )
-    solution = solve(**vars(problem), solver=solver, adjoint_solver=adjoint_solver, guess=guess)
+    solvers: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
+    solution = solve(**vars(problem), **solvers, guess=guess, adjoint_guess=adjoint_guess)
     return _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
 
 

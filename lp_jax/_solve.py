@@ -23,12 +23,22 @@ class Gradients(NamedTuple):
     """What the pullback of `solve_vjp` returns: gradients of the loss, shaped like the arguments of `solve`.
 
     Leaves that cannot be differentiated (integers, keys) hold ``float0`` zeros, as ``jax.vjp`` gives them.
+
+    Attributes:
+        params: gradient with respect to ``params``.
+        y0: gradient with respect to ``y0``.
+        shared: gradient with respect to ``shared``.
+        data: gradient with respect to ``data``.
+        adjoint_trajectory: gradients with respect to the states that enter the intervals of the adjoint solver, leaves
+            ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve. None where JAX differentiates a scan (`Serial`
+            on one device).
     """
 
     params: PyTree
     y0: State
     shared: PyTree
     data: PyTree
+    adjoint_trajectory: CPoints | None = None
 
 
 def solve(
@@ -43,6 +53,7 @@ def solve(
     solver: Solver = MGRIT(),
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
+    adjoint_guess: CPoints | None = None,
     comm: Comm | None = None,
     has_aux: bool = False,
 ) -> Solution:
@@ -70,8 +81,11 @@ def solve(
             `Newton`, as that system is linear).
         guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a skipped
             down-cycle; or a trajectory: states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for
-            example ``Solution.trajectory`` of an earlier call. With a trajectory `MGRIT` skips no down-cycle. The adjoint
-            solve takes the constant for a trajectory.
+            example ``Solution.trajectory`` of an earlier call. With a trajectory `MGRIT` skips no down-cycle.
+        adjoint_guess: where the adjoint solve starts: a trajectory of its own, ``Gradients.adjoint_trajectory`` of an earlier
+            `solve_vjp`; None is the start that the solver takes by itself. No derivative exists with respect to a guess, so
+            what ``jax.grad`` returns for this argument is the trajectory at which the adjoint solve *ended*, the guess for
+            the next call.
         comm: where the layers live: None is one device; `MeshComm` spreads them over an axis of a device mesh, `MPIComm` over
             MPI ranks, each of which passes its own layers (`layer_slices`).
         has_aux: whether ``step`` returns ``(y_next, aux)``.
@@ -99,7 +113,7 @@ def solve(
         Math. Data Sci. 2 (2020).
     """
     problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=comm, has_aux=has_aux)
-    program, arrays = prepare(problem, solver, adjoint_solver, guess)
+    program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
     call = OneDevice().call if problem.comm is None else problem.comm.call
     y1, aux, (stats, result, trajectory) = call(program.run, arrays, functools.partial(partitions, program, arrays))
     return Solution(y1, *jax.lax.stop_gradient((stats, result)), without_gradient(trajectory, _RESTART), aux)
@@ -120,6 +134,7 @@ def solve_vjp(
     solver: Solver = MGRIT(),
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
+    adjoint_guess: CPoints | None = None,
     **problem: Any,
 ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
     """`solve`, and the pullback of ``y1`` and ``aux`` that also tells how the adjoint solve converged.
@@ -131,6 +146,7 @@ def solve_vjp(
         solver: as for `solve`.
         adjoint_solver: as for `solve`.
         guess: as for `solve`.
+        adjoint_guess: as for `solve`.
         **problem: ``shared``, ``data``, ``t0``, ``t1``, ``comm`` and ``has_aux``, as for `solve`.
 
     Returns:
@@ -155,13 +171,13 @@ def solve_vjp(
             "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or take "
             "jax.vjp of lp_jax.solve."
         )
-    program, arrays = prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess)
+    program, arrays = prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess, adjoint_guess)
     (y1, aux, rest), pull = program.vjp(arrays)
 
     def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-        operands, stats = pull(y1_cotangent, seen_of(aux, aux_cotangent))
+        operands, stats, trajectory = pull(y1_cotangent, seen_of(aux, aux_cotangent))
         slices, common = jax.tree.map(_or_float0, operands, arrays.operands, is_leaf=lambda x: x is None)
-        return Gradients(slices.params, common.y0, common.shared, slices.data), stats
+        return Gradients(slices.params, common.y0, common.shared, slices.data, trajectory), stats
 
     return Solution(y1, *rest, aux), pullback
 

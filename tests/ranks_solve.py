@@ -133,6 +133,32 @@ def small(dtypes):
 
 
 @case
+def restarts():
+    """Where solves begin and end is spread over the ranks like their layers."""
+    n, solver = 30, lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
+    params, y0 = dense_params(n, 4), dense_state(3, 4)
+    start = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 3, 4)))
+
+    def gradient(params, guesses, comm):
+        def loss(params, adjoint_guess):
+            options = {"solver": solver, "guess": guesses[0], "adjoint_guess": adjoint_guess, "comm": comm}
+            solution = lp_jax.solve(dense_step, params, y0, **options)
+            return jnp.sum(solution.y1**2), solution.trajectory
+
+        (of_params, adjoint), forward = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, guesses[1])
+        return of_params, forward, adjoint
+
+    wanted = on_one_device(lambda _: gradient(params, start, None))[""]
+    run = mine(n, solver)
+    points = slice(-(-run.start // 4), -(-run.stop // 4))
+    got = gradient(cut(params, run), start[:, points], COMM)
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves((cut(wanted[0], run), *cut(wanted[1:], points))), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+
+
+@case
 def outputs():
     """A loss that looks at what every layer returns; each rank has the part of its own layers."""
     import test_outputs as test

@@ -27,7 +27,7 @@ from lp_jax._serial import Serial
 from lp_jax._solution import Solution
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver, Stats
-from lp_jax._types import Layer
+from lp_jax._types import Layer, State
 from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
 
@@ -176,7 +176,15 @@ class GRU(nnx.Module):
         """Return the last state of each unit, ``(batch, hidden)``, ``y1`` of `solve`."""
         return self.solve(x).y1
 
-    def solve(self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None) -> Solution:
+    def solve(
+        self,
+        x: Any,
+        *,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        guess: str | State = "constant",
+        adjoint_guess: State | None = None,
+    ) -> Solution:
         """Propagate the units' states, zero at first, through the sequences.
 
         Args:
@@ -184,6 +192,8 @@ class GRU(nnx.Module):
                 steps a sequence ends, and its state does not change any more.
             solver: solver of this call, forward and adjoint, instead of the module's.
             adjoint_solver: adjoint solver of this call.
+            guess: as for `lp_jax.solve`.
+            adjoint_guess: as for `lp_jax.solve`.
 
         Returns:
             The `Solution`; ``y1`` is a tuple of the units' last states.
@@ -192,7 +202,8 @@ class GRU(nnx.Module):
             ValueError: if the sequences or the lengths have a wrong shape.
         """
         problem = self.problem(x)
-        return solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
+        solvers = solvers_of(self, solver, adjoint_solver, problem)
+        return solve(**vars(problem), **solvers, guess=guess, adjoint_guess=adjoint_guess)
 
     def solve_vjp(
         self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None

@@ -104,6 +104,7 @@ class LayerParallel(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
         guess: str | State = "constant",
+        adjoint_guess: State | None = None,
     ) -> Solution:
         """Propagate ``y`` through the layers.
 
@@ -121,6 +122,7 @@ class LayerParallel(nnx.Module):
                 gives the exact states and the exact gradient.
             adjoint_solver: adjoint solver of this call.
             guess: as for `lp_jax.solve`.
+            adjoint_guess: as for `lp_jax.solve`.
 
         Returns:
             The `Solution`.
@@ -140,7 +142,8 @@ class LayerParallel(nnx.Module):
             True
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solution = solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem), guess=guess)
+        solvers = solvers_of(self, solver, adjoint_solver, problem)
+        solution = solve(**vars(problem), **solvers, guess=guess, adjoint_guess=adjoint_guess)
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution

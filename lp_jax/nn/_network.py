@@ -61,22 +61,28 @@ class Network(nnx.Module):
         key: jax.Array | None = None,
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
+        guess: str | list[State] = "constant",
+        adjoint_guess: list[State] | None = None,
     ) -> Solution:
         """Propagate ``y`` through all parts, with the arguments of `LayerParallel.solve`.
 
         Every block gets ``shared``, and a random key of its own made from ``key``. The solvers of this call replace those of all
-        blocks but the ones built with an exact solver (`Serial`).
+        blocks but the ones built with an exact solver (`Serial`). Guesses are lists over the blocks.
 
         Returns:
             A `Solution` with the last state. Its residual norms are taken over all blocks, its result is the worst one,
             and its trajectory and aux are lists over the blocks.
         """
-        solutions = []
+        solutions: list[Solution] = []
         for number, part in enumerate(self.parts):
             if not hasattr(part, "solve"):
                 y = part(y)
                 continue
             options = _options(part, number, shared, key, solver, adjoint_solver)
+            if guess != "constant":
+                options["guess"] = guess if isinstance(guess, str) else guess[len(solutions)]
+            if adjoint_guess is not None and not _exact(part):
+                options["adjoint_guess"] = adjoint_guess[len(solutions)]
             solutions.append(part.solve(y, **options))
             y = solutions[-1].y1
         return _combined_solution(y, solutions)
@@ -130,13 +136,17 @@ def _options(
     part: Any, number: int, shared: PyTree, key: jax.Array | None, solver: Solver | None, adjoint_solver: Solver | None
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
-    if getattr(getattr(part, "solver", None), "exact", False):  # neither "auto" nor a Network is
+    if _exact(part):
         options = {}
     if shared is not None:
         options["shared"] = shared
     if key is not None:
         options["key"] = jax.random.fold_in(key, number)
     return options
+
+
+def _exact(part: Any) -> bool:
+    return bool(getattr(getattr(part, "solver", None), "exact", False))  # neither "auto" nor a Network is
 
 
 def _combined_solution(y: State, solutions: Sequence[Solution]) -> Solution:
@@ -157,7 +167,7 @@ def _combined_stats(stats: Sequence[Stats]) -> Stats:
     length = max(len(s.residual_norms) for s in stats)
     norms = jnp.stack([jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))) for s in stats])
     iterations = jnp.stack([s.iterations for s in stats])
-    made = jnp.arange(length)[None] < iterations[:, None]
+    made = jnp.arange(length, dtype=jnp.int32)[None] < iterations[:, None]
     total = jnp.sqrt(jnp.sum(jnp.where(made, norms, 0) ** 2, axis=0))
     measured = jnp.any(made, axis=0) & ~jnp.any(made & (norms < 0), axis=0)
     return Stats(jnp.max(iterations), jnp.where(measured, total, NOT_MEASURED))
@@ -219,12 +229,16 @@ class Classifier(nnx.Module):
         key: jax.Array | None = None,
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
+        guess: PyTree = None,
+        adjoint_guess: PyTree = None,
     ) -> tuple[jax.Array, Solution]:
         """Return the logits of a batch of inputs and the solution of the trunk.
 
-        The arguments are those of `LayerParallel.solve`; the solvers are of this call, instead of the trunk's.
+        The arguments are those of the trunk's ``solve``, None for its defaults; the solvers are of this call, instead of the
+        trunk's.
         """
-        given = {name: value for name, value in (("data", data), ("key", key)) if value is not None}
+        given = {"data": data, "key": key, "guess": guess, "adjoint_guess": adjoint_guess}
+        given = {name: value for name, value in given.items() if value is not None}
         solution = self.trunk.solve(
             self.opening(x), **self.context_of(x), **given, solver=solver, adjoint_solver=adjoint_solver
         )

@@ -1,5 +1,6 @@
 """Refinement of a trained network: more layers over the same time."""
 
+import functools
 from typing import Any
 
 import jax
@@ -25,12 +26,14 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
         factor: number of layers that replace each layer.
-        how: "constant"; or "linear" between the layers' midpoints, extrapolated to both ends. It does not apply to a trunk
-            with a `Spline`, which is evaluated at more midpoints.
+        how: "constant"; "linear" between the layers' midpoints, extrapolated to both ends; or "zeros", which keeps each layer
+            and its length, puts layers of zeros after it, and makes the time longer: where a layer of zeros returns its
+            state, the network stays the same function. A trunk with a `Spline` is evaluated at more midpoints, whether
+            "constant" or "linear".
 
     Returns:
         Parameters, leaves ``(factor * N, ...)``; or a new `LayerParallel` with the same settings. Running statistics are
-        repeated. The state of an optimizer is not refined: initialise it again.
+        repeated. `lp_jax.train.deepen` refines the state of an optimizer, too.
 
     Raises:
         ValueError: if the factor is below 1, ``how`` is unknown, or the layers are spread over MPI ranks.
@@ -52,7 +55,7 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
         arXiv:1912.08974 (2019).
     """
     _check.integer("factor", factor, least=1)
-    _check.one_of("how", how, ("constant", "linear"))
+    _check.one_of("how", how, ("constant", "linear", "zeros"))
     if isinstance(layers, LayerParallel):
         return _refined_trunk(layers, factor, how)
     if isinstance(layers, nnx.Module):
@@ -64,9 +67,10 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
 
 
 def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel:
-    comm, times = trunk.comm, np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
-    if np.ndim(trunk.t1):
-        times = np.asarray(trunk.t1)
+    comm, uniform = trunk.comm, not np.ndim(trunk.t1)
+    times = np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1) if uniform else np.asarray(trunk.t1)
+    if how == "zeros" and trunk.weights is not None:
+        raise ValueError('how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".')
     graphdef, *states = nnx.split(trunk, nnx.Param, nnx.BatchStat)
     params, stats = states
     if trunk.weights is None:
@@ -79,13 +83,18 @@ def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel
         params, stats = jax.jit(deeper)(params, stats)
     refined = nnx.merge(graphdef, params, stats)
     refined.num_layers = factor * trunk.num_layers
-    if np.ndim(trunk.t1):
+    if how == "zeros":
+        times = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
+        refined.t1 = float(times[-1]) if uniform else tuple(times.tolist())
+    elif not uniform:
         refined.t1 = tuple(_subdivided(times, factor).tolist())
     return refined
 
 
 def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
     """Return stacked leaves for ``factor`` times as many layers; ``times`` are those between the given layers."""
+    if how == "zeros":
+        return jax.tree.map(functools.partial(_between_zeros, factor=factor), tree)
     if how == "constant" or len(times) == 2:
         return jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), tree)
     old, new = midpoints(times), midpoints(_subdivided(times, factor))
@@ -97,6 +106,11 @@ def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
         return (1 - w) * x[left] + w * x[left + 1]
 
     return jax.tree.map(leaf, tree)
+
+
+def _between_zeros(x: jax.Array, factor: int) -> jax.Array:
+    """Return stacked arrays with ``factor - 1`` of zeros after each."""
+    return jnp.zeros((factor * len(x), *x.shape[1:]), x.dtype).at[::factor].set(x)
 
 
 def _subdivided(times: np.ndarray, factor: int) -> np.ndarray:

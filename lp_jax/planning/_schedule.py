@@ -128,7 +128,8 @@ def _forward(
 def _backward(
     solver: Solver, stride: int, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, left: Forward
 ) -> Any:
-    return solve_adjoint(chain(matrices, y0), solver, left, stride, y0, zeros=False)[:2]
+    gradients, _, stats = solve_adjoint(chain(matrices, y0), solver, left, stride, y0)
+    return gradients, stats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

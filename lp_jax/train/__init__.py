@@ -21,8 +21,11 @@ from lp_jax.train._classification import confusion_matrix as confusion_matrix
 from lp_jax.train._classification import evaluate as evaluate
 from lp_jax.train._classification import predict as predict
 from lp_jax.train._classification import residuals as residuals
+from lp_jax.train._controller import Control as Control
+from lp_jax.train._controller import Controller as Controller
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
+from lp_jax.train._line_search import Backtracking as Backtracking
 from lp_jax.train._log import Bar as Bar
 from lp_jax.train._log import Log as Log
 from lp_jax.train._log import Meter as Meter
@@ -34,6 +37,10 @@ from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
+from lp_jax.train._nested import Depth as Depth
+from lp_jax.train._nested import deepen as deepen
+from lp_jax.train._nested import nested as nested
+from lp_jax.train._one_shot import one_shot as one_shot
 from lp_jax.train._plan import plan as plan
 from lp_jax.train._probe import GradientError as GradientError
 from lp_jax.train._probe import gradient_error as gradient_error
@@ -43,6 +50,7 @@ from lp_jax.train._step import Batch as Batch
 from lp_jax.train._step import Info as Info
 from lp_jax.train._step import LossFn as LossFn
 from lp_jax.train._step import Metrics as Metrics
+from lp_jax.train._step import Restart as Restart
 from lp_jax.train._step import StepFn as StepFn
 from lp_jax.train._step import TrainState as TrainState
 from lp_jax.train._step import init_state as init_state

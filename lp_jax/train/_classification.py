@@ -15,7 +15,7 @@ from lp_jax._serial import Serial
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
 from lp_jax.nn import Classifier
-from lp_jax.train._step import Batch, Info, LossFn
+from lp_jax.train._step import Batch, Info, LossFn, Restart
 
 
 class Evaluation(NamedTuple):
@@ -64,15 +64,18 @@ def classification(model: Classifier) -> tuple[LossFn, PyTree]:
     """
     graphdef, state = nnx.split(model)
 
-    def loss_fn(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:
+    def loss_fn(
+        params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None, restart: Restart | None = None
+    ) -> tuple[jax.Array, Info]:
         x, labels, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
-        logits, solution = merged.solve(x, **keys, solver=solver, adjoint_solver=adjoint_solver)
+        given = keys if restart is None else keys | restart._asdict()
+        logits, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
         total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
         return cross_entropy(logits, labels), Info(
-            correct, total, solution.stats, solution.result, scale, replace or None
+            correct, total, solution.stats, solution.result, scale, replace or None, solution.trajectory
         )
 
     return loss_fn, nnx.to_pure_dict(state)

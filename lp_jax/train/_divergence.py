@@ -43,6 +43,14 @@ def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, 
     return None
 
 
+def search_warning(trials: int) -> str:
+    """Return what to do where a line search found no step."""
+    return (
+        f"the line search tried {trials} step lengths, and none lowers the loss enough; the parameters stay as they are. Loss "
+        "and gradient may not fit each other: take more iterations, forward and adjoint. Or the training is at its end."
+    )
+
+
 def divergence_message(step: int, loss: float, gradient_norm: float, result: int) -> str:
     """Return why training stops at a step that is not finite, and what to do."""
     if result == NON_FINITE:

@@ -14,7 +14,8 @@ import jax
 from lp_jax._solution import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
-from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
+from lp_jax.train._controller import Controller
+from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message, search_warning
 from lp_jax.train._log import Log, Meter, Silent, measured, unflat
 from lp_jax.train._ranks import RankCheckpoints
 from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
@@ -84,6 +85,7 @@ def fit(
     epochs: int,
     solver: Solver,
     adjoint_solver: Solver | None = None,
+    controller: Controller | None = None,
     measures: Sequence[Every] = (),
     log: Log | None = None,
     log_every: int = 10,
@@ -109,10 +111,12 @@ def fit(
         epochs: number of epochs of the whole run, including those before ``state``.
         solver: solver of the forward solve.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
+        controller: sets the solvers' tolerances as training goes on; its probes are rows of kind "control". The state of a run
+            to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
-            accuracy, gradient_norm, forward_residual_1, ..., result, time (seconds since the start) and step_time
-            (seconds per step, the mean since the host last waited).
+            accuracy, gradient_norm, forward_residual_1, ..., trials (of a line search), result, time (seconds since the
+            start) and step_time (seconds per step, the mean since the host last waited).
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
@@ -150,12 +154,25 @@ def fit(
     record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     step = done
+    if controller is not None:
+        adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+        if state.control is None:
+            state = state._replace(control=controller.begin(solver, adjoint_solver))
+    solvers: tuple[Solver, Solver | None] = (solver, adjoint_solver)
+    if controller is not None:
+        solvers = controller.solvers(state.control, *solvers)
     meter.start(done, last)
     try:
         with Interrupts() as interrupts:
             for epoch in range(done // steps_per_epoch, epochs):
                 for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
-                    state, metrics = step_fn(state, batch, solver, adjoint_solver)
+                    if controller is not None and controller.due(step):
+                        record.flush(step)
+                        control, row = controller.probe(state.control, state.params, batch, solver, adjoint_solver)
+                        record.decided(step + 1, row)
+                        state = state._replace(control=control)
+                        solvers = controller.solvers(control, solver, adjoint_solver)
+                    state, metrics = step_fn(state, batch, *solvers)
                     step += 1
                     record.add(metrics, epoch)
                     due = [m for m in measures if step in (1, last) or step % m.steps == 0]
@@ -205,6 +222,8 @@ class _Recorder:
 
     def flush(self, step: int) -> None:
         """Fetch and log the metrics of the steps up to ``step``."""
+        if not self.pending:
+            return
         fetched = jax.device_get(self.pending)
         self.pending = []
         step_time = (time.perf_counter() - self.clock) / len(fetched)
@@ -219,6 +238,7 @@ class _Recorder:
                 accuracy=int(info.correct) / int(info.total),
                 gradient_norm=metrics.gradient_norm,
                 **measured("forward_residual", norms),
+                **({} if metrics.trials is None else {"trials": metrics.trials}),
                 result=info.result,
                 time=self.seconds,
                 step_time=step_time,
@@ -226,6 +246,8 @@ class _Recorder:
             if not metrics.finite:
                 raise DivergenceError(self._divergence(number, metrics))
             self._watch("forward", number, norms, float(info.scale), int(info.result))
+            if metrics.stuck:
+                self._warn("line search", number, search_warning(int(metrics.trials)))
         self.restart_clock()
 
     def measured(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -234,12 +256,18 @@ class _Recorder:
         for solve in ("forward", "adjoint"):
             self._watch(solve, step, unflat(f"{solve}_residual", row), row.get(f"{solve}_scale") or 0.0)
 
+    def decided(self, step: int, row: Mapping[str, Any]) -> None:
+        self._write("control", step, **row)
+        self.restart_clock()
+
     def _write(self, kind: str, step: int, **values: Any) -> None:
         self.log.write(kind=kind, step=step, **values)
         self.meter.show(self.log.rows[-1])
 
     def _watch(self, solve: str, step: int, norms: Sequence[float], scale: float, result: int = DONE) -> None:
-        message = convergence_warning(solve, norms, scale, result)
+        self._warn(solve, step, convergence_warning(solve, norms, scale, result))
+
+    def _warn(self, solve: str, step: int, message: str | None) -> None:
         if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
             self.warned[solve] = step
             self._write("warning", step, solve=solve, message=message)

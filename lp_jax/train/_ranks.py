@@ -113,8 +113,8 @@ class Ranks:
         if self.data.size == 1:
             return loss_fn
 
-        def mean_loss(params: PyTree, batch: Batch, solver: Any, adjoint_solver: Any) -> tuple[jax.Array, Info]:
-            loss, info = loss_fn(_transposed_mean(params, self.data), batch, solver, adjoint_solver)
+        def mean_loss(params: PyTree, batch: Batch, *solvers: Any) -> tuple[jax.Array, Info]:
+            loss, info = loss_fn(_transposed_mean(params, self.data), batch, *solvers)
             combined = self._combined_info(jax.lax.stop_gradient(info))
             weight = info.total * self.data.size / combined.total
             return _mean(loss * weight.astype(loss.dtype), self.data), combined
@@ -128,7 +128,7 @@ class Ranks:
         iterations, result = self.data.max((info.stats.iterations, info.result))
         replace = _mean(info.replace, self.data)
         stats = Stats(iterations, jnp.where(left_out > 0, NOT_MEASURED, jnp.sqrt(squares[0])))
-        return Info(correct, total, stats, result, jnp.sqrt(squares[1]), replace)
+        return Info(correct, total, stats, result, jnp.sqrt(squares[1]), replace, info.trajectory)
 
     def global_sums(self, sums: PyTree) -> PyTree:
         """Return sums over all layers, from those over each rank's layers: ``global_sums`` of `make_train_step`."""

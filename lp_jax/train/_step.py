@@ -12,8 +12,21 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from lp_jax import _tree
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
+from lp_jax.train._line_search import Backtracking
 
 Batch: TypeAlias = Any
+
+
+class Restart(NamedTuple):
+    """Where the solves of a training step begin: where those of the step before ended.
+
+    Attributes:
+        guess: of the forward solve, as `lp_jax.solve` takes it: ``Solution.trajectory``.
+        adjoint_guess: of the adjoint solve.
+    """
+
+    guess: PyTree
+    adjoint_guess: PyTree
 
 
 class TrainState(NamedTuple):
@@ -23,11 +36,15 @@ class TrainState(NamedTuple):
         step: number of steps done, an int32 scalar.
         params: the model's parameters.
         opt_state: the optimizer's state.
+        restart: where the solves of the next step begin; None where each begins anew. `one_shot` sets it.
+        control: what a `Controller` has decided; None without one. `fit` sets it.
     """
 
     step: jax.Array
     params: PyTree
     opt_state: PyTree
+    restart: Restart | None = None
+    control: PyTree = None
 
 
 class Info(NamedTuple):
@@ -41,6 +58,7 @@ class Info(NamedTuple):
         scale: 2-norm of the state, if known; residual norms far below it are rounding, not divergence.
         replace: new values of the parameters that are not trained (running statistics), a part of the nested dict
             ``params``. The loss must not depend on the old values.
+        trajectory: where the forward solve ended, ``Solution.trajectory``: what `one_shot` starts the next step from.
     """
 
     correct: jax.Array
@@ -49,6 +67,7 @@ class Info(NamedTuple):
     result: jax.Array
     scale: jax.Array | float = 0.0
     replace: PyTree = None
+    trajectory: PyTree = None
 
 
 class Metrics(NamedTuple):
@@ -59,15 +78,21 @@ class Metrics(NamedTuple):
         gradient_norm: 2-norm of the gradient over all parameters.
         finite: whether loss, gradient and updated parameters are finite.
         info: auxiliary output of the loss function.
+        trials: number of step lengths that the line search tried; None without one.
+        stuck: whether none of them was good enough, so that the parameters are those of before; None without one.
     """
 
     loss: jax.Array
     gradient_norm: jax.Array
     finite: jax.Array
     info: Info
+    trials: jax.Array | None = None
+    stuck: jax.Array | None = None
 
 
-LossFn: TypeAlias = Callable[[PyTree, Batch, Solver, Solver | None], tuple[jax.Array, Info]]
+LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
+"""``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
+
 StepFn: TypeAlias = Callable[[TrainState, Batch, Solver, Solver | None], tuple[TrainState, Metrics]]
 
 
@@ -79,24 +104,44 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
         optimizer: any optax transformation. Its state of a parameter gets the parameter's sharding.
     """
     params = jax.tree.map(jnp.copy, params)
-    opt_state = optax.tree.map_params(
-        optimizer,
-        lambda slot, param: jax.device_put(slot, param.sharding) if param.sharding.num_devices > 1 else slot,
-        optimizer.init(params),
-        params,
-    )
-    return TrainState(jnp.int32(0), params, opt_state)
+
+    def beside(slot: jax.Array, param: jax.Array) -> jax.Array:
+        alike = slot.shape == param.shape and param.sharding.num_devices > 1
+        return jax.device_put(slot, param.sharding) if alike else slot
+
+    opt_state = jax.tree.map(jnp.copy, optimizer.init(params))  # optax may hold one array in two places
+    return TrainState(jnp.int32(0), params, map_slots(beside, opt_state, params))
+
+
+def map_slots(f: Callable[[jax.Array, jax.Array], Any], opt_state: PyTree, params: PyTree) -> PyTree:
+    """Return an optimizer's state with ``f(slot, param)`` in the place of what it holds for each parameter.
+
+    A slot is a leaf whose path ends with that of the parameter, whatever its shape: ``optax.tree.map_params`` knows only
+    those shaped like their parameter.
+    """
+    known = dict(jax.tree.leaves_with_path(params))
+
+    def leaf(path: tuple[Any, ...], slot: Any) -> Any:
+        owner = next((path[i:] for i in range(len(path) + 1) if path[i:] in known), None)
+        return slot if owner is None else f(slot, known[owner])
+
+    return jax.tree.map_with_path(leaf, opt_state)
 
 
 def make_train_step(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, global_sums: Callable[[PyTree], PyTree] | None = None
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    line_search: Backtracking | None = None,
+    global_sums: Callable[[PyTree], PyTree] | None = None,
 ) -> StepFn:
     """Return the jitted training step for a loss and an optimizer.
 
     Args:
         loss_fn: ``loss_fn(params, batch, solver, adjoint_solver) -> (loss, info)``, a pure function, with `Info`. It
             passes both solvers to `lp_jax.solve`.
-        optimizer: any optax transformation.
+        optimizer: any optax transformation. One that has a line search, like ``optax.lbfgs()``, gets the loss as ``value_fn``.
+        line_search: how far to go along what the optimizer returns; None is all the way.
         global_sums: ``global_sums(sums) -> sums``, if this process holds only a part of each parameter: from sums over the
             part, one for each parameter, to sums over all parts. `Ranks.global_sums` for MPI ranks; None for global
             arrays.
@@ -123,21 +168,53 @@ def make_train_step(
         (1, 0.0)
     """
 
+    def total(sums: PyTree) -> jax.Array:
+        """The sum over all parameters, of all processes."""
+        return jax.tree.reduce(jnp.add, sums if global_sums is None else global_sums(sums))
+
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[TrainState, Metrics]:
-        gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, info), gradient = gradient_fn(state.params, batch, solver, adjoint_solver)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = _merged(optax.apply_updates(state.params, updates), info.replace)
-        info = info._replace(replace=None)
-        squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
-        gradient_norm, norm = jnp.sqrt(
-            jax.tree.reduce(jnp.add, squares if global_sums is None else global_sums(squares))
+        def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
+            if state.restart is None:
+                return loss_fn(params, batch, solver, adjoint_solver)
+            return loss_fn(params, batch, solver, adjoint_solver, Restart(state.restart.guess, adjoint_guess))
+
+        adjoint_guess = None if state.restart is None else state.restart.adjoint_guess
+        gradient_fn = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        (loss, info), (gradient, adjoint_trajectory) = gradient_fn(state.params, adjoint_guess)
+        updates, opt_state = optax.with_extra_args_support(optimizer).update(
+            gradient,
+            state.opt_state,
+            state.params,
+            value=loss,
+            grad=gradient,
+            value_fn=lambda params: loss_of(params, adjoint_guess)[0],
         )
+        trials, stuck, trajectory = None, None, None if state.restart is None else info.trajectory
+        if line_search is None:
+            params = optax.apply_updates(state.params, updates)
+        else:
+            products = jax.tree.map(lambda g, u: jnp.sum(g * u), gradient, updates)
+            trial = line_search.solver or solver
+
+            def evaluate(params: PyTree) -> tuple[jax.Array, PyTree]:
+                given = () if trajectory is None else (Restart(trajectory, adjoint_trajectory),)
+                value, info = loss_fn(params, batch, trial, adjoint_solver, *given)
+                return value, info.trajectory if given else None
+
+            params, trajectory, trials, stuck = line_search.along(
+                updates, state.params, loss, total(products), trajectory, evaluate
+            )
+        params = _merged(params, info.replace)
+        info = info._replace(replace=None, trajectory=None)
+        squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
+        gradient_norm, norm = jnp.sqrt(total(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
-        return TrainState(state.step + 1, params, opt_state), Metrics(loss, gradient_norm, finite, info)
+        restart = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
+        metrics = Metrics(loss, gradient_norm, finite, info, trials, stuck)
+        return TrainState(state.step + 1, params, opt_state, restart, state.control), metrics
 
     return step_fn
 

@@ -1,0 +1,207 @@
+"""Gradients exactly as good as they need to be: tolerances that follow the noise of the mini-batch gradient."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lp_jax import _check
+from lp_jax._serial import Serial
+from lp_jax._solution import DONE
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+from lp_jax.train._step import Batch, LossFn
+
+Pair = tuple[Solver, Solver]
+
+
+class Control(NamedTuple):
+    """What a `Controller` has decided: a part of the training state, so that a checkpoint holds it.
+
+    Attributes:
+        rtol: tolerance of the forward solve, a float32 scalar.
+        adjoint_rtol: tolerance of the adjoint solve.
+        serial: whether to train by serial propagation for now, a boolean scalar.
+    """
+
+    rtol: jax.Array
+    adjoint_rtol: jax.Array
+    serial: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Controller:
+    """Keep the gradient's error below a part of the noise that mini-batches bring, and spend no more than that takes.
+
+    The gradient of a mini-batch is an estimate. An error of the solver far below its noise changes nothing that training can
+    see, and is wasted work; one above it does harm. Now and then the controller measures both, and sets the tolerances of the
+    forward and the adjoint solve, up or down. Where no tolerance holds the bound it trains by serial propagation, and goes
+    back when one does. Tolerances are numbers: no program is compiled again.
+
+    A probe takes a gradient under the tolerances, one with an exact adjoint, the exact one, and two of half a batch each,
+    whose difference estimates the noise: about four gradients. Where the bound is broken it is repeated with smaller
+    tolerances, at once.
+
+    Args:
+        loss_fn: the loss, as for `make_train_step`.
+        bound: largest error of the gradient, as a part of what ``of`` says.
+        of: "noise", the standard deviation of the mini-batch gradient; or "gradient", the norm of the exact one.
+        probe_every: number of steps between two probes. Early probes come sooner: at steps 0, 8 and 64.
+        least: smallest tolerance. Where it does not hold the bound, nothing does but serial propagation.
+        most: largest tolerance.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax, optax
+        >>> from lp_jax import train
+        >>> def loss_fn(params, batch, solver, adjoint_solver):
+        ...     step = lambda u, layer: u + layer.dt * jnp.tanh(layer.params * u)
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
+        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     return jnp.mean((solution.y1 - 2) ** 2), info
+        >>> optimizer = optax.sgd(0.1)
+        >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(16), optimizer)
+        >>> batches = lambda epoch: [jnp.linspace(0.5, 1.5, 8)] * 5
+        >>> solver, controller = lp_jax.Picard(sweeps=16, rtol=1e-1), train.Controller(loss_fn, bound=0.1)
+        >>> state, log = train.fit(
+        ...     step_fn, state, batches, steps_per_epoch=5, epochs=4, solver=solver, controller=controller
+        ... )
+        >>> probe = log.of("control")[-1]
+        >>> probe["error"] < 0.1 * probe["noise"]
+        True
+
+    Reference:
+        The noise from two half batches: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training",
+        arXiv:1812.06162 (2018), appendix A.
+    """
+
+    loss_fn: LossFn
+    _: dataclasses.KW_ONLY
+    bound: float = 0.3
+    of: str = "noise"
+    probe_every: int = 250
+    least: float = 1e-6
+    most: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check.integer("probe_every", self.probe_every, least=1)
+        _check.one_of("of", self.of, ("noise", "gradient"))
+        if not self.bound > 0:
+            raise ValueError(f"bound must be positive; got {self.bound!r}.")
+        if not 0 < self.least < self.most < 1:
+            raise ValueError(
+                f"tolerances must have 0 < least < most < 1; got least={self.least!r}, most={self.most!r}."
+            )
+
+    def begin(self, solver: Solver, adjoint_solver: Solver) -> Control:
+        """Return the first decision: the tolerances that the solvers have.
+
+        Raises:
+            ValueError: if one of them has none.
+        """
+        for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+            if each.rtol is None:
+                raise ValueError(
+                    f"a controller sets {name}.rtol, and {each!r} has none. Give it one, and a cap: Picard(sweeps=32, rtol=1e-2)."
+                )
+        tolerances = (jnp.clip(jnp.float32(each.rtol), self.least, self.most) for each in (solver, adjoint_solver))
+        return Control(*tolerances, jnp.asarray(False))
+
+    def due(self, step: int) -> bool:
+        """Whether to probe before this step, the first being 0."""
+        return step in (0, 8, 64) or step % self.probe_every == 0
+
+    def solvers(self, control: Control, solver: Solver, adjoint_solver: Solver) -> Pair:
+        """Return the solvers of the steps that follow."""
+        if control.serial:
+            return Serial(), Serial()
+        replace: Any = dataclasses.replace
+        rtol, adjoint_rtol = float(control.rtol), float(control.adjoint_rtol)  # a step takes the arrays of its state
+        return replace(solver, rtol=rtol), replace(adjoint_solver, rtol=adjoint_rtol)
+
+    def probe(
+        self, control: Control, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
+    ) -> tuple[Control, Mapping[str, Any]]:
+        """Measure, and decide.
+
+        Returns:
+            The decision, and a row for the log: ``error`` of the gradient and ``noise``, relative to the exact gradient's norm,
+            the parts of the error that forward and adjoint solve bring, what is ``allowed``, the tolerances from here on,
+            whether to go ``serial``, and the number of gradients that this took.
+        """
+        rtol, adjoint_rtol = (min(self.most, max(self.least, float(x))) for x in control[:2])
+        gradients = 0
+        for _ in range(_ATTEMPTS):
+            gradients += _GRADIENTS
+            tried = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(False))
+            pair = self.solvers(tried, solver, adjoint_solver)
+            found = {name: float(x) for name, x in _measured(self.loss_fn, params, batch, *pair).items()}
+            allowed = self.bound * (found["noise"] if self.of == "noise" else 1.0)
+            done = found.pop("result") == DONE
+            held = done and found["error"] <= allowed
+            before = rtol, adjoint_rtol
+            rtol = self._moved(rtol, allowed, found["forward_error"])
+            adjoint_rtol = self._moved(adjoint_rtol, allowed, found["adjoint_error"])
+            if held or not done or before == (rtol, adjoint_rtol):
+                break
+        if not held:  # to be tried again at the next probe
+            rtol, adjoint_rtol = before
+        decision = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(not held))
+        row = {**found, "allowed": allowed, "rtol": rtol, "adjoint_rtol": adjoint_rtol, "serial": not held}
+        return decision, {**row, "gradients": gradients}
+
+    def _moved(self, rtol: float, allowed: float, error: float) -> float:
+        """Errors follow tolerances: the one that would give half of what is allowed to each of two; in bounded steps."""
+        if not math.isfinite(error):
+            return self.least
+        wanted = allowed / (2 * math.sqrt(2))
+        factor = 4.0 if error == 0 else min(4.0, max(0.05, wanted / error))
+        return min(self.most, max(self.least, rtol * factor))
+
+
+_ATTEMPTS, _GRADIENTS = 5, 4  # of a probe, at most; in each of them
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measured(
+    loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
+) -> dict[str, jax.Array]:
+    """Errors and noise of the gradient, relative to the norm of the exact one."""
+    gradient_of = jax.grad(loss_fn, has_aux=True)
+    exact, _ = gradient_of(params, batch, Serial(), Serial())
+    with_exact_adjoint, _ = gradient_of(params, batch, solver, Serial())
+    gradient, info = gradient_of(params, batch, solver, adjoint_solver)
+    first, second = (gradient_of(params, half, solver, adjoint_solver)[0] for half in _halves(batch))
+
+    def distance(a: PyTree, b: PyTree) -> jax.Array:
+        return jnp.sqrt(jax.tree.reduce(jnp.add, jax.tree.map(lambda x, y: jnp.sum(jnp.abs(x - y) ** 2), a, b)))
+
+    norm = distance(exact, jax.tree.map(jnp.zeros_like, exact))
+    return {
+        "error": distance(gradient, exact) / norm,
+        "forward_error": distance(with_exact_adjoint, exact) / norm,
+        "adjoint_error": distance(gradient, with_exact_adjoint) / norm,
+        "noise": distance(first, second) / 2 / norm,
+        "result": info.result,
+    }
+
+
+def _halves(batch: Batch) -> tuple[Batch, Batch]:
+    """Cut the leaves of a batch in two, but for random keys."""
+    size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
+    if size < 2:
+        raise ValueError(
+            f"a controller measures the noise of a gradient by two halves of a batch; got {size} examples."
+        )
+
+    def part(where: slice) -> Batch:
+        return jax.tree.map(lambda x: x[where] if jnp.ndim(x) else x, batch)
+
+    half = size // 2
+    return part(slice(0, half)), part(slice(half, 2 * half))

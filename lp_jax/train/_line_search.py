@@ -1,0 +1,92 @@
+"""How far to go along an optimizer's direction."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from lp_jax import _check
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+
+
+class Found(NamedTuple):
+    """Where a line search ended."""
+
+    params: PyTree
+    trajectory: PyTree  # of the last trial's solve
+    trials: jax.Array
+    stuck: jax.Array  # whether no trial was good enough; then params are those of before
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backtracking:
+    """Shorten a step until the loss falls by a part of what its slope promises (Armijo's condition).
+
+    Line searches of optax work in a training step, too. This one also hands on where the solve of its last trial ended: the
+    next step of `one_shot` begins there, at its own parameters.
+
+    Args:
+        trials: largest number of step lengths to try; the first is 1.
+        shrink: factor between two of them.
+        slope: part of the slope, within (0, 1).
+        solver: solver of the trials; None is that of the step.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> import optax
+        >>> from lp_jax import train
+        >>> optimizer = optax.chain(optax.scale_by_lbfgs(memory_size=20), optax.scale(-1.0))
+        >>> line_search = train.Backtracking(trials=10)  # both for train.make_train_step, or train.one_shot
+
+    Reference:
+        Nocedal, Wright, "Numerical Optimization", 2nd ed., algorithm 3.1.
+    """
+
+    trials: int = 20
+    shrink: float = 0.5
+    slope: float = 1e-4
+    solver: Solver | None = None
+
+    def __post_init__(self) -> None:
+        _check.integer("trials", self.trials, least=1)
+        for name in ("shrink", "slope"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)!r}.")
+
+    def along(
+        self,
+        direction: PyTree,
+        params: PyTree,
+        loss: jax.Array,
+        slope: jax.Array,
+        trajectory: PyTree,
+        evaluate: Callable[[PyTree], tuple[jax.Array, PyTree]],
+    ) -> Found:
+        """Search from ``params``, where the loss has this slope along ``direction``; ``evaluate`` returns loss and trajectory."""
+
+        def at(length: jax.Array) -> PyTree:
+            return optax.apply_updates(params, optax.tree.scale(length, direction))
+
+        def unfinished(carry: tuple[jax.Array, jax.Array, jax.Array, PyTree]) -> jax.Array:
+            count, _, good, _ = carry
+            return ~good & (count < self.trials)
+
+        def body(
+            carry: tuple[jax.Array, jax.Array, jax.Array, PyTree],
+        ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
+            count, length, _, _ = carry
+            length = jnp.where(count == 0, length, length * self.shrink)
+            found, trajectory = evaluate(at(length))
+            return count + 1, length, found <= loss + self.slope * length * slope, trajectory
+
+        start = (jnp.int32(0), jnp.ones_like(loss), jnp.asarray(False), trajectory)
+        count, length, good, trajectory = lax.while_loop(unfinished, body, start)
+        length = jnp.where(good, length, jnp.zeros_like(length))
+        return Found(at(length), trajectory, count, ~good)

@@ -1,0 +1,279 @@
+"""Nested iteration: train a shallow network, then ever deeper ones, each from where the one before ended."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from lp_jax import nn, planning
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+from lp_jax.train._checkpoint import Checkpoints
+from lp_jax.train._classification import classification
+from lp_jax.train._log import Log
+from lp_jax.train._loop import Every, fit
+from lp_jax.train._step import Batch, LossFn, TrainState, init_state, make_train_step, map_slots
+
+
+class Depth(NamedTuple):
+    """A part of nested iteration, at one depth.
+
+    Attributes:
+        layers: number of layers; of the longest block, where there are several.
+        epochs: number of epochs at this depth.
+        solver: solver of the forward solves.
+        adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
+        tolerance: leave this depth early, after an epoch whose mean loss is not lower by this part than that of the epoch
+            before. 0 takes all epochs.
+    """
+
+    layers: int
+    epochs: int
+    solver: Solver = Serial()
+    adjoint_solver: Solver | None = None
+    tolerance: float = 0.0
+
+
+def nested(
+    model: nn.Classifier,
+    optimizer: optax.GradientTransformation,
+    batches: Callable[[int], Iterable[Batch]],
+    depths: Sequence[Depth],
+    *,
+    steps_per_epoch: int,
+    how: str = "constant",
+    loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
+    measures: Callable[[nn.Classifier], Sequence[Every]] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    log: Log | None = None,
+    **options: Any,
+) -> tuple[nn.Classifier, TrainState, Log]:
+    """Train at each depth in turn; parameters and the optimizer's state go on to the next one.
+
+    Early steps are cheap, as the network is shallow, and need not be exact: its weights are a coarse picture of those that a
+    deeper network has over the same time. Whether this pays, only a comparison tells: with a shorter training of the deep
+    network, and with the shallow network alone (docs/training.md has some).
+
+    Args:
+        model: the network at the first depth. It is left as it is.
+        optimizer: one optimizer for all depths. Its schedule goes on counting; ``optax.join_schedules`` gives each depth its own.
+        batches: as for `fit`; epochs are counted over all depths.
+        depths: the schedule. Each number of layers divides the next.
+        steps_per_epoch: as for `fit`.
+        how: how layers are refined, as for `lp_jax.nn.refine`.
+        loss: ``loss(model) -> (loss_fn, params)``.
+        measures: ``measures(model)`` gives the measurements at one depth, as for `fit`.
+        folder: where checkpoints are kept, in a folder for each depth. A run goes on from the newest one.
+        config: as for `Checkpoints`.
+        log: as for `fit`. A row of kind "depth" tells where each depth begins: its layers, and of each step the number of
+            layer evaluations (``work``) and how many follow each other (``depth``).
+        **options: ``log_every``, ``checkpoint_every``, ``meter``, as for `fit`.
+
+    Returns:
+        The deepest network with its parameters, the training state, and the log.
+
+    Raises:
+        ValueError: if a number of layers does not divide the next, or the first is not the model's.
+        TypeError: if the network cannot be refined.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> from lp_jax import nn, train
+        >>> rngs = nnx.Rngs(0)
+        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 4, rngs=rngs)
+        >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
+        >>> batch = jnp.eye(2), jnp.arange(2)
+        >>> depths = [train.Depth(4, epochs=10), train.Depth(8, epochs=5)]
+        >>> deep, state, log = train.nested(model, optax.adam(0.1), lambda epoch: [batch], depths, steps_per_epoch=1)
+        >>> deep.trunk.num_layers, int(state.step), log.rows[-1]["loss"] < log.rows[0]["loss"]
+        (8, 15, True)
+
+    Reference:
+        Cyr, Guenther, Schroder, "Multilevel initialization for layer-parallel deep neural network training",
+        arXiv:1912.08974 (2019).
+    """
+    factors = _factors(model, depths)
+    folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
+    if log is None:
+        log = Log() if folder is None else Log(Path(folder) / "metrics.jsonl")
+    reached = max((i for i, path in enumerate(folders) if path is not None and path.is_dir()), default=0)
+    state = init_state(loss(model)[1], optimizer)
+    for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
+        if i > 0:
+            model, state = deepen(model, state, optimizer, factor, how=how, loss=loss)
+        if i < reached:
+            continue
+        with contextlib.ExitStack() as stack:
+            if path is not None:
+                checkpoints = stack.enter_context(Checkpoints(path, config={**(config or {}), "layers": depth.layers}))
+                options["checkpoints"] = checkpoints
+                if checkpoints.latest is None:
+                    checkpoints.save(state)
+                state = checkpoints.restore(state)
+            given = {**options, "measures": () if measures is None else measures(model)}
+            state = _train(
+                make_train_step(loss(model)[0], optimizer), state, batches, depth, steps_per_epoch, log, given
+            )
+    model = nnx.clone(model)
+    nnx.update(model, state.params)
+    return model, state, log
+
+
+def deepen(
+    model: nn.Classifier,
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    factor: int = 2,
+    *,
+    how: str = "constant",
+    loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
+) -> tuple[nn.Classifier, TrainState]:
+    """Return a network with ``factor`` times as many layers, and the training state that goes on with it.
+
+    Of the optimizer's state, what it holds for a layer goes to all layers in its place. A layer that is ``1 / factor`` as long
+    has a gradient that is as much smaller: a mean of gradients is divided by ``factor``, a mean of squares by its square.
+    Which is which, two updates with gradients of different size tell. An optimizer that holds several arrays for a parameter,
+    like L-BFGS, begins anew.
+
+    Args:
+        model: the network; its own parameters are not used.
+        state: the training state of this network.
+        optimizer: the optimizer that made ``state.opt_state``.
+        factor: number of layers that replace each layer.
+        how: as for `lp_jax.nn.refine`. With "zeros" the time grows, and layers between others have no mean gradient yet.
+        loss: as for `nested`.
+
+    Raises:
+        TypeError: if the network has no `lp_jax.nn.LayerParallel` to refine.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> from lp_jax import nn, train
+        >>> rngs, optimizer = nnx.Rngs(0), optax.adam(0.1)
+        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 4, rngs=rngs)
+        >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
+        >>> state = train.init_state(train.classification(model)[1], optimizer)
+        >>> deep, state = train.deepen(model, state, optimizer)
+        >>> deep.trunk.num_layers, state.opt_state[0].mu["trunk"]["layers"]["inner"]["kernel"].shape
+        (8, (8, 4, 4))
+    """
+    deeper: Any = nnx.clone(model)
+    nnx.update(deeper, state.params)
+    deeper.trunk = _refined(deeper.trunk, factor, how)
+    _, params = loss(deeper)
+    fresh = init_state(params, optimizer)
+    alike: list[bool] = []
+    map_slots(lambda slot, param: alike.append(slot.shape == param.shape), state.opt_state, state.params)
+    if not all(alike):
+        return deeper, fresh._replace(step=state.step)
+    degrees = iter(_degrees(optimizer, state.params))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def prolonged(slot: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        degree = next(degrees)
+        if slot.shape == wanted.shape:
+            return slot
+        if how == "zeros":
+            return nn.refine(slot, factor, "zeros" if degree == 1 else "constant")
+        return nn.refine(slot, factor) / factor**degree
+
+    return deeper, fresh._replace(step=state.step, opt_state=map_slots(prolonged, state.opt_state, shapes))
+
+
+def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
+    """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
+    zeros = optax.tree.zeros_like(params)
+    small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5  # its norm is below what one clips at
+
+    def after(scale: float) -> list[float]:
+        gradient = jax.tree.map(lambda x: jnp.full_like(x, scale * small), params)
+        _, opt_state = optimizer.update(gradient, optimizer.init(zeros), zeros)
+        sizes: list[float] = []
+        map_slots(lambda slot, _: sizes.append(float(np.abs(np.asarray(slot, np.float64)).sum())), opt_state, zeros)
+        return sizes
+
+    return [round(np.log2(two / one)) if one > 0 else 0 for one, two in zip(after(1.0), after(2.0), strict=True)]
+
+
+def _refined(trunk: Any, factor: int, how: str) -> Any:
+    if isinstance(trunk, nn.LayerParallel):
+        return nn.refine(trunk, factor, how)
+    parts = list(getattr(trunk, "parts", ()))
+    if not any(map(_can_be_refined, parts)):
+        raise TypeError(
+            f"the trunk must be a LayerParallel, or a Network with such blocks; got {type(trunk).__name__}. The time steps of a "
+            "recurrent network share their weights, so there is nothing to refine: train it on shorter sequences first."
+        )
+    return nn.Network(*[nn.refine(part, factor, how) if _can_be_refined(part) else part for part in parts])
+
+
+def _can_be_refined(part: Any) -> bool:
+    return isinstance(part, nn.LayerParallel) and not getattr(part.solver, "exact", False)  # those are buffers
+
+
+def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
+    """Return by how much the network grows before each depth."""
+    if not depths:
+        raise ValueError("depths must have a Depth at least; got none.")
+    trunk: Any = model.trunk
+    blocks = [part.num_layers for part in getattr(trunk, "parts", [trunk]) if hasattr(part, "num_layers")]
+    numbers = [max(blocks, default=depths[0].layers), *(depth.layers for depth in depths)]
+    factors = [after // before for before, after in itertools.pairwise(numbers)]
+    whole = all(n * before == after for n, (before, after) in zip(factors, itertools.pairwise(numbers), strict=True))
+    if factors[0] != 1 or 1 in factors[1:] or not whole:
+        raise ValueError(
+            f"depths must begin with the model's {numbers[0]} layers, and each be a larger multiple of the one before; got "
+            f"{numbers[1:]}."
+        )
+    return factors
+
+
+def _train(
+    step_fn: Any,
+    state: TrainState,
+    batches: Callable[[int], Iterable[Batch]],
+    depth: Depth,
+    steps_per_epoch: int,
+    log: Log,
+    options: Mapping[str, Any],
+) -> TrainState:
+    """Train at one depth, to its last epoch or until the loss settles."""
+    log.rewind(int(state.step))
+    begun = [row["step"] for row in log.of("depth") if row["layers"] == depth.layers]
+    if not begun:
+        begun = [int(state.step)]
+        adjoint_solver = depth.solver.for_adjoint() if depth.adjoint_solver is None else depth.adjoint_solver
+        counted = planning.training_step(depth.solver, adjoint_solver, depth.layers)
+        log.write(kind="depth", step=begun[0], layers=depth.layers, work=counted.work(), depth=counted.depth())
+    first, reached = begun[0] // steps_per_epoch, int(state.step) // steps_per_epoch
+    last = first + depth.epochs
+    for epochs in range(reached + 1, last + 1) if depth.tolerance else [last]:
+        if depth.tolerance and _settled(log, first, depth.tolerance):
+            break
+        solvers = {"solver": depth.solver, "adjoint_solver": depth.adjoint_solver}
+        state, _ = fit(
+            step_fn, state, batches, steps_per_epoch=steps_per_epoch, epochs=epochs, **solvers, log=log, **options
+        )
+    return state
+
+
+def _settled(log: Log, first: int, tolerance: float) -> bool:
+    """Return whether the mean loss of the last epoch is not lower by a part ``tolerance`` than that of the one before."""
+    losses: dict[int, list[float]] = {}
+    for row in log.of("train"):
+        if row["epoch"] >= first:
+            losses.setdefault(row["epoch"], []).append(row["loss"])
+    *_, before, after = [np.inf, np.inf, *(float(np.mean(each)) for each in losses.values())]
+    return after > (1 - tolerance) * before

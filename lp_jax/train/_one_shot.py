@@ -1,0 +1,88 @@
+"""One-shot training: states, cotangents and parameters converge together."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+from lp_jax.train._step import Batch, LossFn, Restart, StepFn, TrainState, init_state, make_train_step
+
+
+def one_shot(
+    loss_fn: LossFn,
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    batch: Batch,
+    *,
+    solver: Solver,
+    adjoint_solver: Solver | None = None,
+    **options: Any,
+) -> tuple[StepFn, TrainState]:
+    """Train with one or two sweeps or cycles per step, each of which begins where the last step's ended.
+
+    Training moves the parameters a little at a time, and so the states and cotangents that belong to them. A few sweeps from
+    those of the step before follow them, and all three converge together. This needs the same examples in every step: take
+    the full batch, or one large one. With mini-batches there is nothing to begin from.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch, solver, adjoint_solver, restart) -> (loss, info)``, as for `make_train_step`. It
+            passes ``guess`` and ``adjoint_guess`` of the `Restart` to `lp_jax.solve`, and returns ``Solution.trajectory`` as
+            ``info.trajectory``. `classification` makes one.
+        params: the model's parameters.
+        optimizer: any optax transformation. L-BFGS is ``optax.chain(optax.scale_by_lbfgs(), optax.scale(-1.0))`` with
+            ``line_search=Backtracking()``, whose trials are forward solves from the same start.
+        batch: the examples of all steps.
+        solver: solver of the forward solves: ``Picard(sweeps=1)``, for example.
+        adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
+        **options: ``line_search`` and ``global_sums``, as for `make_train_step`.
+
+    Returns:
+        ``(step_fn, state)``, for `fit`: ``fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=100, ...)``.
+        The state carries where the solves ended, so checkpoints hold it.
+
+    Raises:
+        ValueError: if ``loss_fn`` returns no trajectory.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax, optax
+        >>> from lp_jax import train
+        >>> def loss_fn(params, batch, solver, adjoint_solver, restart=None):
+        ...     given = {} if restart is None else restart._asdict()
+        ...     step = lambda u, layer: u + layer.dt * layer.params * u
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **given)
+        ...     info = train.Info(0, len(batch), solution.stats, solution.result, trajectory=solution.trajectory)
+        ...     return jnp.mean((solution.y1 - 2) ** 2), info
+        >>> solver, batch = lp_jax.Picard(sweeps=1), jnp.ones(4)
+        >>> step_fn, state = train.one_shot(loss_fn, jnp.zeros(16), optax.sgd(1.0), batch, solver=solver)
+        >>> state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=30, solver=solver)
+        >>> log.rows[-1]["loss"] < 1e-6
+        True
+
+    References:
+        Guenther, Gauger, Schroder, "A non-intrusive parallel-in-time approach for simultaneous optimization with unsteady
+        PDEs", Optimization Methods and Software 34 (2019); Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel
+        training of deep residual neural networks", SIAM J. Math. Data Sci. 2 (2020), section 4.
+    """
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    # an adjoint trajectory has the shape of a forward one of the same solver
+    like = jax.eval_shape(loss_fn, params, batch, adjoint_solver, adjoint_solver)[1].trajectory
+    if like is None:
+        raise ValueError(
+            "loss_fn must return where its forward solve ended, train.Info(..., trajectory=solution.trajectory); it returned "
+            "no trajectory."
+        )
+
+    @jax.jit
+    def begin(params: PyTree, batch: Batch) -> Restart:
+        guess = loss_fn(params, batch, solver, adjoint_solver)[1].trajectory
+
+        def loss(adjoint_guess: PyTree) -> jax.Array:
+            return loss_fn(params, batch, solver, adjoint_solver, Restart(guess, adjoint_guess))[0]
+
+        return Restart(guess, jax.grad(loss)(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
+
+    state = init_state(params, optimizer)._replace(restart=begin(params, batch))
+    return make_train_step(loss_fn, optimizer, **options), state

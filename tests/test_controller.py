@@ -1,0 +1,149 @@
+"""A controller of tolerances: what it measures, what it decides, and that it decides the same after a break."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lp_jax
+from lp_jax import train
+from lp_jax.train._controller import _measured
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+
+LAYERS, WIDTH, BATCH = 24, 4, 16
+SOLVER = lp_jax.Picard(sweeps=LAYERS, rtol=1e-2)
+
+
+def step(y, layer):
+    return y + layer.dt * jnp.tanh(y @ layer.params)
+
+
+def loss_fn(params, batch, solver, adjoint_solver, t1=4.0):
+    x, target, *_ = batch
+    solution = lp_jax.solve(step, params, x, t1=t1, solver=solver, adjoint_solver=adjoint_solver)
+    info = train.Info(jnp.int32(0), jnp.int32(len(x)), solution.stats, solution.result)
+    return jnp.mean((solution.y1 - target) ** 2), info
+
+
+def batches(epoch, steps=5):
+    rng = np.random.default_rng(epoch)
+    for _ in range(steps):
+        x = rng.normal(size=(BATCH, WIDTH))
+        yield jnp.asarray(x), jnp.asarray(np.sin(x) + 0.3 * rng.normal(size=x.shape))
+
+
+PARAMS = jnp.asarray(np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)))
+OPTIMIZER = optax.adam(1e-2)
+STEP_FN = train.make_train_step(loss_fn, OPTIMIZER)
+
+
+def gradient(batch, solver, adjoint_solver):
+    return jax.grad(lambda p: loss_fn(p, batch, solver, adjoint_solver)[0])(PARAMS)
+
+
+def test_it_measures_errors_and_noise():
+    batch, serial = next(batches(0)), lp_jax.Serial()
+    found = _measured(loss_fn, PARAMS, batch, SOLVER, SOLVER)
+    exact, g = gradient(batch, serial, serial), gradient(batch, SOLVER, SOLVER)
+    halves = [
+        gradient(jax.tree.map(lambda x, part=part: x[part], batch), SOLVER, SOLVER) for part in (slice(8), slice(8, 16))
+    ]
+    norm = jnp.linalg.norm(exact)
+    np.testing.assert_allclose(found["error"], jnp.linalg.norm(g - exact) / norm, rtol=1e-10)
+    np.testing.assert_allclose(found["noise"], jnp.linalg.norm(halves[0] - halves[1]) / 2 / norm, rtol=1e-10)
+    between = gradient(batch, SOLVER, serial)
+    np.testing.assert_allclose(found["forward_error"], jnp.linalg.norm(between - exact) / norm, rtol=1e-10)
+    np.testing.assert_allclose(found["adjoint_error"], jnp.linalg.norm(between - g) / norm, rtol=1e-10)
+
+
+def test_the_noise_is_that_of_the_mean_over_the_batch():
+    """Half of the distance of two half batches estimates it, over many batches, to some per cent."""
+    serial = lp_jax.Serial()
+    drawn = [batch for epoch in range(40) for batch in batches(epoch)]
+    noise = jax.jit(lambda batch: _measured(loss_fn, PARAMS, batch, serial, serial)["noise"])
+    exact = jax.jit(lambda batch: gradient(batch, serial, serial))
+    gradients = jnp.stack([exact(batch) for batch in drawn])
+    deviation = jnp.sqrt(jnp.sum(jnp.var(gradients, axis=0, ddof=1)))
+    absolute = [(noise(b) * jnp.linalg.norm(g)) ** 2 for b, g in zip(drawn, gradients, strict=True)]
+    np.testing.assert_allclose(np.sqrt(np.mean(absolute)), deviation, rtol=0.1)
+
+
+@pytest.mark.parametrize("rtol", [0.3, 1e-6])
+def test_tolerances_go_down_and_up_to_what_the_bound_asks(rtol):
+    """From far too large and from far too small; the error ends below the bound, and not a hundredth of it."""
+    controller = train.Controller(loss_fn, bound=1e-3, of="gradient", probe_every=4)
+    solver = lp_jax.Picard(sweeps=LAYERS, rtol=rtol)
+    control, batch = controller.begin(solver, solver), next(batches(0))
+    for _ in range(12):
+        control, row = controller.probe(control, PARAMS, batch, solver, solver)
+    assert not row["serial"]
+    assert 1e-5 < row["error"] < 1e-3
+    assert row["allowed"] == 1e-3
+    assert 1e-6 < float(control.rtol) < 0.3 and 1e-6 < float(control.adjoint_rtol) < 0.3
+
+
+def test_it_goes_serial_and_back():
+    """A cap of one sweep holds no bound; with the cap lifted the next probe goes back."""
+    controller = train.Controller(loss_fn, bound=1e-3, of="gradient")
+    short, batch = lp_jax.Picard(sweeps=1, rtol=1e-2), next(batches(0))
+    control, row = controller.probe(controller.begin(short, short), PARAMS, batch, short, short)
+    assert row["serial"] and bool(control.serial)
+    assert controller.solvers(control, short, short) == (lp_jax.Serial(), lp_jax.Serial())
+    control, row = controller.probe(control, PARAMS, batch, SOLVER, SOLVER)
+    assert not row["serial"] and not bool(control.serial)
+
+
+def run(state, epochs, **options):
+    controller = train.Controller(loss_fn, bound=0.1, probe_every=6)
+    state = jax.tree.map(jnp.copy, state)
+    return train.fit(
+        STEP_FN,
+        state,
+        batches,
+        steps_per_epoch=5,
+        epochs=epochs,
+        solver=SOLVER,
+        controller=controller,
+        log_every=1,
+        **options,
+    )
+
+
+def test_training_stays_within_the_bound_compiles_once_and_goes_on_after_a_break():
+    state = train.init_state(PARAMS, OPTIMIZER)
+    before = STEP_FN._cache_size()
+    whole, log = run(state, 4)
+    assert STEP_FN._cache_size() <= before + 1
+    rows = log.of("control")
+    assert [row["step"] for row in rows] == [1, 7, 9, 13, 19]
+    assert all(row["error"] <= row["allowed"] for row in rows[1:]) and len({row["rtol"] for row in rows}) > 1
+    half, log = run(state, 2)
+    again, log = run(half, 4, log=log)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [row["step"] for row in log.of("control")] == [1, 7, 9, 13, 19]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bound": 0.0}, "bound"),
+        ({"of": "nois"}, "Did you mean 'noise'"),
+        ({"least": 0.5, "most": 0.1}, "least"),
+        ({"probe_every": 0}, "probe_every"),
+    ],
+)
+def test_senseless_settings_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        train.Controller(loss_fn, **options)
+
+
+def test_solvers_without_a_tolerance_and_batches_of_one_are_refused():
+    controller = train.Controller(loss_fn)
+    with pytest.raises(ValueError, match=r"adjoint_solver.rtol.*rtol=1e-2"):
+        controller.begin(SOLVER, lp_jax.MGRIT())
+    one = jax.tree.map(lambda x: x[:1], next(batches(0)))
+    with pytest.raises(ValueError, match="two halves of a batch; got 1"):
+        controller.probe(controller.begin(SOLVER, SOLVER), PARAMS, one, SOLVER, SOLVER)

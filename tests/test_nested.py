@@ -1,0 +1,217 @@
+"""Nested iteration: deeper networks, and optimizers, that go on where shallower ones ended."""
+
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from networks import F64, assert_close, normal
+
+import lp_jax
+from lp_jax import nn, train
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+
+X, LABELS = np.asarray(normal((8, 3))), np.arange(8) % 2
+
+
+def model(layers=4, t1=2.0, **options):
+    rngs = nnx.Rngs(0)
+    make = functools.partial(nn.DenseResidual, 5, param_dtype=F64)
+    trunk = nn.LayerParallel(lambda rngs: make(rngs=rngs), layers, t1=t1, rngs=rngs, **options)
+    return nn.Classifier(
+        nn.DenseOpening((3,), 5, param_dtype=F64, rngs=rngs),
+        trunk,
+        nn.DenseClosing((5,), 2, param_dtype=F64, rngs=rngs),
+    )
+
+
+def batches(epoch):
+    order = np.random.default_rng(epoch).permutation(8)
+    return [(X[order[:4]], LABELS[order[:4]]), (X[order[4:]], LABELS[order[4:]])]
+
+
+def trained(network, optimizer, steps=3):
+    loss_fn, params = train.classification(network)
+    state, step_fn = train.init_state(params, optimizer), train.make_train_step(loss_fn, optimizer)
+    for epoch in range(steps):
+        state, _ = step_fn(state, batches(epoch)[0], lp_jax.Serial(), None)
+    return state
+
+
+def gradient(network, params):
+    loss_fn, _ = train.classification(network)
+    return jax.grad(lambda p: loss_fn(p, batches(0)[0], lp_jax.Serial(), None)[0])(params)
+
+
+def test_layers_between_zeros_are_the_same_network():
+    shallow = model(t1=(0.0, 0.5, 0.6, 1.5, 2.0))
+    for factor in (2, 3):
+        deep = model()
+        deep.trunk = nn.refine(shallow.trunk, factor, "zeros")
+        assert deep.trunk.num_layers == 4 * factor
+        np.testing.assert_allclose(deep(X), shallow(X), rtol=1e-13)
+        np.testing.assert_allclose(np.diff(deep.trunk.t1)[::factor], [0.5, 0.1, 0.9, 0.5], rtol=1e-13)
+    assert nn.refine(model().trunk, 2, "zeros").t1 == 4.0
+    with pytest.raises(ValueError, match="Spline"):
+        nn.refine(model(weights=nn.Spline(coefficients=4)).trunk, 2, "zeros")
+
+
+OPTIMIZERS = {
+    "Adam": optax.adam(1e-2),
+    "AdamW, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "RMSprop": optax.rmsprop(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("factor", [2, 3])
+def test_the_optimizer_goes_on_as_if_the_network_had_always_been_deep(name, factor):
+    """Layers 1 / factor as long have gradients that are as much smaller, and a mean of squares is smaller by the square."""
+    optimizer, network = OPTIMIZERS[name], model()
+    state = trained(network, optimizer)
+    deep, deeper = train.deepen(network, state, optimizer, factor)
+    assert deep.trunk.num_layers == 4 * factor and int(deeper.step) == 3
+    _, fresh = train.classification(deep)
+    assert jax.tree.map(jnp.shape, deeper.params) == jax.tree.map(jnp.shape, fresh)
+    np.testing.assert_array_equal(
+        deeper.params["trunk"]["layers"]["inner"]["kernel"][:factor],
+        jnp.stack([state.params["trunk"]["layers"]["inner"]["kernel"][0]] * factor),
+    )
+
+    def slots(opt_state, params):
+        found = []
+        train._step.map_slots(lambda slot, _: found.append(slot), opt_state, params)
+        return found
+
+    degrees = {"momentum": [1], "RMSprop": [2]}.get(name, [1, 2])
+    before, after = slots(state.opt_state, state.params), slots(deeper.opt_state, deeper.params)
+    count = len(before) // len(degrees)
+    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+        power = factor ** degrees[i // count]
+        wanted = a if a.shape == b.shape else jnp.repeat(a, factor, axis=0) / power
+        np.testing.assert_allclose(b, wanted, rtol=1e-14)
+    counts = [x for x in jax.tree.leaves(deeper.opt_state) if x.ndim == 0]
+    assert all(int(x) == 3 for x in counts if jnp.issubdtype(x.dtype, jnp.integer))
+
+
+def test_gradients_of_refined_layers_are_smaller_by_the_factor():
+    """What the scaling of moments is for: of a smooth network, to the order of the layers' length."""
+    network = model(layers=64)
+    state = trained(network, OPTIMIZERS["Adam"], steps=1)
+    shallow = gradient(network, state.params)["trunk"]["layers"]["inner"]["kernel"]
+    deep, deeper = train.deepen(network, state, OPTIMIZERS["Adam"], 2)
+    fine = gradient(deep, deeper.params)["trunk"]["layers"]["inner"]["kernel"]
+    error = jnp.linalg.norm(2 * fine - jnp.repeat(shallow, 2, axis=0)) / jnp.linalg.norm(2 * fine)
+    assert error < 0.05
+
+
+def test_pairs_of_lbfgs_begin_anew():
+    optimizer = optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-0.1))
+    network = model()
+    state = trained(network, optimizer)
+    _, deeper = train.deepen(network, state, optimizer)
+    assert int(deeper.opt_state[0].count) == 0
+    assert deeper.opt_state[0].diff_params_memory["trunk"]["layers"]["inner"]["kernel"].shape == (3, 8, 5, 5)
+
+
+def test_blocks_are_refined_and_buffers_are_not():
+    rngs = nnx.Rngs(0)
+    block = functools.partial(nn.LayerParallel, lambda rngs: nn.DenseResidual(5, param_dtype=F64, rngs=rngs), rngs=rngs)
+    network = model()
+    network.trunk = nn.Network(block(2, solver=lp_jax.Serial()), block(4), lambda y: 2 * y, block(4))
+    state = trained(network, OPTIMIZERS["Adam"], steps=1)
+    deep, deeper = train.deepen(network, state, OPTIMIZERS["Adam"])
+    assert [part.num_layers for part in deep.trunk.parts if hasattr(part, "num_layers")] == [2, 8, 8]
+    assert np.isfinite(gradient(deep, deeper.params)["opening"]["linear"]["kernel"]).all()
+    network.trunk = nn.Network(lambda y: y)
+    state = trained(network, OPTIMIZERS["Adam"], steps=0)
+    with pytest.raises(TypeError, match=r"LayerParallel.*Network"):
+        train.deepen(network, state, OPTIMIZERS["Adam"])
+
+
+DEPTHS = [train.Depth(4, 3), train.Depth(8, 2, lp_jax.MGRIT(coarsening=2)), train.Depth(16, 2, lp_jax.Picard(sweeps=4))]
+
+
+def run(folder=None, depths=DEPTHS, **options):
+    return train.nested(
+        model(), optax.adam(1e-2), batches, depths, steps_per_epoch=2, folder=folder, log_every=1, **options
+    )
+
+
+def columns(log):
+    return [
+        [row.get(name) for name in ("kind", "step", "epoch", "loss", "layers", "work", "depth")] for row in log.rows
+    ]
+
+
+def test_depths_follow_each_other(tmp_path):
+    first = model()
+    before = train.classification(first)[1]
+    deep, state, log = train.nested(first, optax.adam(1e-2), batches, DEPTHS, steps_per_epoch=2, log_every=1)
+    assert deep.trunk.num_layers == 16 and int(state.step) == 14
+    assert_close(train.classification(first)[1], before, rtol=0)  # the model that was given is left alone
+    assert_close(train.classification(deep)[1], state.params, rtol=0)
+    begun = [(row["step"], row["layers"]) for row in log.of("depth")]
+    assert begun == [(0, 4), (6, 8), (10, 16)]
+    assert log.of("depth")[0]["work"] == 4 * 3  # forward, transposed, gradient
+    assert [row["epoch"] for row in log.of("train")] == [e for e in range(7) for _ in range(2)]
+
+
+@pytest.mark.parametrize("after", [1, 6, 7, 11])
+def test_a_run_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path, after):
+    """Stopped after so many steps, in the first, the second and the last depth, and where one begins."""
+    _, wanted, whole = run(tmp_path / "whole")
+
+    class Killed(Exception):
+        pass
+
+    count = 0
+
+    def until(epoch):
+        nonlocal count
+        for batch in batches(epoch):
+            if count == after:
+                raise Killed
+            count += 1
+            yield batch
+
+    with pytest.raises(Killed):
+        train.nested(
+            model(),
+            optax.adam(1e-2),
+            until,
+            DEPTHS,
+            steps_per_epoch=2,
+            folder=tmp_path / "cut",
+            log_every=1,
+            checkpoint_every=1,
+        )
+    _, state, log = run(tmp_path / "cut")
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert columns(log) == columns(whole)
+    _, again, _ = run(tmp_path / "cut")  # a finished run is left as it is
+    assert int(again.step) == 14
+    shutil.rmtree(tmp_path / "cut")
+
+
+def test_a_depth_is_left_when_its_loss_settles():
+    """A learning rate of zero: the second epoch is as the first."""
+    depths = [train.Depth(4, 9, tolerance=0.5), train.Depth(8, 1)]
+    _, state, log = train.nested(model(), optax.sgd(0.0), batches, depths, steps_per_epoch=2, log_every=1)
+    assert [row["step"] for row in log.of("depth")] == [0, 4] and int(state.step) == 6
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [([], "got none"), ([8, 16], "begin with the model's 4"), ([4, 6], r"multiple.*\[4, 6\]"), ([4, 4], "multiple")],
+)
+def test_depths_that_do_not_follow_are_refused(layers, words):
+    with pytest.raises(ValueError, match=words):
+        run(depths=[train.Depth(n, 1) for n in layers])

@@ -1,0 +1,146 @@
+"""Restarts: where forward and adjoint solves begin, and where they ended, are arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from networks import F64, mesh, normal
+from problems import INJECT, dense_params, dense_state, dense_step
+
+import lp_jax
+from lp_jax import MGRIT, Newton, Picard, Serial, nn
+
+LAYERS = 30  # no factor below divides them
+PARAMS, Y0 = dense_params(LAYERS, 4), dense_state(3, 4)
+COTANGENT = dense_state(3, 4) ** 2
+SOLVERS = {
+    "2 levels": MGRIT(coarsening=4, iterations=2, coarse_step=INJECT),
+    "3 levels": MGRIT(levels=3, coarsening=4, iterations=2, relaxation="FCF"),
+    "sweeps": Picard(sweeps=3),
+    "Newton": Newton(batch_axes=1),
+    "serial": Serial(checkpoint_every=4),
+}
+
+
+@functools.cache
+def exact():
+    """Cotangents of the states that enter the layers, one layer after the other."""
+    y, pullbacks, cotangents = Y0, [], [COTANGENT]
+    for n in range(LAYERS):
+        layer = lp_jax.Layer(jax.tree.map(lambda x, n=n: x[n], PARAMS), None, None, n / LAYERS, 1 / LAYERS, n, 0)
+        y, pull = jax.vjp(functools.partial(dense_step, layer=layer), y)
+        pullbacks.append(pull)
+    for pull in reversed(pullbacks):
+        cotangents.append(pull(cotangents[-1])[0])
+    return jnp.stack(cotangents[:0:-1])
+
+
+def solve_vjp(adjoint_solver, adjoint_guess=None, solver=Serial(), **options):
+    _, pullback = lp_jax.solve_vjp(
+        dense_step, PARAMS, Y0, solver=solver, adjoint_solver=adjoint_solver, adjoint_guess=adjoint_guess, **options
+    )
+    return pullback(COTANGENT)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_from_the_solution_nothing_is_left_to_do(name, workers):
+    adjoint_solver = SOLVERS[name]
+    guess = exact()[:: adjoint_solver.resolve(LAYERS).stride(LAYERS)]
+    comm = None if workers == 1 else mesh(workers)
+    gradients, stats = solve_vjp(adjoint_solver, guess, comm=comm, solver=MGRIT(coarsening=4, iterations=10))
+    wanted = jax.grad(lambda p, y: jnp.vdot(lp_jax.solve(dense_step, p, y, solver=Serial()).y1, COTANGENT), (0, 1))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-13), gradients[:2], wanted(PARAMS, Y0)
+    )
+    np.testing.assert_allclose(gradients.adjoint_trajectory, guess, rtol=1e-11, atol=1e-13)
+    assert (stats.residual_norms < 1e-12).all()
+
+
+@pytest.mark.parametrize("solver", [Serial(), Picard(sweeps=2)])
+def test_sweeps_go_on_where_they_ended(solver):
+    first, _ = solve_vjp(Picard(sweeps=2), solver=solver)
+    second, _ = solve_vjp(Picard(sweeps=1), first.adjoint_trajectory, solver=solver)
+    at_once, _ = solve_vjp(Picard(sweeps=3), solver=solver)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-13, atol=1e-15), second, at_once)
+    assert float(jnp.abs(second.adjoint_trajectory - exact()).max()) < 1e-3
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("comm", [None, 3])
+def test_the_gradient_of_a_guess_is_the_next_one(comm):
+    solver, comm = MGRIT(coarsening=4, iterations=1, coarse_step=INJECT), comm and mesh(comm)
+    start = jnp.zeros((8, *Y0.shape))
+
+    def loss(params, guess):
+        options = {"solver": Serial(), "adjoint_solver": solver, "adjoint_guess": guess, "comm": comm}
+        y1 = lp_jax.solve(dense_step, params, Y0, **options).y1
+        return jnp.vdot(y1, COTANGENT)
+
+    got = jax.jit(jax.grad(loss, (0, 1)))(PARAMS, start)
+    wanted, stats = solve_vjp(solver, start)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14),
+        got,
+        (wanted.params, wanted.adjoint_trajectory),
+    )
+    assert stats.residual_norms.shape == (1,)  # no down-cycle was skipped
+    for _ in range(8):  # a cycle makes another interval exact, and there are eight
+        start = jax.grad(loss, 1)(PARAMS, start)
+    np.testing.assert_allclose(start, exact()[::4], rtol=1e-11)
+
+
+def test_a_scan_and_modules_take_guesses():
+    def body(y, w):
+        return y + 0.1 * jnp.tanh(y @ w), None
+
+    w, y = 0.3 * normal((10, 4, 4)), normal((2, 4))
+    solver = Picard(sweeps=1)
+
+    def after(run, rounds):
+        guess = jnp.zeros((10, 2, 4))
+        for _ in range(rounds):
+            guess = jax.grad(lambda g: jnp.sum(run(g) ** 2))(guess)
+        return guess
+
+    def scanned(guess):
+        return lp_jax.scan(body, y, w, solver=Serial(), adjoint_solver=solver, adjoint_guess=guess)[0]
+
+    first = after(scanned, 11)[0]
+    np.testing.assert_allclose(first, jax.grad(lambda y: jnp.sum(jax.lax.scan(body, y, w)[0] ** 2))(y), rtol=1e-10)
+
+    trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs, param_dtype=F64), 10, rngs=nnx.Rngs(0))
+    network = nn.Network(trunk, lambda y: 2 * y, trunk)
+
+    def through(guesses):
+        return network.solve(y, solver=Serial(), adjoint_solver=solver, adjoint_guess=guesses).y1
+
+    guesses = [jnp.zeros((10, 2, 4))] * 2
+    for _ in range(11):
+        guesses = jax.grad(lambda g: jnp.sum(through(g) ** 2))(guesses)
+    wanted = jax.grad(lambda y: jnp.sum(network.solve(y, solver=Serial()).y1 ** 2))(y)
+    np.testing.assert_allclose(guesses[0][0], wanted, rtol=1e-10)
+    again = network.solve(y, solver=solver, guess=network.solve(y, solver=Picard(sweeps=10)).trajectory)
+    assert float(again.stats.residual_norms[0]) < 1e-12
+
+    gru = nn.GRU(3, 4, rngs=nnx.Rngs(0), param_dtype=F64)
+    x = normal((2, 12, 3))
+    trajectory = gru.solve(x, solver=Picard(sweeps=12)).trajectory
+    assert float(gru.solve(x, solver=solver, guess=trajectory).stats.residual_norms[0]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("solver", "guess", "words"),
+    [
+        (MGRIT(coarsening=4), (30, 3, 4), "adjoint_guess.*float64.8,3,4.*float64.30,3,4"),
+        (Picard(), (30, 2, 4), "adjoint_guess.*float64.30,3,4.*float64.30,2,4"),
+        (Picard(windows=2), (30, 3, 4), "guess.*windows=2"),
+    ],
+)
+def test_guesses_that_do_not_fit_are_refused(solver, guess, words):
+    with pytest.raises(ValueError, match=words):
+        solve_vjp(solver, jnp.zeros(guess))
