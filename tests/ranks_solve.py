@@ -159,6 +159,57 @@ def restarts():
 
 
 @case
+@jax.numpy_dtype_promotion("standard")  # optax's Adam
+def one_shot(_=None):
+    """Steps that begin where the one before ended; a checkpoint has the whole trajectories."""
+    import tempfile
+
+    import optax
+
+    from lp_jax import train
+
+    n, solver, optimizer = 12, lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT), optax.adam(0.01)
+    params, y0 = dense_params(n, 4), dense_state(3, 4)
+    ranks, run = train.Ranks.grid(), mine(n, solver)
+
+    def begin(params, comm):
+        def loss_fn(params, batch, solver, adjoint_solver, restart=None):
+            given = {} if restart is None else restart._asdict()
+            options = {"solver": solver, "adjoint_solver": adjoint_solver, "comm": comm}
+            solution = lp_jax.solve(dense_step, params["trunk"], batch, **options, **given)
+            info = train.Info(
+                jnp.int32(0), jnp.int32(3), solution.stats, solution.result, trajectory=solution.trajectory
+            )
+            return jnp.mean(solution.y1**2), info
+
+        sums = None if comm is None else ranks.global_sums
+        options = {"line_search": train.Backtracking(), "global_sums": sums}
+        return train.one_shot(loss_fn, {"trunk": params}, optimizer, y0, solver=solver, **options)
+
+    def two_steps(step_fn, state):
+        for _ in range(2):
+            state, _ = step_fn(state, y0, solver, None)
+        return state
+
+    step_fn, first = begin(cut(params, run), ranks.layers)
+    state = two_steps(step_fn, first)
+    with ranks.checkpoints(COMM.comm.bcast(tempfile.mkdtemp()), config={}) as checkpoints:
+        checkpoints.save(state)
+        again = checkpoints.restore(begin(cut(params, run), ranks.layers)[1])
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+    def alone(_):
+        step_fn, state = begin(params, None)
+        return two_steps(step_fn, two_steps(step_fn, state))
+
+    wanted, whole = on_one_device(alone)[""], ranks.gather(two_steps(step_fn, again))
+    if whole is not None:
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@case
 def outputs():
     """A loss that looks at what every layer returns; each rank has the part of its own layers."""
     import test_outputs as test

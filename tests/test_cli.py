@@ -269,6 +269,19 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
     assert drawn["errors"]["Picard"][-1] == pytest.approx(drawn["run"][2], rel=1e-3)
 
 
+def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, tmp_path):
+    options = ("--no-compare", "--no-pictures", "--controller", "0.3", *SMALL)
+    code, _, err = cli("train", "digits", "--out", tmp_path / "no", *options, *MULTIGRID)
+    assert code != 0 and "solver.rtol" in err and "Picard(sweeps=32, rtol=1e-2)" in err
+    sweeps = ("--solver", "Picard", "--solver.sweeps", "16", "--solver.rtol", "1e-4")
+    for more in (sweeps, ("--resume", "--epochs", "2")):
+        assert cli("train", "digits", "--out", tmp_path / "run", *options, *more)[0] == 0
+    decided = [row for row in train.read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "control"]
+    assert [row["step"] for row in decided] == [1, 9]
+    assert decided[0]["rtol"] == pytest.approx(4e-4) and decided[1]["rtol"] == pytest.approx(16e-4)
+    assert all(row["error"] < row["allowed"] for row in decided)
+
+
 def test_the_summary_is_that_of_the_rows(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary["results"]) == {"layer-parallel", "serial"}

@@ -45,6 +45,11 @@ def test_the_examples_of_architectures_run():
     output(code_of("docs/architectures.md"), **QUICK)
 
 
+def test_the_examples_of_training_run_and_print_what_they_say():
+    learns, depths, within = output(code_of("docs/training.md"), **QUICK).splitlines()
+    assert (learns, depths, within) == ("True", "64 [16, 32, 64]", "True")
+
+
 def test_the_examples_of_scanned_models_run_and_change_one_line():
     first, *_ = output(code_of("docs/scanned.md"), **QUICK).splitlines()
     assert first == "True"

@@ -21,6 +21,7 @@ from lp_jax.cli._workers import OneDevice, Place
 from lp_jax.train import (
     Bar,
     Batch,
+    Controller,
     Every,
     Log,
     LossFn,
@@ -129,6 +130,10 @@ def train_one(
     optimizer = optax.adam(training.learning_rate)
     state = place.everywhere(init_state(made.params, optimizer))
     total = made.task.steps_per_epoch * training.epochs
+    controller = None
+    if options["controller"] and not solver.exact:
+        controller = Controller(made.loss_fn, bound=options["controller"], global_sums=place.whole)
+        state = state._replace(control=place.everywhere(controller.begin(solver, adjoint_solver)))
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
@@ -163,6 +168,7 @@ def train_one(
             epochs=training.epochs,
             solver=solver,
             adjoint_solver=adjoint_solver,
+            controller=controller,
             measures=measures,
             log=Log(folder / "metrics.jsonl" if launch.is_root else None),
             log_every=options["log_every"],

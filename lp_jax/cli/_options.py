@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 
 import jax
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, get_loader, set_parsing_settings
-from jsonargparse.typing import PositiveInt, register_type
+from jsonargparse.typing import PositiveFloat, PositiveInt, register_type
 
 import lp_jax
 from lp_jax._solver import Solver
@@ -133,6 +133,13 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         metavar="D",
         help="Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
         "--solver.relaxation FCF.",
+    )
+    add(
+        "--controller",
+        type=PositiveFloat,
+        metavar="BOUND",
+        help="Keep the gradient's error below this part of its mini-batch noise: tolerances move up and down. Try 0.3. "
+        "Needs solvers with a tolerance.",
     )
     add_launch(parser)
     add_folder(parser, problem)

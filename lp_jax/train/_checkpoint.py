@@ -71,7 +71,9 @@ class Checkpoints:
         if step == latest:
             return
         try:
-            self._checkpointer.save(step, state, force=True, custom_metadata={"config": self.config, "step": step})
+            self._checkpointer.save(
+                step, _fields(state), force=True, custom_metadata={"config": self.config, "step": step}
+            )
         except Exception as error:
             kept = "none was saved before" if latest is None else f"that of step {latest} is kept"
             raise CheckpointError(
@@ -97,9 +99,9 @@ class Checkpoints:
         stored = (metadata.custom_metadata or {}).get("config", {})
         if difference := first_difference(stored, self.config) or _first_leaf(metadata.metadata, template):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template)
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _fields(template))
         try:
-            return self._checkpointer.load(step, wanted)
+            return template._replace(**self._checkpointer.load(step, wanted))
         except Exception as error:
             raise self._unreadable(path, error) from error
 
@@ -107,6 +109,11 @@ class Checkpoints:
         return CheckpointError(
             f"the checkpoint {path} cannot be read ({_reason(error)}); remove it to resume from the one before."
         )
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    """Return the parts of a state that a run has; others do not matter to its checkpoints."""
+    return {name: value for name, value in state._asdict().items() if value is not None}
 
 
 def _reason(error: Exception) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +53,7 @@ class Controller:
         probe_every: number of steps between two probes. Early probes come sooner: at steps 0, 8 and 64.
         least: smallest tolerance. Where it does not hold the bound, nothing does but serial propagation.
         most: largest tolerance.
+        global_sums: as for `make_train_step`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -88,6 +89,7 @@ class Controller:
     probe_every: int = 250
     least: float = 1e-6
     most: float = 0.5
+    global_sums: Callable[[PyTree], PyTree] | None = None
 
     def __post_init__(self) -> None:
         _check.integer("probe_every", self.probe_every, least=1)
@@ -108,10 +110,13 @@ class Controller:
         for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
             if each.rtol is None:
                 raise ValueError(
-                    f"a controller sets {name}.rtol, and {each!r} has none. Give it one, and a cap: Picard(sweeps=32, rtol=1e-2)."
+                    f"a controller sets {name}.rtol, and this {type(each).__name__} has none. Give it one, and a cap on its "
+                    "iterations: Picard(sweeps=32, rtol=1e-2)."
                 )
-        tolerances = (jnp.clip(jnp.float32(each.rtol), self.least, self.most) for each in (solver, adjoint_solver))
-        return Control(*tolerances, jnp.asarray(False))
+        rtol, adjoint_rtol = (
+            jnp.clip(jnp.float32(each.rtol), self.least, self.most) for each in (solver, adjoint_solver)
+        )
+        return Control(rtol, adjoint_rtol, jnp.asarray(False))
 
     def due(self, step: int) -> bool:
         """Whether to probe before this step, the first being 0."""
@@ -141,7 +146,9 @@ class Controller:
             gradients += _GRADIENTS
             tried = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(False))
             pair = self.solvers(tried, solver, adjoint_solver)
-            found = {name: float(x) for name, x in _measured(self.loss_fn, params, batch, *pair).items()}
+            found = {
+                name: float(x) for name, x in _measured(self.loss_fn, self.global_sums, params, batch, *pair).items()
+            }
             allowed = self.bound * (found["noise"] if self.of == "noise" else 1.0)
             done = found.pop("result") == DONE
             held = done and found["error"] <= allowed
@@ -168,9 +175,14 @@ class Controller:
 _ATTEMPTS, _GRADIENTS = 5, 4  # of a probe, at most; in each of them
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _measured(
-    loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
+    loss_fn: LossFn,
+    global_sums: Callable[[PyTree], PyTree] | None,
+    params: PyTree,
+    batch: Batch,
+    solver: Solver,
+    adjoint_solver: Solver,
 ) -> dict[str, jax.Array]:
     """Errors and noise of the gradient, relative to the norm of the exact one."""
     gradient_of = jax.grad(loss_fn, has_aux=True)
@@ -180,7 +192,8 @@ def _measured(
     first, second = (gradient_of(params, half, solver, adjoint_solver)[0] for half in _halves(batch))
 
     def distance(a: PyTree, b: PyTree) -> jax.Array:
-        return jnp.sqrt(jax.tree.reduce(jnp.add, jax.tree.map(lambda x, y: jnp.sum(jnp.abs(x - y) ** 2), a, b)))
+        squares = jax.tree.map(lambda x, y: jnp.sum(jnp.abs(x - y) ** 2), a, b)
+        return jnp.sqrt(jax.tree.reduce(jnp.add, squares if global_sums is None else global_sums(squares)))
 
     norm = distance(exact, jax.tree.map(jnp.zeros_like, exact))
     return {

@@ -154,13 +154,11 @@ def fit(
     record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     step = done
-    if controller is not None:
-        adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-        if state.control is None:
-            state = state._replace(control=controller.begin(solver, adjoint_solver))
     solvers: tuple[Solver, Solver | None] = (solver, adjoint_solver)
+    pair = (solver, solver.for_adjoint() if adjoint_solver is None else adjoint_solver)
     if controller is not None:
-        solvers = controller.solvers(state.control, *solvers)
+        state = state._replace(control=controller.begin(*pair)) if state.control is None else state
+        solvers = controller.solvers(state.control, *pair)
     meter.start(done, last)
     try:
         with Interrupts() as interrupts:
@@ -168,10 +166,10 @@ def fit(
                 for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
                     if controller is not None and controller.due(step):
                         record.flush(step)
-                        control, row = controller.probe(state.control, state.params, batch, solver, adjoint_solver)
+                        control, row = controller.probe(state.control, state.params, batch, *pair)
                         record.decided(step + 1, row)
                         state = state._replace(control=control)
-                        solvers = controller.solvers(control, solver, adjoint_solver)
+                        solvers = controller.solvers(control, *pair)
                     state, metrics = step_fn(state, batch, *solvers)
                     step += 1
                     record.add(metrics, epoch)

@@ -262,9 +262,16 @@ def _train(
     for epochs in range(reached + 1, last + 1) if depth.tolerance else [last]:
         if depth.tolerance and _settled(log, first, depth.tolerance):
             break
-        solvers = {"solver": depth.solver, "adjoint_solver": depth.adjoint_solver}
         state, _ = fit(
-            step_fn, state, batches, steps_per_epoch=steps_per_epoch, epochs=epochs, **solvers, log=log, **options
+            step_fn,
+            state,
+            batches,
+            steps_per_epoch=steps_per_epoch,
+            epochs=epochs,
+            solver=depth.solver,
+            adjoint_solver=depth.adjoint_solver,
+            log=log,
+            **options,
         )
     return state
 

@@ -17,7 +17,7 @@ import numpy as np
 from lp_jax._mpi import MPIComm
 from lp_jax._solver import NOT_MEASURED, Stats
 from lp_jax._types import PyTree
-from lp_jax.train._checkpoint import Checkpoints
+from lp_jax.train._checkpoint import CheckpointError, Checkpoints
 from lp_jax.train._step import Batch, Info, LossFn, TrainState
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ class Ranks:
         """Return for each leaf of parameters, or of an optimizer's state, whether it is stacked over the trunk's layers."""
         names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree))
         trunks = (self.trunk,) if isinstance(self.trunk, str) else self.trunk
-        return [any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
+        return [name.startswith("restart/") or any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
 
 
 def done_once(
@@ -235,6 +235,11 @@ class RankCheckpoints:
         step = int(state.step)
         if step == self.latest:
             return
+        if state.restart is not None and self._ranks.data.size > 1:
+            raise CheckpointError(
+                f"a state that carries trajectories cannot be saved from {self._ranks.data.size} copies of the network, each of "
+                "which has those of its own examples. Train with one copy, Ranks.grid(data=1)."
+            )
         gathered = self._ranks.gather(state)
         self._ranks.once(lambda: self._files.save(gathered))
         self.latest = step

@@ -113,7 +113,7 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     return TrainState(jnp.int32(0), params, map_slots(beside, opt_state, params))
 
 
-def map_slots(f: Callable[[jax.Array, jax.Array], Any], opt_state: PyTree, params: PyTree) -> PyTree:
+def map_slots(f: Callable[[jax.Array, Any], Any], opt_state: PyTree, params: PyTree) -> PyTree:
     """Return an optimizer's state with ``f(slot, param)`` in the place of what it holds for each parameter.
 
     A slot is a leaf whose path ends with that of the parameter, whatever its shape: ``optax.tree.map_params`` knows only
