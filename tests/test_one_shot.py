@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from networks import mesh
 
 import lp_jax
 from lp_jax import planning, train
@@ -105,28 +106,25 @@ def test_regression(oneshot):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("time", [1, 5])
-def test_five_classes(oneshot, time):
+def test_five_classes(oneshot):
     """Forty iterations on five classes; after that L-BFGS amplifies rounding."""
     batch, starts, histories = oneshot
-    loss = functools.partial(loss_fn, time=float(time))
-    compare(run(loss, starts["n32"], batch, 40), histories[f"N=32 T={time}, serial"], rtol=1e-8)
+    loss = functools.partial(loss_fn, time=1.0)
+    compare(run(loss, starts["n32"], batch, 40), histories["N=32 T=1, serial"], rtol=1e-8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [32, 128])
-def test_one_shot_trains_as_serial_propagation_does(oneshot, layers):
+def test_one_shot_trains_as_serial_propagation_does(oneshot):
     """At a tenth of its depth, and about twice its work: one sweep per gradient, two for the adjoint and for each trial."""
-    batch, starts, histories = oneshot
+    layers, (batch, starts, histories) = 32, oneshot
     solver, adjoint_solver = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
     search = train.Backtracking(trials=20, solver=adjoint_solver)
     loss = functools.partial(loss_fn, time=1.0)
     got = run(loss, starts[f"n{layers}"], batch, 130, solver, adjoint_solver, line_search=search)
     wanted = histories[f"N={layers} T=1, serial"]
     assert got["loss"][-1] < 1.02 * wanted["loss"][129]
-    serial = [count(130, sum(wanted["trials"][:131]) + 130, layers, *[lp_jax.Serial()] * 3)]
-    ours = count(130, int(got["trials"].sum()), layers, solver, adjoint_solver, adjoint_solver)
-    (depth, work), (serial_depth, serial_work) = ours, serial[0]
+    serial_depth, serial_work = count(130, sum(wanted["trials"][:131]) + 130, layers, *[lp_jax.Serial()] * 3)
+    depth, work = count(130, int(got["trials"].sum()), layers, solver, adjoint_solver, adjoint_solver)
     assert depth < serial_depth / 10 and work < 2.1 * serial_work
 
 
@@ -139,3 +137,85 @@ def count(gradients, trials, layers, solver, adjoint_solver, trial_solver):
         gradients * gradient.depth(*kinds) + trials * trial.depth(*kinds),
         gradients * gradient.work(*kinds) + trials * trial.work(*kinds),
     )
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path, workers):
+    """The checkpoint holds where the solves ended."""
+    batch = jax.random.normal(jax.random.key(0), (6, 4), jnp.float64), jnp.arange(6) % 2
+    params = {"layers": jax.random.normal(jax.random.key(1), (10, 4, 4), jnp.float64)}
+    comm = None if workers == 1 else mesh(workers)
+
+    def loss_fn(params, batch, solver, adjoint_solver, restart=None):
+        given = {} if restart is None else restart._asdict()
+        step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+        options = {"solver": solver, "adjoint_solver": adjoint_solver, "comm": comm}
+        solution = lp_jax.solve(step, params["layers"], batch[0], **options, **given)
+        losses = optax.softmax_cross_entropy_with_integer_labels(solution.y1, batch[1])
+        info = train.Info(jnp.int32(0), jnp.int32(6), solution.stats, solution.result, trajectory=solution.trajectory)
+        return jnp.mean(losses), info
+
+    solver = lp_jax.MGRIT(coarsening=4, iterations=1)
+
+    def run(steps, checkpoints=None, restore=False):
+        options = {"solver": solver, "line_search": SEARCH}
+        step_fn, state = train.one_shot(loss_fn, params, OPTIMIZER, batch, **options)
+        state = checkpoints.restore(state) if restore else state
+        return train.fit(
+            step_fn,
+            state,
+            lambda epoch: [batch],
+            steps_per_epoch=1,
+            epochs=steps,
+            solver=solver,
+            checkpoints=checkpoints,
+        )
+
+    whole, log = run(6)
+    assert log.rows[-1]["loss"] < 0.9 * log.rows[0]["loss"] and log.rows[-1]["trials"] >= 1
+    with train.Checkpoints(tmp_path, config={}) as checkpoints:
+        run(3, checkpoints)
+        again, _ = run(6, checkpoints, restore=True)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_line_search_that_fails_keeps_the_step_before_and_says_so():
+    """Ascent: no step length lowers the loss."""
+    params, batch = jnp.full((8, 1, 2), 0.5), jnp.ones((3, 2))
+
+    def loss_fn(params, batch, solver, adjoint_solver):
+        solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, params, batch, solver=solver)
+        return jnp.mean(solution.y1**2), train.Info(jnp.int32(0), jnp.int32(3), solution.stats, solution.result)
+
+    ascent, search = optax.scale(1.0), train.Backtracking(trials=5)
+    step_fn, state = train.make_train_step(loss_fn, ascent, line_search=search), train.init_state(params, ascent)
+    state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=2, solver=lp_jax.Serial())
+    np.testing.assert_array_equal(state.params, params)
+    (warning, *_) = log.of("warning")
+    assert "tried 5 step lengths" in warning["message"] and warning["solve"] == "line search"
+    with pytest.raises(ValueError, match="shrink must lie between 0 and 1; got 2"):
+        train.Backtracking(shrink=2.0)
+
+
+def test_line_searches_of_optax_work_too():
+    params, batch = jnp.full((8, 1, 2), 0.5), jnp.ones((3, 2))
+
+    def loss_fn(params, batch, solver, adjoint_solver):
+        solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, params, batch, solver=solver)
+        info = train.Info(jnp.int32(0), jnp.int32(3), solution.stats, solution.result)
+        return jnp.mean((solution.y1 - 2.5) ** 2), info
+
+    optimizer = optax.lbfgs()
+    step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(params, optimizer)
+    state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=8, solver=lp_jax.Serial())
+    assert log.rows[-1]["loss"] < 1e-8
+
+
+def test_a_loss_without_a_trajectory_is_refused():
+    def loss_fn(params, batch, solver, adjoint_solver, restart=None):
+        solution = lp_jax.solve(lambda y, layer: y + layer.params, params, batch, solver=solver)
+        return jnp.sum(solution.y1), train.Info(jnp.int32(0), jnp.int32(1), solution.stats, solution.result)
+
+    with pytest.raises(ValueError, match=r"trajectory=solution.trajectory"):
+        train.one_shot(loss_fn, jnp.ones(4), optax.sgd(0.1), jnp.ones(()), solver=lp_jax.Picard())
