@@ -96,7 +96,8 @@ def nested(
         >>> batch = jnp.eye(2), jnp.arange(2)
         >>> depths = [train.Depth(4, epochs=10), train.Depth(8, epochs=5)]
         >>> deep, state, log = train.nested(model, optax.adam(0.1), lambda epoch: [batch], depths, steps_per_epoch=1)
-        >>> deep.trunk.num_layers, int(state.step), log.rows[-1]["loss"] < log.rows[0]["loss"]
+        >>> first, *_, last = log.of("train")
+        >>> deep.trunk.num_layers, last["step"], last["loss"] < first["loss"]
         (8, 15, True)
 
     Reference:
