@@ -328,7 +328,11 @@ def test_running_statistics_are_repeated(standard_promotion):
     ("call", "error", "message"),
     [
         (lambda: nn.refine(jnp.ones(4), 0), ValueError, "factor must be at least 1"),
-        (lambda: nn.refine(jnp.ones(4), how="cubic"), ValueError, "how must be 'constant' or 'linear' or 'zeros'; got 'cubic'"),
+        (
+            lambda: nn.refine(jnp.ones(4), how="cubic"),
+            ValueError,
+            "how must be 'constant' or 'linear' or 'zeros'; got 'cubic'",
+        ),
         (lambda: nn.refine({"a": jnp.ones(4), "b": jnp.ones(3)}), ValueError, "one leading length"),
         (
             lambda: nn.refine(nn.Classifier(lambda x: x, make_trunk(), lambda y: y)),

@@ -108,7 +108,7 @@ def nested(
     folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
     if log is None:
         log = Log() if folder is None else Log(Path(folder) / "metrics.jsonl")
-    reached = max((i for i, path in enumerate(folders) if path is not None and path.is_dir()), default=0)
+    reached = max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
     state = init_state(loss(model)[1], optimizer)
     for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
         if i > 0:
@@ -118,7 +118,7 @@ def nested(
         with contextlib.ExitStack() as stack:
             if path is not None:
                 checkpoints = stack.enter_context(Checkpoints(path, config={**(config or {}), "layers": depth.layers}))
-                options["checkpoints"] = checkpoints
+                options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
@@ -239,6 +239,11 @@ def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
             f"{numbers[1:]}."
         )
     return factors
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has a complete checkpoint: one under its number."""
+    return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
 
 
 def _train(
