@@ -221,6 +221,14 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(state, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "9"]
 
 
+def test_a_checkpoint_holds_what_its_run_has(state, tmp_path):
+    """Nothing of methods that it does not use, so that those of before there were such methods can be read."""
+    with checkpoints(tmp_path) as saved:
+        saved.save(state)
+        assert set(saved._checkpointer.metadata(0).metadata) == {"step", "params", "opt_state"}
+        same(saved.restore(state), state)
+
+
 @pytest.fixture(scope="module")
 def saved_run(tmp_path_factory):
     """A folder with one checkpoint."""
