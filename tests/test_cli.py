@@ -19,7 +19,7 @@ import pytest
 from command import one_line, run
 
 import lp_jax
-from lp_jax import train, viz
+from lp_jax import planning, train, viz
 from lp_jax.cli import _models, _options, _problem, _report, main
 
 # optax's Adam raises floats to an integer step count
@@ -242,7 +242,7 @@ def finished(tmp_path_factory, quick_compilation):
 
 def test_a_run_leaves_what_it_says(finished):
     names = {path.name for path in finished.iterdir()}
-    pictures = {"curves.png", "residuals.png", "gradient_error.png", "hierarchy.png", "confusion.png"}
+    pictures = {"curves.png", "costs.png", "residuals.png", "gradient_error.png", "hierarchy.png", "confusion.png"}
     assert names == {"metrics.jsonl", "summary.json", "config.json", "checkpoints", "serial"} | pictures
     assert all((finished / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     for folder in (finished, finished / "serial"):
@@ -280,6 +280,63 @@ def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, 
     assert [row["step"] for row in decided] == [1, 9]
     assert decided[0]["rtol"] == pytest.approx(4e-4) and decided[1]["rtol"] == pytest.approx(16e-4)
     assert all(row["error"] < row["allowed"] for row in decided)
+
+
+METHODS = {
+    "one-shot": ["--epochs", "4"],
+    "nested": ["--epochs", "3", "--serial"],
+    "mgopt": ["--epochs", "2", "--serial", "--depths", "[2, 4, 8]"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_path, method):
+    given = ["--method", method, *SMALL, *METHODS[method]]
+    code, out, _ = cli("train", "digits", "--out", tmp_path / "whole", *given)
+    assert code == 0 and method in out and "serial" in out and "costs.png" in out
+    found = json.loads((tmp_path / "whole" / "summary.json").read_text())["results"]
+    steps = found[method]["steps"]
+    assert found["serial"]["work"] == found["serial"]["depth"] == found["serial"]["steps"] * 3 * 8
+    if method == "one-shot":  # a sweep forward, two back and the gradient, two for each trial
+        rows = [row for row in train.read_rows(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "train"]
+        unit = planning.training_step(lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2), 8)
+        trial = planning.count(lp_jax.Picard(sweeps=2), 8)
+        trials = sum(row["trials"] for row in rows)
+        assert found[method]["work"] == steps * unit.work() + trials * trial.work()
+        assert found[method]["depth"] == steps * unit.depth() + trials * trial.depth()
+        assert found[method]["depth"] < steps * 24
+    elif method == "nested":  # an epoch with a quarter of the layers, one with half of them, one with all
+        assert found[method]["work"] == steps / 3 * 24 * (1 / 4 + 1 / 2 + 1)
+    else:
+        assert steps * 24 * 3 < found[method]["work"] < steps * 24 * 8
+    if method == "nested":  # its schedule depends on the number of epochs
+        folder = tmp_path / "whole"
+    else:
+        folder, short = tmp_path / "broken", ["--no-compare", "--no-pictures", "--epochs", "1"]
+        assert cli("train", "digits", "--out", folder, *given, *short)[0] == 0
+    assert cli("train", "digits", "--out", folder, "--resume", "--epochs", METHODS[method][1])[0] == 0
+    losses = [
+        [row["loss"] for row in train.read_rows(path / "metrics.jsonl") if row["kind"] == "train"]
+        for path in (tmp_path / "whole", folder)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == steps
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--method", "nested", "--depths", "[3, 8]"], "each a multiple of the one before"),
+        (["--method", "nested", "--depths", "[2, 4]"], "end with the 8 layers of the network; got [2, 4]"),
+        (["--method", "mgopt", "--depths", "[8]"], "--depths must have two numbers or more"),
+        (["--method", "mgopt", "--depths", "[1, 2, 8]"], "--depths of mgopt must grow by one factor"),
+        (["--method", "mgopt", "--controller", "0.3"], "--controller goes with --method direct and one-shot"),
+        (["--depths", "[4, 8]"], "--depths goes with --method nested and mgopt; got direct"),
+        (["--method", "annealing"], "'direct', 'one-shot', 'nested', 'mgopt'"),
+    ],
+)
+def test_methods_that_cannot_be_are_one_line(cli, tmp_path, options, message):
+    code, _, err = cli("train", "digits", "--out", tmp_path / "run", *SMALL, *options)
+    assert code == 2 and message in one_line(err)
 
 
 def test_the_summary_is_that_of_the_rows(finished):

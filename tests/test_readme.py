@@ -46,8 +46,11 @@ def test_the_examples_of_architectures_run():
 
 
 def test_the_examples_of_training_run_and_print_what_they_say():
-    learns, depths, within = output(code_of("docs/training.md"), **QUICK).splitlines()
+    learns, depths, cycle, within = output(code_of("docs/training.md"), **QUICK).splitlines()
     assert (learns, depths, within) == ("True", "64 [16, 32, 64]", "True")
+    assert (
+        5.5 <= float(cycle) <= 7.5
+    )  # three gradients of the deep network, three of half, two of a quarter, and trials
 
 
 def test_the_examples_of_scanned_models_run_and_change_one_line():

@@ -337,7 +337,7 @@ def test_running_statistics_are_repeated(standard_promotion):
         (
             lambda: nn.refine(nn.Classifier(lambda x: x, make_trunk(), lambda y: y)),
             TypeError,
-            "got Classifier. Refine the trunk that it holds: model.trunk = nn.refine",
+            "got Classifier. Take the trunk that it holds: model.trunk = nn.refine",
         ),
     ],
 )

@@ -67,6 +67,23 @@ def test_curves_show_both_runs(tmp_path):
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
 
 
+def test_costs_are_drawn_against_work_and_against_depth():
+    def spent(steps, depth):
+        train = [{"kind": "train", "step": i, "loss": 2.0 / i, "work": 192 * i} for i in range(1, steps + 1)]
+        return [row | {"depth": None if depth is None else depth * row["step"]} for row in train]
+
+    figure = viz.costs({"one-shot": spent(40, 12), "serial": spent(40, 192), "mgopt": spent(9, None)})
+    by_work, by_depth = figure.axes
+    assert [line.get_label() for line in by_work.lines] == ["one-shot", "serial", "mgopt"]
+    assert [line.get_label() for line in by_depth.lines] == ["one-shot", "serial"]
+    assert [line.get_xdata()[-1] for line in by_depth.lines] == [480, 7680]
+    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    with pytest.raises(ValueError, match="runs is empty"):
+        viz.costs({})
+    with pytest.raises(ValueError, match="'serial' has no row of kind 'train'"):
+        viz.costs({"serial": []})
+
+
 def test_curves_without_evaluations_or_with_gaps():
     gaps = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, None), (2, 1.0))]
     figure = viz.curves({"serial": gaps})

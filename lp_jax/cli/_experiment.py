@@ -1,8 +1,10 @@
 """What is trained: data, model, loss; and one training of it."""
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -13,18 +15,23 @@ from rich.console import Console
 from lp_jax import nn
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
+from lp_jax.cli._cost import charged
+from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._models import Pair, Site
 from lp_jax.cli._problem import Settings
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import OneDevice, Place
 from lp_jax.train import (
+    Backtracking,
     Bar,
     Batch,
     Controller,
+    Depth,
     Every,
     Log,
     LossFn,
+    StepFn,
     TrainState,
     classification,
     evaluate,
@@ -34,8 +41,13 @@ from lp_jax.train import (
     init_state,
     make_train_step,
     measured,
+    mgopt,
+    nested,
+    one_shot,
     residuals,
 )
+
+Optimizer: TypeAlias = optax.GradientTransformation
 
 
 class Experiment(NamedTuple):
@@ -44,51 +56,65 @@ class Experiment(NamedTuple):
     settings: Settings
     task: Task
     solvers: Pair  # forward and adjoint
+    place: Place  # where all this lives
     model: nn.Classifier  # the network at its initial parameters
     tested: nn.Classifier  # the network in evaluation mode: no dropout, running statistics
     loss_fn: LossFn  # loss of training, on batches ``(inputs, labels)``, with a key where there is dropout
     test_fn: LossFn  # loss of evaluation
     params: PyTree  # the initial parameters
-    batches: Callable[[int], Iterable[Any]]  # batches of training, by epoch
-    place: Place  # where all this lives
+
+    def of(self, model: nn.Classifier) -> "Experiment":
+        """Return the same with another network."""
+        return _around(self.settings, self.task, self.solvers, self.place, model)
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of an epoch where they are used."""
+        seed = self.settings.training.seed
+        for number, batch in enumerate(self.task.batches(epoch)):
+            x, labels = self.place.share(batch)
+            if not self.has_dropout:
+                yield x, labels
+            else:
+                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), epoch), number)
+                yield x, labels, self.place.everywhere(key)
+
+    @property
+    def has_dropout(self) -> bool:
+        return getattr(self.settings.model, "dropout", 0.0) > 0
 
 
 def experiment(settings: Settings, task: Task, place: Place = OneDevice(), solvers: Pair | None = None) -> Experiment:
     """Build the model, its layers where they will be used."""
-    pair, rngs = solvers or settings.model.solvers, nnx.Rngs(settings.training.seed)
-    model = settings.model.build(Site(task, settings.layers, settings.t1, pair, place.comm, rngs))
-    place = place.holding(model)
-    loss_fn, params = classification(model)
+    pair = solvers or settings.model.solvers
+    model = built(settings, task, place, pair, settings.layers)
+    return _around(settings, task, pair, place.holding(model), model)
+
+
+def built(settings: Settings, task: Task, place: Place, solvers: Pair, layers: int) -> nn.Classifier:
+    """Return the model with this number of layers."""
+    rngs = nnx.Rngs(settings.training.seed)
+    return settings.model.build(Site(task, layers, settings.t1, solvers, place.comm, rngs))
+
+
+def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: nn.Classifier) -> Experiment:
     tested: Any = nnx.clone(model)
     tested.eval()
-    test_fn, _ = classification(tested)
-
-    dropout = getattr(settings.model, "dropout", 0.0)
-
-    def batches(epoch: int) -> Iterator[Any]:
-        for number, batch in enumerate(task.batches(epoch)):
-            x, labels = place.share(batch)
-            if not dropout:
-                yield x, labels
-            else:
-                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(settings.training.seed), epoch), number)
-                yield x, labels, place.everywhere(key)
-
+    loss_fn, params = classification(model)
     return Experiment(
         settings=settings,
-        solvers=pair,
         task=task,
+        solvers=solvers,
+        place=place,
         model=model,
         tested=tested,
         loss_fn=place.loss(loss_fn),
-        test_fn=place.loss(test_fn),
+        test_fn=place.loss(classification(tested)[0]),
         params=place.everywhere(params),
-        batches=batches,
-        place=place,
     )
 
 
 _PROBES = 6  # of the gradient in a run, if not said otherwise
+_TESTS = 20  # where each step is an epoch
 
 
 class Run(NamedTuple):
@@ -97,9 +123,18 @@ class Run(NamedTuple):
     name: str
     state: TrainState
     log: Log
+    solvers: Pair
+    layers: int
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Those of the log, with work and depth where training is."""
+        return [row for row in self.log.rows if row["kind"] != "train"] + charged(
+            self.log.rows, self.solvers, self.layers
+        )
 
     def summary(self) -> dict[str, Any]:
-        test, probes = self.log.of("test")[-1], self.log.of("probe")
+        test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]
         # the first time of each process holds its compilation
         times = [row["step_time"] for row in self.log.of("train")]
         probed = {name: probes[-1][name] for name in ("gradient_error", "gradient_cosine")} if probes else {}
@@ -108,6 +143,9 @@ class Run(NamedTuple):
             "test_accuracy": test["accuracy"],
             "test_loss": test["loss"],
             "time_per_step": float(np.median(times)),
+            "seconds": sum(times),
+            "work": last["work"],
+            "depth": last["depth"],
             **probed,
         }
 
@@ -118,28 +156,186 @@ def _longer(solver: Solver) -> Solver:
 
 
 def train_one(
-    made: Experiment, solvers: Pair, options: Mapping[str, Any], folder: Path, console: Console, launch: Launch
+    made: Experiment,
+    solvers: Pair,
+    options: Mapping[str, Any],
+    folder: Path,
+    console: Console,
+    launch: Launch,
+    method: str,
 ) -> Run:
     """Train with a pair of solvers, from the newest checkpoint in ``folder`` if there is one.
 
     All processes of ``launch`` call this together; the log of process 0 is the one in ``folder``.
     """
+    name = "serial" if solvers[0].exact and method == "direct" else "layer-parallel" if method == "direct" else method
+    if launch.is_root:
+        folder.mkdir(parents=True, exist_ok=True)
+    log = Log(folder / "metrics.jsonl" if launch.is_root else None)
+    given = {
+        "log": log,
+        "log_every": options["log_every"],
+        "checkpoint_every": options["checkpoint_every"],
+        "meter": Bar(name, console),
+        "agree": launch.agree if launch.size > 1 else None,
+    }
+    optimizer = optax.adam(made.settings.training.learning_rate)
+    if method == "nested":
+        state = _nested(made, solvers, options, optimizer, folder, given)
+        return Run(name, state, log, solvers, made.settings.layers)
+    start = STARTS[method](made, solvers, options, optimizer)
+    state, controller = made.place.everywhere(start.state), None
+    if options["controller"] and not solvers[0].exact:
+        controller = Controller(made.loss_fn, bound=options["controller"], global_sums=made.place.whole)
+        state = state._replace(control=made.place.everywhere(controller.begin(*solvers)))
+    with made.place.checkpoints(folder / "checkpoints", _fingerprint(made, method)) as checkpoints:
+        if checkpoints.latest is not None:
+            state = checkpoints.restore(state)
+            console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
+        state, _ = fit(
+            start.step_fn,
+            state,
+            start.batches,
+            steps_per_epoch=start.steps_per_epoch,
+            epochs=made.settings.training.epochs,
+            solver=solvers[0],
+            adjoint_solver=solvers[1],
+            controller=controller,
+            measures=_measures(made, solvers, options, start.steps_per_epoch),
+            checkpoints=checkpoints,
+            **given,
+        )
+    return Run(name, state, log, solvers, made.settings.layers)
+
+
+class Start(NamedTuple):
+    """Where a method begins, for `lp_jax.train.fit`."""
+
+    step_fn: StepFn
+    state: TrainState
+    batches: Callable[[int], Iterable[Any]]
+    steps_per_epoch: int
+
+
+def _direct(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
+    step_fn = make_train_step(made.loss_fn, optimizer, global_sums=made.place.whole)
+    return Start(step_fn, init_state(made.params, optimizer), made.batches, made.task.steps_per_epoch)
+
+
+def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
+    """All examples in each step; L-BFGS, whose trials take the solver of the adjoint."""
+    batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
+    step_fn, state = one_shot(
+        made.loss_fn,
+        made.params,
+        optax.chain(optax.scale_by_lbfgs(memory_size=20), optax.scale(-1.0)),
+        batch,
+        solver=solvers[0],
+        adjoint_solver=solvers[1],
+        line_search=Backtracking(solver=solvers[1]),
+        global_sums=made.place.whole,
+    )
+    return Start(step_fn, state, lambda epoch: [batch], 1)
+
+
+def _mgopt(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
+    depths = schedule(options, made.settings)
+    step_fn, state = mgopt(
+        made.model, optimizer, levels=len(depths), factor=depths[1] // depths[0], loss=functools.partial(_loss, made)
+    )
+    return Start(step_fn, state, made.batches, made.task.steps_per_epoch)
+
+
+STARTS: Mapping[str, Callable[..., Start]] = {"direct": _direct, "one-shot": _one_shot, "mgopt": _mgopt}
+
+
+def _nested(
+    made: Experiment,
+    solvers: Pair,
+    options: Mapping[str, Any],
+    optimizer: Optimizer,
+    folder: Path,
+    given: Mapping[str, Any],
+) -> TrainState:
+    """Train at each depth for the same number of epochs."""
+    settings, depths = made.settings, schedule(options, made.settings)
+    ends = [settings.training.epochs * (i + 1) // len(depths) for i in range(len(depths))]
+    parts = [
+        Depth(layers // settings.model.blocks, end - begin, *solvers)
+        for layers, begin, end in zip(depths, [0, *ends], ends, strict=False)
+    ]
+    steps = made.task.steps_per_epoch
+    _, state, _ = nested(
+        built(settings, made.task, made.place, solvers, depths[0]),
+        optimizer,
+        made.batches,
+        parts,
+        steps_per_epoch=steps,
+        loss=functools.partial(_loss, made),
+        measures=lambda model: _measures(made.of(model), solvers, options, steps),
+        folder=folder / "checkpoints",
+        config=_fingerprint(made, "nested"),
+        **given,
+    )
+    return state
+
+
+def schedule(options: Mapping[str, Any], settings: Settings) -> list[int]:
+    """Return the numbers of layers that a method goes through: those of ``--depths``, or parts of the network's."""
+    parts, layers = _PARTS[options["method"]], settings.layers
+    depths = options["depths"] or [layers // part for part in parts if layers % part == 0]
+    factors = [after / before for before, after in itertools.pairwise(depths)]
+    if depths[-1] != layers or not factors or not all(factor > 1 and factor.is_integer() for factor in factors):
+        raise UsageError(
+            f"--depths must have two numbers or more, each a multiple of the one before, and end with the {layers} layers of "
+            f"the network; got {depths}."
+        )
+    if options["method"] == "mgopt" and len(set(factors)) > 1:
+        raise UsageError(f"--depths of mgopt must grow by one factor, like [16, 32, 64]; got {depths}.")
+    return list(depths)
+
+
+def check_method(options: Mapping[str, Any], settings: Settings, ranks: bool) -> None:
+    """Refuse a method that this network, or a run of MPI ranks, cannot have."""
+    method = options["method"]
+    if method == "one-shot" and getattr(settings.model, "dropout", 0.0):
+        raise UsageError("--method one-shot needs the same network in every step; add --dropout 0.")
+    if method not in _PARTS:
+        if options["depths"]:
+            raise UsageError(f"--depths goes with --method nested and mgopt; got {method}.")
+        return
+    if ranks:
+        raise UsageError(f"--method {method} changes the number of layers, and MPI ranks hold theirs; use --devices.")
+    if options["controller"]:
+        raise UsageError(f"--controller goes with --method direct and one-shot; got {method}.")
+    schedule(options, settings)
+
+
+_PARTS = {"nested": (4, 2, 1), "mgopt": (2, 1)}
+"""Methods that go through several depths: what the network's number of layers is divided by, if not said otherwise."""
+
+
+def _loss(made: Experiment, model: nn.Classifier) -> tuple[LossFn, PyTree]:
+    of = made.of(model)
+    return of.loss_fn, of.params
+
+
+def _fingerprint(made: Experiment, method: str) -> dict[str, Any]:
+    """Return what checkpoints must agree in."""
+    found = made.settings.fingerprint()
+    return found if method == "direct" else found | {"method": method}
+
+
+def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps_per_epoch: int) -> list[Every]:
+    """Return what is measured as training goes on: accuracy, and the error of the gradient."""
     solver, adjoint_solver = solvers
-    name = "serial" if solver.exact else "layer-parallel"
-    training, place = made.settings.training, made.place
-    optimizer = optax.adam(training.learning_rate)
-    state = place.everywhere(init_state(made.params, optimizer))
-    total = made.task.steps_per_epoch * training.epochs
-    controller = None
-    if options["controller"] and not solver.exact:
-        controller = Controller(made.loss_fn, bound=options["controller"], global_sums=place.whole)
-        state = state._replace(control=place.everywhere(controller.begin(solver, adjoint_solver)))
+    total = steps_per_epoch * made.settings.training.epochs
 
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
-        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, global_sums=place.whole)
+        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, global_sums=made.place.whole)
         solves = residuals(made.model, state.params, batch, *map(_longer, solvers))
         return {
             "gradient_error": error.relative,
@@ -151,30 +347,8 @@ def train_one(
             "adjoint_scale": solves.adjoint_scale,
         }
 
-    measures = [Every("test", made.task.steps_per_epoch, test)]
+    every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // _TESTS)
+    measures = [Every("test", every, test)]
     if not (solver.exact and adjoint_solver.exact):
         measures.append(Every("probe", options["probe_every"] or max(1, total // _PROBES), probe))
-    if launch.is_root:
-        folder.mkdir(parents=True, exist_ok=True)
-    with place.checkpoints(folder / "checkpoints", made.settings.fingerprint()) as checkpoints:
-        if checkpoints.latest is not None:
-            state = checkpoints.restore(state)
-            console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
-        state, log = fit(
-            make_train_step(made.loss_fn, optimizer, global_sums=place.whole),
-            state,
-            made.batches,
-            steps_per_epoch=made.task.steps_per_epoch,
-            epochs=training.epochs,
-            solver=solver,
-            adjoint_solver=adjoint_solver,
-            controller=controller,
-            measures=measures,
-            log=Log(folder / "metrics.jsonl" if launch.is_root else None),
-            log_every=options["log_every"],
-            checkpoints=checkpoints,
-            checkpoint_every=options["checkpoint_every"],
-            meter=Bar(name, console),
-            agree=launch.agree if launch.size > 1 else None,
-        )
-    return Run(name, state, log)
+    return measures

@@ -24,13 +24,18 @@ from lp_jax.planning import code
 set_parsing_settings(subclasses_enabled=["is_pure_dataclass"])  # a coarse step may be `Rediscretize` or a solver
 register_type(jax.Array, float, float)  # a tolerance may be traced; here it is a number
 
+ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
+"""A line search with two sweeps leaves states behind that one more makes good enough for a gradient."""
+
 Groups = Callable[[ArgumentParser], object]
 """Adds the options of one command to a parser."""
 
 
+METHODS = ("direct", "one-shot", "nested", "mgopt")
+
 _FIRST = {
     *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
-    *("solver", "devices", "mpi", "out", "resume", "workers", "error", "save"),
+    *("solver", "method", "devices", "mpi", "out", "resume", "workers", "error", "save"),
 }
 """Options of the short help."""
 
@@ -141,6 +146,22 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         help="Keep the gradient's error below this part of its mini-batch noise: tolerances move up and down. Try 0.3. "
         "Needs solvers with a tolerance.",
     )
+    add = parser.add_argument_group("Method").add_argument
+    add(
+        "--method",
+        choices=METHODS,
+        default="direct",
+        help="How to train. direct: a step for each batch. one-shot: all examples in every step, one step an epoch, each solve "
+        "goes on from the last one; L-BFGS. nested: shallow networks first, see --depths. mgopt: steps on shallower networks "
+        "correct those of the deep one.",
+    )
+    add(
+        "--depths",
+        type=list[PositiveInt] | None,
+        metavar="[N, ...]",
+        help="Numbers of layers that nested and mgopt go through, the network's own last: [16, 32, 64]. Left out: a quarter, a "
+        "half and all for nested, a half and all for mgopt.",
+    )
     add_launch(parser)
     add_folder(parser, problem)
     add = parser.add_argument_group("Watching").add_argument
@@ -214,6 +235,8 @@ def solvers(options: Mapping[str, Any], model: Model) -> Pair:
             raise UsageError("--solver auto chooses the adjoint solver, too; leave out --adjoint_... options.")
         return model.solvers
     forward, adjoint = model.solvers if solver is None else (solver, solver.for_adjoint())
+    if solver is None and options["method"] == "one-shot":
+        forward, adjoint = ONE_SHOT
     adjoint = adjoint_solver or adjoint
     adjoint = adjoint if iterations is None else adjoint.with_effort(iterations)
     return _coarsened(forward, options["spatial"]), _coarsened(adjoint, options["spatial"])

@@ -106,8 +106,15 @@ def table(runs: Sequence[Run]) -> Table:
     result.add_row("test loss", *(f"{s['test_loss']:.4f}" for s in summaries))
     result.add_row("gradient error at the end", *map(_gradient_error, summaries))
     result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
+    result.add_row("time, all steps", *(f"{s['seconds']:.1f} s" for s in summaries))
     result.add_row("steps", *(str(s["steps"]) for s in summaries))
+    result.add_row("evaluations of layers", *(_count(s["work"]) for s in summaries))
+    result.add_row("of them one after the other", *(_count(s["depth"]) for s in summaries))
     return result
+
+
+def _count(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"
 
 
 def _gradient_error(summary: Mapping[str, Any]) -> str:
@@ -165,6 +172,7 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
     first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
+        "costs.png": viz.costs({run.name: run.rows for run in runs}),
         "hierarchy.png": viz.hierarchy(
             solver, settings.layers // settings.model.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
         ),

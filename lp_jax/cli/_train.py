@@ -12,8 +12,8 @@ from rich.console import Console
 
 from lp_jax import Serial, planning, viz
 from lp_jax.cli._errors import CommandError, UsageError
-from lp_jax.cli._experiment import Experiment, Run, experiment, train_one
-from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
+from lp_jax.cli._experiment import Experiment, Run, check_method, experiment, train_one
+from lp_jax.cli._launch import Launch, MPILaunch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
@@ -76,6 +76,7 @@ def _train(
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     processes.once(lambda: held.enter_context(locked(folder, say)))
     settings, task = prepare(name, options)
+    check_method(options, settings, isinstance(processes, MPILaunch))
     if before is not None and first_difference(before["fingerprint"], settings.fingerprint()):
         raise _another_model(folder, before["fingerprint"], settings.fingerprint())
     if options["solver"] == "auto":
@@ -105,11 +106,11 @@ def _another_model(folder: Any, there: Options, here: Options) -> CommandError:
 def _runs(made: Experiment, options: Options, console: Console, processes: Launch) -> list[Run]:
     """Train with the solvers and then, to compare, serially."""
     folder = options["out"]
-    trained = [(made.solvers, folder)]
-    if not made.solvers[0].exact and not options["no_compare"]:
-        trained.append(((Serial(), Serial()), folder / "serial"))
+    trained = [(made.solvers, folder, options["method"])]
+    if not (made.solvers[0].exact and options["method"] == "direct") and not options["no_compare"]:
+        trained.append(((Serial(), Serial()), folder / "serial", "direct"))
     try:
-        return [train_one(made, pair, options, path, console, processes) for pair, path in trained]
+        return [train_one(made, pair, options, path, console, processes, method) for pair, path, method in trained]
     except Interrupted as interruption:
         again = f"lp-jax train {made.settings.problem} --out {shlex.quote(str(folder))} --resume"
         if processes.is_root:

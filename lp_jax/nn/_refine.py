@@ -1,6 +1,7 @@
-"""Refinement of a trained network: more layers over the same time."""
+"""A network with more layers over the same time, or with fewer."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,37 +59,97 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
     _check.one_of("how", how, ("constant", "linear", "zeros"))
     if isinstance(layers, LayerParallel):
         return _refined_trunk(layers, factor, how)
-    if isinstance(layers, nnx.Module):
-        raise TypeError(
-            f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. Refine the trunk that it holds: "
-            "model.trunk = nn.refine(model.trunk)."
-        )
+    _refuse_module(layers, "refine")
     return _refined(layers, np.arange(number_of_layers(layers, None) + 1.0), factor, how)
 
 
+def coarsen(layers: Any, factor: int = 2) -> Any:
+    """Replace each ``factor`` layers of a network by one, which takes their time: the mean of their parameters.
+
+    The coarse network is another discretization of the same ODE. Refining it with ``how="constant"`` and coarsening the result
+    gives it back.
+
+    Args:
+        layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
+        factor: number of layers that one replaces. It divides N.
+
+    Returns:
+        Parameters, leaves ``(N / factor, ...)``; or a new `LayerParallel` with the same settings. A trunk with a `Spline` is
+        evaluated at fewer midpoints.
+
+    Raises:
+        ValueError: if the factor is below 1 or does not divide the number of layers, or the layers are spread over MPI ranks.
+        TypeError: for any other module.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lp_jax import nn
+        >>> nn.coarsen({"w": jnp.asarray([0.0, 2.0, 3.0, 5.0])})["w"]
+        Array([1., 4.], dtype=float32)
+    """
+    _check.integer("factor", factor, least=1)
+    if isinstance(layers, LayerParallel):
+        _refuse_remainder(layers.num_layers, factor)
+        mean = functools.partial(_means, factor=factor)
+        return _replaced(layers, mean, mean, _times(layers)[::factor])
+    _refuse_module(layers, "coarsen")
+    _refuse_remainder(number_of_layers(layers, None), factor)
+    return _means(layers, factor)
+
+
 def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel:
-    comm, uniform = trunk.comm, not np.ndim(trunk.t1)
-    times = np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1) if uniform else np.asarray(trunk.t1)
     if how == "zeros" and trunk.weights is not None:
         raise ValueError('how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".')
+    times = _times(trunk)
+    if how == "zeros":
+        new = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
+    else:
+        new = _subdivided(times, factor)
+    repeated = functools.partial(_refined, times=times, factor=factor, how="constant")
+    return _replaced(trunk, functools.partial(_refined, times=times, factor=factor, how=how), repeated, new)
+
+
+def _replaced(
+    trunk: LayerParallel, of_params: Callable[[PyTree], PyTree], of_stats: Callable[[PyTree], PyTree], times: np.ndarray
+) -> LayerParallel:
+    """Return a trunk with other layers, and those times between them."""
+    comm = trunk.comm
     graphdef, *states = nnx.split(trunk, nnx.Param, nnx.BatchStat)
     params, stats = states
     if trunk.weights is None:
         refuse_ranks(trunk)
 
-        def deeper(params: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
-            refined = _refined(params, times, factor, how), _refined(stats, times, factor, "constant")
-            return refined if comm is None else comm.spread(refined)
+        def changed(params: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
+            found = of_params(params), of_stats(stats)
+            return found if comm is None else comm.spread(found)
 
-        params, stats = jax.jit(deeper)(params, stats)
-    refined = nnx.merge(graphdef, params, stats)
-    refined.num_layers = factor * trunk.num_layers
-    if how == "zeros":
-        times = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
-        refined.t1 = float(times[-1]) if uniform else tuple(times.tolist())
-    elif not uniform:
-        refined.t1 = tuple(_subdivided(times, factor).tolist())
-    return refined
+        params, stats = jax.jit(changed)(params, stats)
+    result = nnx.merge(graphdef, params, stats)
+    result.num_layers = len(times) - 1
+    result.t1 = tuple(times.tolist()) if np.ndim(trunk.t1) else float(times[-1])
+    return result
+
+
+def _times(trunk: LayerParallel) -> np.ndarray:
+    """Return the times between the layers, those of both ends included."""
+    return np.asarray(trunk.t1) if np.ndim(trunk.t1) else np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
+
+
+def _refuse_module(layers: Any, what: str) -> None:
+    if isinstance(layers, nnx.Module):
+        raise TypeError(
+            f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. Take the trunk that it holds: "
+            f"model.trunk = nn.{what}(model.trunk)."
+        )
+
+
+def _refuse_remainder(number: int, factor: int) -> None:
+    if number % factor:
+        raise ValueError(f"factor must divide the number of layers; got {factor} and {number} layers.")
+
+
+def _means(tree: PyTree, factor: int) -> PyTree:
+    return jax.tree.map(lambda x: jnp.mean(x.reshape(-1, factor, *x.shape[1:]), axis=1), tree)
 
 
 def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:

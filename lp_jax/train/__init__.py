@@ -37,6 +37,7 @@ from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
+from lp_jax.train._mgopt import mgopt as mgopt
 from lp_jax.train._nested import Depth as Depth
 from lp_jax.train._nested import deepen as deepen
 from lp_jax.train._nested import nested as nested

@@ -115,8 +115,8 @@ def fit(
             to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
-            accuracy, gradient_norm, forward_residual_1, ..., trials (of a line search), result, time (seconds since the
-            start) and step_time (seconds per step, the mean since the host last waited).
+            accuracy, gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of `mgopt`), result, time
+            (seconds since the start) and step_time (seconds per step, the mean since the host last waited).
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
@@ -236,7 +236,7 @@ class _Recorder:
                 accuracy=int(info.correct) / int(info.total),
                 gradient_norm=metrics.gradient_norm,
                 **measured("forward_residual", norms),
-                **({} if metrics.trials is None else {"trials": metrics.trials}),
+                **{n: x for n in ("trials", "gradients") if (x := getattr(metrics, n)) is not None},
                 result=info.result,
                 time=self.seconds,
                 step_time=step_time,

@@ -172,7 +172,7 @@ def deepen(
     """
     deeper: Any = nnx.clone(model)
     nnx.update(deeper, state.params)
-    deeper.trunk = _refined(deeper.trunk, factor, how)
+    deeper.trunk = on_trunk(deeper.trunk, lambda block: nn.refine(block, factor, how))
     _, params = loss(deeper)
     fresh = init_state(params, optimizer)
     alike: list[bool] = []
@@ -208,16 +208,17 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
     return [round(np.log2(two / one)) if one > 0 else 0 for one, two in zip(after(1.0), after(2.0), strict=True)]
 
 
-def _refined(trunk: Any, factor: int, how: str) -> Any:
+def on_trunk(trunk: Any, change: Callable[[nn.LayerParallel], nn.LayerParallel]) -> Any:
+    """Return a trunk with all its blocks of layers changed, buffers apart."""
     if isinstance(trunk, nn.LayerParallel):
-        return nn.refine(trunk, factor, how)
+        return change(trunk)
     parts = list(getattr(trunk, "parts", ()))
     if not any(map(_can_be_refined, parts)):
         raise TypeError(
             f"the trunk must be a LayerParallel, or a Network with such blocks; got {type(trunk).__name__}. The time steps of a "
             "recurrent network share their weights, so there is nothing to refine: train it on shorter sequences first."
         )
-    return nn.Network(*[nn.refine(part, factor, how) if _can_be_refined(part) else part for part in parts])
+    return nn.Network(*[change(part) if _can_be_refined(part) else part for part in parts])
 
 
 def _can_be_refined(part: Any) -> bool:

@@ -80,6 +80,7 @@ class Metrics(NamedTuple):
         info: auxiliary output of the loss function.
         trials: number of step lengths that the line search tried; None without one.
         stuck: whether none of them was good enough, so that the parameters are those of before; None without one.
+        gradients: what the step took in gradients of the network, trials included; None where that is one, and the trials.
     """
 
     loss: jax.Array
@@ -88,6 +89,7 @@ class Metrics(NamedTuple):
     info: Info
     trials: jax.Array | None = None
     stuck: jax.Array | None = None
+    gradients: jax.Array | None = None
 
 
 LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
@@ -207,16 +209,28 @@ def make_train_step(
             params, trajectory, trials, stuck = line_search.along(
                 updates, state.params, loss, total(products), trajectory, evaluate
             )
-        params = _merged(params, info.replace)
-        info = info._replace(replace=None, trajectory=None)
-        squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
-        gradient_norm, norm = jnp.sqrt(total(squares))
-        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
         restart = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
-        metrics = Metrics(loss, gradient_norm, finite, info, trials, stuck)
-        return TrainState(state.step + 1, params, opt_state, restart, state.control), metrics
+        after = state._replace(params=params, opt_state=opt_state, restart=restart)
+        after, metrics = finished(after, loss, gradient, info, total)
+        return after, metrics._replace(trials=trials, stuck=stuck)
 
     return step_fn
+
+
+def finished(
+    state: TrainState,
+    loss: jax.Array,
+    gradient: PyTree,
+    info: Info,
+    total: Callable[[PyTree], jax.Array] = functools.partial(jax.tree.reduce, jnp.add),
+) -> tuple[TrainState, Metrics]:
+    """Count the step and measure it; ``state`` has its parameters already, ``loss`` and ``gradient`` are from before them."""
+    params = _merged(state.params, info.replace)
+    info = info._replace(replace=None, trajectory=None)
+    squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
+    gradient_norm, norm = jnp.sqrt(total(squares))
+    finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
+    return state._replace(step=state.step + 1, params=params), Metrics(loss, gradient_norm, finite, info)
 
 
 def _merged(params: PyTree, new: PyTree) -> PyTree:

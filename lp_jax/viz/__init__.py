@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 from lp_jax.viz._hierarchy import hierarchy as hierarchy
 from lp_jax.viz._plan import plan as plan
 from lp_jax.viz._training import confusion as confusion
+from lp_jax.viz._training import costs as costs
 from lp_jax.viz._training import curves as curves
 from lp_jax.viz._training import gradient_errors as gradient_errors
 from lp_jax.viz._training import residuals as residuals

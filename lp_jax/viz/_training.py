@@ -50,6 +50,44 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
+def costs(runs: Mapping[str, Rows]) -> Figure:
+    """Training loss against what it took: evaluations of layers, and those of them that follow each other.
+
+    Args:
+        runs: rows of each run, by its name; those of kind "train" have ``loss``, ``work`` and ``depth`` up to there. A run whose
+            depth is not known is left out of the second half.
+
+    Raises:
+        ValueError: for no runs, or one without a step of training.
+
+    Example:
+        >>> from lp_jax import viz
+        >>> rows = [{"kind": "train", "step": n, "loss": 1 / n, "work": 192 * n, "depth": 12 * n} for n in (1, 2, 3)]
+        >>> [ax.get_xlabel() for ax in viz.costs({"one-shot": rows}).axes]
+        ['evaluations of layers', 'evaluations that follow each other']
+    """
+    if not runs:
+        raise ValueError("runs is empty; give the rows of at least one run.")
+    fig = figure("What the loss has cost, in evaluations of layers")
+    axes = fig.subplots(1, 2, sharey=True)
+    labels = "evaluations of layers", "evaluations that follow each other"
+    titles = "All of them: what one device works", "Depth: what no number of devices can shorten"
+    for ax, column, x, title in zip(axes, ("work", "depth"), labels, titles, strict=True):
+        for i, (name, rows) in enumerate(runs.items()):
+            _, losses = _columns(rows, "train", "loss")
+            if not losses.size:
+                raise ValueError(f"the run {name!r} has no row of kind 'train'.")
+            _, spent = _columns(rows, "train", column)
+            if not np.isnan(spent).all():
+                style = {"color": COLOURS[i], "linestyle": ("-", "--", ":")[i % 3]}
+                ax.plot(spent, _smooth(losses), linewidth=2.2, label=name, **style)
+        ax.set_xscale("log")
+        logarithmic(ax)
+        dress(ax, x=x, y="training loss, running mean" if column == "work" else "", title=title)
+    legend(axes[0], loc="lower left")
+    return fig
+
+
 def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figure:
     """Residual norm per cycle, forward and adjoint, at a few moments of training.
 

@@ -1,0 +1,70 @@
+"""What a run spent: evaluations of layers, and how many of them followed each other."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lp_jax import planning
+from lp_jax._solver import Solver
+from lp_jax.cli._models import Pair
+from lp_jax.train import unflat
+
+Row = Mapping[str, Any]
+
+
+class Cost(NamedTuple):
+    """Evaluations of layers: forward ones, transposed ones, gradients of parameters.
+
+    Attributes:
+        work: all of them.
+        depth: those that follow each other, if all that can be done at the same time is. None where it is not known.
+    """
+
+    work: float
+    depth: float | None
+
+
+def charged(rows: Sequence[Row], solvers: Pair, layers: int) -> list[dict[str, Any]]:
+    """Return the rows of training with the work and the depth up to each, if these solvers can be counted.
+
+    A solver with a tolerance is charged what it took: its forward iterations in each row, its adjoint ones in the last probe.
+    """
+    costs = list(_costs(rows, solvers, layers))
+    work, depth, result = 0.0, 0.0 if all(cost.depth is not None for _, cost in costs) else None, []
+    for row, cost in costs:
+        work += cost.work
+        depth = None if depth is None or cost.depth is None else depth + cost.depth
+        result.append({**row, "work": work, "depth": depth})
+    return result
+
+
+def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Row, Cost]]:
+    solver, adjoint_solver = solvers
+    probed = next((unflat("adjoint_residual", row) for row in rows if row["kind"] == "probe"), [])
+    for row in rows:
+        if row["kind"] == "depth":
+            layers = row["layers"]
+        elif row["kind"] == "probe":
+            probed = unflat("adjoint_residual", row)
+        elif row["kind"] == "train":
+            taken = len(unflat("forward_residual", row)), len(probed)
+            gradient, trial = _counted(_ended(solver, taken[0]), _ended(adjoint_solver, taken[1]), layers)
+            if "gradients" in row:  # of MG/Opt, all of them
+                exact = solver.exact and adjoint_solver.exact
+                work = gradient.work * row["gradients"]
+                yield row, Cost(work, work if exact else None)
+            else:
+                trials = row.get("trials", 0)
+                yield row, Cost(*(x + trials * y for x, y in zip(gradient, trial, strict=True)))
+
+
+def _ended(solver: Any, iterations: int) -> Solver:
+    return solver.with_effort(iterations) if solver.has_tolerance and iterations else solver
+
+
+@functools.lru_cache(maxsize=1024)
+def _counted(solver: Solver, adjoint_solver: Solver, layers: int) -> tuple[Cost, Cost]:
+    """Return what a gradient takes, and a trial of a line search: a forward solve with the effort of the adjoint."""
+    gradient = planning.training_step(solver, adjoint_solver, layers)
+    trial = planning.count(adjoint_solver, layers)
+    return Cost(gradient.work(), gradient.depth()), Cost(trial.work(), trial.depth())

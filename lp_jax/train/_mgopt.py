@@ -1,0 +1,275 @@
+"""MG/Opt: training steps on a shallow network correct those of a deep one."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from lp_jax import _check, nn
+from lp_jax._solver import Solver
+from lp_jax._types import PyTree
+from lp_jax.train._classification import classification
+from lp_jax.train._line_search import Backtracking
+from lp_jax.train._nested import on_trunk
+from lp_jax.train._step import Batch, Info, LossFn, Metrics, StepFn, TrainState, finished, init_state
+
+_VISITS = {"V": 1, "W": 2}
+
+_TRIAL = 1 / 3  # of a gradient: one evaluation of a layer forward, two back
+
+
+class Memory(NamedTuple):
+    """What a level carries from step to step.
+
+    Attributes:
+        optimizer: the optimizer's state.
+        correction: the state of what turns the coarse level's step into one of this level; None on the coarsest.
+        coarser: the same of the next coarser level; None on the coarsest.
+    """
+
+    optimizer: PyTree
+    correction: PyTree
+    coarser: Any
+
+
+class Point(NamedTuple):
+    """Value and gradient of an objective."""
+
+    value: jax.Array
+    gradient: PyTree
+
+
+class Spent(NamedTuple):
+    """What a visit of a level took."""
+
+    gradients: jax.Array | float  # in gradients of the finest level
+    trials: jax.Array | int  # of this level's line search
+    stuck: jax.Array | bool
+
+
+_NOTHING = Spent(0.0, 0, False)
+
+
+def mgopt(
+    model: nn.Classifier,
+    optimizer: optax.GradientTransformation,
+    *,
+    levels: int = 2,
+    factor: int = 2,
+    pre: int = 1,
+    post: int = 1,
+    coarsest: int = 2,
+    cycle: str = "V",
+    correction: optax.GradientTransformation = optax.sgd(1.0),
+    line_search: Backtracking | None = Backtracking(trials=5),
+    how: str = "constant",
+    loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
+) -> tuple[StepFn, TrainState]:
+    r"""Train a deep network with the help of shallower ones: multigrid, with the parameters as unknowns.
+
+    A step is one cycle on one batch. On each level it takes ``pre`` steps of the optimizer, hands its problem to a network with
+    fewer layers, adds what that network learnt, and takes ``post`` steps. The coarse problem is to minimise
+
+    .. math:: f_H(\theta_H) - v \cdot \theta_H, \qquad v = \nabla f_H(R \theta) - P^T \nabla f(\theta),
+
+    so that its gradient at the start is that of the fine level, restricted. P refines layers, R takes means of them.
+    What the coarse level moved, :math:`e = P(\theta_H - R\theta)`, goes through ``correction`` and ``line_search``.
+
+    Args:
+        model: the network, at its first parameters; it is left as it is.
+        optimizer: any optax transformation; each level has a state of its own, which it keeps from cycle to cycle.
+        levels: number of networks, the fine one included.
+        factor: number of layers that one layer of the next coarser network replaces.
+        pre: number of steps before a level's coarse correction.
+        post: number of steps after it.
+        coarsest: number of steps on the coarsest level. A schedule of learning rates counts the steps of its own level.
+        cycle: "V", or "W", which visits each coarser level twice.
+        correction: what turns the coarse step into one of its finer level; its negative is handed over as a gradient. So
+            ``optax.sgd(1.0)`` takes it as it is, ``optax.sgd(0.5)`` half of it, ``optax.adam(1e-3)`` feeds it to Adam.
+        line_search: how far to go along the corrected step. If no length is good enough, the parameters stay as they were
+            before the correction. None is all the way.
+        how: "constant" or "linear", as for `lp_jax.nn.refine`.
+        loss: ``loss(model) -> (loss_fn, params)``, for the network of each level.
+
+    Returns:
+        ``(step_fn, state)``, for `fit`. The step's solvers are those of all levels. Of its metrics, ``gradients`` is all that a
+        cycle took, in gradients of the fine network: those of coarse levels by their layers, a trial of a line search as a
+        third.
+
+    Raises:
+        ValueError: if a number is out of range, the layers cannot be divided so often, or they are spread over MPI ranks.
+        TypeError: if the network has no `lp_jax.nn.LayerParallel` with layers of its own.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax, optax
+        >>> from flax import nnx
+        >>> from lp_jax import nn, train
+        >>> rngs, solver = nnx.Rngs(0), lp_jax.Serial()
+        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, rngs=rngs)
+        >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
+        >>> batch = jnp.eye(2), jnp.arange(2)
+        >>> step_fn, state = train.mgopt(model, optax.sgd(0.1), levels=3)
+        >>> state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=10, solver=solver)
+        >>> first, *_, last = log.of("train")
+        >>> last["loss"] < first["loss"], first["gradients"]
+        (True, 5.5)
+
+    References:
+        Nash, "A multigrid approach to discretized optimization problems", Optimization Methods and Software 14 (2000);
+        von Planta, Kopanicakova, Krause, "Training of deep residual networks with stochastic MG/OPT", arXiv:2108.04052 (2021).
+    """
+    _check.integer("levels", levels, least=2)
+    _check.integer("factor", factor, least=2)
+    for name, number, least in (("pre", pre, 0), ("post", post, 0), ("coarsest", coarsest, 1)):
+        _check.integer(name, number, least=least)
+    _check.one_of("cycle", cycle, tuple(_VISITS))
+    _check.one_of("how", how, ("constant", "linear"))
+    networks = _networks(model, levels, factor)
+    losses, params = zip(*map(loss, networks), strict=True)
+    shapes = tuple(jax.tree.map(jnp.shape, each) for each in params)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step_fn(
+        state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
+    ) -> tuple[TrainState, Metrics]:
+        levels = _Levels(
+            tuple(functools.partial(_called, loss_fn, batch, adjoint_solver) for loss_fn in losses),
+            solver,
+            optimizer,
+            correction,
+            line_search,
+            functools.partial(_moved, functools.partial(nn.refine, factor=factor, how=how), shapes),
+            functools.partial(_moved, functools.partial(nn.coarsen, factor=factor), shapes),
+            tuple(float(factor) ** -level for level in range(len(losses))),
+            pre,
+            post,
+            coarsest,
+            _VISITS[cycle],
+        )
+        at, info = levels.at(0, optax.tree.zeros_like(state.params), state.params)
+        params, memory, spent = levels.visit(0, optax.tree.zeros_like(state.params), state.params, state.opt_state, at)
+        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info)
+        if line_search is not None:
+            metrics = metrics._replace(trials=jnp.asarray(spent.trials), stuck=jnp.asarray(spent.stuck))
+        return after, metrics._replace(gradients=jnp.float32(1) + spent.gradients)
+
+    memory = None
+    for each in reversed(params):
+        own = init_state(each, correction).opt_state if memory else None
+        memory = Memory(init_state(each, optimizer).opt_state, own, memory)
+    return step_fn, init_state(params[0], optimizer)._replace(opt_state=memory)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Levels:
+    """The networks on a batch, from fine to coarse; ``v`` is what a level's objective is corrected with."""
+
+    losses: Sequence[Callable[[PyTree, Solver], tuple[jax.Array, Info]]]
+    solver: Solver
+    optimizer: optax.GradientTransformation
+    correction: optax.GradientTransformation
+    line_search: Backtracking | None
+    prolonged: Callable[[int, PyTree], PyTree]  # to this level
+    restricted: Callable[[int, PyTree], PyTree]
+    costs: Sequence[float]  # of a gradient on each level
+    pre: int
+    post: int
+    coarsest: int
+    visits: int
+
+    def objective(self, level: int, v: PyTree, params: PyTree, solver: Solver) -> tuple[jax.Array, Info]:
+        value, info = self.losses[level](params, solver)
+        return value - optax.tree.vdot(v, params), info
+
+    def at(self, level: int, v: PyTree, params: PyTree) -> tuple[Point, Info]:
+        gradient_fn = jax.value_and_grad(self.objective, argnums=2, has_aux=True)
+        (value, info), gradient = gradient_fn(level, v, params, self.solver)
+        return Point(value, gradient), info
+
+    def updated(self, params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
+        updates, opt_state = self.optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def steps(
+        self, level: int, v: PyTree, number: int, params: PyTree, opt_state: PyTree, at: Point
+    ) -> tuple[PyTree, PyTree, Point]:
+        """Take so many steps of the optimizer, and evaluate the objective after each."""
+
+        def body(_: Any, carry: tuple[PyTree, PyTree, Point]) -> tuple[PyTree, PyTree, Point]:
+            params, opt_state, at = carry
+            params, opt_state = self.updated(params, opt_state, at.gradient)
+            return params, opt_state, self.at(level, v, params)[0]
+
+        return lax.fori_loop(0, number, body, (params, opt_state, at))
+
+    def visit(self, level: int, v: PyTree, params: PyTree, memory: Memory, at: Point) -> tuple[PyTree, Memory, Spent]:
+        """Improve the parameters of a level, where its objective is known to be ``at``."""
+        if level == len(self.losses) - 1:
+            params, opt_state, at = self.steps(level, v, self.coarsest - 1, params, memory.optimizer, at)
+            params, opt_state = self.updated(params, opt_state, at.gradient)
+            spent, taken = _NOTHING, self.coarsest - 1
+        else:
+            params, opt_state, at = self.steps(level, v, self.pre, params, memory.optimizer, at)
+            params, memory, spent = self.corrected(level, v, params, memory, at)
+            if self.post:
+                at, _ = self.at(level, v, params)
+                params, opt_state, at = self.steps(level, v, self.post - 1, params, opt_state, at)
+                params, opt_state = self.updated(params, opt_state, at.gradient)
+            taken = self.pre + self.post
+        spent = spent._replace(gradients=spent.gradients + taken * self.costs[level])
+        return params, memory._replace(optimizer=opt_state), spent
+
+    def corrected(
+        self, level: int, v: PyTree, params: PyTree, memory: Memory, at: Point
+    ) -> tuple[PyTree, Memory, Spent]:
+        """Add what the coarser levels learn."""
+        below, coarser = level + 1, memory.coarser
+        start = self.restricted(below, params)
+        (gradient,) = jax.linear_transpose(functools.partial(self.prolonged, level), start)(at.gradient)
+        own, _ = self.at(below, optax.tree.zeros_like(start), start)
+        v_below = optax.tree.sub(own.gradient, gradient)
+        learnt, at_learnt = start, Point(own.value - optax.tree.vdot(v_below, start), gradient)
+        gradients = jnp.float32(0)
+        for number in range(self.visits if below < len(self.losses) - 1 else 1):
+            if number > 0:
+                at_learnt, _ = self.at(below, v_below, learnt)
+            learnt, coarser, spent = self.visit(below, v_below, learnt, coarser, at_learnt)
+            gradients += self.costs[below] + spent.gradients
+        backwards = self.prolonged(level, optax.tree.sub(start, learnt))
+        direction, correction_state = self.correction.update(backwards, memory.correction, params)
+        memory = memory._replace(correction=correction_state, coarser=coarser)
+        if self.line_search is None:
+            return optax.apply_updates(params, direction), memory, _NOTHING._replace(gradients=gradients)
+        solver = self.line_search.solver or self.solver
+        slope = jnp.minimum(optax.tree.vdot(at.gradient, direction), 0)  # uphill, a plain decrease will do
+        found = self.line_search.along(
+            direction, params, at.value, slope, None, lambda params: (self.objective(level, v, params, solver)[0], None)
+        )
+        gradients += found.trials * _TRIAL * self.costs[level]
+        return found.params, memory, Spent(gradients, found.trials, found.stuck)
+
+
+def _called(
+    loss_fn: LossFn, batch: Batch, adjoint_solver: Solver | None, params: PyTree, solver: Solver
+) -> tuple[jax.Array, Info]:
+    return loss_fn(params, batch, solver, adjoint_solver)
+
+
+def _moved(change: Callable[[jax.Array], jax.Array], shapes: Sequence[PyTree], level: int, tree: PyTree) -> PyTree:
+    """Bring parameters to a level: those of its layers change, all others stay."""
+    return jax.tree.map(lambda x, shape: x if x.shape == shape else change(x), tree, shapes[level])
+
+
+def _networks(model: nn.Classifier, levels: int, factor: int) -> Sequence[nn.Classifier]:
+    networks = [model]
+    for _ in range(levels - 1):
+        coarse: Any = nnx.clone(networks[-1])
+        coarse.trunk = on_trunk(coarse.trunk, functools.partial(nn.coarsen, factor=factor))
+        networks.append(coarse)
+    return networks

@@ -1,0 +1,289 @@
+"""MG/Opt: the cycle against one written in plain loops, its fixed points, its cost, and training with it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from networks import F64, assert_close, mesh, normal
+
+import lp_jax
+from lp_jax import nn, train
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+
+SERIAL = lp_jax.Serial()
+BATCH = np.asarray(normal((8, 3))), np.arange(8) % 2
+
+
+def network(layers=8, **options):
+    rngs = nnx.Rngs(0)
+    make = functools.partial(nn.DenseResidual, 5, param_dtype=F64)
+    return nn.Classifier(
+        nn.DenseOpening((3,), 5, param_dtype=F64, rngs=rngs),
+        nn.LayerParallel(lambda rngs: make(rngs=rngs), layers, t1=2.0, rngs=rngs, **options),
+        nn.DenseClosing((5,), 2, param_dtype=F64, rngs=rngs),
+    )
+
+
+def test_coarsening_undoes_refinement():
+    for options in ({}, {"t1": (0.0, 0.5, 0.6, 1.5, 2.0)}):
+        trunk = (
+            network(4).trunk
+            if not options
+            else nn.LayerParallel(lambda rngs: nn.DenseResidual(5, rngs=rngs), 4, rngs=nnx.Rngs(0), **options)
+        )
+        for factor in (2, 3):
+            back = nn.coarsen(nn.refine(trunk, factor), factor)
+            assert back.num_layers == 4
+            np.testing.assert_allclose(np.asarray(back.t1), np.asarray(trunk.t1), rtol=1e-15)
+            assert_close(nnx.state(back, nnx.Param), nnx.state(trunk, nnx.Param), 1e-7)
+    layers = {"w": normal((6, 2))}
+    assert_close(nn.coarsen(layers, 3)["w"], layers["w"].reshape(2, 3, 2).mean(axis=1), 1e-15)
+    with pytest.raises(ValueError, match="factor must divide the number of layers; got 4 and 6"):
+        nn.coarsen(layers, 4)
+    with pytest.raises(TypeError, match=r"nn\.coarsen\(model\.trunk\)"):
+        nn.coarsen(network())
+
+
+def plain_cycle(losses, optimizer, correction, states, params, *, pre, post, coarsest, visits, search, how):
+    """One cycle in Python's own loops, ``losses`` from fine to coarse; parameters, and the number of fine gradients."""
+    spent = 0.0
+
+    def prolonged(tree, like):
+        def leaf(x, y):
+            if x.shape == y.shape:
+                return x
+            if how == "constant":
+                return np.repeat(x, 2, axis=0)
+            old, new = np.arange(len(x)) + 0.5, (np.arange(2 * len(x)) + 0.5) / 2
+            rows = [np.interp(new, old, np.eye(len(x))[i]) for i in range(len(x))]
+            rows[0][0], rows[1][0] = 1.25, -0.25  # extrapolated to both ends
+            rows[-1][-1], rows[-2][-1] = 1.25, -0.25
+            return np.tensordot(np.stack(rows, axis=1), x, axes=1)
+
+        return jax.tree.map(leaf, tree, like)
+
+    def restricted(tree, like):
+        return jax.tree.map(lambda x, y: x if x.shape == y.shape else (x[::2] + x[1::2]) / 2, tree, like)
+
+    def transposed(tree, like):
+        """Of `prolonged`, column by column."""
+        given, unravel = jax.flatten_util.ravel_pytree(like)
+        flat = jax.flatten_util.ravel_pytree(tree)[0]
+        matrix = np.stack(
+            [
+                jax.flatten_util.ravel_pytree(prolonged(unravel(jnp.eye(len(given))[i]), tree))[0]
+                for i in range(len(given))
+            ]
+        )
+        return unravel(matrix @ flat)
+
+    def dot(a, b):
+        return sum(float(jnp.sum(x * y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    def minus(a, b):
+        return jax.tree.map(jnp.subtract, a, b)
+
+    def gradient(level, v, at):
+        nonlocal spent
+        spent += 0.5**level
+        return minus(jax.grad(losses[level])(at), v)
+
+    def step(level, at, g):
+        updates, states[level][0] = optimizer.update(g, states[level][0], at)
+        return optax.apply_updates(at, updates)
+
+    def cycle(level, v, at, known=None):
+        nonlocal spent
+        if level == len(losses) - 1:
+            for _ in range(coarsest):
+                at, known = step(level, at, gradient(level, v, at) if known is None else known), None
+            return at
+        g = gradient(level, v, at) if known is None else known
+        for _ in range(pre):
+            at = step(level, at, g)
+            g = gradient(level, v, at)
+        start = restricted(at, like[level + 1])
+        g_coarse = transposed(g, start)
+        v_coarse = minus(gradient(level + 1, jax.tree.map(jnp.zeros_like, start), start), g_coarse)
+        learnt = cycle(level + 1, v_coarse, start, g_coarse)
+        for _ in range(visits - 1 if level + 2 < len(losses) else 0):
+            learnt = cycle(level + 1, v_coarse, learnt)
+        e = prolonged(minus(start, learnt), at)
+        direction, states[level][1] = correction.update(e, states[level][1], at)
+
+        def value(at):
+            return float(losses[level](at)) - dot(v, at)
+
+        length, before, slope = 1.0, value(at), min(0.0, dot(g, direction))
+        if search is not None:
+            for _ in range(search.trials):
+                spent += 0.5**level / 3
+                if (
+                    value(optax.apply_updates(at, optax.tree.scale(length, direction)))
+                    <= before + 1e-4 * length * slope
+                ):
+                    break
+                length /= 2
+            else:
+                length = 0.0
+        at = optax.apply_updates(at, optax.tree.scale(length, direction))
+        for _ in range(post):
+            at = step(level, at, gradient(level, v, at))
+        return at
+
+    like = [params]
+    for _ in losses[1:]:
+        like.append(jax.tree.map(lambda x: x, next_coarser(like[-1])))
+    return cycle(0, jax.tree.map(jnp.zeros_like, params), params), spent
+
+
+def next_coarser(params):
+    trunk = params["trunk"] | {"layers": nn.coarsen(params["trunk"]["layers"])}
+    return params | {"trunk": trunk}
+
+
+CASES = {
+    "two levels": {},
+    "three levels": {"levels": 3, "pre": 2, "coarsest": 3},
+    "W": {"levels": 4, "cycle": "W", "post": 2, "coarsest": 1},
+    "Adam, linear": {"levels": 3, "optimizer": optax.adam(1e-2), "how": "linear"},
+    "a weight": {"correction": optax.sgd(0.5), "line_search": None, "pre": 0},
+    "fed to Adam": {"levels": 3, "correction": optax.adam(1e-2), "line_search": None, "post": 0},
+    "steps too long": {"optimizer": optax.sgd(30.0), "levels": 3, "pre": 0, "post": 0},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cycle_is_that_of_plain_loops(name):
+    """Three cycles, with what each leaves behind for the next one."""
+    case = {"optimizer": optax.sgd(0.3, momentum=0.5)} | CASES[name]
+    optimizer = case.pop("optimizer")
+    levels, search = case.get("levels", 2), case.get("line_search", train.Backtracking(trials=5))
+    correction = case.get("correction", optax.sgd(1.0))
+    model = network()
+    step_fn, state = train.mgopt(model, optimizer, **case)
+    networks = [model]
+    for _ in range(levels - 1):
+        coarse = nnx.clone(networks[-1])
+        coarse.trunk = nn.coarsen(coarse.trunk)
+        networks.append(coarse)
+    pairs = [train.classification(each) for each in networks]
+    losses = [jax.jit(lambda p, f=loss_fn: f(p, BATCH, SERIAL, SERIAL)[0]) for loss_fn, _ in pairs]
+    states = [[optimizer.init(each), correction.init(each)] for _, each in pairs]
+    params = jax.tree.map(jnp.copy, state.params)
+    settings = {"pre": case.get("pre", 1), "post": case.get("post", 1), "coarsest": case.get("coarsest", 2)}
+    for number in range(3):
+        loss = losses[0](params)
+        params, spent = plain_cycle(
+            losses,
+            optimizer,
+            correction,
+            states,
+            params,
+            **settings,
+            visits=2 if case.get("cycle") == "W" else 1,
+            search=search,
+            how=case.get("how", "constant"),
+        )
+        state, metrics = step_fn(state, BATCH, SERIAL, SERIAL)
+        assert_close(state.params, params, 1e-10)
+        assert_close(metrics.loss, loss, 1e-12)
+        np.testing.assert_allclose(float(metrics.gradients), spent, rtol=1e-6)
+        assert int(state.step) == number + 1 and bool(metrics.finite)
+
+
+def test_where_the_gradient_is_zero_nothing_moves():
+    """The corrected coarse problem has its minimum where the fine one has it, whatever the coarse network's own gradient."""
+
+    def loss(model):
+        params = {"layers": jnp.linspace(-1.0, 2.0, model.trunk.num_layers, dtype=F64)}
+        target = jnp.linspace(0.0, 1.0, model.trunk.num_layers, dtype=F64) ** 2
+
+        def loss_fn(params, batch, solver, adjoint_solver):
+            info = train.Info(jnp.int32(0), jnp.int32(1), solved.stats, solved.result)
+            return jnp.sum((params["layers"] - target) ** 2) / len(target), info
+
+        return loss_fn, params
+
+    solved = lp_jax.solve(lambda u, layer: u, jnp.zeros(4), jnp.ones(2), solver=SERIAL)
+    step_fn, state = train.mgopt(network(), optax.sgd(0.1), levels=3, loss=loss)
+    best = jnp.linspace(0.0, 1.0, 8, dtype=F64) ** 2
+    after, metrics = step_fn(state._replace(params={"layers": jnp.copy(best)}), None, SERIAL, SERIAL)
+    assert_close(after.params["layers"], best, 1e-15)
+    for _ in range(60):
+        after, metrics = step_fn(after._replace(params={"layers": after.params["layers"] + 0}), None, SERIAL, SERIAL)
+    assert float(metrics.loss) < 1e-30
+
+
+def test_a_search_that_fails_keeps_the_parameters_and_says_so():
+    search = train.Backtracking(trials=2)
+    step_fn, state = train.mgopt(network(), optax.sgd(1e4), pre=0, post=0, coarsest=3, line_search=search)
+    before = jax.tree.map(np.asarray, state.params)
+    after, metrics = step_fn(state, BATCH, SERIAL, SERIAL)
+    assert bool(metrics.stuck) and int(metrics.trials) == 2
+    jax.tree.map(np.testing.assert_array_equal, after.params, before)
+
+
+def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
+    solver = lp_jax.Picard(sweeps=8)
+    found = []
+    for given in (None, mesh(2)):
+        step_fn, state = train.mgopt(network(comm=given, solver=solver), optax.adam(1e-2), levels=2)
+        for _ in range(2):
+            state, metrics = step_fn(state, BATCH, solver, solver)
+        found.append((state.params, metrics.loss, metrics.gradients))
+    assert_close(found[1], found[0], 1e-10)
+
+
+def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
+    def run(folder, epochs):
+        step_fn, state = train.mgopt(network(), optax.adam(1e-2), levels=3)
+        with train.Checkpoints(folder, config={}) as checkpoints:
+            if checkpoints.latest is not None:
+                state = checkpoints.restore(state)
+            return train.fit(
+                step_fn,
+                state,
+                lambda epoch: [BATCH] * 2,
+                steps_per_epoch=2,
+                epochs=epochs,
+                solver=SERIAL,
+                checkpoints=checkpoints,
+            )
+
+    whole, log = run(tmp_path / "whole", 4)
+    run(tmp_path / "broken", 2)
+    again, _ = run(tmp_path / "broken", 4)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    first, *_, last = log.of("train")
+    assert last["loss"] < first["loss"]
+    assert first["gradients"] == pytest.approx(1 + 2 + (1 + 2) / 2 + (1 + 3) / 4 + first["trials"] / 3 + 1 / 6, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"levels": 1}, "levels must be"),
+        ({"factor": 1}, "factor must be"),
+        ({"coarsest": 0}, "coarsest must be"),
+        ({"cycle": "F"}, "cycle must be"),
+        ({"how": "zeros"}, "how must be"),
+        ({"levels": 5}, "factor must divide the number of layers; got 2 and 1 layers"),
+        ({"factor": 3}, "factor must divide the number of layers; got 3 and 8 layers"),
+    ],
+)
+def test_settings_that_cannot_be(given, message):
+    with pytest.raises(ValueError, match=message):
+        train.mgopt(network(), optax.sgd(0.1), **given)
+
+
+def test_a_recurrent_network_has_no_coarse_one():
+    rngs = nnx.Rngs(0)
+    model = nn.Classifier(lambda x: x, nn.GRU(3, 4, rngs=rngs), nn.DenseClosing((4,), 2, rngs=rngs))
+    with pytest.raises(TypeError, match="recurrent network"):
+        train.mgopt(model, optax.sgd(0.1))
