@@ -283,8 +283,8 @@ def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, 
 
 
 METHODS = {
-    "one-shot": ["--epochs", "4"],
-    "nested": ["--epochs", "3", "--serial"],
+    "one-shot": ["--epochs", "4", "--devices", "4"],
+    "nested": ["--epochs", "3", "--serial", "--devices", "2"],
     "mgopt": ["--epochs", "2", "--serial", "--depths", "[2, 4, 8]"],
 }
 

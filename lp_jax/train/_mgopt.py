@@ -17,7 +17,7 @@ from lp_jax._types import PyTree
 from lp_jax.train._classification import classification
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk
-from lp_jax.train._step import Batch, Info, LossFn, Metrics, StepFn, TrainState, finished, init_state
+from lp_jax.train._step import Batch, Info, LossFn, Metrics, StepFn, TrainState, finished, init_state, together
 
 _VISITS = {"V": 1, "W": 2}
 
@@ -163,7 +163,7 @@ def mgopt(
     for each in reversed(params):
         own = init_state(each, correction).opt_state if memory else None
         memory = Memory(init_state(each, optimizer).opt_state, own, memory)
-    return step_fn, init_state(params[0], optimizer)._replace(opt_state=memory)
+    return step_fn, together(init_state(params[0], optimizer)._replace(opt_state=memory))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._classification import classification
 from lp_jax.train._log import Log
 from lp_jax.train._loop import Every, fit
-from lp_jax.train._step import Batch, LossFn, TrainState, init_state, make_train_step, map_slots
+from lp_jax.train._step import Batch, LossFn, TrainState, init_state, make_train_step, map_slots, together
 
 
 class Depth(NamedTuple):
@@ -109,10 +109,11 @@ def nested(
     if log is None:
         log = Log() if folder is None else Log(Path(folder) / "metrics.jsonl")
     reached = max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
-    state = init_state(loss(model)[1], optimizer)
+    state = together(init_state(loss(model)[1], optimizer))
     for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
         if i > 0:
             model, state = deepen(model, state, optimizer, factor, how=how, loss=loss)
+            state = together(state)
         if i < reached:
             continue
         with contextlib.ExitStack() as stack:

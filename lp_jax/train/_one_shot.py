@@ -5,11 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.train._step import Batch, LossFn, Restart, StepFn, TrainState, init_state, make_train_step
+from lp_jax.train._step import Batch, LossFn, Restart, StepFn, TrainState, init_state, make_train_step, together
 
 
 def one_shot(
@@ -86,13 +85,4 @@ def one_shot(
         return Restart(guess, jax.grad(loss)(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
 
     state = init_state(params, optimizer)._replace(restart=begin(params, batch))
-    return make_train_step(loss_fn, optimizer, **options), _on_the_same_devices(state)
-
-
-def _on_the_same_devices(state: TrainState) -> TrainState:
-    """Return the state with copies of what lies on one device wherever trajectories are spread over several."""
-    spread = [x.sharding for x in jax.tree.leaves(state.restart) if x.sharding.num_devices > 1]
-    if not spread:
-        return state
-    everywhere = NamedSharding(spread[0].mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if x.sharding.num_devices > 1 else jax.device_put(x, everywhere), state)
+    return make_train_step(loss_fn, optimizer, **options), together(state)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax import _tree
 from lp_jax._solver import Solver, Stats
@@ -113,6 +114,15 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
 
     opt_state = jax.tree.map(jnp.copy, optimizer.init(params))  # optax may hold one array in two places
     return TrainState(jnp.int32(0), params, map_slots(beside, opt_state, params))
+
+
+def together(state: TrainState) -> TrainState:
+    """Return the state with copies of what lies on one device wherever other parts are spread over several."""
+    spread = [x.sharding for x in jax.tree.leaves(state) if x.sharding.num_devices > 1]
+    if not spread:
+        return state
+    everywhere = NamedSharding(spread[0].mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if x.sharding.num_devices > 1 else jax.device_put(x, everywhere), state)
 
 
 def map_slots(f: Callable[[jax.Array, Any], Any], opt_state: PyTree, params: PyTree) -> PyTree:
