@@ -296,19 +296,19 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_pa
     assert code == 0 and method in out and "serial" in out and "costs.png" in out
     found = json.loads((tmp_path / "whole" / "summary.json").read_text())["results"]
     steps = found[method]["steps"]
-    assert found["serial"]["work"] == found["serial"]["depth"] == found["serial"]["steps"] * 3 * 8
+    assert found["serial"]["work"] / 200 == found["serial"]["depth"] == found["serial"]["steps"] * 3 * 8
     if method == "one-shot":  # a sweep forward, two back and the gradient, two for each trial
         rows = [row for row in train.read_rows(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "train"]
         unit = planning.training_step(lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2), 8)
         trial = planning.count(lp_jax.Picard(sweeps=2), 8)
         trials = sum(row["trials"] for row in rows)
-        assert found[method]["work"] == steps * unit.work() + trials * trial.work()
+        assert found[method]["work"] == 1400 * (steps * unit.work() + trials * trial.work())
         assert found[method]["depth"] == steps * unit.depth() + trials * trial.depth()
         assert found[method]["depth"] < steps * 24
     elif method == "nested":  # an epoch with a quarter of the layers, one with half of them, one with all
-        assert found[method]["work"] == steps / 3 * 24 * (1 / 4 + 1 / 2 + 1)
+        assert found[method]["work"] == 200 * steps / 3 * 24 * (1 / 4 + 1 / 2 + 1)
     else:
-        assert steps * 24 * 3 < found[method]["work"] < steps * 24 * 8
+        assert steps * 24 * 3 < found[method]["work"] / 200 < steps * 24 * 8
     if method == "nested":  # its schedule depends on the number of epochs
         folder = tmp_path / "whole"
     else:
@@ -320,6 +320,23 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_pa
         for path in (tmp_path / "whole", folder)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == steps
+
+
+def test_solvers_that_cannot_be_counted_have_no_cost(cli, tmp_path):
+    newton = [
+        "--solver",
+        "MGRIT",
+        "--solver.coarse_step",
+        "Newton",
+        "--solver.coarse_step.iterations",
+        "1",
+        "--solver.coarse_step.batch_axes",
+        "1",
+    ]
+    code, out, _ = cli("train", "digits", "--out", tmp_path / "run", *SMALL, *newton, "--epochs", "1", "--no-compare")
+    assert code == 0 and "costs.png" not in out
+    (found,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"].values()
+    assert found["work"] is None and found["depth"] is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ class Cost(NamedTuple):
     """Evaluations of layers: forward ones, transposed ones, gradients of parameters.
 
     Attributes:
-        work: all of them.
+        work: all of them; of a run, times the examples that each was for.
         depth: those that follow each other, if all that can be done at the same time is. None where it is not known.
     """
 
@@ -24,15 +24,19 @@ class Cost(NamedTuple):
     depth: float | None
 
 
-def charged(rows: Sequence[Row], solvers: Pair, layers: int) -> list[dict[str, Any]]:
-    """Return the rows of training with the work and the depth up to each, if these solvers can be counted.
+def charged(rows: Sequence[Row], solvers: Pair, layers: int, examples: int) -> list[dict[str, Any]]:
+    """Return the rows of training, on so many examples each, with the work and the depth up to there.
 
     A solver with a tolerance is charged what it took: its forward iterations in each row, its adjoint ones in the last probe.
+    Both are None for solvers that cannot be counted.
     """
-    costs = list(_costs(rows, solvers, layers))
+    try:
+        costs = list(_costs(rows, solvers, layers))
+    except NotImplementedError:  # the planner says which
+        return [{**row, "work": None, "depth": None} for row in rows if row["kind"] == "train"]
     work, depth, result = 0.0, 0.0 if all(cost.depth is not None for _, cost in costs) else None, []
     for row, cost in costs:
-        work += cost.work
+        work += cost.work * examples
         depth = None if depth is None or cost.depth is None else depth + cost.depth
         result.append({**row, "work": work, "depth": depth})
     return result

@@ -29,6 +29,7 @@ from lp_jax.train import (
     Controller,
     Depth,
     Every,
+    Info,
     Log,
     LossFn,
     StepFn,
@@ -125,12 +126,13 @@ class Run(NamedTuple):
     log: Log
     solvers: Pair
     layers: int
+    examples: int  # of a step
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Those of the log, with work and depth where training is."""
         return [row for row in self.log.rows if row["kind"] != "train"] + charged(
-            self.log.rows, self.solvers, self.layers
+            self.log.rows, self.solvers, self.layers, self.examples
         )
 
     def summary(self) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def train_one(
     optimizer = optax.adam(made.settings.training.learning_rate)
     if method == "nested":
         state = _nested(made, solvers, options, optimizer, folder, given)
-        return Run(name, state, log, solvers, made.settings.layers)
+        return Run(name, state, log, solvers, made.settings.layers, made.settings.training.batch_size)
     start = STARTS[method](made, solvers, options, optimizer)
     state, controller = made.place.everywhere(start.state), None
     if options["controller"] and not solvers[0].exact:
@@ -205,7 +207,8 @@ def train_one(
             checkpoints=checkpoints,
             **given,
         )
-    return Run(name, state, log, solvers, made.settings.layers)
+    examples = made.settings.training.batch_size * made.task.steps_per_epoch // start.steps_per_epoch
+    return Run(name, state, log, solvers, made.settings.layers, examples)
 
 
 class Start(NamedTuple):
@@ -334,8 +337,17 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
     def test(state: TrainState, batch: Batch) -> dict[str, Any]:
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
+    def restarted(
+        params: PyTree, given: Batch, solver: Solver, adjoint_solver: Solver | None
+    ) -> tuple[jax.Array, Info]:
+        batch, restart = given
+        return made.loss_fn(params, batch, solver, adjoint_solver, *restart)
+
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
-        error = gradient_error(made.loss_fn, state.params, batch, solver, adjoint_solver, global_sums=made.place.whole)
+        restart = () if state.restart is None else (state.restart,)
+        error = gradient_error(
+            restarted, state.params, (batch, restart), solver, adjoint_solver, global_sums=made.place.whole
+        )
         solves = residuals(made.model, state.params, batch, *map(_longer, solvers))
         return {
             "gradient_error": error.relative,

@@ -108,8 +108,8 @@ def table(runs: Sequence[Run]) -> Table:
     result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
     result.add_row("time, all steps", *(f"{s['seconds']:.1f} s" for s in summaries))
     result.add_row("steps", *(str(s["steps"]) for s in summaries))
-    result.add_row("evaluations of layers", *(_count(s["work"]) for s in summaries))
-    result.add_row("of them one after the other", *(_count(s["depth"]) for s in summaries))
+    result.add_row("work: layers x examples evaluated", *(_count(s["work"]) for s in summaries))
+    result.add_row("depth: layers one after the other", *(_count(s["depth"]) for s in summaries))
     return result
 
 
@@ -172,11 +172,13 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
     first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
-        "costs.png": viz.costs({run.name: run.rows for run in runs}),
         "hierarchy.png": viz.hierarchy(
             solver, settings.layers // settings.model.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
         ),
     }
+    charged = {run.name: run.rows for run in runs}
+    if all(rows[-1]["work"] is not None for rows in charged.values()):
+        figures["costs.png"] = viz.costs(charged)
     if first.log.of("probe"):
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=solver.iteration_name)
     if errors is not None:

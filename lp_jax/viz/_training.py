@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
 
 from lp_jax.train import unflat
 from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, TICK, dress, figure, legend, logarithmic
@@ -51,11 +51,12 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
 
 
 def costs(runs: Mapping[str, Rows]) -> Figure:
-    """Training loss against what it took: evaluations of layers, and those of them that follow each other.
+    """Training loss against what it took: work, and depth.
 
     Args:
-        runs: rows of each run, by its name; those of kind "train" have ``loss``, ``work`` and ``depth`` up to there. A run whose
-            depth is not known is left out of the second half.
+        runs: rows of each run, by its name; those of kind "train" have ``loss``, ``work`` and ``depth`` up to there: evaluations
+            of layers, times the examples that each was for, and those evaluations that follow each other. A run whose depth
+            is not known is left out of the second half.
 
     Raises:
         ValueError: for no runs, or one without a step of training.
@@ -64,14 +65,14 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
         >>> from lp_jax import viz
         >>> rows = [{"kind": "train", "step": n, "loss": 1 / n, "work": 192 * n, "depth": 12 * n} for n in (1, 2, 3)]
         >>> [ax.get_xlabel() for ax in viz.costs({"one-shot": rows}).axes]
-        ['evaluations of layers', 'evaluations that follow each other']
+        ['layers x examples evaluated', 'layers evaluated one after the other']
     """
     if not runs:
         raise ValueError("runs is empty; give the rows of at least one run.")
-    fig = figure("What the loss has cost, in evaluations of layers")
+    fig = figure("What the loss has cost")
     axes = fig.subplots(1, 2, sharey=True)
-    labels = "evaluations of layers", "evaluations that follow each other"
-    titles = "All of them: what one device works", "Depth: what no number of devices can shorten"
+    labels = "layers x examples evaluated", "layers evaluated one after the other"
+    titles = "Work: what one device does", "Depth: what no number of devices can shorten"
     for ax, column, x, title in zip(axes, ("work", "depth"), labels, titles, strict=True):
         for i, (name, rows) in enumerate(runs.items()):
             _, losses = _columns(rows, "train", "loss")
@@ -83,6 +84,8 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
                 ax.plot(spent, _smooth(losses), linewidth=2.2, label=name, **style)
         ax.set_xscale("log")
         logarithmic(ax)
+        plain = LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4))
+        ax.yaxis.set(major_formatter=plain, minor_formatter=plain)
         dress(ax, x=x, y="training loss, running mean" if column == "work" else "", title=title)
     legend(axes[0], loc="lower left")
     return fig
