@@ -20,7 +20,7 @@ from command import one_line, run
 
 import lp_jax
 from lp_jax import planning, train, viz
-from lp_jax.cli import _models, _options, _problem, _report, main
+from lp_jax.cli import _cost, _models, _options, _problem, _report, main
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -320,6 +320,20 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_pa
         for path in (tmp_path / "whole", folder)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == steps
+
+
+def test_what_is_charged_is_what_was_taken():
+    """By hand: four blocks, ten examples; a solver with a tolerance, and a step that a controller took serially."""
+    pair = lp_jax.Picard(sweeps=16, rtol=1e-3), lp_jax.Picard(sweeps=16, rtol=1e-2)
+    probe = {"kind": "probe"} | {f"adjoint_residual_{n}": 0.1 for n in (1, 2)}
+    swept = {"kind": "train"} | {f"forward_residual_{n}": 0.1 for n in (1, 2, 3)}
+    rows = [probe, {"kind": "depth", "layers": 4}, swept, {"kind": "depth", "layers": 8}, swept, {"kind": "train"}]
+    found = _cost.charged(rows, pair, layers=8, blocks=4, examples=10)
+    sweeps = [planning.training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), n) for n in (4, 8)]
+    work = np.cumsum([*(each.work() for each in sweeps), 3 * 8])
+    depth = np.cumsum([*(each.depth() for each in sweeps), 3 * 8])
+    assert [row["work"] for row in found] == (work * 4 * 10).tolist()
+    assert [row["depth"] for row in found] == (depth * 4).tolist()
 
 
 def test_solvers_that_cannot_be_counted_have_no_cost(cli, tmp_path):

@@ -211,13 +211,15 @@ def test_where_the_gradient_is_zero_nothing_moves():
         return loss_fn, params
 
     solved = lp_jax.solve(lambda u, layer: u, jnp.zeros(4), jnp.ones(2), solver=SERIAL)
-    step_fn, state = train.mgopt(network(), optax.sgd(0.1), levels=3, loss=loss)
     best = jnp.linspace(0.0, 1.0, 8, dtype=F64) ** 2
-    after, metrics = step_fn(state._replace(params={"layers": jnp.copy(best)}), None, SERIAL, SERIAL)
+    step_fn, state = train.mgopt(network(), optax.sgd(1.0), levels=3, loss=loss)
+    after, _ = step_fn(state._replace(params={"layers": jnp.copy(best)}), None, SERIAL, SERIAL)
     assert_close(after.params["layers"], best, 1e-15)
-    for _ in range(60):
-        after, metrics = step_fn(after._replace(params={"layers": after.params["layers"] + 0}), None, SERIAL, SERIAL)
-    assert float(metrics.loss) < 1e-30
+    _, state = train.mgopt(network(), optax.sgd(1.0), levels=3, loss=loss)
+    assert jnp.max(jnp.abs(state.params["layers"] - best)) > 0.5
+    for _ in range(100):  # and it is reached from elsewhere
+        state, _ = step_fn(state, None, SERIAL, SERIAL)
+    assert_close(state.params["layers"], best, 1e-8)
 
 
 def test_a_search_that_fails_keeps_the_parameters_and_says_so():
@@ -262,7 +264,9 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, whole)
     first, *_, last = log.of("train")
     assert last["loss"] < first["loss"]
-    assert first["gradients"] == pytest.approx(1 + 2 + (1 + 2) / 2 + (1 + 3) / 4 + first["trials"] / 3 + 1 / 6, abs=0.5)
+    # three on the fine level, three on half the layers, two on a quarter; a trial is a third, of half the layers a sixth
+    sixths = 6 * (first["gradients"] - (3 + 3 / 2 + 2 / 4) - first["trials"] / 3)
+    assert sixths == pytest.approx(round(sixths), abs=1e-5) and 1 <= round(sixths) <= 5
 
 
 @pytest.mark.parametrize(

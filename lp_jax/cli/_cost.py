@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lp_jax import planning
+from lp_jax import Serial, planning
 from lp_jax._solver import Solver
 from lp_jax.cli._models import Pair
 from lp_jax.train import unflat
@@ -24,11 +24,19 @@ class Cost(NamedTuple):
     depth: float | None
 
 
-def charged(rows: Sequence[Row], solvers: Pair, layers: int, examples: int) -> list[dict[str, Any]]:
-    """Return the rows of training, on so many examples each, with the work and the depth up to there.
+def charged(rows: Sequence[Row], solvers: Pair, *, layers: int, blocks: int, examples: int) -> list[dict[str, Any]]:
+    """Return the rows of training with the work and the depth up to there, of all blocks; probes and buffers are not counted.
 
-    A solver with a tolerance is charged what it took: its forward iterations in each row, its adjoint ones in the last probe.
-    Both are None for solvers that cannot be counted.
+    A solver with a tolerance is charged what it took: its forward iterations in each row, its adjoint ones in the last probe;
+    a row without any was a step by serial propagation, for a `lp_jax.train.Controller`. Work and depth are None for solvers
+    that cannot be counted.
+
+    Args:
+        rows: those of a log; rows of kind "depth" tell where the number of layers changes.
+        solvers: the forward and the adjoint solver.
+        layers: number of layers of a block, where no row tells.
+        blocks: number of blocks, which are solved one after another.
+        examples: number of examples of a step.
     """
     try:
         costs = list(_costs(rows, solvers, layers))
@@ -36,14 +44,14 @@ def charged(rows: Sequence[Row], solvers: Pair, layers: int, examples: int) -> l
         return [{**row, "work": None, "depth": None} for row in rows if row["kind"] == "train"]
     work, depth, result = 0.0, 0.0 if all(cost.depth is not None for _, cost in costs) else None, []
     for row, cost in costs:
-        work += cost.work * examples
-        depth = None if depth is None or cost.depth is None else depth + cost.depth
+        work += cost.work * blocks * examples
+        depth = None if depth is None or cost.depth is None else depth + cost.depth * blocks
         result.append({**row, "work": work, "depth": depth})
     return result
 
 
 def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Row, Cost]]:
-    solver, adjoint_solver = solvers
+    exact = all(solver.exact for solver in solvers)
     probed = next((unflat("adjoint_residual", row) for row in rows if row["kind"] == "probe"), [])
     for row in rows:
         if row["kind"] == "depth":
@@ -51,10 +59,8 @@ def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Ro
         elif row["kind"] == "probe":
             probed = unflat("adjoint_residual", row)
         elif row["kind"] == "train":
-            taken = len(unflat("forward_residual", row)), len(probed)
-            gradient, trial = _counted(_ended(solver, taken[0]), _ended(adjoint_solver, taken[1]), layers)
+            gradient, trial = _counted(*_ended(solvers, len(unflat("forward_residual", row)), len(probed)), layers)
             if "gradients" in row:  # of MG/Opt, all of them
-                exact = solver.exact and adjoint_solver.exact
                 work = gradient.work * row["gradients"]
                 yield row, Cost(work, work if exact else None)
             else:
@@ -62,8 +68,16 @@ def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Ro
                 yield row, Cost(*(x + trials * y for x, y in zip(gradient, trial, strict=True)))
 
 
-def _ended(solver: Any, iterations: int) -> Solver:
-    return solver.with_effort(iterations) if solver.has_tolerance and iterations else solver
+def _ended(solvers: Pair, forward: int, adjoint: int) -> Pair:
+    """Return the solvers with the iterations that they took."""
+    solver, adjoint_solver = solvers
+    if solver.has_tolerance:
+        if not forward:
+            return Serial(), Serial()
+        solver = solver.with_effort(forward)
+    if adjoint_solver.has_tolerance and adjoint:
+        adjoint_solver = adjoint_solver.with_effort(adjoint)
+    return solver, adjoint_solver
 
 
 @functools.lru_cache(maxsize=1024)

@@ -125,15 +125,16 @@ class Run(NamedTuple):
     state: TrainState
     log: Log
     solvers: Pair
-    layers: int
+    layers: int  # of a block
+    blocks: int
     examples: int  # of a step
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Those of the log, with work and depth where training is."""
-        return [row for row in self.log.rows if row["kind"] != "train"] + charged(
-            self.log.rows, self.solvers, self.layers, self.examples
-        )
+        others = [row for row in self.log.rows if row["kind"] != "train"]
+        sizes = {"layers": self.layers, "blocks": self.blocks, "examples": self.examples}
+        return others + charged(self.log.rows, self.solvers, **sizes)
 
     def summary(self) -> dict[str, Any]:
         test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]
@@ -181,10 +182,12 @@ def train_one(
         "meter": Bar(name, console),
         "agree": launch.agree if launch.size > 1 else None,
     }
+    blocks = made.settings.model.blocks
+    layers = made.settings.layers // blocks
     optimizer = optax.adam(made.settings.training.learning_rate)
     if method == "nested":
         state = _nested(made, solvers, options, optimizer, folder, given)
-        return Run(name, state, log, solvers, made.settings.layers, made.settings.training.batch_size)
+        return Run(name, state, log, solvers, layers, blocks, made.settings.training.batch_size)
     start = STARTS[method](made, solvers, options, optimizer)
     state, controller = made.place.everywhere(start.state), None
     if options["controller"] and not solvers[0].exact:
@@ -208,7 +211,7 @@ def train_one(
             **given,
         )
     examples = made.settings.training.batch_size * made.task.steps_per_epoch // start.steps_per_epoch
-    return Run(name, state, log, solvers, made.settings.layers, examples)
+    return Run(name, state, log, solvers, layers, blocks, examples)
 
 
 class Start(NamedTuple):

@@ -84,8 +84,8 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
                 ax.plot(spent, _smooth(losses), linewidth=2.2, label=name, **style)
         ax.set_xscale("log")
         logarithmic(ax)
-        plain = LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4))
-        ax.yaxis.set(major_formatter=plain, minor_formatter=plain)
+        within_a_decade = LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4))
+        ax.yaxis.set(major_formatter="{x:g}", minor_formatter=within_a_decade)
         dress(ax, x=x, y="training loss, running mean" if column == "work" else "", title=title)
     legend(axes[0], loc="lower left")
     return fig
