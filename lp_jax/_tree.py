@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lp_jax._types import PyTree
@@ -48,7 +49,8 @@ def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
 
     def leaf(x: jax.Array) -> jax.Array:
         sizes = (1,) * len(index) + x.shape[len(index) :]
-        return lax.squeeze(lax.dynamic_slice(x, _start(x, index), sizes), range(len(index)))
+        found = lax.dynamic_slice(x, _start(x, index), sizes, allow_negative_indices=False)
+        return lax.squeeze(found, range(len(index)))
 
     return jax.tree.map(leaf, tree)
 
@@ -57,13 +59,19 @@ def put(tree: PyTree, value: PyTree, *index: jax.Array | int) -> PyTree:
     """``tree`` with what is at ``index`` in the leading axes of every leaf replaced."""
 
     def leaf(x: jax.Array, new: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(x, lax.expand_dims(new, range(len(index))), _start(x, index))
+        new = lax.expand_dims(new, range(len(index)))
+        return lax.dynamic_update_slice(x, new, _start(x, index), allow_negative_indices=False)
 
     return jax.tree.map(leaf, tree, value)
 
 
-def _start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array]:
-    return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (x.ndim - len(index)))]
+def _start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array | np.int32]:
+    """Where a slice starts. A Python integer may count from the end; an index that is computed is never negative."""
+    where = [
+        np.int32(i + n * (i < 0)) if isinstance(i, int) else lax.convert_element_type(i, jnp.int32)
+        for i, n in zip(index, x.shape, strict=False)
+    ]
+    return [*where, *(np.int32(0),) * (x.ndim - len(index))]
 
 
 def repeat(tree: PyTree, n: int) -> PyTree:

@@ -8,7 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from lp_jax.cli import main
@@ -29,7 +28,6 @@ def one_line(text):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     folder, number, *arguments = sys.argv[1:]
     Path(folder, f"pid-{os.environ.get(number, number)}").write_text(str(os.getpid()))
     main(arguments)

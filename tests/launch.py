@@ -35,6 +35,7 @@ def start(command: list, **environment: str) -> subprocess.Popen:
         "PYTHONPATH": str(HERE.parent),  # of conftest.py
         "TMPDIR": tempfile.mkdtemp(dir=_SCRATCH),  # MPI jobs that share one clear up each other's files there
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false {QUICK}".strip(),
         "MPI4JAX_NO_WARN_JAX_VERSION": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",  # ranks that wait leave the cores to those that compile

@@ -10,7 +10,6 @@ import jax
 PROCESS, PROCESSES, DEVICES, PORT = map(int, sys.argv[1:])
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_disable_most_optimizations", True)
 jax.distributed.initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS, heartbeat_timeout_seconds=20)
 
 import jax.numpy as jnp  # noqa: E402

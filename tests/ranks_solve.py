@@ -24,8 +24,6 @@ import lp_jax
 from lp_jax import planning
 from lp_jax.planning import _interconnect
 
-jax.config.update("jax_disable_most_optimizations", True)
-
 COMM = lp_jax.MPIComm()
 CASES = {}
 

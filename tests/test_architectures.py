@@ -5,7 +5,7 @@ import pytest
 from architectures import NAMES, assert_same, everything
 from networks import mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.parametrize("name", NAMES)

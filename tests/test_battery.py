@@ -11,8 +11,6 @@ from problems import INJECT, assert_serial, relative_error, serial_loss_and_grad
 
 import lp_jax
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 N, WIDTH = 22, 4
 
 

@@ -26,14 +26,6 @@ from lp_jax.cli import _cost, _models, _options, _problem, _report, main
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Here much is compiled and next to nothing computed."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 ROOT = Path(lp_jax.__file__).parents[1]
 SMALL = ["--layers", "8", "--width", "6", "--batch-size", "200", "--epochs", "2", "--log-every", "3"]
 STEPS = 2 * (1437 // 200)
@@ -223,7 +215,7 @@ def test_wrong_options_are_refused_in_one_line(cli, tmp_path, options):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compilation):
+def finished(tmp_path_factory):
     """A small run with all that a run leaves; the solvers that one picture compares are fewer and shorter."""
     folder = tmp_path_factory.mktemp("runs") / "digits"
 
@@ -336,19 +328,17 @@ def test_what_is_charged_is_what_was_taken():
     assert [row["depth"] for row in found] == (depth * 4).tolist()
 
 
-def test_solvers_that_cannot_be_counted_have_no_cost(cli, tmp_path):
-    newton = [
-        "--solver",
-        "MGRIT",
-        "--solver.coarse_step",
-        "Newton",
-        "--solver.coarse_step.iterations",
-        "1",
-        "--solver.coarse_step.batch_axes",
-        "1",
-    ]
-    code, out, _ = cli("train", "digits", "--out", tmp_path / "run", *SMALL, *newton, "--epochs", "1", "--no-compare")
-    assert code == 0 and "costs.png" not in out
+def test_solvers_that_cannot_be_counted_have_no_cost(cli, tmp_path, monkeypatch):
+    (tmp_path / "uncounted.py").write_text(
+        "import dataclasses, lp_jax\nfrom lp_jax._pytree import register\n\n@register()\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+        'class Sweeps(lp_jax.Picard):\n    """Sweeps."""\n\n'
+        "    def count(self, *_, **__):\n        raise NotImplementedError\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = [*SMALL, "--solver", "uncounted.Sweeps", "--solver.sweeps", "2", "--epochs", "1", "--no-compare"]
+    code, out, _ = cli("train", "digits", "--out", tmp_path / "run", *options)
+    assert code == 0 and "curves.png" in out and "costs.png" not in out
     (found,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"].values()
     assert found["work"] is None and found["depth"] is None
 

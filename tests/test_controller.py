@@ -10,7 +10,7 @@ import lp_jax
 from lp_jax import train
 from lp_jax.train._controller import _measured
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 LAYERS, WIDTH, BATCH = 24, 4, 16
 SOLVER = lp_jax.Picard(sweeps=LAYERS, rtol=1e-2)

@@ -30,7 +30,6 @@ gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
 MESHES = {"layers": ((4,), ("layers",)), "layers and examples": ((4, 2), ("layers", "data"))}
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("set_mesh", [False, True], ids=["no context", "set_mesh"])
 @pytest.mark.parametrize("placed", ["anywhere", "everywhere", "spread"])
 @pytest.mark.parametrize("name", MESHES)
@@ -75,7 +74,6 @@ def test_a_batch_over_the_axis_of_the_layers_is_refused(jit):
         (jax.jit(solve) if jit else solve)(jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("layers"))))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_what_a_step_closes_over_has_no_place_either():
     mesh = jax.make_mesh((4, 2), ("layers", "data"))
     params = jnp.asarray(RNG.normal(size=(13, 4, 4)))
@@ -96,7 +94,6 @@ def test_what_a_step_closes_over_has_no_place_either():
         closing(scale, mesh)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_the_pullback_takes_arrays_of_an_explicit_mesh():
     mesh = jax.make_mesh((4, 2), ("layers", "data"))
     params = jax.device_put(jnp.asarray(RNG.normal(size=(16, 4, 4))), NamedSharding(mesh, PartitionSpec("layers")))

@@ -15,7 +15,6 @@ import lp_jax
 from lp_jax import nn
 
 pytest.importorskip("safetensors", reason="the extra lp_jax[nn] is not installed")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LAYERS, WIDTH = 6, 5
 GRID = (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.1)

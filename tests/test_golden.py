@@ -16,8 +16,6 @@ from problems import INJECT, Dense, cases, conv_step, dense_params, dense_state,
 import lp_jax
 from lp_jax import _tree
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROUNDING = 16 * np.finfo(np.float64).eps
 RELAX = {0: "F", 1: "FCF", 2: "FCFCF"}
 

@@ -10,8 +10,6 @@ from recurrent import BATCH, FEATURES, HIDDEN, LENGTHS, STEPS, TARGET, UNITS, X,
 import lp_jax
 from lp_jax import nn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # three intervals: exact after three cycles
 SOLVERS = {
     "serial": lp_jax.Serial(),

@@ -17,7 +17,7 @@ from conftest import QUICK
 from lp_jax import train
 from lp_jax.cli import main
 
-pytestmark = pytest.mark.usefixtures("standard_promotion", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SCRIPT = launch.HERE / "command.py"
 RANK = "OMPI_COMM_WORLD_RANK"
@@ -82,7 +82,7 @@ def test_a_run_moves_from_engine_to_engine(tmp_path):
     "count, options, message",
     [
         (1, [], "--mpi finds a single rank; start with mpirun -n 4"),
-        (3, ["--layers", 2], "2 layers can be cut into 2 runs .* there are 3 ranks"),
+        (2, ["--layers", 1], "1 layers can be cut into 1 runs .* there are 2 ranks"),
         (2, ["--devices", 3], "makes 3 ranks and mpirun started 2"),
     ],
 )

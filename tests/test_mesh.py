@@ -73,7 +73,6 @@ def on_one_device(name):
     return everything(SOLVERS[name], None)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("workers", "sequential"), [(2, "relay"), (3, "relay"), (4, "relay"), (8, "relay"), (3, "gather"), (8, "gather")]
 )
@@ -81,7 +80,6 @@ def test_numbers_do_not_depend_on_the_number_of_devices(workers, sequential):
     assert_same(everything(SOLVERS["3 levels"], line(workers, sequential=sequential)), on_one_device("3 levels"))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("name", "workers"), [(n, 3 if i % 2 else 8) for i, n in enumerate(SOLVERS) if n != "3 levels"]
 )
@@ -89,7 +87,6 @@ def test_no_solver_depends_on_the_number_of_devices(name, workers):
     assert_same(everything(SOLVERS[name], line(workers)), on_one_device(name))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["Picard", "windows", "Newton", "Picard coarsest"])
 def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch, name):
     """What an accelerator runs: sweeps are batches there, and sums are taken in groups."""
@@ -100,7 +97,6 @@ def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch
     assert_same(everything(SOLVERS[name], line(3)), wanted)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_forward_and_adjoint_may_coarsen_differently():
     """Runs are aligned to both: 12 layers here."""
     solver, adjoint = lp_jax.MGRIT(iterations=3, coarsening=4), lp_jax.MGRIT(iterations=2, coarsening=6)
@@ -108,7 +104,6 @@ def test_forward_and_adjoint_may_coarsen_differently():
     assert_same(everything(lp_jax.Serial(), line(3), adjoint), everything(lp_jax.Serial(), None, adjoint))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_one_device_in_the_mesh():
     assert_same(everything(SOLVERS["3 levels"], line(1)), on_one_device("3 levels"))
 
@@ -124,7 +119,6 @@ EXACT = {
 """On 13 layers, by finite termination."""
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_of_all_that_devices_share_are_those_of_a_scan(name):
     """Parameters, the state that enters, and values that all devices have: shared, and closed over; no device's part twice.
@@ -155,7 +149,6 @@ def test_gradients_of_all_that_devices_share_are_those_of_a_scan(name):
         jax.jvp(lambda y0: loss(params, y0, data, scale, offset), (y0,), (y0,))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [2, 8])
 def test_guesses(workers):
     params, y0 = dense_params(30, 4), dense_state(3, 4)
@@ -173,7 +166,6 @@ def odd_step(y, layer):
     return y + layer.dt * scale * total, {"index": layer.index, "norm": jnp.sum(total**2)}
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [3, 8])
 def test_scalar_states_aux_loops_in_the_step_and_closures(workers):
     def loss(scale, factor, comm):
@@ -192,7 +184,6 @@ def test_scalar_states_aux_loops_in_the_step_and_closures(workers):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_vmap_eager_and_another_batch():
     params = dense_params(12, 4)
     run = functools.partial(lp_jax.solve, dense_step, params, solver=lp_jax.MGRIT(), comm=line(3))
@@ -204,7 +195,6 @@ def test_vmap_eager_and_another_batch():
         np.testing.assert_allclose(jax.vmap(lambda y0: run(y0).y1)(many)[0], serial, rtol=1e-12)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_arrays_may_be_anywhere():
     """On one device, on all, or spread already, committed or not."""
     comm, params, y0 = line(4), dense_params(16, 4), dense_state(3, 4)
@@ -215,7 +205,6 @@ def test_arrays_may_be_anywhere():
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [3, 8])
 def test_training_ends_with_the_same_parameters(workers):
     """200 steps on real digits, 22 layers."""

@@ -13,7 +13,7 @@ from networks import F64, assert_close, mesh, normal
 import lp_jax
 from lp_jax import nn, train
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SERIAL = lp_jax.Serial()
 BATCH = np.asarray(normal((8, 3))), np.arange(8) % 2

@@ -26,13 +26,16 @@ def passes(ranks, *cases):
 
 JOBS = {
     "1 rank": (1, "small=some", "outputs", "restarts", "examples"),
-    "2 ranks, solvers": (2, "solvers=3 levels,identity,Picard,Newton,FCF,W,Picard steps,trajectory"),
-    "2 ranks, more solvers": (2, "solvers=tolerance,user's rule,serial,windows", "small=all", "disagree", "wires"),
+    "2 ranks, solvers": (2, "solvers=3 levels,identity,Picard,Newton,tolerance,serial,windows"),
+    "2 ranks, dtypes": (2, "small=all", "disagree", "wires"),
     "2 ranks, the rest": (2, "grid=1", "grid=2", "modules", "examples"),
     "3 ranks": (3, "training", "messages", "spline", "outputs", "restarts", "one_shot"),
     "4 ranks": (4, "solvers=3 levels", "small=some", "grid=2", "outputs", "restarts"),
 }
-"""Few jobs with several cases each, as every rank of a job imports all of the library anew; see ranks_solve.py."""
+"""Few jobs with several cases each, as every rank of a job imports all of the library anew; see ranks_solve.py.
+
+Solvers whose messages are those of one of these, only more of them or fewer, run on meshes alone (test_mesh.py).
+"""
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -14,7 +14,7 @@ from networks import F64, assert_close, normal
 import lp_jax
 from lp_jax import nn, train
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 X, LABELS = np.asarray(normal((8, 3))), np.arange(8) % 2
 

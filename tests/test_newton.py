@@ -23,8 +23,6 @@ from lp_jax import _affine
 from lp_jax._comm import Local
 from lp_jax._jacobians import Blocks, Full
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 N, WIDTH, T1 = 13, 4, 6.0
 
 

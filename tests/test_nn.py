@@ -20,9 +20,6 @@ LAYERS = 6
 EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=3)  # three intervals: exact after three cycles
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def dense(rngs, **options):
     return nn.DenseResidual(5, param_dtype=F64, rngs=rngs, **options)
 

@@ -114,6 +114,7 @@ def test_five_classes(oneshot):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_one_shot_trains_as_serial_propagation_does(oneshot):
     """At a tenth of its depth, and about twice its work: one sweep per gradient, two for the adjoint and for each trial."""
     layers, (batch, starts, histories) = 32, oneshot

@@ -86,7 +86,6 @@ EXACT = {
 }
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", EXACT)
 def test_the_gradient_is_that_of_the_scan(name):
     for last in (1.0, 0.0):  # with the last state, and of the outputs alone
@@ -101,7 +100,6 @@ def test_a_loss_that_does_not_see_the_last_state():
     assert relative_error(got, wanted) < 1e-12
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [3, 8])
 @pytest.mark.parametrize(
     "solver",
@@ -271,7 +269,6 @@ NETWORKS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_whose_layers_have_losses(name):
     layer_step, shapes = NETWORKS[name]

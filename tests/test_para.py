@@ -48,7 +48,6 @@ def by_hand(kind, cell, x):
     return np.stack(found, axis=1)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("steps", [1, 37])
 def test_states_are_those_of_a_loop_with_every_gate(kind, steps):
@@ -63,7 +62,6 @@ def objective(cell, x, **solvers):
     return jnp.sum(jnp.sin(solution.aux)) + sum(jnp.sum(h**2) for h in jax.tree.leaves(solution.y1))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", CELLS)
 def test_gradients_take_one_iteration(kind):
     """Of losses that look at all times; ``adjoint_solver`` is the module's own where none is named."""
@@ -90,7 +88,6 @@ def test_an_iteration_takes_one_evaluation_for_each_state(kind):
     assert loops("diagonal") == loops("identity")
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("steps", [256, 2048])
 def test_four_iterations_at_the_start_whatever_the_length(kind, steps):
@@ -102,7 +99,6 @@ def test_four_iterations_at_the_start_whatever_the_length(kind, steps):
     assert jnp.log(norms[4] / norms[3]) < 1.5 * jnp.log(norms[3] / norms[2])  # the order of convergence
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("workers", [3, 8])
 def test_over_devices(kind, workers):
@@ -116,7 +112,6 @@ def test_over_devices(kind, workers):
     jax.tree.map(close, jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", CELLS)
 def test_a_sequence_in_two_parts(kind):
     cell, x = make(kind, solver=lp_jax.Serial()), sequences(20)
@@ -135,7 +130,7 @@ def test_refusals():
         nn.ParaGRU(3, 4, solver="newton", rngs=nnx.Rngs(0))
 
 
-LENGTH, WIDTH = 128, 32
+LENGTH, WIDTH = 128, 16
 
 
 class Counter(nnx.Module):
@@ -150,12 +145,12 @@ class Counter(nnx.Module):
         return self.head(self.cell(2 * bits[..., None] - 1))[..., 0]
 
 
-@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.usefixtures("optimised", "standard_promotion")
 def test_parity_of_128_bits_is_learnt():
     model = Counter(nnx.Rngs(0))
     optimizer = nnx.Optimizer(
         model,
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-2)),
         wrt=nnx.Param,
     )
 
@@ -177,9 +172,10 @@ def test_parity_of_128_bits_is_learnt():
     def draw(examples):
         return rng.integers(0, 2, size=(examples, LENGTH)).astype(np.float32)
 
-    for number in range(600):
-        update(model, optimizer, draw(64))
-        if number % 50 == 49 and right(model, draw(256)) == 1.0:
-            break
+    found = []  # how many are right, now and then
+    while found[-2:] != [1.0, 1.0] and len(found) < 20:
+        for _ in range(25):
+            update(model, optimizer, draw(32))
+        found.append(float(right(model, draw(256))))
     model.cell.solver = nnx.static(lp_jax.Serial())
     assert right(model, draw(512)) == 1.0

@@ -19,7 +19,7 @@ import lp_jax
 from lp_jax import nn, planning, train, viz
 from lp_jax._comm import OneDevice
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=8)
 

@@ -140,7 +140,7 @@ def few_samples(monkeypatch):
     monkeypatch.setattr(_measure, "_SAMPLE", 1e-3)
 
 
-@pytest.mark.usefixtures("quick_compilation", "few_samples")
+@pytest.mark.usefixtures("few_samples")
 def test_calibration_measures_the_network_that_it_is_given(tmp_path):
     def step(y, layer):
         return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + layer.data[None])
@@ -161,7 +161,6 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
     assert counted.newton is not None and len(counted.newton) == 1 and counted.newton[0] > 0
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("layers, span", [(8, 4), (12, 4), (16, 4), (128, 32)])
 def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
     """However few intervals there are: none is exact before the second cycle, which would be left out."""
@@ -178,7 +177,7 @@ def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
     assert seen == [(1, 1), (2, 1), (1, 2)]
 
 
-@pytest.mark.usefixtures("quick_compilation", "few_samples")
+@pytest.mark.usefixtures("few_samples")
 def test_calibration_tells_what_an_interval_takes_beside_its_layers():
     params = jax.random.normal(jax.random.key(0), (128, 4, 4))
     problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
@@ -352,7 +351,6 @@ def test_where_nothing_can_win_no_hierarchy_is_compiled_and_the_alternative_is_n
     assert "On 2 devices: along the examples, 2 times as fast" in planning.reason(found)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_errors_are_those_of_the_gradient(monkeypatch):
     """Against jax.grad through a scan, on the same loss."""
     params = jax.random.normal(jax.random.key(0), (32, 6, 6)) / 3

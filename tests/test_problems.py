@@ -15,8 +15,6 @@ from lp_jax.cli._problem import find, model_and_training
 from lp_jax.cli.problems.gum import interlinear
 from lp_jax.cli.problems.text import written
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(autouse=True)
 def as_users_run_it():

@@ -152,6 +152,7 @@ def test_a_small_network_compiled_for_a_gpu(tmp_path):
     assert "| Picard, 8 sweeps" in (tmp_path / "program.md").read_text()
 
 
+@pytest.mark.usefixtures("optimised")  # it runs each layer
 def test_estimates_are_near_what_compiled_programs_count():
     """Within a factor of three, of every program whose loops have known lengths."""
     rows = json.loads((BENCHMARKS / "results" / "h200" / "program.json").read_text())["rows"]

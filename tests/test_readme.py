@@ -1,7 +1,6 @@
 """The examples of the pages run, and say what they compute; links lead somewhere."""
 
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-"""For pages that compile much and compute little."""
 
 
 def code_of(page):
@@ -19,11 +16,10 @@ def code_of(page):
     return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL))
 
 
-def output(code, **environment):
+def output(code):
     """What a program prints."""
     command = [sys.executable, "-c", code]
-    env = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=env).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 def test_the_package_has_no_links_into_the_repository():
@@ -42,11 +38,11 @@ def test_the_example_runs():
 
 
 def test_the_examples_of_architectures_run():
-    output(code_of("docs/architectures.md"), **QUICK)
+    output(code_of("docs/architectures.md"))
 
 
 def test_the_examples_of_training_run_and_print_what_they_say():
-    learns, depths, cycle, within = output(code_of("docs/training.md"), **QUICK).splitlines()
+    learns, depths, cycle, within = output(code_of("docs/training.md")).splitlines()
     assert (learns, depths, within) == ("True", "64 [16, 32, 64]", "True")
     assert (
         5.5 <= float(cycle) <= 7.5
@@ -54,7 +50,7 @@ def test_the_examples_of_training_run_and_print_what_they_say():
 
 
 def test_the_examples_of_scanned_models_run_and_change_one_line():
-    first, *_ = output(code_of("docs/scanned.md"), **QUICK).splitlines()
+    first, *_ = output(code_of("docs/scanned.md")).splitlines()
     assert first == "True"
     diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "scanned.md").read_text(), flags=re.DOTALL)
     assert len(diffs) == 5

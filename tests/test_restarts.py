@@ -45,7 +45,6 @@ def solve_vjp(adjoint_solver, adjoint_guess=None, solver=Serial(), **options):
     return pullback(COTANGENT)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_from_the_solution_nothing_is_left_to_do(name, workers):
@@ -70,7 +69,6 @@ def test_sweeps_go_on_where_they_ended(solver):
     assert float(jnp.abs(second.adjoint_trajectory - exact()).max()) < 1e-3
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("comm", [None, 3])
 def test_the_gradient_of_a_guess_is_the_next_one(comm):
     solver, comm = MGRIT(coarsening=4, iterations=1, coarse_step=INJECT), comm and mesh(comm)

@@ -81,7 +81,6 @@ def assert_same(got, wanted, tolerance):
     jax.tree.map(leaf, got, wanted)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("n", "reverse"), [(0, False), (1, False), (7, True), (13, False), (16, True)])
 @pytest.mark.parametrize("name", BODIES)
 def test_the_results_are_those_of_lax_scan(name, n, reverse):
@@ -94,7 +93,6 @@ def test_the_results_are_those_of_lax_scan(name, n, reverse):
         assert_same(got, wanted, tolerance)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("name", "workers"), [("trees", 2), ("counting", 8)])
 def test_layers_over_devices(name, workers):
     body, make = BODIES[name]

@@ -30,7 +30,6 @@ def library(request):
         yield request.param
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_one_call_is_changed(library):
     run = scanned_models.LOSSES[library]
     loss, gradient = run(scanned_models.own(library))
@@ -41,7 +40,6 @@ def test_one_call_is_changed(library):
         assert relative_error(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient)) < tolerance
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("workers", [3, 8])
 def test_layers_over_devices(library, workers):
     mesh = jax.make_mesh((workers,), ("layers",), devices=jax.devices()[:workers])
@@ -140,7 +138,6 @@ class Stack(linen.Module):
         return layers(name="layers")(x, own, shared)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_linen_masks_belong_to_call_and_layer():
     x, own = jnp.ones((2, 4)), jnp.linspace(0, 1, 8)
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))

@@ -12,8 +12,6 @@ from problems import INJECT, relative_error, serial_loss_and_gradient, solved_lo
 
 import lp_jax
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KINDS = list(itertools.product(("full_weighting", "injection"), ("linear", "constant")))
 
 

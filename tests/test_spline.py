@@ -13,8 +13,6 @@ from networks import F64, assert_close, mesh, normal
 import lp_jax
 from lp_jax import nn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LAYERS, WIDTH = 8, 5
 EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=4)  # four intervals: exact after four cycles
 GRID = np.linspace(0.0, 1.5, LAYERS + 1) ** 2

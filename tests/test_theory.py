@@ -22,8 +22,6 @@ from problems import (
 import lp_jax
 from lp_jax import _tree
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MEAN = lp_jax.Rediscretize(params="mean")
 COARSE_STEPS = {
     "inject": INJECT,

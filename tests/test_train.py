@@ -20,7 +20,7 @@ import lp_jax
 from lp_jax import nn, train
 
 # optax's Adam raises floats to an integer step count
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 INJECT = lp_jax.Rediscretize(params="inject")

@@ -14,7 +14,7 @@ import lp_jax
 from lp_jax import nn
 from lp_jax.nn._network import _combined_stats
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_promotion", "rank_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 BATCH, LENGTH, OTHER, WIDTH, HEADS, LAYERS = 2, 5, 4, 6, 2, 4
 MASK = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])

@@ -74,7 +74,6 @@ CELLS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("name", ALL)
 def test_what_every_solver_can(name, cell):
@@ -106,7 +105,6 @@ def test_forward_mode(name, mode):
         FORWARD[mode](f, PARAMS)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ALL)
 def test_reverse_mode_twice(name):
     f = functools.partial(loss, solver=ALL[name])
@@ -117,7 +115,6 @@ def test_reverse_mode_twice(name):
         twice(f, PARAMS)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["Serial", "Picard", "Newton", "MGRIT, all kept"])
 def test_second_derivatives_over_a_mesh(name):
     """These differentiate through the shard_map; with weights that all devices share, and a loss of every layer."""
@@ -178,18 +175,14 @@ for seed, solver in enumerate(solvers):
 
 
 @pytest.mark.parametrize(
-    "setting",
+    "settings",
     [
-        "JAX_DEBUG_NANS=1",
-        "JAX_DEBUG_KEY_REUSE=1",
-        "JAX_NUMPY_DTYPE_PROMOTION=strict",
-        "JAX_ENABLE_CHECKS=1",
-        "JAX_CHECK_TRACER_LEAKS=1",
+        {"JAX_DEBUG_NANS": "1", "JAX_DEBUG_KEY_REUSE": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict"},
+        {"JAX_ENABLE_CHECKS": "1", "JAX_CHECK_TRACER_LEAKS": "1"},
     ],
+    ids=" ".join,
 )
-def test_every_solver_under_the_checks_of_jax(setting):
-    name, value = setting.split("=")
-    ran = subprocess.run(
-        [sys.executable, "-c", CHECKED], env={**os.environ, name: value}, capture_output=True, text=True, timeout=300
-    )
+def test_every_solver_under_the_checks_of_jax(settings):
+    command = [sys.executable, "-c", CHECKED]
+    ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
     assert ran.stdout.count("ok") == 9, ran.stderr[-2000:]
