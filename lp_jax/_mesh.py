@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import _check, _tree
 from lp_jax._comm import SEQUENTIAL, Comm, Local, Run, Unit, Workers, common_unit
@@ -72,9 +72,11 @@ class MeshComm(Comm):
         return str(self.mesh.devices.flat[0].platform)
 
     @property
-    def automatic(self) -> Mesh:
-        """The mesh with all axes automatic."""
-        names = self.mesh.axis_names
+    def automatic(self) -> Mesh | AbstractMesh:
+        """The mesh with all axes automatic; within a `jax.shard_map` over others, as it is there."""
+        names, here = self.mesh.axis_names, jax.sharding.get_abstract_mesh()
+        if here.manual_axes and here.axis_names == names:
+            return here
         return Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
 
     def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
@@ -191,7 +193,7 @@ class OnMesh(Workers):
     derivatives are; the tests compare them with those of one device.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axis: str
 
     def index(self) -> jax.Array:

@@ -49,6 +49,14 @@ def test_the_examples_of_training_run_and_print_what_they_say():
     )  # three gradients of the deep network, three of half, two of a quarter, and trials
 
 
+def test_the_examples_of_data_parallelism_run_and_print_what_they_say():
+    page = "docs/data_parallel.md"
+    promised = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)[0].splitlines()
+    found = output(code_of(page)).splitlines()
+    for (name, wanted), (way, loss) in zip(*((line.split(": ") for line in x) for x in (promised, found)), strict=True):
+        assert name == way and abs(float(wanted) - float(loss)) < 0.005
+
+
 def test_the_examples_of_scanned_models_run_and_change_one_line():
     first, *_ = output(code_of("docs/scanned.md")).splitlines()
     assert first == "True"

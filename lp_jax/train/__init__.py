@@ -12,6 +12,10 @@ except ModuleNotFoundError as error:
         f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
+from lp_jax.train._average import average_gradients as average_gradients
+from lp_jax.train._average import bfloat16 as bfloat16
+from lp_jax.train._average import eight_bits as eight_bits
+from lp_jax.train._average import top_k as top_k
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
 from lp_jax.train._classification import Evaluation as Evaluation
