@@ -25,18 +25,19 @@ def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: Coar
         at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
         intervals = busiest(grid[at], work.workers)
         if stop.label == "solve":
-            _count_solve(level, coarse_step, coarsest)
+            _count_solve(level.during("coarse solve"), coarse_step, coarsest)
         elif following is not None and following.level > at:  # down
-            sweeps = stop.label.count("F")
-            for _ in range(sweeps):
-                level.steps(factor, intervals)
+            relaxed = level.during("coarse relaxation" if at else "relaxation")
+            for _ in range(stop.label.count("F")):
                 if at == 0 and level.looped:  # states at F-points, in every sweep
-                    level.evaluate_again(factor - 1, intervals)
-            level.sent(sweeps)
-            levels[at + 1].steps(1, intervals)  # the coarse right-hand side
+                    level.during("states again").evaluate_again(factor - 1, intervals)
+                relaxed.steps(factor, intervals)
+                relaxed.sent(1)
+            levels[at + 1].during("coarse right-hand side").steps(1, intervals)
         elif at > 0:  # up
-            level.steps(factor - 1, intervals)
-            level.sent(1)
+            corrected = level.during("correction")
+            corrected.steps(factor - 1, intervals)
+            corrected.sent(1)
 
 
 def _count_solve(level: Work, coarse_step: CoarseStep, coarsest: Solver) -> None:

@@ -270,9 +270,10 @@ class MGRIT(Solver):
             count_stops(once, grid, stops(relaxations, self.cycle), self._coarse, self.coarsest)
             work.schedule.include(once.schedule, times)
         intervals, factor = busiest(grid[0], work.workers), grid[0][1]
-        work.evaluate(factor, intervals, gradient=True)
-        work.sent(1)
-        work.evaluate_again(factor - 1, intervals)
+        work.during("states again").evaluate_again(factor - 1, intervals)
+        last = work.during("final sweep")
+        last.evaluate(factor, intervals, gradient=True)
+        last.sent(1)
 
     def held(self, sizes: Sizes) -> Held:
         grid = self.grid(sizes.layers)[:-1]

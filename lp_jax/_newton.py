@@ -210,12 +210,16 @@ class Newton(Solver):
         if work.step is not None:
             raise NotImplementedError(_WITHIN)
         relaxations = min(self.relaxations, work.layers)
-        work.steps(relaxations, work.mine)
-        if self.jacobian == "full":
-            work.add("newton", self.iterations, work.mine)
-        else:  # of layers that act in place: the states, and their derivative
-            work.steps(self.iterations * (1 + (self.jacobian == "diagonal")), work.mine)
-        work.sent(relaxations + self.iterations * (1 + work.prefix))
+        for _ in range(relaxations):
+            work.steps(1, work.mine)
+            work.sent(1)
+        iteration = work.during("Newton iteration")
+        for _ in range(self.iterations):
+            if self.jacobian == "full":
+                iteration.add("newton", 1, work.mine)
+            else:  # of layers that act in place: the states, and their derivative
+                iteration.steps(1 + (self.jacobian == "diagonal"), work.mine)
+            iteration.sent(1 + work.prefix)
         work.last_evaluation()
 
     def count_steps(self, work: Work, count: int, at_once: int) -> None:

@@ -244,12 +244,16 @@ class Picard(Solver):
         if self.windows > 1:
             span = self.unit(work.layers)
             work = dataclasses.replace(work, unit=span)
-            work.steps(-(-work.layers // span) * (sweeps - 1), span)
-            work.sent(work.workers - 1 + (work.workers > 1))
+            in_turn = dataclasses.replace(work, in_turn=True)
+            in_turn.steps(-(-work.layers // span) * (sweeps - 1), span)
+            in_turn.sent(work.workers - 1)
+            work.sent(1)
             sweeps = 1
-        work.steps(sweeps, work.mine)
-        recomputes = work.workers > 1 and work.adjoint and not work.kept  # the states that enter
-        work.sent(sweeps * work.prefix + recomputes)
+        if work.adjoint and not work.kept:  # the states that enter
+            work.sent(1)
+        for _ in range(sweeps):
+            work.steps(1, work.mine)
+            work.sent(work.prefix)
         work.last_evaluation()
 
     def count_steps(self, work: Work, count: int, at_once: int) -> None:

@@ -80,7 +80,9 @@ class Serial(Solver):
     evaluates = "series"
 
     def count(self, work: Work) -> None:
+        work = dataclasses.replace(work, in_turn=True)
         if work.step is None:
+            work = work.during("propagation")
             work.evaluate(work.layers, 1, gradient=True)
         else:
             work.steps(work.layers, 1)

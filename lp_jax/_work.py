@@ -26,6 +26,24 @@ class Batch(NamedTuple):
     layers: int
 
 
+class Event(NamedTuple):
+    """What a worker does without waiting for another one.
+
+    Attributes:
+        phase: name of the part of the solve: "sweep", "relaxation", "coarse solve", ...
+        kind: that of the batches, or "message".
+        times: number of batches, one after the other, or of messages.
+        layers: number of layers in a batch; 0 of a message.
+        in_turn: whether the workers do it one after the other, each its part; they all do it at the same time else.
+    """
+
+    phase: str
+    kind: str
+    times: int
+    layers: int
+    in_turn: bool = False
+
+
 @dataclasses.dataclass
 class Schedule:
     """What a solve, or a training step, does on the busiest worker.
@@ -36,17 +54,32 @@ class Schedule:
             once are evaluated one by one.
         states: messages of one state that are waited for, one after the other.
         reductions: sums and broadcasts over all workers.
+        events: the same batches and messages in the order in which they happen.
     """
 
     batches: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
     rows: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     states: int = 0
     reductions: int = 0
+    events: list[Event] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
-    def add(self, kind: str, count: int, layers: int, *, looped: bool, rows: int = 0) -> None:
+    def add(
+        self,
+        kind: str,
+        count: int,
+        layers: int,
+        *,
+        looped: bool,
+        rows: int = 0,
+        phase: str = "sweep",
+        in_turn: bool = False,
+    ) -> None:
         """Add ``count`` batches of ``layers`` layers each, or all of these layers one by one, in ``rows`` rows."""
         if count and layers:
-            self.batches[Batch(kind, 1 if looped else layers)] += count * (layers if looped else 1)
+            if looped:
+                count, layers = count * layers, 1
+            self.batches[Batch(kind, layers)] += count
+            self.events.append(Event(phase, kind, count, layers, in_turn))
             if looped and rows:
                 self.rows[kind] += rows
 
@@ -56,6 +89,7 @@ class Schedule:
             self.rows + other.rows,
             self.states + other.states,
             self.reductions + other.reductions,
+            self.events + other.events,
         )
 
     def include(self, other: "Schedule", times: int) -> None:
@@ -65,6 +99,7 @@ class Schedule:
                 mine[key] += times * n  # type: ignore[index]
         self.states += times * other.states
         self.reductions += times * other.reductions
+        self.events += times * other.events
 
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
@@ -95,6 +130,8 @@ class Work:
     step: CoarseStep | None = None  # the coarse step, if the chain is a coarse level; None for layers
     span: int = 1  # number of layers that a step stands for
     unit: int = 1  # number of steps that must live on one worker
+    phase: str = "sweep"  # name of the part of the solve that is counted
+    in_turn: bool = False  # whether the workers do that part one after the other
     schedule: Schedule = dataclasses.field(default_factory=Schedule)  # what has been counted so far
 
     @property
@@ -110,6 +147,10 @@ class Work:
     def on(self, steps: int, step: CoarseStep, span: int) -> "Work":
         """Return a coarse level of this chain; what it counts is added to the same schedule."""
         return dataclasses.replace(self, layers=steps, step=step, span=span)
+
+    def during(self, phase: str) -> "Work":
+        """Return this chain, of which a part called ``phase`` is counted next; it is added to the same schedule."""
+        return dataclasses.replace(self, phase=phase)
 
     def apart(self) -> "Work":
         return dataclasses.replace(self, schedule=Schedule())
@@ -143,24 +184,34 @@ class Work:
 
     def add(self, kind: str, count: int, layers: int, *, rows: int = 0) -> None:
         """Record ``count`` batches of one kind."""
-        self.schedule.add(kind, count, layers, looped=self.looped, rows=rows if self.in_rows else 0)
+        self.schedule.add(
+            kind,
+            count,
+            layers,
+            looped=self.looped,
+            rows=rows if self.in_rows else 0,
+            phase=self.phase,
+            in_turn=self.in_turn,
+        )
 
     def sent(self, states: int) -> None:
         """Record messages of a state between neighbours, one after the other."""
-        if self.workers > 1:
+        if self.workers > 1 and states:
             self.schedule.states += states
+            self.schedule.events.append(Event(self.phase, "message", states, 0, self.in_turn))
 
     def last_evaluation(self) -> None:
         """Record what a solver with a state after every layer does at the end: it keeps layers, or forms the gradient."""
         if self.step is not None or not (self.adjoint or self.kept):
             return
-        self.sent(1)
+        last = self.during("final sweep")
+        last.sent(1)
         if not self.adjoint:
-            self.add("forward", 1, self.mine)
+            last.add("forward", 1, self.mine)
             return
         if not self.kept:
-            self.add("linearise", 1, self.mine)
-        self.add("gradient", 1, self.mine)
+            last.add("linearise", 1, self.mine)
+        last.add("gradient", 1, self.mine)
 
 
 def prefix_messages(workers: int) -> int:

@@ -1,5 +1,6 @@
 """Pictures: they show the numbers they were given, and nothing overlaps."""
 
+import collections
 import itertools
 import math
 
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from problems import INJECT
+from relaxation import Relaxation
 
 import lp_jax
-from lp_jax import _serial, viz
+from lp_jax import _serial, planning, viz
 from lp_jax.train import flat
-
-INJECT = lp_jax.Rediscretize(params="inject")
+from lp_jax.viz._hierarchy import batches
+from lp_jax.viz._schedule import timelines
 
 
 def rows(accuracy, steps=40):
@@ -94,10 +97,29 @@ def test_curves_without_evaluations_or_with_gaps():
         viz.curves({"serial": []})
 
 
+def test_a_race_marks_when_the_target_is_reached():
+    def log(step_time, accuracies):
+        train = [{"kind": "train", "step": n, "step_time": step_time} for n in range(1, 31)]
+        return train + [{"kind": "test", "step": 10 * n, "accuracy": a} for n, a in enumerate(accuracies, 1)]
+
+    runs = {"serial": log(0.2, (0.5, 0.9, 0.95)), "layer-parallel": log(0.1, (0.4, 0.91, 0.96))}
+    figure = viz.race({**runs, "nested": log(0.05, (0.2, 0.3, 0.8))}, target=0.9)
+    assert figure.get_suptitle() == "90.0% test accuracy after 4 s with serial, 2 s with layer-parallel"
+    (ax,) = figure.axes
+    named = {line.get_label(): line for line in ax.lines}
+    np.testing.assert_allclose(named["serial"].get_xdata(), [2.0, 4.0, 6.0])
+    np.testing.assert_allclose(named["nested"].get_ydata(), [0.2, 0.3, 0.8])
+    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    assert viz.race(runs).get_suptitle().startswith("95.0% test accuracy after 6 s with serial, 3 s")
+    assert viz.race(runs, target=0.99).get_suptitle() == "No run reaches 99.0%"
+    with pytest.raises(ValueError, match="'serial' has no row of kind 'test'"):
+        viz.race({"serial": rows(0.9)[:-2] and [{"kind": "train", "step": 1, "step_time": 1.0}]})
+
+
 def test_residuals_show_first_and_last_probe():
     probes = [probe(step, [None, 1.0, 0.1], [None, 0.5, 0.01]) for step in range(1, 12)]
     figure = viz.residuals(probes, moments=3)
-    assert figure.get_suptitle() == "A cycle divides the residual norm by 10 to 50"
+    assert figure.get_suptitle() == "The residual norm falls by a factor of 10 to 50"
     forward, adjoint = figure.axes
     assert [line.get_label() for line in forward.lines] == ["step 1", "step 6", "step 11"]
     np.testing.assert_array_equal(forward.lines[0].get_xdata(), [2, 3])
@@ -105,9 +127,15 @@ def test_residuals_show_first_and_last_probe():
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
 
 
-def test_residuals_that_grow_are_in_the_title():
-    figure = viz.residuals([probe(1, [1.0, 3.0], [1.0, 0.5])])
-    assert figure.get_suptitle() == "The residual norm grows in some cycles, by up to 3"
+def test_residuals_that_grow_are_in_the_title_unless_rounding_does_it():
+    grows = probe(1, [1.0, 3.0], [1.0, 0.5])
+    assert viz.residuals([grows]).get_suptitle() == "The residual norm grows in 1 of 2 solves, by up to 3"
+    scales = {"forward_scale": 10.0, "adjoint_scale": 10.0}
+    assert "grows in 1 of 2" in viz.residuals([grows | scales]).get_suptitle()
+    converged = [probe(1, [1e-6, 3e-6], [1e-7, 1e-7]) | scales]
+    assert viz.residuals(converged).get_suptitle() == "The residual norms are as small as rounding lets them be"
+    both = [*converged, probe(2, [1.0, 2.0, 1e-3], [1.0, 0.5]) | scales]
+    assert viz.residuals(both).get_suptitle() == "The residual norm falls by factors of up to 1000"
     with pytest.raises(ValueError, match="no row of kind 'probe'"):
         viz.residuals(rows(0.9))
 
@@ -125,6 +153,19 @@ def test_gradient_errors_and_the_runs_own():
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
     with pytest.raises(ValueError, match="errors is empty"):
         viz.gradient_errors({})
+
+
+def test_gradient_errors_against_work():
+    errors = {"injection": [0.9, 0.1], "2 Picard sweeps": [5e-3, 6e-6]}
+    work = {"injection": [1.5, 3.0], "2 Picard sweeps": [4.0, 9.0]}
+    figure = viz.gradient_errors(errors, work=work, run=("this run", 4.0, 5e-3))
+    (ax,) = figure.axes
+    for line, values in zip(ax.lines, [*work.values(), [4.0]], strict=False):
+        np.testing.assert_array_equal(line.get_xdata(), values)
+    assert "multiples of serial" in ax.get_xlabel()
+    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    with pytest.raises(ValueError, match="a number for each error"):
+        viz.gradient_errors(errors, work={"injection": [1.5, 3.0]})
 
 
 def test_gradient_errors_that_are_zero_or_alone_have_a_title_too():
@@ -152,9 +193,9 @@ def test_hierarchy_is_legible(name, tmp_path):
     figure = viz.hierarchy(solver, layers, t1=2.0, adjoint_solver=lp_jax.MGRIT(iterations=1))
     assert figure.get_suptitle().startswith(f"{layers} layers")
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
-    shown = "\n".join(text.get_text() for text in figure.axes[0].texts)
+    shown = "\n".join(text.get_text() for ax in figure.axes for text in ax.texts)
     span = 1
-    for steps, factor in solver.grid(layers):
+    for steps, factor in solver.grid(layers) if len(figure.axes) > 1 else []:
         assert f"{steps} steps" in shown
         if layers % span == 0:
             assert f"dt = {2.0 / layers * span:.4g}" in shown
@@ -198,3 +239,112 @@ def test_skipped_down_cycle_starts_on_the_coarsest_level():
     wanted = [(2, "solve"), (1, "F"), (0, "F"), (1, "FCF"), (2, "solve"), (1, "F"), (0, "FC")]
     assert [(stop.level, stop.label) for stop in stops] == wanted
     assert [stop.iteration for stop in stops if stop.iteration] == [1, 2]
+
+
+# --- which layers, and which workers, compute when ------------------------------------------------------------------
+
+
+def test_batches_of_a_solve_on_one_device():
+    """Windows one after the other, then all layers; a layer at a time serially."""
+    windows = batches(lp_jax.Picard(sweeps=3, windows=4), 64)
+    assert [(b.first, b.layers) for b in windows] == [(16 * w, 16) for w in range(4) for _ in (1, 2)] + 2 * [(0, 64)]
+    assert [(b.first, b.layers) for b in batches(lp_jax.Serial(), 5)] == [(n, 1) for n in range(5)]
+    figure = viz.hierarchy(lp_jax.Picard(sweeps=3, windows=4), 64)
+    (ax,) = figure.axes
+    spans = sorted(tuple(p.get_extents().intervalx) for c in ax.collections for p in c.get_paths())
+    assert spans == sorted((float(b.first), float(b.first + b.layers)) for b in windows)
+
+
+IDENTITY = {"coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=0), "storage": "all", "skip_downcycle": False}
+
+
+def lines_of(solver, adjoint, workers, looped=True, costs=None):
+    return timelines((solver, adjoint), 64, workers, looped=looped, costs=costs or {})
+
+
+def test_one_interval_per_worker_by_hand():
+    """Two relaxations and the final sweep forward; back one, the final sweep and the gradient: all workers at once."""
+    there, back = lines_of(lp_jax.MGRIT(iterations=2, **IDENTITY), lp_jax.MGRIT(iterations=1, **IDENTITY), 4)
+    for worker in range(4):
+        mine = [block[1:] for block in there.blocks if block.worker == worker]
+        assert mine == [("relaxation", 0, 16), ("relaxation", 16, 32), ("final sweep", 32, 48)]
+        mine = [block[1:] for block in back.blocks if block.worker == worker]
+        assert mine == [("relaxation", 0, 16), ("final sweep", 16, 32), ("gradient", 32, 48)]
+    assert {message[:2] for message in there.messages} == {(0, 1), (1, 2), (2, 3)}
+    assert {message[:2] for message in back.messages} == {(1, 0), (2, 1), (3, 2)}
+    assert {message.time for message in there.messages} == {16, 32, 48}
+
+
+def test_serial_propagation_goes_from_worker_to_worker():
+    there, back = lines_of(lp_jax.Serial(), lp_jax.Serial(), 4)
+    assert there.blocks == [(worker, "propagation", 16.0 * worker, 16.0 * (worker + 1)) for worker in range(4)]
+    assert there.messages == [(worker, worker + 1, 16.0 * (worker + 1)) for worker in range(3)]
+    assert [block.worker for block in back.blocks] == [3, 3, 2, 2, 1, 1, 0, 0] and back.end == 128
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_timeline_is_as_long_as_what_is_counted(workers, looped):
+    """The events hold each batch that is counted, and blocks of a worker follow each other without overlap."""
+    others = [lp_jax.MGRIT(levels=3, relaxation="FCF"), lp_jax.MGRIT(coarsest=lp_jax.Picard(sweeps=2)), Relaxation()]
+    windows = lp_jax.Picard(sweeps=2, windows=4, storage="states")
+    for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), windows, lp_jax.Newton(relaxations=3), *others):
+        pair = solver, solver.for_adjoint()
+        for line, adjoint in zip(lines_of(*pair, workers, looped), (False, True), strict=True):
+            options = {"workers": workers, "looped": looped, "kept": solver.keeps_states, "adjoint": adjoint}
+            counted = planning.count(pair[adjoint], 64, **options)
+            found = collections.Counter()
+            for event in counted.events:
+                if event.kind != "message":
+                    found[event.kind, event.layers] += event.times
+            assert found == counted.batches
+            assert line.end == pytest.approx(found.total())
+            for worker in range(workers):
+                mine = [block for block in line.blocks if block.worker == worker]
+                assert all(b.start >= a.end - 1e-9 for a, b in itertools.pairwise(mine))
+            assert bool(line.messages) == (workers > 1)
+
+
+SCHEDULES = {
+    "intervals": (lp_jax.MGRIT(iterations=2, **IDENTITY), 64, 4),
+    "fewer intervals than workers": (lp_jax.MGRIT(levels=3), 64, 8),
+    "coarse levels": (lp_jax.MGRIT(levels=3, coarse_step=INJECT), 256, 8),
+    "windows": (lp_jax.Picard(sweeps=3, windows=4), 64, 4),
+    "Newton": (lp_jax.Newton(iterations=2), 64, 4),
+    "alone": (lp_jax.Serial(), 64, 1),
+    "many": (lp_jax.Picard(sweeps=3), 1000, 40),
+    "from outside": (Relaxation(iterations=2), 64, 4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_legible_and_show_every_worker(name):
+    solver, layers, workers = SCHEDULES[name]
+    figure = viz.schedule(solver, layers, workers=workers)
+    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    (ax,) = figure.axes
+    busy = {round(path.get_extents().y0 + 0.3) for c in ax.collections for path in c.get_paths()[:1]}
+    active = min(workers, -(-layers // solver.unit(layers)))
+    assert set(range(active)) <= busy or solver.exact
+    named = [label.get_text() for label in ax.get_yticklabels()]
+    assert named[0].startswith("worker 0: layers 0-") and named[-1].startswith("serial")
+    assert ("no layers" in "".join(named)) == (name == "fewer intervals than workers")
+    assert figure.get_suptitle().endswith(f"{3 * layers} serially")
+
+
+def test_costs_stretch_what_they_name():
+    newton = lp_jax.Newton(iterations=2)
+    plain, dear = (lines_of(newton, newton.for_adjoint(), 4, False, costs)[0].end for costs in ({}, {"newton": 9.0}))
+    assert (plain, dear) == (3, 19)
+    assert "drawn as one evaluation" in viz.schedule(newton, 64).get_supxlabel()
+    assert "drawn as one evaluation" not in viz.schedule(newton, 64, costs={"newton": 9.0}).get_supxlabel()
+    for wrong in ({"num_layers": 0}, {"num_layers": 8, "workers": 0}):
+        with pytest.raises(ValueError, match="must be at least 1; got 0"):
+            viz.schedule(newton, **wrong)
+
+
+def test_a_notebook_shows_a_figure_without_pyplot():
+    """As IPython asks for it: its formatter calls the method where no backend has registered one."""
+    figure = viz.hierarchy(lp_jax.MGRIT(), 16)
+    image, shown = figure._repr_png_()
+    assert image.startswith(b"\x89PNG") and shown["width"] == 72 * 12

@@ -1,6 +1,7 @@
 """Pictures of training and of the solver, as matplotlib figures: nothing is shown, nothing global is touched.
 
-Needs the extra ``lp_jax[train]``. Save one with ``figure.savefig("curves.png")``.
+Needs the extra ``lp_jax[train]``. Save one with ``figure.savefig("curves.png")``; a notebook shows the one that a cell ends
+with.
 """
 
 try:
@@ -12,6 +13,8 @@ except ModuleNotFoundError as error:
 
 from lp_jax.viz._hierarchy import hierarchy as hierarchy
 from lp_jax.viz._plan import plan as plan
+from lp_jax.viz._race import race as race
+from lp_jax.viz._schedule import schedule as schedule
 from lp_jax.viz._training import confusion as confusion
 from lp_jax.viz._training import costs as costs
 from lp_jax.viz._training import curves as curves

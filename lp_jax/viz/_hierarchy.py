@@ -1,6 +1,8 @@
 """The grid levels of a solver and the way it goes through them."""
 
 import dataclasses
+import itertools
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -8,21 +10,34 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from lp_jax._path import Stop
 from lp_jax._solver import Solver, counted
-from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, figure
+from lp_jax.planning import count
+from lp_jax.viz._schedule import COLOURS
+from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, SKY, dress, figure
 
-_MOST_POINTS = 72  # of the finest level that are drawn in a row
+_MOST_POINTS = 36  # of the finest level that are drawn in a row
 _MOST_ITERATIONS = 4
 
 
 def hierarchy(
     solver: Solver, num_layers: int, *, t0: float = 0.0, t1: float = 1.0, adjoint_solver: Solver | None = None
 ) -> Figure:
-    """Draw the levels over [t0, t1] with their C- and F-points, and the path of the cycles through them.
+    """Draw how a solver goes through a network.
 
-    ``adjoint_solver`` is told in a line below; None means the settings of ``solver``.
+    Of a solver with levels: the path of its cycles through them, and the C- and F-points of each level over [t0, t1]. Of one
+    without: which layers it evaluates at the same time, and which wait. What would not be legible is left out: iterations after
+    the fourth, and points between the first and last intervals.
+
+    Args:
+        solver: of the forward solve.
+        num_layers: number of layers.
+        t0: time at which the first layer begins.
+        t1: time at which the last layer ends.
+        adjoint_solver: of the adjoint solve, which a line below tells about; None means the settings of ``solver``.
 
     Example:
         >>> import lp_jax
@@ -36,15 +51,17 @@ def hierarchy(
     rows, stops = _rows(solver.grid(num_layers)), solver.stops(num_layers, min(solver.iterations, _MOST_ITERATIONS))
     title, note = solver.describe(num_layers)
     if not stops:
-        fig = figure(title, width=12, height=0.65 + 1.45 * len(rows))
-        _draw_grid(fig.subplots(), rows, t0, t1)
+        found = batches(solver, num_layers)
+        fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(found)))
+        _draw_batches(fig.subplots(), found, num_layers)
+        note = f"{note[:1].upper()}{note[1:]}." if note else ""
     else:
-        fig = figure(title, width=12, height=2.9 + 1.45 * len(rows))
-        grid, route = fig.subplots(2, 1, height_ratios=[1, 1.5])
-        _draw_grid(grid, rows, t0, t1)
+        fig = figure(title, width=12, height=3.2 + 1.6 * len(rows))
+        route, grid = fig.subplots(2, 1, height_ratios=[1.6 + len(rows), 1.0 * len(rows)])
         _draw_path(route, stops, len(rows), solver)
-        lines = (note, _adjoint_note(solver, adjoint_solver))
-        note = "\n".join(textwrap.fill(line, 125) for line in lines)
+        _draw_grid(grid, rows, t0, t1)
+    lines = (note, _adjoint_note(solver, adjoint_solver))
+    note = "\n".join(textwrap.fill(line, 125) for line in lines if line)
     fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")
     return fig
 
@@ -97,15 +114,7 @@ def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
     ax.axis("off")
     if last > 0:
         handles = [ax.scatter([], [], label=kind, **style | {"s": 80}) for kind, style in kinds.items()]
-        ax.legend(
-            handles=handles,
-            ncols=3,
-            fontsize=NOTE,
-            frameon=False,
-            loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),
-            borderaxespad=0.2,
-        )
+        ax.legend(handles=handles, ncols=3, **_ABOVE)
 
 
 def _row_label(ax: Axes, level: int, text: str) -> None:
@@ -136,13 +145,15 @@ class _Excerpt:
 
 
 def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> None:
-    ax.plot(range(len(stops)), [-stop.level for stop in stops], color="#888888", linewidth=2, zorder=1)
+    for i, (before, after) in enumerate(itertools.pairwise(stops)):
+        down = after.level > before.level
+        ax.plot([i, i + 1], [-before.level, -after.level], zorder=1, **(_DOWN if down else _UP))
     for i, stop in enumerate(stops):
         solved = stop.label == "solve"
         ax.scatter([i], [-stop.level], s=200, color=INK if solved else BLUE, marker="D" if solved else "o", zorder=3)
         dx, dy, ha, va = _label_place(stops, i)
         ax.annotate(
-            stop.label,
+            _words_of(stop.label, last=i == len(stops) - 1) if len(stops) <= _MOST_WORDS else stop.label,
             (i, -stop.level),
             xytext=(dx, dy),
             textcoords="offset points",
@@ -166,10 +177,31 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
     ax.set_xlim(-0.7, max(len(stops), 4) - 0.3 + more)
     ax.set_ylim(-levels + 0.45, 1.05)
     ax.axis("off")
+    handles = [ax.plot([], [], **style)[0] for style in (_DOWN, _UP)]
+    names = ["down: states and residuals are restricted", "up: states are corrected"]
+    ax.legend(handles, names, ncols=2, **_ABOVE)
+
+
+_MOST_WORDS = 9  # stops that are labelled in words
+_DOWN: dict[str, Any] = {"color": BLUE, "linewidth": 2.4}
+_UP: dict[str, Any] = {"color": RED, "linewidth": 2.4, "linestyle": (0, (4, 1.5))}
+_ABOVE: dict[str, Any] = {
+    "fontsize": NOTE,
+    "frameon": False,
+    "loc": "lower left",
+    "bbox_to_anchor": (0.0, 1.0),
+    "borderaxespad": 0.2,
+}
+
+
+def _words_of(label: str, *, last: bool) -> str:
+    if last:
+        return "final sweep"
+    return "coarse solve" if label == "solve" else f"{label}-relaxation" if set(label) <= {"F", "C"} else label
 
 
 def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]:
-    """Beside the path: above on the finest level, below on the coarsest, in the open corner between."""
+    """Beside the path: above on the finest level, below on the coarsest, on the right between."""
     level = stops[i].level
     before = stops[i - 1].level if i else level
     after = stops[i + 1].level if i + 1 < len(stops) else level
@@ -177,7 +209,50 @@ def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]
         return 0, -15, "center", "top"
     if min(before, after) >= level:  # a peak
         return 0, 14, "center", "bottom"
-    return (11, 6, "left", "bottom") if after > level else (-11, 6, "right", "bottom")
+    return (11, 6, "left", "bottom") if after > level else (11, -6, "left", "top")
+
+
+class _Batch(NamedTuple):
+    """Layers that are evaluated at the same time, in the forward solve."""
+
+    first: int
+    layers: int
+    phase: str
+
+
+def batches(solver: Solver, layers: int) -> list[_Batch]:
+    """Return the batches of a solve on one device, one after the other."""
+    found = []
+    for event in count(solver, layers, kept=solver.keeps_states).events:
+        places = math.ceil(layers / event.layers) if event.in_turn else 1
+        for place in range(places):
+            first = place * event.layers
+            batch = _Batch(first, min(event.layers, layers - first), event.phase)
+            found += [batch] * (event.times // places)
+    return found
+
+
+def _draw_batches(ax: Axes, found: Sequence[_Batch], layers: int) -> None:
+    at_once = all(batch.layers == layers for batch in found)
+    shown = found[:_MOST_BATCHES] if at_once else found
+    line = 1.0 if len(shown) <= 4 * _MOST_BATCHES else 0.0
+    for now, batch in enumerate(shown):
+        place = ([(batch.first, batch.layers)], (now + 0.06, 0.88) if line else (now, 1.0))
+        ax.broken_barh(*place, facecolor=COLOURS.get(batch.phase, SKY), linewidth=0, zorder=2)
+    if len(shown) < len(found):
+        rest = f"···  {len(found)} in all"
+        ax.text(layers / 2, len(shown) + 0.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
+    ax.set_xlim(0, layers)
+    ax.set_ylim(len(shown) + (len(shown) < len(found)), 0)
+    dress(ax, x="layer", y="time, in evaluations\nthat wait for each other")
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    phases = dict.fromkeys(batch.phase for batch in shown)
+    handles = [Patch(color=COLOURS.get(phase, SKY), label=_PLAIN.get(phase, phase)) for phase in phases]
+    ax.legend(handles=handles, ncols=len(handles), **_ABOVE)
+
+
+_MOST_BATCHES = 8
+_PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same time"}
 
 
 def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
@@ -189,7 +264,9 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
         if field.name != "iterations" and repr(getattr(adjoint, field.name)) != repr(getattr(solver, field.name))
     ]
     same = f"but {', '.join(others)}, and with" if others else "with"
-    return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, 'iteration')}."
+    if adjoint.exact and not others:
+        return "Adjoint: the same from right to left."
+    return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, adjoint.iteration_name)}."
 
 
 def _words(value: Any) -> str:

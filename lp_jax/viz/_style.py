@@ -1,5 +1,6 @@
 """One look for all pictures: large type, colours that the colour-blind tell apart, no chart junk."""
 
+import io
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,21 @@ INK, GREY, FAINT = "#222222", "#666666", "#DDDDDD"
 TITLE, LABEL, TICK, NOTE = 17, 14, 12, 12
 
 
+class Picture(Figure):
+    """A figure that a notebook shows where it is the last expression of a cell, without pyplot."""
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        """The image, and the size at which a notebook shows it: more pixels than that, for sharp screens."""
+        image = io.BytesIO()
+        self.savefig(image, format="png")
+        width, height = self.get_size_inches()
+        return image.getvalue(), {"width": round(72 * width), "height": round(72 * height)}
+
+
 def figure(title: str, *, width: float = 11.0, height: float = 6.0) -> Figure:
     """An empty figure under a title, left-aligned, that keeps its parts from overlapping."""
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.06)
-    fig = Figure(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
+    fig = Picture(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
     fig.suptitle(title, x=0.02, ha="left", fontsize=TITLE, fontweight="bold", color=INK)
     return fig
 

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
 
 from lp_jax.train import unflat
+from lp_jax.train._divergence import convergence_warning
 from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, TICK, dress, figure, legend, logarithmic
 
 Rows = Sequence[Mapping[str, object]]
@@ -33,18 +34,18 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     loss_ax, accuracy_ax = fig.subplots(1, 2)
     for i, (name, rows) in enumerate(runs.items()):
         style = {"color": COLOURS[i], "linestyle": ("-", "--", ":")[i % 3]}
-        steps, losses = _columns(rows, "train", "loss")
+        steps, losses = columns(rows, "train", "loss")
         if not steps.size:
             raise ValueError(f"the run {name!r} has no row of kind 'train'.")
         loss_ax.plot(steps, losses, color=COLOURS[i], linewidth=0.7, alpha=0.3)
         loss_ax.plot(steps, _smooth(losses), linewidth=2.2, label=name, **style)
-        steps, accuracies = _columns(rows, "test", "accuracy")
+        steps, accuracies = columns(rows, "test", "accuracy")
         ends = f"{name}: {final[name]:.1%}" if final[name] is not None else name
         accuracy_ax.plot(steps, accuracies, linewidth=2.2, label=ends, **style)
     logarithmic(loss_ax)
     dress(loss_ax, x="training step", y="training loss", title="Loss of each batch, and its running mean")
     dress(accuracy_ax, x="training step", y="test accuracy", title="Test accuracy of the exact network")
-    _accuracy_axis(accuracy_ax, runs)
+    accuracy_axis(accuracy_ax, runs)
     legend(loss_ax, loc="upper right")
     legend(accuracy_ax, loc="lower right")
     return fig
@@ -75,10 +76,10 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
     titles = "Work: what one device does", "Depth: what no number of devices can shorten"
     for ax, column, x, title in zip(axes, ("work", "depth"), labels, titles, strict=True):
         for i, (name, rows) in enumerate(runs.items()):
-            _, losses = _columns(rows, "train", "loss")
+            _, losses = columns(rows, "train", "loss")
             if not losses.size:
                 raise ValueError(f"the run {name!r} has no row of kind 'train'.")
-            _, spent = _columns(rows, "train", column)
+            _, spent = columns(rows, "train", column)
             if not np.isnan(spent).all():
                 style = {"color": COLOURS[i], "linestyle": ("-", "--", ":")[i % 3]}
                 ax.plot(spent, _smooth(losses), linewidth=2.2, label=name, **style)
@@ -96,7 +97,8 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
 
     Args:
         rows: rows of a `lp_jax.train.Log`; those of kind "probe" with columns ``forward_residual_1``, ... and
-            ``adjoint_residual_1``, ... are drawn.
+            ``adjoint_residual_1``, ... are drawn. With ``forward_scale`` and ``adjoint_scale``, norms of states, the title tells
+            growth from rounding.
         moments: how many of them, evenly chosen, first and last included.
         iteration: what one is called.
 
@@ -108,7 +110,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
         raise ValueError("rows holds no row of kind 'probe' with residual norms.")
     chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, moments).round().astype(int)))]
     histories = {solve: [_history(row, solve) for row in chosen] for solve in ("forward", "adjoint")}
-    fig = figure(_residuals_title([norms for all_norms in histories.values() for norms in all_norms], iteration))
+    fig = figure(_residuals_title(chosen, histories, iteration))
     axes = fig.subplots(1, 2)
     for ax, (solve, norms_at) in zip(axes, histories.items(), strict=True):
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
@@ -140,20 +142,24 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
 def gradient_errors(
     errors: Mapping[str, Sequence[float]],
     *,
-    run: tuple[str, int, float] | None = None,
+    work: Mapping[str, Sequence[float]] | None = None,
+    run: tuple[str, float, float] | None = None,
     iteration: str = "cycle",
     choice: str = "coarse step",
 ) -> Figure:
-    r"""Relative error of the layer-parallel gradient against the number of iterations, a line for each solver.
+    r"""Relative error of the layer-parallel gradient against the work that it takes, a line for each solver.
 
     Args:
         errors: for each solver's name, its errors after 1, 2, 3, ... iterations, forward and adjoint alike.
-        run: what a training run used: a label, its forward iterations, its gradient error. Drawn as a star.
+        work: for each solver's name, the work of a training step with as many iterations, in multiples of that of serial
+            propagation (`lp_jax.planning.training_step` counts it); None: errors are drawn against the number of iterations.
+        run: what a training run used: a label, its forward iterations (its work, if ``work`` is given), its gradient error.
+            Drawn as a star.
         iteration: what one is called.
         choice: what the names are of.
 
     Raises:
-        ValueError: for no errors.
+        ValueError: for no errors, and for work that does not go with the errors.
 
     Example:
         >>> from lp_jax import viz
@@ -163,11 +169,13 @@ def gradient_errors(
     """
     if not errors:
         raise ValueError("errors is empty; give the errors of at least one solver.")
+    if work is not None and {name: len(at) for name, at in work.items()} != {n: len(v) for n, v in errors.items()}:
+        raise ValueError("work must have a number for each error, by the same names.")
     fig = figure(_errors_title(errors, iteration))
     ax = fig.subplots()
     for i, (name, values) in enumerate(errors.items()):
         ax.plot(
-            np.arange(1, len(values) + 1),
+            np.arange(1, len(values) + 1) if work is None else work[name],
             values,
             color=COLOURS[i % len(COLOURS)],
             marker=MARKERS[i % len(MARKERS)],
@@ -189,9 +197,15 @@ def gradient_errors(
             zorder=5,
         )
     logarithmic(ax)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.margins(x=0.06)
-    dress(ax, x=f"{iteration}s, forward and adjoint", y="relative error of the gradient")
+    if work is None:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.margins(x=0.06)
+        x = f"{iteration}s, forward and adjoint"
+    else:
+        ax.set_xlim(left=0)
+        ax.axvline(1.0, color=GREY, linewidth=1.4, linestyle=(0, (2, 2)), label="work of serial propagation", zorder=1)
+        x = "work of a training step, in multiples of serial propagation's"
+    dress(ax, x=x, y="relative error of the gradient")
     ax.legend(
         title=choice,
         title_fontsize=LABEL,
@@ -204,14 +218,15 @@ def gradient_errors(
     return fig
 
 
-def _columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+def columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps of the rows of a kind, and a value of each."""
     pairs = [(row["step"], row[name]) for row in rows if row["kind"] == kind]
     steps = np.array([step for step, _ in pairs], dtype=float)
     return steps, np.array([math.nan if value is None else value for _, value in pairs], dtype=float)
 
 
 def _last_accuracy(rows: Rows) -> float | None:
-    _, values = _columns(rows, "test", "accuracy")
+    _, values = columns(rows, "test", "accuracy")
     return float(values[-1]) if values.size else None
 
 
@@ -224,9 +239,9 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
+def accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
     """From where most of the curve lies up to 100 %: the first evaluations, near chance, would flatten the rest."""
-    values = np.concatenate([_columns(rows, "test", "accuracy")[1] for rows in runs.values()])
+    values = np.concatenate([columns(rows, "test", "accuracy")[1] for rows in runs.values()])
     low = float(np.nanquantile(values, 0.1)) if values.size else 0.0
     ax.set_ylim(max(0.0, 1 - 1.4 * (1 - low)), 1.0)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -245,17 +260,30 @@ def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
     return np.array(unflat(f"{solve}_residual", row))
 
 
-def _residuals_title(histories: Sequence[np.ndarray], iteration: str) -> str:
-    """The first factor of each history: later on rounding may hide how fast it falls, though not that it grows."""
-    histories = [norms[norms > 0] for norms in histories]  # neither unmeasured nor exactly solved
-    factors = [(norms[:-1] / norms[1:]).tolist() for norms in histories if len(norms) > 1]
+def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str) -> str:
+    """By how much each solve has reduced its residual norm. Norms that rounding keeps up are no growth."""
+    factors, grown = [], []
+    for solve, norms_at in histories.items():
+        for row, norms in zip(chosen, norms_at, strict=True):
+            measured = norms[norms > 0]  # neither unmeasured nor exactly solved
+            if len(measured) > 1:
+                factors.append(float(measured[0] / measured[-1]))
+                scale = float(row.get(f"{solve}_scale") or 0.0)  # type: ignore[arg-type]
+                if convergence_warning(solve, measured.tolist(), scale):
+                    grown.append(1 / factors[-1])
     if not factors:
         return f"Residual norm in each {iteration}"
-    lowest = min(min(f) for f in factors)
-    if lowest < 1:
-        return f"The residual norm grows in some {iteration}s, by up to {_number(1 / lowest)}"
-    first = [f[0] for f in factors]
-    return f"A {iteration} divides the residual norm by {_number(min(first))} to {_number(max(first))}"
+    if grown:
+        return f"The residual norm grows in {len(grown)} of {len(factors)} solves, by up to {_number(max(grown))}"
+    lowest, highest = _number(min(factors)), _number(max(factors))
+    if max(factors) < _SETTLED:
+        return "The residual norms are as small as rounding lets them be"
+    if min(factors) < _SETTLED:
+        return f"The residual norm falls by factors of up to {highest}"
+    return f"The residual norm falls by a factor of {lowest}" + (f" to {highest}" if highest != lowest else "")
+
+
+_SETTLED = 1.5  # a reduction that is none
 
 
 def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:

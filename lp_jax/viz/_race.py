@@ -1,0 +1,73 @@
+"""Time against accuracy."""
+
+import textwrap
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lp_jax.viz._style import COLOURS, GREY, MARKERS, dress, figure, legend
+from lp_jax.viz._training import Rows, accuracy_axis, columns
+
+_LINES = ("-", "--", ":", "-.")
+
+
+def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
+    """Test accuracy against seconds of training, and when each run reached a target.
+
+    Seconds are the sum of ``step_time`` up to the step of an evaluation, the time for evaluations left out.
+
+    Args:
+        runs: rows of each run's `lp_jax.train.Log`, by its name: those of kind "train" with ``step`` and ``step_time``, in
+            seconds, those of kind "test" with ``step`` and ``accuracy``. The first run is the one that others are compared with.
+        target: accuracy to be reached, from 0 to 1; None: the best one that all runs reach.
+
+    Raises:
+        ValueError: for no runs, or one without a step of training or an evaluation.
+
+    Example:
+        >>> from lp_jax import viz
+        >>> def log(seconds):
+        ...     train = [{"kind": "train", "step": n, "step_time": seconds} for n in (1, 2)]
+        ...     return train + [{"kind": "test", "step": n, "accuracy": 0.45 * n} for n in (1, 2)]
+        >>> viz.race({"serial": log(0.2), "layer-parallel": log(0.1)}, target=0.9).get_suptitle()
+        '90.0% test accuracy after 0.4 s with serial, 0.2 s with layer-parallel'
+    """
+    if not runs:
+        raise ValueError("runs is empty; give the rows of at least one run.")
+    lines = {name: _accuracies(name, rows) for name, rows in runs.items()}
+    if target is None:
+        target = min(float(np.nanmax(accuracies)) for _, accuracies in lines.values())
+    reached = {name: _first(*line, target) for name, line in lines.items()}
+    said = [f"{seconds:.3g} s with {name}" for name, seconds in reached.items() if seconds is not None]
+    title = f"{target:.1%} test accuracy after {', '.join(said)}" if said else f"No run reaches {target:.1%}"
+    fig = figure(textwrap.fill(title, 85))
+    ax = fig.subplots()
+    for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        ax.plot(seconds, accuracies, color=colour, linestyle=_LINES[i % len(_LINES)], linewidth=2.4, label=name)
+        if (at := reached[name]) is not None:
+            ax.plot([at], [target], marker, color=colour, markersize=12, markeredgecolor="white", zorder=5)
+    ax.axhline(target, color=GREY, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+    ax.set_xlim(left=0)
+    accuracy_axis(ax, runs)
+    dress(ax, x="seconds of training", y="test accuracy", title=f"Markers: where {target:.1%} is reached")
+    legend(ax, loc="lower right")
+    return fig
+
+
+def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of training before each evaluation, and its accuracy."""
+    steps, times = columns(rows, "train", "step_time")
+    evaluated, accuracies = columns(rows, "test", "accuracy")
+    for kind, found in (("train", steps), ("test", evaluated)):
+        if not found.size:
+            raise ValueError(f"the run {name!r} has no row of kind {kind!r}.")
+    total = np.concatenate([np.zeros(1), np.cumsum(np.nan_to_num(times))])
+    return total[np.searchsorted(steps, evaluated, side="right")], accuracies
+
+
+def _first(seconds: np.ndarray, accuracies: np.ndarray, target: float) -> float | None:
+    """When an evaluation first found the target reached; None if none did."""
+    found = np.flatnonzero(accuracies >= target)
+    return float(seconds[found[0]]) if found.size else None

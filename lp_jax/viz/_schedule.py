@@ -1,0 +1,284 @@
+"""The space-time picture of a training step: which worker computes what, and when."""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver
+from lp_jax._work import Event, Schedule
+from lp_jax.planning import count
+from lp_jax.viz._style import BLUE, GREEN, GREY, INK, NOTE, ORANGE, PURPLE, RED, SKY, dress, figure, legend
+
+COLOURS = {
+    "propagation": BLUE,
+    "sweep": BLUE,
+    "relaxation": BLUE,
+    "coarse relaxation": SKY,
+    "coarse right-hand side": ORANGE,
+    "coarse solve": RED,
+    "correction": PURPLE,
+    "Newton iteration": PURPLE,
+    "final sweep": GREEN,
+    "states again": "#BBBBBB",
+    "gradient": "#444444",
+}
+"""Of each phase of a solve; the gradient is one of its own."""
+
+_LANE = 0.6  # height of a worker's blocks, of 1
+_LONGEST = 5  # times the step's length: how much of serial propagation is drawn
+_MOST_LABELS = 17
+
+
+class Block(NamedTuple):
+    """What a worker computes in a row: from ``start`` to ``end``, in evaluations of a layer."""
+
+    worker: int
+    phase: str
+    start: float
+    end: float
+
+
+class Message(NamedTuple):
+    """A state that leaves a worker for the next one, or for the one before in an adjoint solve."""
+
+    worker: int
+    to: int
+    time: float
+
+
+class Timeline(NamedTuple):
+    """A solve, from its description."""
+
+    blocks: list[Block]
+    messages: list[Message]
+    end: float
+
+
+def schedule(
+    solver: Solver,
+    num_layers: int,
+    *,
+    workers: int = 8,
+    adjoint_solver: Solver | None = None,
+    looped: bool = True,
+    costs: Mapping[str, float] | None = None,
+) -> Figure:
+    """Draw which worker computes what in a training step, value and gradient, and when.
+
+    Time counts evaluations of a layer, as the solvers say themselves or, where one does not, as its program says. It has no
+    messages in it. With a tolerance the largest number of iterations is drawn.
+
+    Args:
+        solver: of the forward solve.
+        num_layers: number of layers, on all workers.
+        workers: number of workers that the layers are spread over.
+        adjoint_solver: of the adjoint solve; None means the settings of ``solver``, as in `lp_jax.solve`.
+        looped: whether a worker evaluates its layers one after another, as where one layer fills the device. If not, all
+            that do not depend on each other take the time of one.
+        costs: how many evaluations a batch of a kind takes; 1 for those that are left out. Kinds: "forward"; "linearise", a
+            forward evaluation again; "adjoint"; "gradient", of the parameters; "newton", an iteration of Newton's method.
+
+    Raises:
+        ValueError: for fewer than one layer or worker.
+        NotImplementedError: for Newton's method within multigrid.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import viz
+        >>> solver = lp_jax.MGRIT(coarsening=8, iterations=2, coarse_step=lp_jax.Picard(sweeps=0), storage="all")
+        >>> viz.schedule(solver, 64, workers=8).get_suptitle()
+        'A training step in 40 layer evaluations on 8 workers, 192 serially'
+    """
+    for name, number in (("num_layers", num_layers), ("workers", workers)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1; got {number}.")
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    costs = {} if costs is None else costs
+    pairs, serial = (solver, adjoint_solver), (Serial(), Serial())
+    there, back = timelines(pairs, num_layers, workers, looped=looped, costs=costs)
+    alone = sum(line.end for line in timelines(serial, num_layers, 1, looped=looped, costs=costs))
+    total = there.end + back.end
+    title = f"A training step in {total:g} layer evaluations on {_workers(workers)}, {alone:g} serially"
+    fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
+    ax = fig.subplots()
+    _draw(ax, there, 0.0)
+    _draw(ax, back, there.end)
+    _bracket(ax, 0.0, there.end, "forward")
+    _bracket(ax, there.end, total, "adjoint")
+    ax.axvspan(there.end, total, 0.0, 1.0, color="#F2F2F2", zorder=0)
+    shown = min(alone, _LONGEST * total)
+    ax.set_xlim(0, 1.02 * max(total, shown))
+    _serial_lane(ax, workers, alone, shown)
+    ax.set_ylim(workers + 0.6, -1.6)
+    names = _labels(num_layers, workers, solver.resolve(num_layers))
+    ax.set_yticks([*names, workers], [*names.values(), "serial,\none worker"])
+    dress(ax, x="time, in evaluations of a layer", y="")
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    phases = dict.fromkeys(block.phase for line in (there, back) for block in line.blocks)
+    handles: list[Artist] = [Patch(color=_colour(phase), label=phase) for phase in phases]
+    if there.messages or back.messages:
+        handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
+    legend(ax, handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(-0.01, 1.0), columnspacing=1.4)
+    fig.supxlabel(_note(pairs, num_layers, looped, costs), fontsize=NOTE, color=GREY, x=0.02, ha="left")
+    return fig
+
+
+def timelines(
+    pair: tuple[Solver, Solver], layers: int, workers: int, *, looped: bool, costs: Mapping[str, float]
+) -> tuple[Timeline, Timeline]:
+    """Forward and adjoint solve, each from time 0."""
+    kept = pair[0].resolve(layers).keeps_states
+    there, back = (
+        timeline(
+            count(solver, layers, workers=active, looped=looped, kept=kept, adjoint=adjoint),
+            active,
+            adjoint=adjoint,
+            costs=costs,
+        )
+        for solver, adjoint in zip(pair, (False, True), strict=True)
+        for active in [len(held(solver.resolve(layers), layers, workers))]
+    )
+    return there, back
+
+
+def held(solver: Solver, layers: int, workers: int) -> list[range]:
+    """Return the layers of each worker that has some: whole intervals of the coarsest level."""
+    unit = solver.unit(layers)
+    size = math.ceil(math.ceil(layers / unit) / workers) * unit
+    return [range(first, min(first + size, layers)) for first in range(0, layers, size)]
+
+
+def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping[str, float]) -> Timeline:
+    """Return when each worker does what, from the events of a solve."""
+    blocks: list[Block] = []
+    messages: list[Message] = []
+    now, way = 0.0, -1 if adjoint else 1
+    order = range(workers)[::way]
+    for in_turn, events in _groups(_with_messages(described)):
+        work = _lengths(events, costs)
+        if in_turn:
+            for worker in order:
+                for phase, length in work:
+                    blocks.append(Block(worker, phase, now, now + length / workers))
+                    now = blocks[-1].end
+                if worker != order[-1]:
+                    messages.append(Message(worker, worker + way, now))
+        elif events[0].kind == "message":
+            messages += [Message(worker, worker + way, now) for worker in order[:-1]]
+        else:
+            for phase, length in work:
+                blocks += [Block(worker, phase, now, now + length) for worker in order]
+                now += length
+    return Timeline(blocks, messages, now)
+
+
+def _lengths(events: Sequence[Event], costs: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Phases and how long they are; a transpose and the evaluation that it is taken of are one block."""
+    found: list[tuple[str, float]] = []
+    for before, event in itertools.pairwise([None, *events]):
+        assert event is not None
+        length = event.times * costs.get(event.kind, 1.0)
+        if before is not None and before.kind != event.kind and _phase(before) == _phase(event):
+            length += found.pop()[1]
+        found.append((_phase(event), length))
+    return found
+
+
+def _groups(events: Sequence[Event]) -> Iterator[tuple[bool, list[Event]]]:
+    """Events that belong together: a loop that goes from worker to worker, messages at one time, or a batch."""
+
+    def key(event: Event) -> tuple[bool, bool, str]:
+        return event.in_turn, event.kind == "message" and not event.in_turn, event.phase if event.in_turn else ""
+
+    for (in_turn, _, _), group in itertools.groupby(events, key):
+        found = [event for event in group if not (in_turn and event.kind == "message")]
+        if found:
+            yield in_turn, found
+
+
+def _with_messages(described: Schedule) -> list[Event]:
+    """The events; messages of which only the number is known come evenly between the batches."""
+    known = sum(event.times for event in described.events if event.kind == "message")
+    unknown = described.states - known
+    if not unknown:
+        return described.events
+    batches = [event._replace(times=1) for event in described.events for _ in range(event.times)]
+    events: list[Event] = []
+    for number, batch in enumerate(batches, 1):
+        due = number * unknown // len(batches) - (number - 1) * unknown // len(batches)
+        events += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
+    return events
+
+
+def _phase(event: Event) -> str:
+    return "gradient" if event.kind == "gradient" else event.phase
+
+
+def _colour(phase: str) -> str:
+    return COLOURS.get(phase, SKY)
+
+
+def _draw(ax: Axes, line: Timeline, start: float) -> None:
+    lanes: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for block in line.blocks:
+        lanes.setdefault((block.worker, block.phase), []).append((start + block.start, block.end - block.start))
+    for (worker, phase), spans in lanes.items():
+        place = (worker - _LANE / 2, _LANE)
+        ax.broken_barh(spans, place, facecolor=_colour(phase), edgecolor="white", linewidth=1.0, zorder=2)
+    for message in line.messages:
+        way = message.to - message.worker
+        ends = (message.worker + way * _LANE / 2, message.to - way * _LANE / 2)
+        ax.plot([start + message.time] * 2, ends, color=INK, linewidth=1.4, zorder=3, label="_message")
+    if line.messages:
+        way = line.messages[0].to - line.messages[0].worker
+        times = [start + message.time for message in line.messages]
+        places = [message.to - way * (_LANE / 2 + 0.08) for message in line.messages]
+        ax.scatter(times, places, marker="v" if way > 0 else "^", s=24, color=INK, zorder=3)
+
+
+def _bracket(ax: Axes, start: float, end: float, text: str) -> None:
+    ax.annotate("", (start, -0.75), (end, -0.75), arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4})
+    ax.text((start + end) / 2, -0.95, text, ha="center", va="bottom", fontsize=NOTE, color=INK)
+
+
+def _serial_lane(ax: Axes, lane: int, alone: float, shown: float) -> None:
+    ax.broken_barh([(0, shown)], (lane - _LANE / 2, _LANE), facecolor="#DDDDDD", zorder=1)
+    text = f"{alone:g} evaluations" + (", beyond the picture →" if shown < alone else "")
+    inside = shown > ax.get_xlim()[1] / 2
+    at, side = (0.99, "right") if inside else (1.02, "left")
+    ax.text(at * shown, lane, text, ha=side, va="center", fontsize=NOTE, color=INK)
+
+
+def _labels(layers: int, workers: int, solver: Solver) -> dict[int, str]:
+    """Labels of the lanes: of all, or of some."""
+    parts = held(solver, layers, workers)
+    every = math.ceil(workers / _MOST_LABELS)
+    names = {}
+    for worker in range(0, workers, every):
+        mine = parts[worker] if worker < len(parts) else range(0)
+        what = f"layers {mine[0]}-{mine[-1]}" if len(mine) > 1 else f"layer {mine[0]}" if mine else "no layers"
+        names[worker] = f"worker {worker}: {what}"
+    return names
+
+
+def _workers(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
+
+
+def _note(pair: tuple[Solver, Solver], layers: int, looped: bool, costs: Mapping[str, float]) -> str:
+    of = "A worker evaluates its layers one after another" if looped else "A worker evaluates its layers at once"
+    text = f"Forward: {pair[0].summary()}. Adjoint: {pair[1].summary()}. {of}; messages take no time here."
+    kinds = {batch.kind for solver in pair for batch in count(solver, layers, adjoint=solver is pair[1]).batches}
+    if "newton" in kinds and "newton" not in costs:
+        text += " A Newton iteration is drawn as one evaluation, and takes more: its Jacobians."
+    return "\n".join(textwrap.wrap(text, 130))
