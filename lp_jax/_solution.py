@@ -55,9 +55,7 @@ class Solution(NamedTuple):
 
         stats, result = "traced", "traced"
         if not isinstance(self.result, jax.core.Tracer) and jnp.ndim(self.result) == 0:
-            norms = ", ".join("–" if r < 0 else f"{float(r):.3g}" for r in self.stats.residual_norms[:12])
-            stats = f"{int(self.stats.iterations)} iterations, residual norms [{norms}]"
-            result = f"{int(self.result)} ({RESULTS[int(self.result)].partition('.')[0]})"
+            stats, result = repr(self.stats), f"{int(self.result)} ({RESULTS[int(self.result)].partition('.')[0]})"
         return (
             f"Solution(y1={shapes(self.y1)}, stats={stats}, result={result}, trajectory={shapes(self.trajectory)}, "
             f"aux={shapes(self.aux)})"

@@ -322,6 +322,20 @@ class Stats(NamedTuple):
     iterations: jax.Array
     residual_norms: jax.Array
 
+    def __repr__(self) -> str:
+        """In few words, where these are numbers: not under a transformation, nor of a batch of solves."""
+        if isinstance(self.iterations, jax.core.Tracer) or jnp.ndim(self.iterations) != 0:
+            return f"Stats(iterations={self.iterations}, residual_norms={self.residual_norms})"
+        norms = [float(norm) for norm in self.residual_norms]
+        while norms and norms[-1] < 0:  # iterations that were not needed
+            norms.pop()
+        shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:_MOST_NORMS]]
+        more = ["..."] if len(norms) > _MOST_NORMS else []
+        return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown + more)}])"
+
+
+_MOST_NORMS = 12  # that are told
+
 
 def rounding(level: Level) -> jax.Array:
     """Residual norm that rounding alone leaves, for states about as large as the one that enters: no solve gets below."""

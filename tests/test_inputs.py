@@ -250,7 +250,9 @@ def test_the_level_is_static_under_checkpoint():
 def test_a_solution_is_shown_in_a_line():
     solution = lp_jax.solve(lambda y, layer: y + layer.params, jnp.ones((16, 4)), jnp.ones(4))
     shown = repr(solution)
-    assert "y1=float64[4], stats=2 iterations, residual norms [–, " in shown and "result=0 (done as asked)" in shown
+    assert (
+        "y1=float64[4], stats=Stats(iterations=2, residual_norms=[–, " in shown and "result=0 (done as asked)" in shown
+    )
     assert len(shown) < 200
 
 

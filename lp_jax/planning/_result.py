@@ -157,6 +157,10 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join([*_solvers(self), "", f"Use {self.code}", f"  {reason(self)}", "", *_more_devices(self)])
 
+    def __repr__(self) -> str:
+        """The same tables, so that a terminal and a notebook show them."""
+        return str(self)
+
 
 def counted(solvers: Pair, probed: Probed | None) -> Pair:
     """Return the solvers with as many iterations as a tolerance took; with few, where there was no probe."""

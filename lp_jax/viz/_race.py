@@ -41,7 +41,7 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     reached = {name: _first(*line, target) for name, line in lines.items()}
     said = [f"{seconds:.3g} s with {name}" for name, seconds in reached.items() if seconds is not None]
     title = f"{target:.1%} test accuracy after {', '.join(said)}" if said else f"No run reaches {target:.1%}"
-    fig = figure(textwrap.fill(title, 85))
+    fig = figure(textwrap.fill(title, 72))
     ax = fig.subplots()
     for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
