@@ -1,8 +1,11 @@
 """Pictures: they show the numbers they were given, and nothing overlaps."""
 
 import collections
+import importlib
 import itertools
+import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -348,3 +351,15 @@ def test_a_notebook_shows_a_figure_without_pyplot():
     figure = viz.hierarchy(lp_jax.MGRIT(), 16)
     image, shown = figure._repr_png_()
     assert image.startswith(b"\x89PNG") and shown["width"] == 72 * 12
+
+
+def test_the_pictures_of_the_pages_are_those_that_are_drawn_today(monkeypatch):
+    """Their numbers and texts; ``python docs/images.py`` draws them anew."""
+    docs = Path(__file__).parents[1] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    images = importlib.import_module("images")
+    drawn, stored = images.figures(), json.loads((docs / "images" / "data.json").read_text())
+    assert set(stored) == set(drawn)
+    for name, figure in drawn.items():
+        assert json.loads(json.dumps(images.data(figure))) == stored[name], name
+        assert (docs / "images" / name).is_file()
