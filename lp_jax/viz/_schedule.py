@@ -281,4 +281,6 @@ def _note(pair: tuple[Solver, Solver], layers: int, looped: bool, costs: Mapping
     kinds = {batch.kind for solver in pair for batch in count(solver, layers, adjoint=solver is pair[1]).batches}
     if "newton" in kinds and "newton" not in costs:
         text += " A Newton iteration is drawn as one evaluation, and takes more: its Jacobians."
+    if not (pair[0].exact and pair[1].exact):
+        text += " Serial propagation is exact; with few iterations the gradient is approximate."
     return "\n".join(textwrap.wrap(text, 130))
