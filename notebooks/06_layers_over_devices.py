@@ -1,0 +1,144 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Layers over devices
+#
+# **Question.** Four devices share a network of 64 layers. Who computes what, what do they send, and are the numbers the same?
+#
+# You need no cluster to try. JAX can make one processor look like four devices; it must be told so before anything else.
+
+# %%
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+import lp_jax
+from lp_jax import planning
+
+plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+print(jax.devices())
+
+# %% [markdown]
+# ## One argument
+#
+# A *mesh* gives names to devices. `comm=mesh` spreads the layers over them, in runs of neighbours: sixteen layers each.
+
+
+# %%
+def step(y, layer):
+    w, b = layer.params
+    return y + layer.dt * jnp.tanh(y @ w + b)
+
+
+layers, width = 64, 32
+keys = jax.random.split(jax.random.key(0), 3)
+params = jax.random.normal(keys[0], (layers, width, width)) / 6, jax.random.normal(keys[1], (layers, width)) / 6
+x = jax.random.normal(keys[2], (50, width))
+solver = lp_jax.MGRIT(levels=2, coarsening=16, iterations=2)  # groups of sixteen layers: one for each device
+
+
+def mesh(devices):
+    return jax.make_mesh((devices,), ("layers",), devices=jax.devices()[:devices])
+
+
+def gradient(comm):
+    def loss(params):
+        return jnp.mean(lp_jax.solve(step, params, x, t1=2.0, solver=solver, comm=comm).y1 ** 2)
+
+    return jax.jit(jax.grad(loss))
+
+
+one = gradient(None)(params)
+for devices in (2, 4):
+    several = gradient(mesh(devices))(params)
+    difference = jnp.linalg.norm(np.asarray(several[0]) - np.asarray(one[0])) / jnp.linalg.norm(one[0])
+    print(f"{devices} devices: relative difference of the gradient {difference:.0e}")
+print("layers of the gradient on each device:", [shard.data.shape[0] for shard in several[0].addressable_shards])
+
+# %% [markdown]
+# The numbers are the same, up to rounding. The gradient of a layer lives where the layer lives: nothing is gathered, and an optimizer updates each
+# layer in its place.
+#
+# ## Who computes what
+#
+# A picture of one forward cycle, as it is defined: time goes to the right, every device has a row, a box is one evaluation of a layer. At first all
+# devices work on their own sixteen layers. Then the coarse steps go from device to device, one after another, and each device
+# goes over its layers once more with the corrected state.
+
+# %%
+devices, group = 4, 16
+fig, ax = plt.subplots(figsize=(10, 3.6))
+coarse = group  # when the coarse steps begin
+again = coarse + 2 * devices  # when all devices begin again
+for device in range(devices):
+    relaxation = [(i + 0.05, 0.9) for i in range(group)]
+    ax.broken_barh(relaxation, (device - 0.35, 0.7), color="tab:blue", label="its own layers" if device == 0 else "")
+    ax.broken_barh(
+        [(coarse + 2 * device + 0.05, 1.9)], (device - 0.35, 0.7), color="tab:red", label="coarse step" if device == 0 else ""
+    )
+    final = [(again + i + 0.05, 0.9) for i in range(group)]
+    ax.broken_barh(
+        final, (device - 0.35, 0.7), color="tab:green", label="its own layers, corrected" if device == 0 else ""
+    )
+    if device + 1 < devices:
+        ax.annotate(
+            "",
+            (coarse + 2 * device + 2.5, device + 0.6),
+            (coarse + 2 * device + 1.5, device + 0.38),
+            arrowprops={"arrowstyle": "->"},
+        )
+ax.axvline(layers, color="grey", linestyle="--")
+ax.text(layers - 0.5, 1.5, "one layer after another\nends here", ha="right", va="center", color="grey")
+ax.set_yticks(range(devices), [f"device {d}" for d in range(devices)])
+ax.invert_yaxis()
+ax.set(xlabel="layer evaluations, one after another", title="Four devices, one cycle: only the coarse steps wait for each other")
+ax.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
+plt.show()
+
+# %% [markdown]
+# **What it shows.** All four devices are busy most of the time. Sixty-four evaluations in a row have become some forty, in one cycle. More devices,
+# with shorter groups, shorten the blue and green parts; the red part gets longer. A third level shortens it in turn.
+#
+# ## What it costs
+#
+# `planning.training_step` counts what a gradient takes on the busiest device, before anything is run: all evaluations, those
+# that wait for each other, and messages. A message is one state, from a device to its neighbour.
+
+# %%
+serial = planning.training_step(lp_jax.Serial(), lp_jax.Serial(), layers)
+rows = {"serial, one device": serial}
+for workers in (1, 2, 4, 8, 16):
+    spread = lp_jax.MGRIT(levels=2, coarsening=max(4, layers // workers), iterations=2)
+    rows[f"two cycles, {workers} device{'s' * (workers > 1)}"] = planning.training_step(
+        spread, spread, layers, workers=workers, looped=True
+    )
+print(f"{'':24}in a row  messages")
+for name, counted in rows.items():
+    print(f"{name:24}{counted.depth():8}{counted.states:10}")
+
+fig, ax = plt.subplots(figsize=(8, 3.6))
+depths = [counted.depth() for counted in rows.values()]
+ax.barh(list(rows), depths, color=["grey"] + ["tab:blue"] * 5)
+ax.axvline(depths[0], color="grey", linestyle="--")
+ax.invert_yaxis()
+ax.set(xlabel="layer evaluations in a row, forward and backward", title="Two cycles need several devices before they pay")
+plt.show()
+
+# %% [markdown]
+# **What it shows.** On one device two cycles are only more work. They pay where enough devices share them. The devices of this notebook share
+# one processor, so nothing gets faster here; on two real ones, or on a node with GPUs, the same line of code does the rest. How fast it
+# would be is the question of the next notebook.
