@@ -46,6 +46,7 @@ from lp_jax.train._nested import Depth as Depth
 from lp_jax.train._nested import deepen as deepen
 from lp_jax.train._nested import nested as nested
 from lp_jax.train._one_shot import one_shot as one_shot
+from lp_jax.train._penalty import depth_penalty as depth_penalty
 from lp_jax.train._plan import plan as plan
 from lp_jax.train._probe import GradientError as GradientError
 from lp_jax.train._probe import gradient_error as gradient_error
