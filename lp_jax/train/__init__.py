@@ -27,6 +27,8 @@ from lp_jax.train._classification import predict as predict
 from lp_jax.train._classification import residuals as residuals
 from lp_jax.train._controller import Control as Control
 from lp_jax.train._controller import Controller as Controller
+from lp_jax.train._controller import Doubling as Doubling
+from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
 from lp_jax.train._line_search import Backtracking as Backtracking
