@@ -44,6 +44,7 @@ from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
 from lp_jax.train._mgopt import mgopt as mgopt
+from lp_jax.train._microbatches import microbatches as microbatches
 from lp_jax.train._nested import Depth as Depth
 from lp_jax.train._nested import deepen as deepen
 from lp_jax.train._nested import nested as nested

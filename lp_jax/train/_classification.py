@@ -79,12 +79,13 @@ def classification(model: Classifier, *, penalty: float = 0.0) -> tuple[LossFn, 
     graphdef, state = nnx.split(model)
 
     def solved(model: Classifier, x: PyTree, **given: Any) -> tuple[jax.Array, Solution, jax.Array | float]:
-        if not penalty:
+        trunk = model.trunk
+        if not penalty or not isinstance(trunk, LayerParallel):
             return *model.solve(x, **given), 0.0
-        problem = model.trunk.problem(model.opening(x), **model.context_of(x), key=given.pop("key", None))
+        problem = trunk.problem(model.opening(x), **model.context_of(x), key=given.pop("key", None))
         found, solution = depth_penalty(problem, **given)
         if solution.aux is not None:
-            nnx.update(model.trunk.layers, solution.aux)
+            nnx.update(trunk.layers, solution.aux)
         return model.closing(solution.y1), solution, penalty * found
 
     def loss_fn(
