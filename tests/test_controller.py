@@ -1,5 +1,7 @@
 """A controller of tolerances: what it measures, what it decides, and that it decides the same after a break."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 import lp_jax
 from lp_jax import train
-from lp_jax.train._controller import _measured
+from lp_jax.train._controller import _measured, _norms
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -147,3 +149,66 @@ def test_solvers_without_a_tolerance_and_batches_of_one_are_refused():
     one = jax.tree.map(lambda x: x[:1], next(batches(0)))
     with pytest.raises(ValueError, match="two halves of a batch; got 1"):
         controller.probe(controller.begin(SOLVER, SOLVER), PARAMS, one, SOLVER, SOLVER)
+
+
+INJECTION = lp_jax.MGRIT(coarsening=4, iterations=1, relaxation="F", coarse_step=lp_jax.Rediscretize())
+
+
+def doubling_run(params, state, steps):
+    rule = train.Doubling(functools.partial(loss_fn, t1=24.0), probe_every=2)
+    step_fn = train.make_train_step(rule.loss_fn, OPTIMIZER)
+    state = train.init_state(params, OPTIMIZER) if state is None else state
+    options = {"steps_per_epoch": 1, "epochs": steps, "solver": INJECTION, "controller": rule, "log_every": 1}
+    state, log = train.fit(step_fn, state, lambda epoch: batches(epoch, 1), **options)
+    return state, log, step_fn
+
+
+def test_the_published_rule_goes_serial_for_good_where_twice_the_cycles_diverge():
+    """Large weights over a long time: the factor is above 1. A run that is resumed is as serial as before."""
+    state, log, _ = doubling_run(5 * PARAMS, None, 4)
+    rows = log.of("control")
+    assert [row["step"] for row in rows] == [1, 3] and all(row["serial"] for row in rows)
+    norms = lp_jax.solve(step, 5 * PARAMS, next(batches(0, 1))[0], t1=24.0, solver=INJECTION.with_effort(3)).stats
+    np.testing.assert_allclose(rows[0]["factor"], norms.residual_norms[2] / norms.residual_norms[1], rtol=1e-9)
+    assert rows[0]["factor"] > 1 and "factor" not in rows[1]
+    assert not [row for row in log.of("train") if "forward_residual_1" in row]  # serial steps have no residuals
+    state, log, _ = doubling_run(None, state, 6)
+    assert all(row["serial"] for row in log.of("control")) and not [
+        r for r in log.of("train") if "forward_residual_1" in r
+    ]
+
+
+def test_the_published_rule_leaves_a_solve_that_converges_as_it_is():
+    _, log, step_fn = doubling_run(0.01 * PARAMS, None, 4)
+    rows = log.of("control")
+    assert [row["serial"] for row in rows] == [False, False] and all(0 < row["factor"] < 1 for row in rows)
+    assert step_fn._cache_size() == 1  # the probe's cycles are no program of the step
+
+
+def test_the_published_rule_compiles_three_programs_at_most():
+    rule = train.Doubling(functools.partial(loss_fn, t1=24.0))
+    before = _norms._cache_size()
+    for seed in range(3):
+        batch = next(batches(seed))
+        for scale in (0.01, 5.0):
+            control, _ = rule.probe(rule.begin(INJECTION, INJECTION), scale * PARAMS, batch, INJECTION, INJECTION)
+            assert rule.solvers(control, INJECTION, INJECTION) == (
+                (lp_jax.Serial(),) * 2 if scale > 1 else (INJECTION,) * 2
+            )
+    assert _norms._cache_size() == before + 1
+
+
+@pytest.mark.parametrize("solver", [SOLVER, lp_jax.Serial()])
+def test_the_published_rule_refuses_what_cannot_be_doubled(solver):
+    with pytest.raises(ValueError, match=r"has none\. Leave rtol and atol out"):
+        train.Doubling(loss_fn).begin(solver, solver)
+    with pytest.raises(ValueError, match="limit must be positive; got 0"):
+        train.Doubling(loss_fn, limit=0)
+
+
+def test_a_bound_below_rounding_ends_in_serial_propagation():
+    """No tolerance holds it: the controller says so, and the smallest tolerance is not passed."""
+    controller = train.Controller(loss_fn, bound=1e-18, of="gradient")
+    control, row = controller.probe(controller.begin(SOLVER, SOLVER), PARAMS, next(batches(0)), SOLVER, SOLVER)
+    assert row["serial"] and row["error"] > row["allowed"] == 1e-18
+    assert float(control.rtol) >= 0.99e-6 and row["gradients"] <= 20

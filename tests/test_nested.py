@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from networks import F64, assert_close, normal
+from networks import F64, BatchNormed, assert_close, normal
 
 import lp_jax
 from lp_jax import nn, train
@@ -216,3 +216,43 @@ def test_a_depth_is_left_when_its_loss_settles():
 def test_depths_that_do_not_follow_are_refused(layers, words):
     with pytest.raises(ValueError, match=words):
         run(depths=[train.Depth(n, 1) for n in layers])
+
+
+class Numbered(nnx.Module):
+    """A layer that reads its number."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(5, 5, param_dtype=F64, rngs=rngs)
+
+    def __call__(self, y, t, dt, *, index):
+        return y + dt * jnp.where(index < 2, 1.0, -1.0) * self.linear(y)
+
+
+def around(layer):
+    network = model()
+    network.trunk = nn.LayerParallel(layer, 4, t1=2.0, rngs=nnx.Rngs(0))
+    return network
+
+
+def test_layers_that_read_their_number_are_refused():
+    network = around(Numbered)
+    with pytest.raises(TypeError, match="Numbered reads its number"):
+        train.deepen(network, trained(network, optax.sgd(0.1), steps=1), optax.sgd(0.1))
+    with pytest.raises(TypeError, match="Numbered reads its number"):
+        train.mgopt(network, optax.sgd(0.1))
+
+
+def test_running_statistics_go_along():
+    """Those of a layer go to all layers in its place, and deeper networks and MG/Opt go on updating them."""
+    network, optimizer = around(BatchNormed), optax.adam(1e-2)
+    state = trained(network, optimizer)
+    deep, deeper = train.deepen(network, state, optimizer)
+    before, after = (s.params["trunk"]["layers"]["norm"]["mean"] for s in (state, deeper))
+    np.testing.assert_array_equal(after, np.repeat(before, 2, axis=0))
+    step_fn, state = train.mgopt(deep, optimizer, levels=2)
+    moved, metrics = step_fn(jax.tree.map(jnp.copy, state), batches(0)[0], lp_jax.Serial(), None)
+    exact = train.make_train_step(train.classification(deep)[0], optimizer)
+    wanted, _ = exact(train.init_state(state.params, optimizer), batches(0)[0], lp_jax.Serial(), None)
+    assert bool(metrics.finite)
+    got, wanted = (s.params["trunk"]["layers"]["norm"]["mean"] for s in (moved, wanted))
+    np.testing.assert_allclose(got, wanted, rtol=1e-12)  # those of the parameters before the step

@@ -220,3 +220,73 @@ def test_a_loss_without_a_trajectory_is_refused():
 
     with pytest.raises(ValueError, match=r"trajectory=solution.trajectory"):
         train.one_shot(loss_fn, jnp.ones(4), optax.sgd(0.1), jnp.ones(()), solver=lp_jax.Picard())
+
+
+def small(batch=12):
+    """A loss with a mean over some of the examples, its parameters and a batch."""
+    random = np.random.default_rng(0)
+    params = {"layers": jnp.asarray(random.normal(size=(10, 4, 4)))}
+    labels = random.integers(-1, 4, size=batch)
+
+    def loss_fn(params, batch, solver, adjoint_solver, restart=None):
+        x, labels = batch
+        given = {} if restart is None else restart._asdict()
+        step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+        solution = lp_jax.solve(
+            step, params["layers"], x, t1=3.0, solver=solver, adjoint_solver=adjoint_solver, **given
+        )
+        total = jnp.sum(labels >= 0, dtype=jnp.int32)
+        info = train.Info(total - 1, total, solution.stats, solution.result, trajectory=solution.trajectory)
+        return train._classification.cross_entropy(solution.y1, labels), info
+
+    return loss_fn, params, (jnp.asarray(random.normal(size=(batch, 4))), jnp.asarray(labels, jnp.int32))
+
+
+def test_microbatches_have_the_loss_and_the_gradient_of_the_whole_batch():
+    loss_fn, params, batch = small()
+    solver = lp_jax.Picard(sweeps=3)
+    gradient = lambda loss: jax.jit(jax.value_and_grad(loss, has_aux=True))  # noqa: E731
+    (loss, info), g = gradient(lambda p: loss_fn(p, batch, solver, None))(params)
+    (parts, found), h = gradient(lambda p: train.microbatches(loss_fn, 3)(p, batch, solver, None))(params)
+    assert int(found.total) == int(info.total) and int(found.correct) == int(info.total) - 3
+    np.testing.assert_allclose(parts, loss, rtol=1e-12)
+    np.testing.assert_allclose(h["layers"], g["layers"], rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(found.stats.residual_norms, info.stats.residual_norms, rtol=1e-12)
+
+
+def test_one_shot_goes_on_in_microbatches_as_with_the_whole_batch():
+    """Each part begins where it ended."""
+    loss_fn, params, batch = small()
+    solver, losses = lp_jax.Picard(sweeps=1), []
+    for loss in (loss_fn, train.microbatches(loss_fn, 4)):
+        step_fn, state = train.one_shot(loss, params, OPTIMIZER, batch, solver=solver, line_search=SEARCH)
+        options = {"steps_per_epoch": 1, "epochs": 6, "solver": solver, "log_every": 1}
+        state, log = train.fit(step_fn, state, lambda epoch: [batch], **options)
+        losses.append([row["loss"] for row in log.of("train")])
+    assert losses[0][-1] < 0.9 * losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
+
+
+def test_microbatches_hold_the_states_of_one_part(optimised):
+    loss_fn, params, batch = small(4096)
+    losses = loss_fn, train.microbatches(loss_fn, 8)
+    taken = [
+        jax.jit(jax.grad(lambda p, fn=fn: fn(p, batch, lp_jax.Serial(), None)[0]))
+        .lower(params)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for fn in losses
+    ]
+    assert taken[1] < taken[0] / 4
+
+
+def test_batches_that_do_not_fit_are_refused():
+    loss_fn, params, batch = small()
+    with pytest.raises(ValueError, match="5 parts of the same size, and this one has 12 examples"):
+        train.microbatches(loss_fn, 5)(params, batch, lp_jax.Serial(), None)
+    solver = lp_jax.Picard(sweeps=1)
+    step_fn, state = train.one_shot(loss_fn, params, OPTIMIZER, batch, solver=solver)
+    fewer = jax.tree.map(lambda x: x[:7], batch)
+    with pytest.raises(ValueError, match=r"guess must.*\[10,7,4\].*same coarsening and batch"):
+        step_fn(state, fewer, solver, None)

@@ -27,6 +27,8 @@ from lp_jax.train._classification import predict as predict
 from lp_jax.train._classification import residuals as residuals
 from lp_jax.train._controller import Control as Control
 from lp_jax.train._controller import Controller as Controller
+from lp_jax.train._controller import Doubling as Doubling
+from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
 from lp_jax.train._line_search import Backtracking as Backtracking
@@ -42,10 +44,12 @@ from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
 from lp_jax.train._mgopt import mgopt as mgopt
+from lp_jax.train._microbatches import microbatches as microbatches
 from lp_jax.train._nested import Depth as Depth
 from lp_jax.train._nested import deepen as deepen
 from lp_jax.train._nested import nested as nested
 from lp_jax.train._one_shot import one_shot as one_shot
+from lp_jax.train._penalty import depth_penalty as depth_penalty
 from lp_jax.train._plan import plan as plan
 from lp_jax.train._probe import GradientError as GradientError
 from lp_jax.train._probe import gradient_error as gradient_error

@@ -14,7 +14,7 @@ import jax
 from lp_jax._solution import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
-from lp_jax.train._controller import Controller
+from lp_jax.train._controller import Rule
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message, search_warning
 from lp_jax.train._log import Log, Meter, Silent, measured, unflat
 from lp_jax.train._ranks import RankCheckpoints
@@ -85,7 +85,7 @@ def fit(
     epochs: int,
     solver: Solver,
     adjoint_solver: Solver | None = None,
-    controller: Controller | None = None,
+    controller: Rule | None = None,
     measures: Sequence[Every] = (),
     log: Log | None = None,
     log_every: int = 10,
@@ -111,8 +111,9 @@ def fit(
         epochs: number of epochs of the whole run, including those before ``state``.
         solver: solver of the forward solve.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-        controller: sets the solvers' tolerances as training goes on; its probes are rows of kind "control". The state of a run
-            to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its ``control``.
+        controller: sets the solvers as training goes on: `Controller`, `Doubling` or any other `Rule`. Its probes are rows of
+            kind "control". The state of a run to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its
+            ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
             accuracy, gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of `mgopt`), result, time

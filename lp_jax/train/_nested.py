@@ -1,6 +1,7 @@
 """Nested iteration: train a shallow network, then ever deeper ones, each from where the one before ended."""
 
 import contextlib
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -212,6 +213,7 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
 def on_trunk(trunk: Any, change: Callable[[nn.LayerParallel], nn.LayerParallel]) -> Any:
     """Return a trunk with all its blocks of layers changed, buffers apart."""
     if isinstance(trunk, nn.LayerParallel):
+        _refuse_positions(trunk)
         return change(trunk)
     parts = list(getattr(trunk, "parts", ()))
     if not any(map(_can_be_refined, parts)):
@@ -219,7 +221,17 @@ def on_trunk(trunk: Any, change: Callable[[nn.LayerParallel], nn.LayerParallel])
             f"the trunk must be a LayerParallel, or a Network with such blocks; got {type(trunk).__name__}. The time steps of a "
             "recurrent network share their weights, so there is nothing to refine: train it on shorter sequences first."
         )
-    return nn.Network(*[change(part) if _can_be_refined(part) else part for part in parts])
+    return nn.Network(*[on_trunk(part, change) if _can_be_refined(part) else part for part in parts])
+
+
+def _refuse_positions(trunk: nn.LayerParallel) -> None:
+    """Refuse layers that read their number, which is another one in a network of another depth."""
+    layer = type(trunk.layers)
+    if "index" in inspect.signature(layer.__call__).parameters:
+        raise TypeError(
+            f"{layer.__name__} reads its number (the keyword index), and a network with more or fewer layers numbers them "
+            "otherwise, so its layers would do something else. Let it read the time t, or train at one depth."
+        )
 
 
 def _can_be_refined(part: Any) -> bool:
