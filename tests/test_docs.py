@@ -52,16 +52,17 @@ def close(promised, found):
 
 
 def same(promised, found):
-    """Whether words follow each other as promised; "..." stands for any."""
-    found = found.split()
-    for number, part in enumerate(re.split(r"^\.\.\.$", promised, flags=re.MULTILINE)):
-        words = part.split()
-        places = range(len(found) - len(words) + 1) if number else range(1)
-        fits = [i for i in places if len(found) >= i + len(words) and all(map(close, words, found[i:]))]
-        if not fits:
+    """Whether words follow each other as promised; "..." on a line stands for any."""
+    first, *parts = (part.split() for part in re.split(r"^\.\.\.$", promised, flags=re.MULTILINE))
+    start, found = 0, found.split()
+    for number, words in enumerate([first, *parts]):
+        end = len(found) - len(words)
+        places = range(start, end + 1) if number < len(parts) else range(max(start, end), end + 1)
+        fits = [i for i in (places if number else places[:1]) if all(map(close, words, found[i:]))]
+        if not fits or (number == 0 and fits[0] != 0):
             return False
-        found = found[fits[0] + len(words) :]
-    return not found
+        start = fits[0] + len(words)
+    return True
 
 
 def run(page):
@@ -97,7 +98,8 @@ def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
 def test_output_is_compared():
     assert same("a 3e-05", "a 2.9e-05") and same("1.50 x\n...\n[2, 3]", "1.505 x y 7 [2, 3]")
     assert not same("a 3e-05", "a 5e-05") and not same("1.50", "1.52") and not same("a", "a b") and not same("a b", "a")
-    assert not same("a\n...\nb", "a c") and not same("a\n...\nb", "a b c")
+    assert not same("a\n...\nb", "a c") and not same("a\n...\nb", "a b c") and not same("...\nb", "b a")
+    assert same("...\nb\n...", "a b c") and same("...\nb", "b b") and not same("a\n...\na", "a") and not same("a", "")
 
 
 def test_examples_that_need_more_than_this_process_are_python():
