@@ -17,14 +17,16 @@ from typing import Any
 import griffe
 import jupytext
 import latex2mathml.converter
-import nbclient
 import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
+sys.path.insert(0, str(ROOT / "notebooks"))
+from execute import execute  # noqa: E402
+
+NOTEBOOKS = [path for path in sorted((ROOT / "notebooks").glob("*.py")) if "# %% [markdown]" in path.read_text()]
 EXECUTED = ROOT / "runs" / "notebooks"
 OUTSIDE = {
     "README.md": "index.md",
@@ -74,10 +76,7 @@ def executed(path: Path) -> nbformat.NotebookNode:
         found = nbformat.read(copy, as_version=4)
         if [cell.source for cell in found.cells] == [cell.source for cell in notebook.cells]:
             return found
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
-    EXECUTED.mkdir(parents=True, exist_ok=True)
-    nbformat.write(notebook, copy)
-    return notebook
+    return nbformat.read(execute(path, EXECUTED, cell_seconds=600), as_version=4)
 
 
 def markdown(notebook: nbformat.NotebookNode, stem: str) -> tuple[str, dict[str, bytes]]:
