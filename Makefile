@@ -2,6 +2,7 @@
 #
 #   make demo     train a deep network on handwritten digits, layer-parallel; results in runs/digits
 #   make test     run the linter, the type checker and every test, those of MPI included
+#   make docs     build the documentation site; open site/index.html
 #   make lint     run the linter, the formatter's check and the type checker
 #   make env      set up .venv with all that the tests need
 #   make clean    remove .venv, caches and builds; keep runs
@@ -17,7 +18,7 @@ PY = $(VENV)/bin/python
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test lint env clean
+.PHONY: help demo test docs lint env clean
 help:
 	@sed -n 's/^#   /  /p' Makefile
 
@@ -27,6 +28,9 @@ demo: $(VENV)/.train
 test: env lint
 	$(PY) -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal $(ARGS)
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -35,14 +39,14 @@ lint: $(VENV)/.test
 env: $(VENV)/.mpi
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
 
 $(PY):
 	@$(or $(PYTHON),false) -c '$(SUPPORTED)' || { echo "make wants a Python 3.11 to 3.13 that can make environments: \
 	install one (Debian, Ubuntu: apt install python3-venv) or name one, PYTHON=/path/to/python." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(PY)
+$(VENV)/.train $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(PY)
 	@echo "Installing lp_jax and its $* packages into $(VENV) (a minute or two) ..."
 	@$(INSTALL) --editable '.[$*]' && touch $@
 

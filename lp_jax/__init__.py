@@ -4,7 +4,7 @@ The layers of a network are solved for all at once, iteratively, by multigrid-re
 sweeps or Newton's method, forward and adjoint, to the same answer as one after the other.
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
 from lp_jax._comm import Comm as Comm
 from lp_jax._comm import Workers as Workers
@@ -49,4 +49,4 @@ from lp_jax._types import Layer as Layer
 from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan
 
-__version__ = version("lp_jax")
+__version__ = _version("lp_jax")

@@ -1,0 +1,163 @@
+"""The pages: their examples run and print what they say, their links lead somewhere, no public name is missing."""
+
+import ast
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import re
+import types
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+import jax
+import pytest
+
+import lp_jax.data
+import lp_jax.nn
+import lp_jax.planning
+import lp_jax.train
+import lp_jax.viz
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+}
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+VALUE = re.compile(r"True|False|None|[-+\d\[('\"]")  # how a comment begins that is a value, not a remark
+# test_extending.py and test_data*.py run these, which need files or look at what the examples define.
+ELSEWHERE = {"docs/extending.md", "docs/data.md"}
+# conftest.py has made the devices; probes of the planner shall not take their ten seconds.
+CHANGES = {
+    'jax.config.update("jax_num_cpu_devices", 4)': "",
+    "machine=gpu": "machine=gpu, seconds=0.1",
+    "error=1e-2)": "error=1e-2, seconds=0.1)",
+}
+
+
+def blocks(page):
+    """Languages and texts of a page's code blocks."""
+    return [(language, text) for _, language, text in FENCE.findall(PAGES[page])]
+
+
+def close(promised, found):
+    """Whether two words are equal, or numbers that differ by at most one in the last digit that is promised."""
+    if promised == found:
+        return True
+    with contextlib.suppress(InvalidOperation):
+        a, b = (Decimal(word.strip("[](),")) for word in (promised, found))
+        return abs(a - b) <= Decimal(1).scaleb(int(a.as_tuple().exponent))
+    return False
+
+
+def same(promised, found):
+    """Whether words follow each other as promised; "..." on a line stands for any."""
+    first, *parts = (part.split() for part in re.split(r"^\.\.\.$", promised, flags=re.MULTILINE))
+    start, found = 0, found.split()
+    for number, words in enumerate([first, *parts]):
+        end = len(found) - len(words)
+        places = range(start, end + 1) if number < len(parts) else range(max(start, end), end + 1)
+        fits = [i for i in (places if number else places[:1]) if all(map(close, words, found[i:]))]
+        if not fits or (number == 0 and fits[0] != 0):
+            return False
+        start = fits[0] + len(words)
+    return True
+
+
+def run(page):
+    """Run the examples from top to bottom; what they print stands behind them in comments, or in a text block below."""
+    names, pending = {"__name__": "example"}, ""
+    for language, text in blocks(page):
+        if language == "text" and pending:
+            assert same(f"...\n{text}", pending), f"{page} promises\n{text}\nand prints\n{pending}"
+            pending = ""
+        if language != "python":
+            continue
+        for old, new in CHANGES.items():
+            text = text.replace(old, new)
+        lines = text.splitlines()
+        for statement in ast.parse(text).body:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(ast.Module([statement], []), page, "exec"), names)
+            promised = lines[statement.end_lineno - 1][statement.end_col_offset :].strip().removeprefix("# ")
+            if VALUE.match(promised) and printed.getvalue():
+                assert same(promised, printed.getvalue()), f"{page} promises {promised}, not {printed.getvalue()}"
+            else:
+                pending += printed.getvalue()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and dict(blocks(page)).get("python")])
+def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        run(page)
+
+
+def test_output_is_compared():
+    assert same("a 3e-05", "a 2.9e-05") and same("1.50 x\n...\n[2, 3]", "1.505 x y 7 [2, 3]")
+    assert not same("a 3e-05", "a 5e-05") and not same("1.50", "1.52") and not same("a", "a b") and not same("a b", "a")
+    assert not same("a\n...\nb", "a c") and not same("a\n...\nb", "a b c") and not same("...\nb", "b a")
+    assert same("...\nb\n...", "a b c") and same("...\nb", "b b") and not same("a\n...\na", "a") and not same("a", "")
+
+
+def test_examples_that_need_more_than_this_process_are_python():
+    """Blocks marked "py" are pieces of programs for several processes."""
+    pieces = [text for page in PAGES for language, text in blocks(page) if language == "py"]
+    for text in pieces:
+        ast.parse(text)
+        assert re.search(r"MPIComm|Ranks|distributed|process", text), text
+
+
+def anchors(text):
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_exist(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?[^)]*\)", FENCE.sub("", PAGES[page])):
+        if target.startswith("https://"):
+            continue
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
+
+
+def test_every_page_is_in_the_site():
+    nav = set(re.findall(r"(\S+\.md)\b", (ROOT / "mkdocs.yml").read_text()))
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert pages and pages <= nav, pages - nav
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/reference/"))
+    listed = [name.rpartition(".") for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)]
+    found = [getattr(importlib.import_module(module or name), name, None) for module, _, name in listed]
+    for module in (lp_jax, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz):
+        public = {name: x for name, x in vars(module).items() if not name.startswith("_")}
+        missing = [
+            n for n, x in public.items() if not isinstance(x, types.ModuleType) and not any(x is y for y in found)
+        ]
+        assert len(public) > 5 and not missing, f"{module.__name__}: {missing}"
+
+
+def test_the_package_has_no_links_into_the_repository():
+    """A package index shows this text alone."""
+    text = importlib.metadata.metadata("lp_jax").get_payload()
+    assert "# lp_jax" in text and "`docs/scanned.md`" in text
+    assert not [link for link in re.findall(r"\]\(([^)]*)\)", text) if ":" not in link]
+
+
+def test_the_readme_is_short():
+    code = "\n".join(text for language, text in blocks("README.md") if language == "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 16
+
+
+def test_a_scanned_model_changes_one_line():
+    diffs = [text for language, text in blocks("docs/scanned.md") if language == "diff"]
+    assert len(diffs) == 5
+    assert all(len(re.findall(r"^[-+]", diff, flags=re.MULTILINE)) == 2 for diff in diffs)
