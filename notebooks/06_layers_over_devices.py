@@ -86,22 +86,15 @@ fig, ax = plt.subplots(figsize=(10, 3.6))
 coarse = group  # when the coarse steps begin
 again = coarse + devices  # when all devices begin again
 for device in range(devices):
-    relaxation = [(i + 0.05, 0.9) for i in range(group)]
-    ax.broken_barh(relaxation, (device - 0.35, 0.7), color="tab:blue", label="its own layers" if device == 0 else "")
-    ax.broken_barh(
-        [(coarse + device + 0.05, 0.9)], (device - 0.35, 0.7), color="tab:red", label="coarse step" if device == 0 else ""
-    )
-    final = [(again + i + 0.05, 0.9) for i in range(group)]
-    ax.broken_barh(
-        final, (device - 0.35, 0.7), color="tab:green", label="its own layers, corrected" if device == 0 else ""
-    )
+    row = {"yrange": (device - 0.35, 0.7), "edgecolor": "white", "linewidth": 0.7}
+    first = device == 0  # one entry of the legend for each colour
+    own, corrected = ([(start + i, 1) for i in range(group)] for start in (0, again))
+    ax.broken_barh(own, facecolor="tab:blue", label="its own layers" if first else None, **row)
+    ax.broken_barh([(coarse + device, 1)], facecolor="tab:red", label="coarse step" if first else None, **row)
+    ax.broken_barh(corrected, facecolor="tab:green", label="its own layers, corrected" if first else None, **row)
     if device + 1 < devices:
-        ax.annotate(
-            "",
-            (coarse + device + 1.5, device + 0.6),
-            (coarse + device + 0.9, device + 0.38),
-            arrowprops={"arrowstyle": "->"},
-        )
+        start, end = (coarse + device + 0.9, device + 0.38), (coarse + device + 1.5, device + 0.63)
+        ax.annotate("", end, start, arrowprops={"arrowstyle": "->"})
 ax.axvline(layers, color="grey", linestyle="--")
 ax.text(layers - 0.5, 1.5, "one layer after another\nends here", ha="right", va="center", color="grey")
 ax.set_yticks(range(devices), [f"device {d}" for d in range(devices)])

@@ -114,7 +114,7 @@ fig, ax = plt.subplots(figsize=(8, 4), layout="constrained")
 ax.bar([str(width) for width in widths], gains, color=["tab:blue" if gain > 1 else "tab:grey" for gain in gains])
 ax.axhline(1, color="black", linewidth=1)
 for i, gain in enumerate(gains):
-    ax.text(i, gain, f"{gain:.1f}", ha="center", va="bottom")
+    ax.text(i, gain, f"{gain:.1f}", ha="center", va="bottom", backgroundcolor="white", zorder=0)
 ax.set(xlabel="width of a layer", ylabel="times as fast as one layer after another")
 ax.set_title(f"One H200, {layers} layers, four sweeps, {batch} examples: predicted")
 ax.margins(y=0.12)
