@@ -162,8 +162,9 @@ for (name, (loss, prepare, solver)), marker in zip(ways.items(), "os^", strict=T
     ax.semilogy(moments, errors, marker=marker, label=name)
     print(f"{name:37}", "  ".join(f"{error:.1e}" for error in errors))
 ax.set(xlabel="training step", ylabel="relative error of the gradient", title="Four sweeps drift; buffers or a tolerance hold the error")
+ax.set_ylim(top=20)
 ax.grid(alpha=0.3)
-ax.legend()
+ax.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]

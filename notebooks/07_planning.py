@@ -1,0 +1,125 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. Planning before buying
+#
+# Layer-parallel training does more work and waits less. On some machines that pays, on others it does not.
+#
+# **Question.** Would it pay for my network, here or on a GPU that I do not have yet?
+#
+# `lp_jax` answers by counting and measuring. A solver tells which evaluations it needs and which of them wait for each other. A *machine*
+# is a table of how long a layer takes, alone and many at once. Both together predict the time of a training step.
+
+# %%
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+
+import lp_jax
+from lp_jax import planning, viz
+
+
+def step(y, layer):
+    w, b = layer.params
+    return y + layer.dt * jnp.tanh(y @ w + b)
+
+
+layers, width = 128, 64
+keys = jax.random.split(jax.random.key(0), 3)
+params = jax.random.normal(keys[0], (layers, width, width)) / 8, jax.random.normal(keys[1], (layers, width)) / 8
+problem = lp_jax.Problem(step, params, jax.random.normal(keys[2], (32, width)), t1=2.0)
+
+# %% [markdown]
+# ## This machine
+#
+# `calibrate` runs the network's own layers and measures. `plan` then goes through the solvers, fastest first, takes a gradient with each,
+# and stops at the first one that is as exact as asked for. `seconds` bounds how long it looks.
+
+# %%
+here = lp_jax.calibrate(problem)
+found = lp_jax.plan(problem, machine=here, error=1e-2, seconds=2.0)
+print(found)
+
+# %% [markdown]
+# On a laptop's processor the answer is usually `Serial()`, one layer after another: a single layer keeps it busy, and nothing that does
+# more work can be faster. Is the prediction right? We time it.
+
+
+# %%
+def measured(solver):
+    def loss(params):
+        return jnp.mean(lp_jax.solve(step, params, problem.y0, t1=2.0, solver=solver).y1 ** 2)
+
+    gradient = jax.jit(jax.grad(loss))
+    jax.block_until_ready(gradient(params))  # compiles
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        jax.block_until_ready(gradient(params))
+        times.append(time.perf_counter() - started)
+    return sorted(times)[10]
+
+
+for name, solver in {"serial": lp_jax.Serial(), "four sweeps": lp_jax.Picard(sweeps=4)}.items():
+    predicted = planning.predict(solver, solver, layers, here).seconds
+    print(f"{name:12} predicted {1e3 * predicted:6.2f} ms   measured {1e3 * measured(solver):6.2f} ms")
+
+# %% [markdown]
+# ## A GPU that is not here
+#
+# `estimate` takes the device's data sheet and the compiler's count of a layer's operations. It runs nothing on that device, and is good to a
+# factor of a few. The gradients' errors are measured here, because they do not depend on the machine.
+
+# %%
+gpu = planning.estimate(problem, device="H200")
+bought = lp_jax.plan(problem, machine=gpu, error=1e-2, seconds=4.0)
+print(bought)
+
+# %%
+viz.plan(bought)
+
+# %% [markdown]
+# **What it shows.** Left: each point is a solver; further left is faster, lower is more exact. The red line is one layer after another. One
+# small layer leaves a large GPU idle, so many at once take hardly longer than one. Right: what more devices would give, by what is divided
+# among them.
+#
+# ## Which networks gain?
+#
+# The wider a layer, the more of the device it fills. No arrays are needed for such a question, only shapes.
+
+# %%
+widths, batch = (64, 256, 1024, 4096), 256
+gains = []
+for width in widths:
+    shapes = jax.ShapeDtypeStruct((layers, width, width), "float32"), jax.ShapeDtypeStruct((layers, width), "float32")
+    wide = lp_jax.Problem(step, shapes, jax.ShapeDtypeStruct((batch, width), "float32"))
+    machine = planning.estimate(wide, device="H200")
+    sweeps = lp_jax.Picard(sweeps=4)
+    serial = planning.predict(lp_jax.Serial(), lp_jax.Serial(), layers, machine).seconds
+    gains.append(serial / planning.predict(sweeps, sweeps, layers, machine).seconds)
+
+fig, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+ax.bar([str(width) for width in widths], gains, color=["tab:blue" if gain > 1 else "tab:grey" for gain in gains])
+ax.axhline(1, color="black", linewidth=1)
+for i, gain in enumerate(gains):
+    ax.text(i, gain, f"{gain:.1f}", ha="center", va="bottom", backgroundcolor="white", zorder=0)
+ax.set(xlabel="width of a layer", ylabel="times as fast as one layer after another")
+ax.set_title(f"One H200, {layers} layers, four sweeps, {batch} examples: predicted")
+ax.margins(y=0.12)
+plt.show()
+
+# %% [markdown]
+# **What it shows.** Narrow and deep gains much, wide gains nothing on one device: there it takes several devices. Ask the planner
+# for your network before you buy, or before you train: `lp-jax plan` does the same from the command line.

@@ -1,0 +1,137 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8. Training methods
+#
+# A gradient is a means to an end: a low loss. There are ways to spend less on the same loss.
+#
+# **Question.** How do they compare, in work and in waiting?
+#
+# * **Exact**: one layer after another. The yardstick.
+# * **Sweeps**: all layers at once, as many sweeps as a tolerance takes.
+# * **Controller**: the same, with a tolerance that follows the noise of the gradient.
+# * **One-shot**: one or two sweeps per step, which begin where those of the step before ended.
+# * **Nested**: train a shallow network first, then split its layers and go on.
+#
+# *Work* is the number of layer evaluations, *depth* the number of those that wait for each other. One device does the work; many devices
+# share it, and what is left is the depth.
+
+# %%
+import matplotlib.pyplot as plt
+import optax
+from flax import nnx
+
+import lp_jax
+from lp_jax import data, nn, planning, train, viz
+
+LAYERS, EPOCHS = 32, 200
+points = data.peaks(samples=400, seed=0)
+batch = points.train_x, points.train_y  # the same examples in every step
+
+
+def network(layers):
+    rngs = nnx.Rngs(0)
+    trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), layers, t1=2.0, rngs=rngs)
+    return nn.Classifier(nn.DenseOpening((2,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), points.classes, rngs=rngs))
+
+
+fig, ax = plt.subplots(figsize=(4.6, 4), layout="constrained")
+ax.scatter(*points.train_x.T, c=points.train_y, cmap="tab10", s=12)
+ax.set(title="Which of five classes is a point in?", xlabel="x", ylabel="y")
+plt.show()
+
+# %% [markdown]
+# ## Run them
+#
+# All begin at the same weights, see the same 320 points in every step, and use the same optimizer. `train.fit` writes a log.
+
+# %%
+optimizer = optax.adam(1e-2)
+exact = lp_jax.Serial()
+to_tolerance = lp_jax.Picard(sweeps=LAYERS, rtol=1e-3)
+one, two = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
+
+loss_fn, params = train.classification(network(LAYERS))
+step_fn = train.make_train_step(loss_fn, optimizer)
+
+
+def fit(solver, adjoint_solver=None, controller=None):
+    state = train.init_state(params, optimizer)
+    given = {"steps_per_epoch": 1, "epochs": EPOCHS, "controller": controller}
+    return train.fit(step_fn, state, lambda epoch: [batch], solver=solver, adjoint_solver=adjoint_solver, **given)[1]
+
+
+logs = {
+    "exact": fit(exact),
+    "sweeps": fit(to_tolerance),
+    "controller": fit(to_tolerance, controller=train.Controller(loss_fn, bound=0.3, probe_every=50)),
+}
+
+# %% [markdown]
+# One-shot training has a step function of its own, because its state carries where the solves ended. Nested iteration trains three networks,
+# each from what the one before has learnt.
+
+# %%
+one_shot_step, state = train.one_shot(loss_fn, params, optimizer, batch, solver=one, adjoint_solver=two)
+logs["one-shot"] = train.fit(
+    one_shot_step,
+    state,
+    lambda epoch: [batch],
+    steps_per_epoch=1,
+    epochs=EPOCHS,
+    solver=one,
+    adjoint_solver=two,
+)[1]
+
+depths = [train.Depth(8, epochs=EPOCHS // 2), train.Depth(16, epochs=EPOCHS // 4), train.Depth(32, epochs=EPOCHS // 4)]
+logs["nested"] = train.nested(network(8), optimizer, lambda epoch: [batch], depths, steps_per_epoch=1)[2]
+
+# %% [markdown]
+# ## What they cost
+#
+# `planning.training_step` counts what a step takes. Solvers with a tolerance took as many sweeps as there are residuals in the row; the way
+# back is counted with as many sweeps as the way there.
+
+
+# %%
+def costs(log, solver=None, adjoint_solver=None):
+    work = depth = 0
+    layers, rows = LAYERS, []
+    for row in log.rows:
+        if row["kind"] == "depth":  # nested iteration tells where a depth begins
+            layers = row["layers"]
+        if row["kind"] == "train":
+            sweeps = len(train.unflat("forward_residual", row))
+            chosen = solver or (lp_jax.Picard(sweeps=sweeps) if sweeps else exact)
+            counted = planning.training_step(chosen, adjoint_solver or chosen, layers)
+            work, depth = work + counted.work() * len(batch[1]), depth + counted.depth()
+            rows.append({**row, "work": work, "depth": depth})
+    return rows
+
+
+runs = {
+    "exact": costs(logs["exact"], exact),
+    "sweeps": costs(logs["sweeps"]),
+    "controller": costs(logs["controller"]),
+    "one-shot": costs(logs["one-shot"], one, two),
+    "nested": costs(logs["nested"], exact),
+}
+viz.costs(runs)
+
+# %%
+print(f"{'':12}{'loss':>8}{'work':>8}{'depth':>8}   (exact training = 1)")
+for name, rows in runs.items():
+    work, depth = (rows[-1][column] / runs["exact"][-1][column] for column in ("work", "depth"))
+    print(f"{name:12}{rows[-1]['loss']:8.3f}{work:8.2f}{depth:8.2f}")
+for row in logs["controller"].of("control"):
+    print(f"controller, step {row['step']:3}: noise {row['noise']:.2f}, error {row['error']:.0e}, tolerance {row['rtol']:.0e}")
