@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -109,6 +110,23 @@ def test_a_process_that_was_started_otherwise_is_refused(tmp_path):
     )
 
 
+def stopped(number, path, folder, *arguments):
+    """A run of two ranks that got a signal, on one of them, when a file was there."""
+    process = launch.start_ranks(2, SCRIPT, folder, RANK, *arguments)
+    try:
+        await_file(path, process)
+        os.kill(int((folder / "pid-1").read_text()), number)
+    finally:
+        ended = launch.end(process, timeout=60)
+    assert ended.code != 0
+    return ended
+
+
+def saved(folder):
+    """Steps of the checkpoints."""
+    return [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()]
+
+
 def await_file(path, process, *, timeout=120):
     end = time.monotonic() + timeout
     while not path.exists():
@@ -118,23 +136,32 @@ def await_file(path, process, *, timeout=120):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_that_is_stopped_stops_all_and_the_run_goes_on(tmp_path, number):
-    """Killed, it takes the job with it; asked to end, all ranks finish the same step and save it."""
+def test_a_rank_that_is_asked_to_end_stops_all_and_the_run_goes_on(tmp_path):
+    """All ranks finish the same step and save it."""
     folder = tmp_path / "run"
     arguments = ["train", "digits", "--mpi", *SMALL, "--epochs", 2000, "--checkpoint-every", STEPS, "--out", folder]
-    process = launch.start_ranks(2, SCRIPT, tmp_path, RANK, *arguments)
-    try:
-        await_file(folder / "checkpoints" / str(2 * STEPS), process)
-        os.kill(int((tmp_path / "pid-1").read_text()), number)
-    finally:
-        ended = launch.end(process, timeout=60)
-    assert ended.code != 0
-    if number == signal.SIGTERM:
-        said = re.findall(r"SIGTERM: stopped after step (\d+); saved to (\S+);", ended.output)
-        assert len(said) == 1 and said[0][1] == str(folder / "checkpoints" / said[0][0]), ended.output
-    steps = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()]
-    epochs = -(-max(steps) // STEPS) + 1
+    ended = stopped(signal.SIGTERM, folder / "checkpoints" / str(2 * STEPS), tmp_path, *arguments)
+    said = re.findall(r"SIGTERM: stopped after step (\d+); saved to (\S+);", ended.output)
+    assert len(said) == 1 and said[0][1] == str(folder / "checkpoints" / said[0][0]), ended.output
+    epochs = -(-max(saved(folder)) // STEPS) + 1
     here("--epochs", epochs, "--resume", "--out", folder)
     assert len(losses(folder)) == epochs * STEPS
     assert jax.device_count() > 1  # it went on elsewhere
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_takes_the_job_with_it_and_a_one_shot_run_goes_on_to_the_same_numbers(tmp_path):
+    """The checkpoint holds where each rank's solves ended. Killed when the run has gone past it, those steps come again."""
+    folder = tmp_path / "run"
+    arguments = [*SMALL, "--method", "one-shot", "--log-every", 1, "--checkpoint-every", 10, "--probe-every", 1000]
+    stopped(signal.SIGKILL, folder / "checkpoints" / "10", tmp_path, "train", "digits", "--mpi", *arguments,
+            "--epochs", 2000, "--out", folder)  # fmt: skip
+    before = losses(folder)
+    for step in saved(folder):  # a run that was killed before its newest checkpoint
+        if step > 10:
+            shutil.rmtree(folder / "checkpoints" / str(step))
+    assert len(before) >= 10
+    ended = ranks(2, tmp_path, "--resume", "--epochs", len(before) + 2, "--out", folder)
+    assert ended.code == 0 and "going on after step 10" in ended.output, ended.output
+    again = losses(folder)
+    assert len(again) == len(before) + 2 and again[: len(before)] == before

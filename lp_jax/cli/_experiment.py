@@ -229,12 +229,15 @@ def _direct(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimiz
 
 
 def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
-    """All examples in each step; L-BFGS, whose trials take the solver of the adjoint."""
+    """All examples in each step; L-BFGS, whose trials take the solver of the adjoint.
+
+    On MPI ranks it is Adam: the inner products of L-BFGS need the parameters of all layers, and a rank has its own only.
+    """
     batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
     step_fn, state = one_shot(
         made.loss_fn,
         made.params,
-        optax.chain(optax.scale_by_lbfgs(memory_size=20), optax.scale(-1.0)),
+        optax.chain(optax.scale_by_lbfgs(memory_size=20), optax.scale(-1.0)) if made.place.whole is None else optimizer,
         batch,
         solver=solvers[0],
         adjoint_solver=solvers[1],
@@ -344,7 +347,8 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
         params: PyTree, given: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[jax.Array, Info]:
         batch, restart = given
-        return made.loss_fn(params, batch, solver, adjoint_solver, *restart)
+        exact = solver.exact and (adjoint_solver is None or adjoint_solver.exact)
+        return made.loss_fn(params, batch, solver, adjoint_solver, *(() if exact else restart))
 
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
         restart = () if state.restart is None else (state.restart,)

@@ -152,8 +152,8 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         choices=METHODS,
         default="direct",
         help="How to train. direct: a step for each batch. one-shot: all examples in every step, one step an epoch, each solve "
-        "goes on from the last one; L-BFGS. nested: shallow networks first, see --depths. mgopt: steps on shallower networks "
-        "correct those of the deep one.",
+        "goes on from the last one; L-BFGS, on MPI ranks Adam. nested: shallow networks first, see --depths. mgopt: steps on "
+        "shallower networks correct those of the deep one.",
     )
     add(
         "--depths",
