@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass
 class Schedule:
-    """What a solve, or a training step, does on the busiest worker.
+    """The work of a solve, or of a training step, on the busiest worker.
 
     Attributes:
         batches: how often each batch is evaluated, one after the other.
