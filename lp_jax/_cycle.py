@@ -66,7 +66,7 @@ def coarse_solve(mgrit: Multigrid, levels: Sequence[Level], v: Points, kind: str
 
 
 def cascade(mgrit: Multigrid, levels: Sequence[Level], *, kind: str | None = None) -> CPoints:
-    """First approximation without a guess: solve the coarsest level, then inject and F-relax level by level.
+    """Approximate the states without a guess: solve the coarsest level, then inject and F-relax level by level.
 
     It stands for the first visit of a cycle of its kind: where that makes more than one (F, W), the others follow on
     every level but the finest and the coarsest. An adjoint with sources hands these down as a cycle does that finds zeros

@@ -37,7 +37,7 @@ def arrays(tree: PyTree, name: str = "y0") -> PyTree:
             return x
         if callable(x) or isinstance(x, str):
             raise TypeError(
-                f"{name}{jax.tree_util.keystr(path)} is {x!r}, no array. Take functions and names out of the tree, with "
+                f"{name}{jax.tree_util.keystr(path)} is {x!r}, not an array. Take functions and names out of the tree, with "
                 "equinox.partition(module, equinox.is_array) or flax.nnx.split(module), and let the step close over them."
             )
         return jnp.asarray(x)
@@ -169,8 +169,8 @@ def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str
             leaf = f"{y}{jax.tree_util.keystr(path)}"
             raise TypeError(
                 f"{step} must return a state of the same shapes and dtypes as the one it got; leaf {leaf} went in as "
-                f"{_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside; a layer that changes "
-                "the state's shape stands between two solves."
+                f"{_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside. Put a layer "
+                "that changes the state's shape between two solves."
             )
 
 

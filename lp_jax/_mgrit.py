@@ -33,7 +33,7 @@ else:  # what a command line can spell
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MGRIT(Solver):
-    """Multigrid-reduction-in-time: all layers at once, iteratively, to the same answer as one after another.
+    """Multigrid-reduction-in-time: solves for all layers at once, iteratively, and converges to serial propagation's answer.
 
     Args:
         levels: number of levels, the finest included; 1 is serial propagation. Coarsening stops earlier where a level

@@ -183,7 +183,7 @@ _replicate.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (c
 
 
 def layer_slices(num_layers: int, workers: int, solver: Solver, adjoint_solver: Solver | None = None) -> list[slice]:
-    """Which layers each worker holds: contiguous runs, as even as can be, that no interval crosses.
+    """Return the layers of each worker: contiguous runs, as even as possible, cut between intervals only.
 
     Args:
         num_layers: number of layers N.

@@ -23,7 +23,7 @@ JACOBIANS = ("full", "diagonal", "identity")
 
 
 class Damping(abc.ABC):
-    """Changes the Jacobians that `Newton` works with, so that products of many of them stay small.
+    """Change the Jacobians that `Newton` works with, so that products of many of them stay small.
 
     Subclasses are frozen dataclasses and pytrees. Whatever they do, k iterations leave the first k states exact.
     """
@@ -36,10 +36,10 @@ class Damping(abc.ABC):
 @register("by")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shrink(Damping):
-    """All Jacobians times ``1 - by``: what is far behind counts for less.
+    """Multiply all Jacobians by ``1 - by``, so that states far behind count for less.
 
     Args:
-        by: between 0 (no damping) and 1 (all layers for themselves).
+        by: between 0 (no damping) and 1 (no layer sees another).
 
     Example:
         >>> import lp_jax
@@ -60,7 +60,7 @@ class Shrink(Damping):
 @register("limit")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clip(Damping):
-    """Only Jacobians that are too large are changed: made smaller until no row has a larger sum of magnitudes.
+    """Scale Jacobians that are too large, until no row has a larger sum of magnitudes than ``limit``.
 
     Args:
         limit: of the sum of magnitudes in a row; with 1, no product of Jacobians exceeds 1 in the maximum norm.

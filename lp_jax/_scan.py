@@ -33,7 +33,7 @@ def scan(
     adjoint_guess: CPoints | None = None,
     comm: Comm | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """``jax.lax.scan`` over layers, all of them solved for at once.
+    """``jax.lax.scan`` over layers, with a solver that evaluates all of them at once.
 
     With ``solver=Serial()`` the results are those of ``jax.lax.scan``, values and gradients; with any other solver they
     come as close as it does. How close, `scanned` tells: ``lp_jax.solve(**vars(lp_jax.scanned(body, init, xs)))`` returns
@@ -95,7 +95,7 @@ def scanned(
     *,
     comm: Comm | None = None,
 ) -> Problem:
-    """What `scan` solves, for `solve`, `plan` and `calibrate`.
+    """Return what `scan` solves as a `Problem`, for `solve`, `plan` and `calibrate`.
 
     The step is a layer of time 1 (``t1 = N``), the state the inexact leaves of the carry (None in the place of others), and
     aux are the ``ys``, in the order in which they are computed.

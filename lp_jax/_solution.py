@@ -29,7 +29,7 @@ RESULTS = {
 
 
 class SolveError(RuntimeError):
-    """A solve did not do what it was asked to."""
+    """Raised by `Solution.raise_if_failed`: the solve did not do what was asked."""
 
 
 class Solution(NamedTuple):

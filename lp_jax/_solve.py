@@ -57,7 +57,7 @@ def solve(
     comm: Comm | None = None,
     has_aux: bool = False,
 ) -> Solution:
-    """Propagate ``y0`` through N layers, all of them at once, and differentiate likewise.
+    """Propagate ``y0`` through N layers, all at once, with gradients that are computed all at once, too.
 
     Solves ``u[n+1] = step(u[n], layer n)``, ``u[0] = y0`` and returns ``u[N]``. At convergence this is the state that
     ``lax.scan`` gives, and ``jax.grad`` of it is the gradient of the scan: the adjoint system

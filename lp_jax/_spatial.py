@@ -20,7 +20,7 @@ from lp_jax._types import State
 def spatial(
     dims: int, *, restriction: str = "full_weighting", prolongation: str = "linear"
 ) -> tuple["Restriction", "Prolongation"]:
-    """Transfers for ``MGRIT(spatial=...)``: half as many points along each axis of space on the next coarser level.
+    """Return transfers for ``MGRIT(spatial=...)``: half as many points along each axis of space on the next coarser level.
 
     A layer that does not mind the size of its state, like one of convolutions, costs :math:`2^{-d}` of its evaluation
     there. What is solved for stays the same. Every array of the state has the axes ``(..., *space, channels)``; sizes

@@ -194,7 +194,7 @@ def _trace(
 
 
 def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
-    """The levels that `solve` works on, for building cycles by hand from `f_relax`, `c_relax`, `residual`, ...
+    """Return the levels that `solve` works on, to build cycles by hand from `f_relax`, `c_relax`, `residual`, ...
 
     Args:
         problem: what is solved; without aux, on one device.

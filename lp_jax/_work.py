@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass
 class Schedule:
-    """What a solve, or a training step, does on the busiest worker.
+    """The work of a solve, or of a training step, on the busiest worker.
 
     Attributes:
         batches: how often each batch is evaluated, one after the other.

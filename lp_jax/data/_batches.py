@@ -33,7 +33,7 @@ def batches(
 
     Raises:
         ValueError: for arrays of different lengths, and for batches larger than the data.
-        TypeError: for a single array, for what is no array, and for a size, seed or epoch that is no integer.
+        TypeError: for a single array, for anything that is not an array, and for a size, seed or epoch that is not an integer.
 
     Example:
         >>> import numpy as np
@@ -93,7 +93,7 @@ class Sequences(NamedTuple):
 
 
 def padded(sequences: Sequence[np.ndarray], length: int | None = None, *, fill: int = 0) -> np.ndarray:
-    """Sequences as one array, those that are too short filled up at their ends.
+    """Return sequences as one array, with short ones padded at their ends.
 
     Args:
         sequences: arrays ``(length, *features)`` that differ in nothing but their lengths.
@@ -134,7 +134,7 @@ def bucketed(
     epoch: int,
     drop_last: bool = True,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled mini-batches of one epoch of sequences, each batch padded to one of a few lengths.
+    """Make shuffled mini-batches of one epoch of sequences. Each batch is padded to one of a few lengths.
 
     Sequences that need the same length come together. Where those of one length do not fill a last batch, it is filled
     with some that need the next one. The batches come in a random order, a pure function of seed and epoch as for `batches`,

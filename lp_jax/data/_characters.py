@@ -20,7 +20,7 @@ def characters(
     *,
     min_count: int = 2,
 ) -> Dataset:
-    """Windows of a text, the class at each place being the next character.
+    """Windows of a text. The class at each place is the next character.
 
     The last part of the text is held out. Windows follow each other without overlap; what does not fill a last one is
     left out. Of a treebank, a file whose name ends in ``.conllu`` or ``.conllu.gz``, the text is its sentences, one a

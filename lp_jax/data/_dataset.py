@@ -38,7 +38,7 @@ class Dataset(NamedTuple):
 
 
 class DataError(ValueError):
-    """A file that does not hold what it should: in one line the file, the place, what is there and what was wanted."""
+    """A file is damaged or of another kind. One line says the file, the place, what is there and what was wanted."""
 
 
 def check_fraction(test_fraction: float) -> None:

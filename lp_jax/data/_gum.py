@@ -18,7 +18,7 @@ _COLUMNS = 10
 
 
 class Sentence(NamedTuple):
-    """A sentence and what is known of its words.
+    """A sentence, and its words' annotations.
 
     Attributes:
         words: as they are written.

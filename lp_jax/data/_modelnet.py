@@ -162,7 +162,7 @@ _CANDIDATES = 1 << 18  # voxels looked at together: some 20 MB of projections
 
 
 def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin: int = 0) -> np.ndarray:
-    """The voxels that the surface of a mesh goes through.
+    """Return the voxels that the surface of a mesh goes through.
 
     The mesh is centred in a cube, its longest side from wall to wall. Whether a triangle meets a voxel is decided
     exactly, not by sampling: by projections on the ten axes that can separate the two, the triangle's normal and the

@@ -11,7 +11,7 @@ _GRID = np.linspace(-_HALF, _HALF, 601)
 
 
 def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classes: int = 5) -> Dataset:
-    """Points of a square, to be told apart by the level set of ``peaks`` that they are in.
+    """Points of a square. Their classes are the level sets of ``peaks`` that they lie in.
 
     The function is MATLAB's,
 

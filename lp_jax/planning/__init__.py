@@ -1,4 +1,4 @@
-"""What a training step takes, told before it is run."""
+"""Predict what a training step costs before it is run."""
 
 from lp_jax._work import Batch as Batch
 from lp_jax._work import Schedule as Schedule

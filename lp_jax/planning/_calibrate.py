@@ -32,7 +32,7 @@ def calibrate(
     batched: bool = False,
     name: str = "",
 ) -> Machine:
-    """Measure what the layers of a network take here, by how many are evaluated at once.
+    """Measure how long the layers of a network take on this machine, alone and many at once.
 
     Serial propagation gives the time of a single layer. Runs of Picard sweeps that differ only in their number give that of
     a sweep, forward and adjoint: over 1/64, 1/8 and all of the layers. On a CPU layers at once are evaluated one after

@@ -51,7 +51,7 @@ _UNKNOWN = Device(2e13, 1e12)
 
 
 def estimate(problem: Problem, *, device: str | None = None) -> Machine:
-    """Estimate a `Machine` from the compiler's count of a layer's operations; to within a factor, where `calibrate` measures.
+    """Estimate a `Machine` from the compiler's count of a layer's operations, good to a factor of a few; `calibrate` measures it.
 
     Args:
         problem: the network. Only shapes matter, so its arrays may be traced, or be `jax.ShapeDtypeStruct`.
@@ -120,7 +120,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
 
 
 def auto(problem: Problem, *, device: str | None = None) -> Pair:
-    """Return what ``solver="auto"`` means, forward and adjoint: sweeps to a tolerance, or serial propagation if that is as fast.
+    """Return the solvers of ``solver="auto"``, forward and adjoint: sweeps to a tolerance, or `Serial` if that is as fast.
 
     It is decided by `estimate`, which has the same arguments, so by shapes and devices: the same, whenever and in whatever
     process it is traced. Where it is serial propagation, a warning says so; `plan` measures.

@@ -18,7 +18,7 @@ _SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5
 
 
 class Interconnect(NamedTuple):
-    """Between neighbours among the workers; fields of `Machine`.
+    """Times of messages between neighbouring workers; fields of `Machine`.
 
     Attributes:
         latency: seconds until an empty message has arrived.
@@ -32,7 +32,7 @@ class Interconnect(NamedTuple):
 
 
 def interconnect(comm: Comm, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
-    """Measure messages between workers by sweeps over a chain that computes next to nothing.
+    """Measure messages between workers, by sweeps over a chain that computes almost nothing.
 
     A sweep sends a state to the neighbour, one more for each step of a prefix sum, and the residual's norm to all. The
     same sweep without neighbours is subtracted. Sums over all of them, as of gradients, are measured apart: they add, too.

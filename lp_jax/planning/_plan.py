@@ -38,7 +38,7 @@ def plan(
     fewer: Mapping[str, Any] | None = None,
     solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
-    """Recommend solvers: calibrate, predict times, probe gradients in their order until one is exact enough.
+    """Recommend solvers: calibrate, predict times, and probe gradients, fastest first, until one is exact enough.
 
     Args:
         problem: the network, on one device, and a typical state: times and errors are those of this batch.
@@ -91,7 +91,7 @@ def choose(
     seconds: float = 10.0,
     solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
-    """`plan` for a network of which no more is known than how many layers it has and what they take.
+    """Recommend solvers as `plan` does, for a network of which only the number of layers and their times are known.
 
     ``probe(solver, adjoint_solver)`` tells what a gradient by them is. Without one nothing but serial propagation is known to
     be exact enough, and the others are in the order of their times. The other arguments, and errors, are those of `plan`.

@@ -31,7 +31,7 @@ class Probed(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A pair of solvers, and what is known of it.
+    """A pair of solvers, its predicted time, and its measured error if it was probed.
 
     Time (of a training step; with a tolerance for as many iterations as the probe took) and memory (of a worker) are
     predicted; ``probed`` is what the probe found, if there was one.
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """Seconds of a training step on a number of devices; None where so many cannot be used.
+    """Seconds of a training step on a number of devices. None where that many cannot be used.
 
     Attributes:
         devices: number of devices.
