@@ -1,18 +1,18 @@
 # Everything is installed into .venv here. Needs Python 3.11 to 3.13 and a C++ compiler.
 #
-#   make demo     train a deep network on handwritten digits, layer-parallel; results in runs/digits
+#   make demo     train a deep network in five ways and compare their times; results in runs/demo
 #   make test     run the linter, the type checker and every test, those of MPI included
 #   make docs     build the documentation site; open site/index.html
 #   make lint     run the linter, the formatter's check and the type checker
 #   make env      set up .venv with all that the tests need
 #   make clean    remove .venv, caches and builds; keep runs
 #
-#   PYTHON=python3.12  VENV=.venv-3.12  OUT=runs/mine  WORKERS=8 (tests)  ARGS="-k golden" (tests), "--serial" (demo)
+#   PYTHON=python3.12  VENV=.venv-3.12  OUT=runs/mine  WORKERS=8 (tests)  ARGS="-k golden" (tests), "--seed 1" (demo)
 
 SUPPORTED := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON = $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>&- && echo $$p && break; done)
 VENV = .venv
-OUT = runs/digits
+OUT = runs/demo
 WORKERS = 4
 PY = $(VENV)/bin/python
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
@@ -23,7 +23,7 @@ help:
 	@sed -n 's/^#   /  /p' Makefile
 
 demo: $(VENV)/.train
-	@$(PY) -m lp_jax train digits --out $(OUT) $(if $(wildcard $(OUT)/config.json),--resume) $(ARGS)
+	@$(PY) -m lp_jax demo --out $(OUT) $(ARGS)
 
 test: env lint
 	$(PY) -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal $(ARGS)

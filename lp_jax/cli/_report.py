@@ -33,7 +33,7 @@ def new_run(folder: Path) -> None:
     """Make sure that a new run can write into the folder."""
     if (folder / CONFIG).exists():
         raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
-    _require_writable(folder)
+    make_writable(folder)
     if any(path.name != LOCK for path in folder.iterdir()):
         raise CommandError(f"{folder} is not empty and holds no run; choose another --out.")
 
@@ -65,7 +65,7 @@ def stored_run(folder: Path, problem: str) -> dict[str, Any]:
     config = folder / CONFIG
     if not config.exists():
         raise CommandError(f"{folder} holds no run to resume; leave out --resume to start one.")
-    _require_writable(folder)
+    make_writable(folder)
     try:
         stored = json.loads(config.read_text(encoding="utf-8"))
         found = {name: stored[name] for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")}
@@ -83,7 +83,8 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     scratch.replace(path)
 
 
-def _require_writable(folder: Path) -> None:
+def make_writable(folder: Path) -> None:
+    """Make a folder, and make sure that files can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -152,7 +153,7 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
         measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, global_sums=made.place.whole)
         return float(measured.relative)
 
-    with _quick_compilation():
+    with quick_compilation():
         solves = residuals(made.model, params, batch, solver, adjoint_solver)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
         variants, adjoints = solver.variants(), adjoint_solver.variants()
@@ -199,7 +200,7 @@ def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _quick_compilation() -> Iterator[None]:
+def quick_compilation() -> Iterator[None]:
     """Compile quickly: each program here runs once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)

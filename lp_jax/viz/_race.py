@@ -15,7 +15,8 @@ _LINES = ("-", "--", ":", "-.")
 def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     """Test accuracy against seconds of training, and when each run reached a target.
 
-    Seconds are the sum of ``step_time`` up to the step of an evaluation, the time for evaluations left out.
+    Seconds are the sum of ``step_time`` up to the step of an evaluation, the time for evaluations left out. The
+    title names the first run and the fastest.
 
     Args:
         runs: rows of each run's `lp_jax.train.Log`, by its name: those of kind "train" with ``step`` and ``step_time``, in
@@ -39,7 +40,8 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     if target is None:
         target = min(float(np.nanmax(accuracies)) for _, accuracies in lines.values())
     reached = {name: _first(*line, target) for name, line in lines.items()}
-    said = [f"{seconds:.3g} s with {name}" for name, seconds in reached.items() if seconds is not None]
+    first, best = next(iter(reached)), min(reached, key=lambda name: reached[name] or np.inf)
+    said = [f"{reached[n]:.3g} s with {n}" for n in dict.fromkeys((first, best)) if reached[n] is not None]
     title = f"{target:.1%} test accuracy after {', '.join(said)}" if said else f"No run reaches {target:.1%}"
     fig = figure(textwrap.fill(title, 72))
     ax = fig.subplots()

@@ -1,0 +1,75 @@
+"""``lp-jax demo``: what its table says."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jsonargparse")
+
+from lp_jax import train
+from lp_jax.cli import _demo
+
+
+def log(times, accuracies, deeper=()):
+    """A log of one step an epoch; a row of kind "depth" before the steps named."""
+    found = train.Log()
+    for step, (seconds, accuracy) in enumerate(zip(times, accuracies, strict=True)):
+        if step == 0 or step in deeper:
+            found.write(kind="depth", step=step, layers=64)
+        found.write(kind="train", step=step + 1, step_time=seconds)
+        found.write(kind="test", step=step + 1, accuracy=accuracy)
+    return found
+
+
+def test_the_first_step_of_each_depth_counts_like_the_next_and_the_rest_is_compilation():
+    run = _demo._run(log([5.0, 1.0, 1.0, 7.0, 2.0], [0.1, 0.5, 0.9, 0.8, 0.9], deeper={3}), (0.0, 0.0), None)
+    assert run.compilation == pytest.approx(4.0 + 5.0)
+    assert run.seconds() == pytest.approx(1 + 1 + 1 + 2 + 2)
+    assert run.seconds(0.9) == pytest.approx(3.0)  # where it is reached first
+    assert run.accuracies == [0.1, 0.5, 0.9, 0.8, 0.9]
+
+
+def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_run():
+    runs = {
+        "exact": _demo._run(log([9.0, 2.0, 2.0, 2.0], [0.2, 0.6, 0.9, 0.95]), (0.0, 0.0), None),
+        "fast": _demo._run(log([9.0, 1.0, 1.0, 1.0], [0.2, 0.9, 0.8, 0.9]), (1e-3, 0.1), None),
+    }
+    assert _demo.target_of(runs) == 0.9
+    numbers = _demo.numbers_of(runs)
+    assert (numbers["exact"]["seconds"], numbers["fast"]["seconds"]) == (6.0, 2.0)
+    assert numbers["fast"]["of_exact"] == pytest.approx(1 / 3) and numbers["fast"]["all_of_exact"] == 0.5
+    cells = [list(column.cells) for column in _demo.table(runs).columns]
+    assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[4] == ["none", "1e-03, 1e-01"]
+
+
+def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp_path):
+    """One cycle between two devices is exact; the rough one is not, and says so."""
+    command = [sys.executable, "-m", "lp_jax", "demo", "--layers", "64", "--epochs", "2", "--no-pictures"]
+    ended = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        env=environment(2),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    assert list(runs) == ["exact", "nested", "layer-parallel", "layer-parallel, rough", "nested, layer-parallel"]
+    assert runs["layer-parallel"]["last_error"] < 1e-5 < 1e-3 < runs["layer-parallel, rough"]["last_error"]
+    np.testing.assert_allclose(runs["layer-parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
+    assert "1 H200" in ended.stdout and "layer-parallel, rough" in ended.stdout
+
+
+def test_layers_that_cannot_be_halved_are_refused():
+    with pytest.raises(Exception, match="--layers must be a multiple of 64; got 100"):
+        _demo.run(["--layers", "100"])
+
+
+def environment(devices):
+    import os
+
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return os.environ | {"XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])}
