@@ -17,6 +17,7 @@ from test_published import UNIT
 import lp_jax
 from benchmarks import (
     dense,
+    drift,
     frontier,
     harness,
     memory,
@@ -598,3 +599,12 @@ def test_model_end_to_end(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         run("--suites", "none")
     assert "has a row that can be predicted" in capsys.readouterr().err
+
+
+def test_the_drift_that_is_kept_is_drawn_and_tabled():
+    result = json.loads((RESULTS / "drift.json").read_text())
+    assert [row["run"] for row in result["rows"]] == list(drift.RUNS)
+    text = drift.table(result["rows"])
+    assert all(f"| {row['run']} " in text and f"{row['test_loss']:.4f}" in text for row in result["rows"])
+    needed, errors, quality = drift.draw(result).axes
+    assert len(needed.lines) == len(errors.lines) == len(quality.lines) == 5
