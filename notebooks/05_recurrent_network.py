@@ -13,12 +13,13 @@
 # %% [markdown]
 # # 5. A recurrent network
 #
-# A recurrent network reads a sequence step by step and keeps a memory. Its time steps are its layers: 64 inputs are 64 layers.
+# A recurrent network reads a sequence step by step and keeps a memory. Its time steps are its layers: 64 inputs are
+# 64 layers.
 #
 # **Question.** The state of a recurrent network moves far in every step. Can all time steps still be solved at once?
 #
-# The network reads the 64 pixels of a digit, one after another, always the last eight of them, and says after every pixel which
-# digit it takes it for. So there is a loss at every step.
+# The network reads the 64 pixels of a digit, one after another, always the last eight of them, and says after every
+# pixel which digit it takes it for. So there is a loss at every step.
 
 # %%
 import jax
@@ -73,10 +74,10 @@ weights = {
 # %% [markdown]
 # ## Newton's method
 #
-# Picard sweeps, which other networks get along with, ask what each layer *adds* to the state. Here a layer may replace it. Newton's
-# method linearises every step where its state is: a matrix for each step says how a change of the memory passes on. A chain of
-# matrices can be multiplied in any grouping, two and two, then four and four, so that 64 steps take six rounds. Then it
-# linearises again, at better states.
+# Picard sweeps, which other networks get along with, ask what each layer *adds* to the state. Here a layer may
+# replace it. Newton's method linearises every step where its state is: a matrix for each step says how a change of
+# the memory passes on. A chain of matrices can be multiplied in any grouping, two and two, then four and four, so
+# that 64 steps take six rounds. Then it linearises again, at better states.
 #
 # We train with Newton's method and, from the same start, with the ordinary scan, `Serial()`.
 
@@ -112,8 +113,8 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The loss at every step has taught the network to commit itself early. This is how often it is right on digits that it never saw, after
-# each pixel:
+# The loss at every step has taught the network to commit itself early. This is how often it is right on digits that
+# it never saw, after each pixel:
 
 # %%
 test_x, test_y = sequences(digits.test_x), digits.test_y
@@ -131,8 +132,9 @@ plt.show()
 # %% [markdown]
 # ## How many iterations?
 #
-# The trained network, with more and more iterations: the error of all memories, for Newton's method and for Picard sweeps. Newton's
-# method begins with sixteen *relaxations*, in which every step takes the state that entered it before. They make it forget the guess.
+# The trained network, with more and more iterations: the error of all memories, for Newton's method and for Picard
+# sweeps. Newton's method begins with sixteen *relaxations*, in which every step takes the state that entered it
+# before. They make it forget the guess.
 
 # %%
 seen, h0 = jnp.swapaxes(test_x[:50], 0, 1), jnp.zeros((50, UNITS))
@@ -158,6 +160,6 @@ plt.show()
 print("Newton", [f"{e:.0e}" for e in newtons], " sweeps", [f"{e:.0e}" for e in sweeps])
 
 # %% [markdown]
-# **What it shows.** A few iterations of Newton's method solve 64 steps that sweeps cannot solve. An iteration is not cheap: its
-# matrices have 16 times 16 numbers for each step and example. So it is for small states and long sequences. For larger states
-# there are `nn.ParaGRU` and `nn.ParaLSTM`, whose matrices are diagonal.
+# **What it shows.** A few iterations of Newton's method solve 64 steps that sweeps cannot solve. An iteration is not
+# cheap: its matrices have 16 times 16 numbers for each step and example. So it is for small states and long
+# sequences. For larger states there are `nn.ParaGRU` and `nn.ParaLSTM`, whose matrices are diagonal.

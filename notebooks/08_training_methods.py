@@ -23,8 +23,8 @@
 # * **One-shot**: one or two sweeps per step, which begin where those of the step before ended.
 # * **Nested**: train a shallow network first, then split its layers and go on.
 #
-# *Work* is the number of layer evaluations, *depth* the number of those that wait for each other. One device does the work; many devices
-# share it, and what is left is the depth.
+# *Work* is the number of layer evaluations, *depth* the number of those that wait for each other. One device does the
+# work; many devices share it, and what is left is the depth.
 
 # %%
 import matplotlib.pyplot as plt
@@ -41,7 +41,7 @@ batch = points.train_x, points.train_y  # the same examples in every step
 
 def network(layers):
     rngs = nnx.Rngs(0)
-    trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), layers, t1=2.0, rngs=rngs)
+    trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), layers, t1=1.0, rngs=rngs)
     return nn.Classifier(nn.DenseOpening((2,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), points.classes, rngs=rngs))
 
 
@@ -53,7 +53,8 @@ plt.show()
 # %% [markdown]
 # ## Run them
 #
-# All begin at the same weights, see the same 320 points in every step, and use the same optimizer. `train.fit` writes a log.
+# All begin at the same weights, see the same 320 points in every step, and use the same optimizer. `train.fit` writes
+# a log.
 
 # %%
 optimizer = optax.adam(1e-2)
@@ -78,8 +79,8 @@ logs = {
 }
 
 # %% [markdown]
-# One-shot training has a step function of its own, because its state carries where the solves ended. Nested iteration trains three networks,
-# each from what the one before has learnt.
+# One-shot training has a step function of its own, because its state carries where the solves ended. Nested iteration
+# trains three networks, each from what the one before has learnt.
 
 # %%
 one_shot_step, state = train.one_shot(loss_fn, params, optimizer, batch, solver=one, adjoint_solver=two)
@@ -99,8 +100,8 @@ logs["nested"] = train.nested(network(8), optimizer, lambda epoch: [batch], dept
 # %% [markdown]
 # ## What they cost
 #
-# `planning.training_step` counts what a step takes. Solvers with a tolerance took as many sweeps as there are residuals in the row; the way
-# back is counted with as many sweeps as the way there.
+# `planning.training_step` counts what a step takes. Solvers with a tolerance took as many sweeps as there are
+# residuals in the row; the way back is counted with as many sweeps as the way there.
 
 
 # %%
