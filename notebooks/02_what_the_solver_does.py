@@ -80,7 +80,9 @@ plt.show()
 # the states between the groups, the so-called C-points. We compare them with the exact states after each cycle.
 
 # %%
-solver = lp_jax.MGRIT(levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), skip_downcycle=False, relaxation="F")
+solver = lp_jax.MGRIT(
+    levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), skip_downcycle=False, relaxation="F"
+)
 problem = lp_jax.Problem(step, params, y0, t1=4.0)
 levels = lp_jax.hierarchy(problem, solver)
 
@@ -153,7 +155,9 @@ for relaxation, colour in (("F", "tab:blue"), ("FCF", "tab:red")):
     ax.plot(points, found, "o", color=colour, label=f"measured, {relaxation}-relaxation")
     print(f"{relaxation:3} largest difference {np.abs(found - theory(points, relaxation)).max():.1e}")
 ax.axhline(1, color="grey", linewidth=1)
-ax.set(xlabel="z: what a layer changes", ylabel="factor of one cycle", title="Measured factors lie on the curve of theory")
+ax.set(
+    xlabel="z: what a layer changes", ylabel="factor of one cycle", title="Measured factors lie on the curve of theory"
+)
 ax.set_ylim(0, 1.6)
 ax.grid(alpha=0.3)
 ax.legend()

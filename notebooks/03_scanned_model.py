@@ -98,6 +98,7 @@ def loss_fn(model, x, y, scan, scale):
 # %% [markdown]
 # We train it twice from the same start, by the scan and layer-parallel.
 
+
 # %%
 def train(scan, steps=96, scale=0.1):
     model = Model(nnx.Rngs(0))

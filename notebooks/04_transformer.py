@@ -91,6 +91,7 @@ print(train.evaluate(loss_fn, state.params, [(digits.test_x, digits.test_y)]))
 # `trunk.solve` with a solver that keeps every state gives the trajectory. We look at how far each layer moves the
 # state, in parts of its norm.
 
+
 # %%
 @jax.jit
 def changes(params, x):
@@ -106,7 +107,11 @@ fig, ax = plt.subplots()
 for step in (1, 20, 120):
     ax.plot(np.arange(1, DEPTH + 1), changes(kept[step], digits.test_x[:50]), "o-", label=f"step {step}")
 ax.axvspan(0.5, 4.5, color="grey", alpha=0.2)
-ax.set(xlabel="layer", ylabel="change of the state, relative", title="The first layers move the state most, and more with training")
+ax.set(
+    xlabel="layer",
+    ylabel="change of the state, relative",
+    title="The first layers move the state most, and more with training",
+)
 ax.set_xticks(range(1, DEPTH + 1))
 ax.grid(alpha=0.3)
 ax.legend(title="training")
@@ -133,12 +138,13 @@ def buffered_model():
     return nn.Classifier(Opening(rngs), trunk, Closing(rngs))
 
 
-buffered_loss_fn, _ = train.classification(nnx.eval_shape(buffered_model))  # shapes only: its parameters come from the other one
+shapes = nnx.eval_shape(buffered_model)  # its parameters come from the other network
+buffered_loss_fn, _ = train.classification(shapes)
 
 
 def hand_over(params):
-    layers = params["trunk"]
-    first, others = (jax.tree.map(lambda w: w[part], layers) for part in (np.s_[:BUFFER], np.s_[BUFFER:]))
+    first = jax.tree.map(lambda w: w[:BUFFER], params["trunk"])
+    others = jax.tree.map(lambda w: w[BUFFER:], params["trunk"])
     return params | {"trunk": {"parts": {0: first, 1: others}}}
 
 
@@ -164,7 +170,11 @@ for (name, (loss, prepare, solver)), marker in zip(ways.items(), "os^", strict=T
     errors = [train.gradient_error(loss, prepare(kept[step]), batch, solver).relative for step in moments]
     ax.semilogy(moments, errors, marker=marker, label=name)
     print(f"{name:37}", "  ".join(f"{error:.1e}" for error in errors))
-ax.set(xlabel="training step", ylabel="relative error of the gradient", title="Four sweeps drift; buffers or a tolerance hold the error")
+ax.set(
+    xlabel="training step",
+    ylabel="relative error of the gradient",
+    title="Four sweeps drift; buffers or a tolerance hold the error",
+)
 ax.set_ylim(top=20)
 ax.grid(alpha=0.3)
 ax.legend(loc="upper left")

@@ -102,7 +102,10 @@ ax.axvline(layers, color="grey", linestyle="--")
 ax.text(layers - 0.5, 1.5, "one layer after another\nends here", ha="right", va="center", color="grey")
 ax.set_yticks(range(devices), [f"device {d}" for d in range(devices)])
 ax.invert_yaxis()
-ax.set(xlabel="layer evaluations, one after another", title="Four devices, one cycle: only the coarse steps wait for each other")
+ax.set(
+    xlabel="layer evaluations, one after another",
+    title="Four devices, one cycle: only the coarse steps wait for each other",
+)
 ax.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
 plt.show()
 
@@ -140,7 +143,10 @@ depths = [counted.depth() for counted in rows.values()]
 ax.barh(list(rows), depths, color=["grey"] + ["tab:blue"] * 4)
 ax.axvline(depths[0], color="grey", linestyle="--")
 ax.invert_yaxis()
-ax.set(xlabel="layer evaluations in a row, forward and backward", title="Two cycles forward, one backward: eight devices are enough")
+ax.set(
+    xlabel="layer evaluations in a row, forward and backward",
+    title="Two cycles forward, one backward: eight devices are enough",
+)
 plt.show()
 
 # %% [markdown]
