@@ -156,6 +156,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** A few iterations of Newton's method solve 64 steps that sweeps cannot solve. An iteration is not
-# cheap: its matrices have 16 times 16 numbers for each step and example. So it is for small states and long
-# sequences. For larger states there are `nn.ParaGRU` and `nn.ParaLSTM`, whose matrices are diagonal.
+# **What it shows.** Newton's method needs some iterations to come near, then the residual falls by ever larger
+# factors. Sweeps diverge. An iteration is not cheap: its matrices have 16 times 16 numbers for each step and example.
+# So it is for small states and long sequences. For larger states there are `nn.ParaGRU` and `nn.ParaLSTM`, whose
+# matrices are diagonal.
