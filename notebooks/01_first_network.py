@@ -13,15 +13,17 @@
 # %% [markdown]
 # # 1. A first network
 #
-# A deep network evaluates its layers one after another: layer 40 waits for layer 39. Adding processors does not change that.
+# A deep network evaluates its layers one after another: layer 40 waits for layer 39. Adding processors does not
+# change that.
 #
-# `lp_jax` works differently. It guesses what enters each group of layers, evaluates all groups at the same time, and corrects
-# the guesses. A few rounds of this give nearly what the layers give one after another, and the remaining error can be measured.
+# `lp_jax` works differently. It guesses what enters each group of layers, evaluates all groups at the same time, and
+# corrects the guesses. A few rounds of this give nearly what the layers give one after another, and the remaining
+# error can be measured.
 #
 # **Question.** Does a network still learn if its gradients come from one such round?
 #
-# We train a network of 64 layers on handwritten digits, once layer-parallel and once exactly. You need
-# `pip install 'lp_jax[train]'` and a minute.
+# We train a network of 64 layers on handwritten digits, once layer-parallel and once exactly. You need `pip install
+# 'lp_jax[train]'` and a minute.
 
 # %%
 import matplotlib.pyplot as plt
@@ -43,9 +45,9 @@ for ax, image, label in zip(axes, digits.train_x, digits.train_y, strict=False):
 # %% [markdown]
 # ## The network
 #
-# Every layer adds a little to the state $y$: $y_{n+1} = y_n + h \, \sigma(W_n y_n + b_n)$, with a small number $h$. Most deep
-# networks have layers of this kind, called residual layers. `LayerParallel` stacks 64 of them. An opening layer turns an image
-# into a state of 64 numbers, a closing layer turns the last state into scores for ten digits.
+# Every layer adds a little to the state $y$: $y_{n+1} = y_n + h \, \sigma(W_n y_n + b_n)$, with a small number $h$.
+# Most deep networks have layers of this kind, called residual layers. `LayerParallel` stacks 64 of them. An opening
+# layer turns an image into a state of 64 numbers, a closing layer turns the last state into scores for ten digits.
 #
 # The solver says how the 64 layers are evaluated. This one forms groups of four layers:
 
@@ -61,35 +63,34 @@ model = nn.Classifier(
 viz.hierarchy(solver, 64, t1=2.0)
 
 # %% [markdown]
-# The picture shows two levels. On level 0 are all 64 layers. On level 1 are 16 coarse steps, one for each group; they are a
-# cheap stand-in for the groups, and they alone go one after another. They tell each group roughly which state enters it. Then
-# all 16 groups are evaluated at the same time. Such a round is called a *cycle*, and the method multigrid-reduction-in-time (MGRIT).
-# Notebook 2 takes it apart.
+# The picture shows two levels. On level 0 are all 64 layers. On level 1 are 16 coarse steps, one for each group; they
+# are a cheap stand-in for the groups, and they alone go one after another. They tell each group roughly which state
+# enters it. Then all 16 groups are evaluated at the same time. Such a round is called a *cycle*, and the method
+# multigrid-reduction-in-time (MGRIT). Notebook 2 takes it apart.
 #
 # ## How good is the gradient?
 #
-# `train.gradient_error` takes the gradient twice, with a solver and exactly, and returns the relative distance of the two. Here it is
-# for one, two and three cycles, before training.
+# `train.gradient_error` takes the gradient twice, with a solver and exactly, and returns the relative distance of the
+# two. Here it is after one and after two cycles, before training.
 
 # %%
 loss_fn, params = train.classification(model)
 batch = digits.train_x[:200], digits.train_y[:200]
 
-errors = []
-for cycles in (1, 2, 3):
-    cycled = lp_jax.MGRIT(levels=2, coarsening=4, iterations=cycles, coarse_step=lp_jax.Picard(sweeps=2))
+for cycles in (1, 2):
+    cycled = lp_jax.MGRIT(levels=2, coarsening=4, iterations=cycles)
     error = train.gradient_error(loss_fn, params, batch, cycled)
-    errors.append(float(error.relative))
-    print(f"{cycles} cycles: relative error {error.relative:.1e}, cosine {error.cosine:.6f}")
+    print(f"cycles: {cycles}   relative error: {error.relative:.1e}   cosine: {error.cosine:.6f}")
 
 # %% [markdown]
-# The cosine is that of the angle between the two gradients; 1 means the same direction. One cycle is good enough to start with.
+# The cosine is that of the angle between the two gradients; 1 means the same direction. One cycle is good enough to
+# start with.
 #
 # ## Training
 #
-# `loss_fn` is a pure function, and `jax.grad` of it is the layer-parallel gradient, so any optax loop would do. `train.fit` adds a
-# log. We train twice from the same start: with one cycle, and with `Serial()`, which evaluates one layer after another. Every
-# 75 steps a probe measures how far the layer-parallel gradient is from the exact one.
+# `loss_fn` is a pure function, and `jax.grad` of it is the layer-parallel gradient, so any optax loop would do.
+# `train.fit` adds a log. We train twice from the same start: with one cycle, and with `Serial()`, which evaluates one
+# layer after another. Every 75 steps a probe measures how far the layer-parallel gradient is from the exact one.
 
 # %%
 optimizer = optax.adam(3e-3)
@@ -124,8 +125,8 @@ for row in logs["layer-parallel"].of("probe"):
 viz.curves({name: log.rows for name, log in logs.items()})
 
 # %% [markdown]
-# **What it shows.** Both runs learn equally well; their curves lie on each other. The gradient error grows as the layers learn
-# to do more, and stays far below the differences between one mini-batch and the next.
+# **What it shows.** Both runs learn equally well; their curves lie on each other. The gradient error grows as the
+# layers learn to do more, and stays far below the differences between one mini-batch and the next.
 #
 # The trained network is an ordinary network. Both ways of evaluating it give the same answers:
 
@@ -135,5 +136,5 @@ for name, chosen in {"one after another": lp_jax.Serial(), "layer-parallel": sol
     print(f"{name:18} test accuracy {result.accuracy:.2%}")
 
 # %% [markdown]
-# **What it does not show.** Speed. One cycle evaluates every layer more than once, and a laptop's processor gains nothing from it. It
-# pays on devices that a single layer leaves idle, and on several devices: notebooks 6 and 7.
+# **What it does not show.** Speed. One cycle evaluates every layer more than once, and a laptop's processor gains
+# nothing from it. It pays on devices that a single layer leaves idle, and on several devices: notebooks 6 and 7.

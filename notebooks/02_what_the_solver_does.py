@@ -15,11 +15,12 @@
 #
 # **Question.** How can layers be evaluated at the same time, when each needs the output of the one before it?
 #
-# Think of a relay race with 64 runners. You guess where each group of runners starts, and let all groups run at once. Where one group
-# arrives and the next one started, there is a gap. A *cycle* closes most of the gaps, by a cheap calculation that goes from group to
-# group. Then all groups run again.
+# Think of a relay race with 64 runners. You guess where each group of runners starts, and let all groups run at once.
+# Where one group arrives and the next one started, there is a gap. A *cycle* closes most of the gaps, by a cheap
+# calculation that goes from group to group. Then all groups run again.
 #
-# We watch three things: the gaps get smaller, the exact states spread from the left, and the speed of both is what theory says.
+# We watch three things: the gaps get smaller, the exact states spread from the left, and the speed of both is what
+# theory says.
 
 # %%
 import jax
@@ -45,11 +46,12 @@ y0 = jax.random.normal(keys[2], (20, width))  # 20 examples
 # %% [markdown]
 # ## The gaps get smaller
 #
-# The states that satisfy $y_{n+1} = \Phi_n(y_n)$ for every layer $n$ are the answer. The *residual* is what is missing: the gaps
-# $\Phi_n(y_n) - y_{n+1}$, all of them together. `solution.stats` has its norm for every cycle.
+# The states that satisfy $y_{n+1} = \Phi_n(y_n)$ for every layer $n$ are the answer. The *residual* is what is
+# missing: the gaps $\Phi_n(y_n) - y_{n+1}$, all of them together. `solution.stats` has its norm for every cycle.
 #
-# The *coarse step* is the cheap calculation that stands in for the layers of a group. The field's standard is injection: one layer with
-# a step four times as long. `Picard(sweeps=k)` uses all layers of the group, evaluated at the same time, `k` times over.
+# The *coarse step* is the cheap calculation that stands in for the layers of a group. The field's standard is
+# injection: one layer with a step four times as long. `Picard(sweeps=k)` uses all layers of the group, evaluated at
+# the same time, `k` times over.
 
 # %%
 coarse_steps = {
@@ -68,16 +70,19 @@ ax.legend(title="coarse step")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The residual falls in every cycle, until the rounding of single precision stops it. It falls faster with a coarse step that is
-# closer to the layers. All three end at the same answer: the coarse step decides how fast, not where to.
+# **What it shows.** The residual falls in every cycle, until the rounding of single precision stops it. It falls
+# faster with a coarse step that is closer to the layers. All three end at the same answer: the coarse step decides
+# how fast, not where to.
 #
 # ## Exact states spread from the left
 #
-# The pieces of a cycle are public functions. `lp_jax.hierarchy` builds the levels, `lp_jax.cycle` does one cycle on the states between the
-# groups, the so-called C-points. We compare them with the exact states after each cycle.
+# The pieces of a cycle are public functions. `lp_jax.hierarchy` builds the levels, `lp_jax.cycle` does one cycle on
+# the states between the groups, the so-called C-points. We compare them with the exact states after each cycle.
 
 # %%
-solver = lp_jax.MGRIT(levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), skip_downcycle=False, relaxation="F")
+solver = lp_jax.MGRIT(
+    levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), skip_downcycle=False, relaxation="F"
+)
 problem = lp_jax.Problem(step, params, y0, t1=4.0)
 levels = lp_jax.hierarchy(problem, solver)
 
@@ -97,22 +102,22 @@ fig.colorbar(image, label="error, power of ten")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** After one cycle the first group is exact, after two cycles the second, and so on: after 16 cycles everything would be, whatever
-# the layers are. But nobody waits for that. All groups become good much earlier, because the coarse step carries
-# corrections through the whole network in every cycle.
+# **What it shows.** After one cycle the first group is exact, after two cycles the second, and so on: after 16 cycles
+# everything would be, whatever the layers are. But nobody waits for that. All groups become good much earlier,
+# because the coarse step carries corrections through the whole network in every cycle.
 #
 # ## As fast as theory says
 #
-# For one number and layers that multiply it by $a = 1 + z$, the factor of a cycle is known. With groups of $m$ layers, $N_c$ groups and the
-# coarse step $b = 1 + m z$ (injection), a cycle multiplies the largest error by at most
+# For one number and layers that multiply it by $a = 1 + z$, the factor of a cycle is known. With groups of $m$
+# layers, $N_c$ groups and the coarse step $b = 1 + m z$ (injection), a cycle multiplies the largest error by at most
 #
 # $$ |a^m - b| \; \frac{1 - |b|^{N_c - 1}}{1 - |b|} $$
 #
-# with F-relaxation, which evaluates every group once; and with FCF-relaxation, which does it twice, by at most $|a|^m$ times this,
-# with $N_c - 2$ in the place of $N_c - 1$ (Dobrev, Kolev, Petersson, Schroder, 2017).
+# with F-relaxation, which evaluates every group once; and with FCF-relaxation, which does it twice, by at most
+# $|a|^m$ times this, with $N_c - 2$ in the place of $N_c - 1$ (Dobrev, Kolev, Petersson, Schroder, 2017).
 #
-# We measure the factor. With $y_0 = 0$ the answer is zero, so that any guess is its own error. A cycle on each unit vector gives the
-# matrix that maps the error before to the error after; its norm is the factor.
+# We measure the factor. With $y_0 = 0$ the answer is zero, so that any guess is its own error. A cycle on each unit
+# vector gives the matrix that maps the error before to the error after; its norm is the factor.
 
 # %%
 m, groups = 4, 32
@@ -150,15 +155,19 @@ for relaxation, colour in (("F", "tab:blue"), ("FCF", "tab:red")):
     ax.plot(points, found, "o", color=colour, label=f"measured, {relaxation}-relaxation")
     print(f"{relaxation:3} largest difference {np.abs(found - theory(points, relaxation)).max():.1e}")
 ax.axhline(1, color="grey", linewidth=1)
-ax.set(xlabel="z: what a layer changes", ylabel="factor of one cycle", title="Measured factors lie on the curve of theory")
+ax.set(
+    xlabel="z: what a layer changes", ylabel="factor of one cycle", title="Measured factors lie on the curve of theory"
+)
 ax.set_ylim(0, 1.6)
 ax.grid(alpha=0.3)
 ax.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The points lie on the curves. Layers that change little (z near 0) converge fast, layers that change much converge slowly, or
-# with F-relaxation not at first: above 1 the error grows. A second relaxation, shorter groups, or a better coarse step than injection help.
+# **What it shows.** The points lie on the curves. Layers that change little (z near 0) converge fast, layers that
+# change much converge slowly, or with F-relaxation not at first: above 1 the error grows. A second relaxation,
+# shorter groups, or a better coarse step than injection help.
 #
-# This is the rule to remember: **layer-parallel solvers like layers that change their input little.** Most deep residual networks have such
-# layers, because many layers share one task. Where layers change much, notebooks 4 and 5 have other means.
+# This is the rule to remember: **layer-parallel solvers like layers that change their input little.** Most deep
+# residual networks have such layers, because many layers share one task. Where layers change much, notebooks 4 and 5
+# have other means.

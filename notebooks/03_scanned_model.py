@@ -13,7 +13,8 @@
 # %% [markdown]
 # # 3. From a scanned model
 #
-# Many JAX models stack the parameters of equal layers and loop over them with a scan. Such a model needs no rewriting.
+# Many JAX models stack the parameters of equal layers and loop over them with a scan. Such a model needs no
+# rewriting.
 #
 # **Question.** What do I change in a model that I already have, and does it still learn the same?
 #
@@ -49,8 +50,9 @@ print(f"largest difference {jnp.abs(last - last_too).max():.0e}, of the outputs 
 # %% [markdown]
 # ## A Flax model: one line
 #
-# Here is a model as Flax users write it: 64 blocks with layer norm and a hidden layer, stacked by `nnx.vmap`. The scan is an
-# argument, so that we can compare; in a model of your own, `nnx.scan` becomes `lp_jax.nn.scan`, and nothing else changes.
+# Here is a model as Flax users write it: 64 blocks with layer norm and a hidden layer, stacked by `nnx.vmap`. The
+# scan is an argument, so that we can compare; in a model of your own, `nnx.scan` becomes `lp_jax.nn.scan`, and
+# nothing else changes.
 
 # %%
 DEPTH, WIDTH = 64, 32
@@ -96,6 +98,7 @@ def loss_fn(model, x, y, scan, scale):
 # %% [markdown]
 # We train it twice from the same start, by the scan and layer-parallel.
 
+
 # %%
 def train(scan, steps=96, scale=0.1):
     model = Model(nnx.Rngs(0))
@@ -126,13 +129,14 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The two curves follow each other, within what two cycles leave of error. The model's class, its parameters and its checkpoints are what they were.
+# **What it shows.** The two curves follow each other, within what two cycles leave of error. The model's class, its
+# parameters and its checkpoints are what they were.
 #
 # ## When does it work well?
 #
-# A solver likes layers that change their input little. In this model `scale` says how much a block adds. We vary it, and look at
-# the residual after each cycle: the gap between what a block puts out and what the next one took in. `lp_jax.scanned` makes a problem of the
-# arguments of a scan, and `lp_jax.solve` tells how far it has come.
+# A solver likes layers that change their input little. In this model `scale` says how much a block adds. We vary it,
+# and look at the residual after each cycle: the gap between what a block puts out and what the next one took in.
+# `lp_jax.scanned` makes a problem of the arguments of a scan, and `lp_jax.solve` tells how far it has come.
 
 # %%
 graphdef, weights = nnx.split(exact_model.blocks)
@@ -158,7 +162,8 @@ ax.legend(title="scale of a block")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The more a block adds, the more cycles it takes. Models with many layers often have a small factor in front of each
-# block, or start with small projections; both help.
+# **What it shows.** The more a block adds, the more cycles it takes. Models with many layers often have a small
+# factor in front of each block, or start with small projections; both help.
 #
-# The same change works in Linen (`lp_jax.nn.linen_scan`), MaxText, Equinox and Haliax. All take `solver=`, `adjoint_solver=` and `comm=`.
+# The same change works in Linen (`lp_jax.nn.linen_scan`), MaxText, Equinox and Haliax. All take `solver=`,
+# `adjoint_solver=` and `comm=`.

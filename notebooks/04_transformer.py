@@ -88,7 +88,9 @@ print(train.evaluate(loss_fn, state.params, [(digits.test_x, digits.test_y)]))
 # %% [markdown]
 # ## Which layers change the state most?
 #
-# `trunk.solve` with a solver that keeps every state gives the trajectory. We look at how far each layer moves the state, in parts of its norm.
+# `trunk.solve` with a solver that keeps every state gives the trajectory. We look at how far each layer moves the
+# state, in parts of its norm.
+
 
 # %%
 @jax.jit
@@ -105,20 +107,26 @@ fig, ax = plt.subplots()
 for step in (1, 20, 120):
     ax.plot(np.arange(1, DEPTH + 1), changes(kept[step], digits.test_x[:50]), "o-", label=f"step {step}")
 ax.axvspan(0.5, 4.5, color="grey", alpha=0.2)
-ax.set(xlabel="layer", ylabel="change of the state, relative", title="The first layers move the state most, and more with training")
+ax.set(
+    xlabel="layer",
+    ylabel="change of the state, relative",
+    title="The first layers move the state most, and more with training",
+)
 ax.set_xticks(range(1, DEPTH + 1))
 ax.grid(alpha=0.3)
 ax.legend(title="training")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The first four layers do most of the work, and training makes it more so. The layers behind them become gentler.
+# **What it shows.** The first four layers do most of the work, and training makes it more so. The layers behind them
+# become gentler.
 #
 # ## Buffers
 #
-# So the first four layers are not made for a parallel solver, and the other twelve are. A *buffer* is a block with `solver=Serial()`: its
-# layers go one after another. `nn.Network` puts blocks in a row. The network is the same and is only evaluated in another way, so the
-# trained parameters can be handed over: those of the first four layers to one block, the others to the other.
+# So the first four layers are not made for a parallel solver, and the other twelve are. A *buffer* is a block with
+# `solver=Serial()`: its layers go one after another. `nn.Network` puts blocks in a row. The network is the same and
+# is only evaluated in another way, so the trained parameters can be handed over: those of the first four layers to
+# one block, the others to the other.
 
 # %%
 BUFFER = 4
@@ -130,22 +138,23 @@ def buffered_model():
     return nn.Classifier(Opening(rngs), trunk, Closing(rngs))
 
 
-buffered_loss_fn, _ = train.classification(nnx.eval_shape(buffered_model))  # shapes only: its parameters come from the other one
+shapes = nnx.eval_shape(buffered_model)  # its parameters come from the other network
+buffered_loss_fn, _ = train.classification(shapes)
 
 
 def hand_over(params):
-    layers = params["trunk"]
-    first, others = (jax.tree.map(lambda w: w[part], layers) for part in (np.s_[:BUFFER], np.s_[BUFFER:]))
+    first = jax.tree.map(lambda w: w[:BUFFER], params["trunk"])
+    others = jax.tree.map(lambda w: w[BUFFER:], params["trunk"])
     return params | {"trunk": {"parts": {0: first, 1: others}}}
 
 
 # %% [markdown]
 # ## The drift
 #
-# The solver is the simplest one. A Picard *sweep* evaluates all layers at the same time, each with the state that the sweep before
-# left it, and adds up what they changed. We compare three ways to the gradient, at the moments that we kept: four sweeps over all
-# layers; four sweeps over the layers behind the buffer; and as many sweeps over all layers as it takes until the residual is a hundredth
-# of the first.
+# The solver is the simplest one. A Picard *sweep* evaluates all layers at the same time, each with the state that the
+# sweep before left it, and adds up what they changed. We compare three ways to the gradient, at the moments that we
+# kept: four sweeps over all layers; four sweeps over the layers behind the buffer; and as many sweeps over all layers
+# as it takes until the residual is a hundredth of the first.
 
 # %%
 four, many = lp_jax.Picard(sweeps=4), lp_jax.Picard(sweeps=DEPTH, rtol=1e-2)
@@ -161,18 +170,24 @@ for (name, (loss, prepare, solver)), marker in zip(ways.items(), "os^", strict=T
     errors = [train.gradient_error(loss, prepare(kept[step]), batch, solver).relative for step in moments]
     ax.semilogy(moments, errors, marker=marker, label=name)
     print(f"{name:37}", "  ".join(f"{error:.1e}" for error in errors))
-ax.set(xlabel="training step", ylabel="relative error of the gradient", title="Four sweeps drift; buffers or a tolerance hold the error")
+ax.set(
+    xlabel="training step",
+    ylabel="relative error of the gradient",
+    title="Four sweeps drift; buffers or a tolerance hold the error",
+)
 ax.set_ylim(top=20)
 ax.grid(alpha=0.3)
 ax.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** Four sweeps have a small error at the start. It grows as the network learns, because the first layers move the state
-# more and more. An effort that was enough in the beginning is not enough later. Two things help:
+# **What it shows.** Four sweeps have a small error at the start. It grows as the network learns, because the first
+# layers move the state more and more. An effort that was enough in the beginning is not enough later. Two things
+# help:
 #
-# * **Buffers** take the layers that a solver dislikes out of its hands. They cost a few layers that wait for each other.
+# * **Buffers** take the layers that a solver dislikes out of its hands. They cost a few layers that wait for each
+#   other.
 # * **A tolerance** lets the solver take as many sweeps as it needs, and so follows the drift.
 #
-# Whatever you choose, measure it now and then while you train: `train.gradient_error` costs two gradients. `train.Controller`, in notebook 8,
-# does it for you.
+# Whatever you choose, measure it now and then while you train: `train.gradient_error` costs two gradients.
+# `train.Controller`, in notebook 8, does it for you.

@@ -13,9 +13,11 @@
 # %% [markdown]
 # # 6. Layers over devices
 #
-# **Question.** Four devices share a network of 64 layers. Who computes what, what do they send, and are the numbers the same?
+# **Question.** Four devices share a network of 64 layers. Who computes what, what do they send, and are the numbers
+# the same?
 #
-# You need no cluster to try. JAX can make one processor look like four devices; it must be told so before anything else.
+# You need no cluster to try. JAX can make one processor look like four devices; it must be told so before anything
+# else.
 
 # %%
 import jax
@@ -35,7 +37,8 @@ print(jax.devices())
 # %% [markdown]
 # ## One argument
 #
-# A *mesh* gives names to devices. `comm=mesh` spreads the layers over them, in runs of neighbours: sixteen layers each.
+# A *mesh* gives names to devices. `comm=mesh` spreads the layers over them, in runs of neighbours: sixteen layers
+# each.
 
 
 # %%
@@ -71,14 +74,14 @@ for devices in (2, 4):
 print("layers of the gradient on each device:", [shard.data.shape[0] for shard in several[0].addressable_shards])
 
 # %% [markdown]
-# The numbers are the same, up to rounding. The gradient of a layer lives where the layer lives: nothing is gathered, and an optimizer updates each
-# layer in its place.
+# The numbers are the same, up to rounding. The gradient of a layer lives where the layer lives: nothing is gathered,
+# and an optimizer updates each layer in its place.
 #
 # ## Who computes what
 #
-# A picture of one forward cycle, as it is defined: time goes to the right, every device has a row, a box is one evaluation of a layer. At first all
-# devices work on their own sixteen layers. Then the coarse steps go from device to device, one after another, and each device
-# goes over its layers once more with the corrected state.
+# A picture of one forward cycle, as it is defined: time goes to the right, every device has a row, a box is one
+# evaluation of a layer. At first all devices work on their own sixteen layers. Then the coarse steps go from device
+# to device, one after another, and each device goes over its layers once more with the corrected state.
 
 # %%
 devices, group = 4, 16
@@ -99,18 +102,22 @@ ax.axvline(layers, color="grey", linestyle="--")
 ax.text(layers - 0.5, 1.5, "one layer after another\nends here", ha="right", va="center", color="grey")
 ax.set_yticks(range(devices), [f"device {d}" for d in range(devices)])
 ax.invert_yaxis()
-ax.set(xlabel="layer evaluations, one after another", title="Four devices, one cycle: only the coarse steps wait for each other")
+ax.set(
+    xlabel="layer evaluations, one after another",
+    title="Four devices, one cycle: only the coarse steps wait for each other",
+)
 ax.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
 plt.show()
 
 # %% [markdown]
-# **What it shows.** All four devices are busy most of the time. Sixty-four evaluations in a row have become 36, in one cycle. More devices,
-# with shorter groups, shorten the blue and green parts; the red part gets longer. A third level shortens it in turn.
+# **What it shows.** All four devices are busy most of the time. Sixty-four evaluations in a row have become 36, in
+# one cycle. More devices, with shorter groups, shorten the blue and green parts; the red part gets longer. A third
+# level shortens it in turn.
 #
 # ## What it costs
 #
-# `planning.training_step` counts what a gradient takes on the busiest device, before anything is run: all evaluations, those
-# that wait for each other, and messages. A message is one state, from a device to its neighbour.
+# `planning.training_step` counts what a gradient takes on the busiest device, before anything is run: all
+# evaluations, those that wait for each other, and messages. A message is one state, from a device to its neighbour.
 
 # %%
 rows = {"serial": planning.training_step(lp_jax.Serial(), lp_jax.Serial(), layers)}
@@ -136,10 +143,14 @@ depths = [counted.depth() for counted in rows.values()]
 ax.barh(list(rows), depths, color=["grey"] + ["tab:blue"] * 4)
 ax.axvline(depths[0], color="grey", linestyle="--")
 ax.invert_yaxis()
-ax.set(xlabel="layer evaluations in a row, forward and backward", title="Two cycles forward, one backward: eight devices are enough")
+ax.set(
+    xlabel="layer evaluations in a row, forward and backward",
+    title="Two cycles forward, one backward: eight devices are enough",
+)
 plt.show()
 
 # %% [markdown]
-# **What it shows.** Evaluations in a row fall from 192 to 65 on eight devices, though all devices together do more work than before. On
-# sixteen the coarse steps, which wait for each other, have become the longest part. The devices of this notebook share one processor, so
-# nothing gets faster here; on real ones the same line of code does it. How fast it would be is the question of the next notebook.
+# **What it shows.** Evaluations in a row fall from 192 to 65 on eight devices, though all devices together do more
+# work than before. On sixteen the coarse steps, which wait for each other, have become the longest part. The devices
+# of this notebook share one processor, so nothing gets faster here; on real ones the same line of code does it. How
+# fast it would be is the question of the next notebook.

@@ -17,8 +17,9 @@
 #
 # **Question.** Would it pay for my network, here or on a GPU that I do not have yet?
 #
-# `lp_jax` answers by counting and measuring. A solver tells which evaluations it needs and which of them wait for each other. A *machine*
-# is a table of how long a layer takes, alone and many at once. Both together predict the time of a training step.
+# `lp_jax` answers by counting and measuring. A solver tells which evaluations it needs and which of them wait for
+# each other. A *machine* is a table of how long a layer takes, alone and many at once. Both together predict the time
+# of a training step.
 
 # %%
 import time
@@ -44,8 +45,8 @@ problem = lp_jax.Problem(step, params, jax.random.normal(keys[2], (32, width)), 
 # %% [markdown]
 # ## This machine
 #
-# `calibrate` runs the network's own layers and measures. `plan` then goes through the solvers, fastest first, takes a gradient with each,
-# and stops at the first one that is as exact as asked for. `seconds` bounds how long it looks.
+# `calibrate` runs the network's own layers and measures. `plan` then goes through the solvers, fastest first, takes a
+# gradient with each, and stops at the first one that is as exact as asked for. `seconds` bounds how long it looks.
 
 # %%
 here = lp_jax.calibrate(problem)
@@ -53,8 +54,8 @@ found = lp_jax.plan(problem, machine=here, error=1e-2, seconds=2.0)
 print(found)
 
 # %% [markdown]
-# On a laptop's processor the answer is usually `Serial()`, one layer after another: a single layer keeps it busy, and nothing that does
-# more work can be faster. Is the prediction right? We time it.
+# On a laptop's processor the answer is usually `Serial()`, one layer after another: a single layer keeps it busy, and
+# nothing that does more work can be faster. Is the prediction right? We time it.
 
 
 # %%
@@ -79,8 +80,9 @@ for name, solver in {"serial": lp_jax.Serial(), "four sweeps": lp_jax.Picard(swe
 # %% [markdown]
 # ## A GPU that is not here
 #
-# `estimate` takes the device's data sheet and the compiler's count of a layer's operations. It runs nothing on that device, and is good to a
-# factor of a few. The gradients' errors are measured here, because they do not depend on the machine.
+# `estimate` takes the device's data sheet and the compiler's count of a layer's operations. It runs nothing on that
+# device, and is good to a factor of a few. The gradients' errors are measured here, because they do not depend on the
+# machine.
 
 # %%
 gpu = planning.estimate(problem, device="H200")
@@ -91,9 +93,9 @@ print(bought)
 viz.plan(bought)
 
 # %% [markdown]
-# **What it shows.** Left: each point is a solver; further left is faster, lower is more exact. The red line is one layer after another. One
-# small layer leaves a large GPU idle, so many at once take hardly longer than one. Right: what more devices would give, by what is divided
-# among them.
+# **What it shows.** Left: each point is a solver; further left is faster, lower is more exact. The red line is one
+# layer after another. One small layer leaves a large GPU idle, so many at once take hardly longer than one. Right:
+# what more devices would give, by what is divided among them.
 #
 # ## Which networks gain?
 #
@@ -121,5 +123,5 @@ ax.margins(y=0.12)
 plt.show()
 
 # %% [markdown]
-# **What it shows.** Narrow and deep gains much, wide gains nothing on one device: there it takes several devices. Ask the planner
-# for your network before you buy, or before you train: `lp-jax plan` does the same from the command line.
+# **What it shows.** Narrow and deep gains much, wide gains nothing on one device: there it takes several devices. Ask
+# the planner for your network before you buy, or before you train: `lp-jax plan` does the same from the command line.

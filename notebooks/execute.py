@@ -22,7 +22,7 @@ from nbclient import NotebookClient
 SOURCES = sorted(Path(__file__).resolve().parent.glob("[0-9]*.py"))
 
 
-def execute(source: Path, folder: Path, *, cell_seconds: int = 120) -> Path:
+def execute(source: Path, folder: Path, *, cell_seconds: int = 300) -> Path:
     """Run one source from top to bottom in a kernel of this Python, and write it to ``folder``.
 
     The kernel runs on the CPU, under JAX's defaults and the package that this process would import. It ends with this call.
@@ -37,9 +37,7 @@ def execute(source: Path, folder: Path, *, cell_seconds: int = 120) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         kernel = AsyncKernelManager(
             kernel_name="python3",
-            kernel_spec_manager=KernelSpecManager(
-                kernel_dirs=[]
-            ),  # this Python's own, not one that is installed elsewhere
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # the kernel of this Python, no other
             connection_file=str(Path(scratch) / "kernel.json"),
             transport="tcp" if sys.platform == "win32" else "ipc",  # no port that others could connect to
         )
