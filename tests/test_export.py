@@ -122,6 +122,21 @@ def test_sequential_is_the_serial_solve(name):
     np.testing.assert_allclose(network(y, **given), wanted, rtol=1e-14)
 
 
+@pytest.mark.parametrize("devices", [1, 3])
+def test_sequential_by_sweeps_is_a_loop_of_sweeps(devices):
+    """Each sweep adds up the increments of all layers at the states of the sweep before."""
+    trunk, y = make_trunk(comm=mesh(devices) if devices > 1 else None), np.asarray(normal((3, WIDTH)))
+    layers, states = [jax.tree.map(np.asarray, layer) for layer in nn.unstack(trunk)], [y] * (LAYERS + 1)
+    for _ in range(3):
+        increments = []
+        for layer, u in zip(layers, states, strict=False):
+            hidden = np.tanh(u @ layer["inner"]["kernel"] + layer["inner"]["bias"])
+            increments.append(2.0 / LAYERS * (hidden @ layer["outer"]["kernel"] + layer["outer"]["bias"]))
+        states = [y, *(y + np.cumsum(increments, axis=0))]
+    network = nn.sequential(trunk, solver=lp_jax.Picard(sweeps=3))
+    np.testing.assert_allclose(network(jnp.asarray(y)), states[-1], rtol=1e-13)
+
+
 def test_sequential_from_a_mesh_and_with_running_statistics(standard_promotion):
     trunk, y = make_trunk(BatchNormed, comm=mesh(2)), normal((8, WIDTH))
     trunk(y)

@@ -13,6 +13,8 @@ from flax import nnx, traverse_util
 from jax import lax
 
 from lp_jax import _inputs, _tree
+from lp_jax._solve import solve
+from lp_jax._solver import Solver
 from lp_jax._types import Layer, PyTree, State
 from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
 from lp_jax.nn._stack import PerCall, PerLayer
@@ -69,11 +71,16 @@ def restack(layers: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def sequential(trunk: LayerParallel) -> Callable[..., State]:
-    """Return a trained trunk, on one device or a mesh, as a plain function: a ``lax.scan`` over the layers, without a solver.
+def sequential(trunk: LayerParallel, *, solver: Solver | None = None) -> Callable[..., State]:
+    """Return a trained trunk, on one device or a mesh, as a plain function: a ``lax.scan`` over the layers.
 
-    The function holds the parameters as they are now. Layers with running statistics should be in ``eval()`` mode;
+    With a solver, the function solves for the layers instead: a few Picard sweeps use a network at a part of its depth, and
+    approximately. The function holds the parameters as they are now. Layers with running statistics should be in ``eval()`` mode;
     otherwise they normalise by the batch.
+
+    Args:
+        trunk: the trained layers.
+        solver: how to solve for them; None: one layer after another.
 
     Returns:
         ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of `LayerParallel.solve`.
@@ -90,14 +97,22 @@ def sequential(trunk: LayerParallel) -> Callable[..., State]:
         >>> network, y = jax.jit(nn.sequential(trunk)), jnp.ones((4, 8), "float32")
         >>> bool(jnp.allclose(network(y), trunk.solve(y, solver=lp_jax.Serial()).y1))
         True
+        >>> sweeps = nn.sequential(trunk, solver=lp_jax.Picard(sweeps=3))
+        >>> error = jnp.abs(sweeps(y) - network(y)).max() / jnp.abs(network(y)).max()
+        >>> bool(0 < error < 1e-2)
+        True
     """
     if not isinstance(trunk, LayerParallel):
         raise TypeError(f"trunk must be a LayerParallel; got {type(trunk).__name__}. Pass the trunk that it holds.")
     refuse_ranks(trunk)
+    frozen = nnx.clone(trunk)
     step, params, stats = stacks(trunk)
     t0, t1, count = trunk.t0, np.asarray(trunk.t1), trunk.num_layers
 
     def network(y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
+        if solver is not None:
+            return solve(**vars(frozen.problem(y, shared=shared, data=data, key=key)), solver=solver).y1
+
         def body(y: State, x: tuple[Any, ...]) -> tuple[State, None]:
             params, per_layer, t, dt, index = x
             y = step(y, Layer(params, PerCall(shared, key), per_layer, t, dt, index, 0))

@@ -279,9 +279,8 @@ class Doubling:
         return jnp.asarray(serial), {"factor": factor, "serial": serial, "gradients": _FORWARD}
 
 
-_FORWARD = (
-    2 / 3
-)  # of a gradient: as many iterations as forward and adjoint solve of a step, without the products of weights
+# Of a gradient: as many iterations as forward and adjoint solve of a step, without the products of weights.
+_FORWARD = 2 / 3
 
 
 @functools.partial(jax.jit, static_argnums=0)
