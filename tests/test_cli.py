@@ -44,7 +44,7 @@ def cli(capsys):
 def test_help_shows_examples_groups_and_defaults(cli):
     code, out, _ = cli("train", "mnist", "--model", "conv", "--help-all")
     assert code == 0 and "lp-jax train mnist --data ~/mnist" in out
-    for title in ("Data and model:", "Residual layers of two convolutions each:", "Training:", "Solvers:", "Output:"):
+    for title in ("Data and model:", "Residual layers of two convolutions:", "Training:", "Solvers:", "Output:"):
         assert f"\n{title}\n" in out
     for option, default in (("--layers", "32"), ("--t1", "1.0"), ("--epochs", "5"), ("--stride", "1")):
         assert re.search(rf"{option} [^-]*default: {default}\)", " ".join(out.split()))

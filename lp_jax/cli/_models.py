@@ -93,7 +93,7 @@ class Model(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Model):
-    """Residual layers of one matrix each."""
+    """Dense residual layers."""
 
     residual: ClassVar[bool] = True
 
@@ -107,7 +107,7 @@ class Dense(Model):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conv(Model):
-    """Residual layers of two convolutions each.
+    """Residual layers of two convolutions.
 
     Args:
         stride: Stride of the opening layer: how many times fewer points the states have along each axis.

@@ -117,14 +117,14 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         type=Solver | Literal["auto"] | None,
         metavar="CLASS",
         help="Solver of the layers: a class of lp_jax, or your own as module.Class. Its fields are options, like "
-        f"--solver.levels 3; --solver.help CLASS lists them. Left out: {solver}. --serial is short for --solver Serial; "
+        f"--solver.levels 3; --solver.help CLASS lists them. Default: {solver}. --serial is short for --solver Serial; "
         "auto is the solver that lp-jax plan recommends.",
     )
     add(
         "--adjoint_solver",
         type=Solver | None,
         metavar="CLASS",
-        help=f"Solver of the adjoint system. Left out: the same as --solver; where that is left out, too: {adjoint_solver}.",
+        help=f"Solver of the adjoint system. Default: the same as --solver, or {adjoint_solver} where that is left out, too.",
     )
     add(
         "--adjoint_iterations",
@@ -151,15 +151,15 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         "--method",
         choices=METHODS,
         default="direct",
-        help="How to train. direct: a step for each batch. one-shot: all examples in every step, one step an epoch, each solve "
-        "goes on from the last one; L-BFGS, on MPI ranks Adam. nested: shallow networks first, see --depths. mgopt: steps on "
-        "shallower networks correct those of the deep one.",
+        help="How to train. direct takes a step for each batch. one-shot takes all examples in each step, one step an epoch; each "
+        "solve begins where the last one ended, and the optimizer is L-BFGS (Adam on MPI ranks). nested trains shallow networks "
+        "first, those of --depths. mgopt corrects the deep network by steps on shallower ones.",
     )
     add(
         "--depths",
         type=list[PositiveInt] | None,
         metavar="[N, ...]",
-        help="Numbers of layers that nested and mgopt go through, the network's own last: [16, 32, 64]. Left out: a quarter, a "
+        help="Numbers of layers that nested and mgopt go through, the network's own last: [16, 32, 64]. Default: a quarter, a "
         "half and all for nested, a half and all for mgopt.",
     )
     add_launch(parser)
@@ -170,15 +170,17 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         "--probe_every",
         type=PositiveInt,
         metavar="N",
-        help="Number of steps between gradient probes. Left out: 6 in a run.",
+        help="Number of steps between gradient probes. Default: 6 probes in a run.",
     )
     add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
     add("--no_compare", action="store_true", help="No serial baseline to compare with.")
     add("--no_pictures", action="store_true", help="No pictures.")
 
 
-def parser_of(command: str, problem: Problem, kind: str, groups: Groups, examples: Examples) -> ArgumentParser:
-    """Return the parser of a command on a problem, whose defaults are those of the model."""
+def parser_of(
+    command: str, problem: Problem, kind: str, groups: Groups, examples: Examples, unused: frozenset[str] = frozenset()
+) -> ArgumentParser:
+    """Return the parser of a command on a problem, whose defaults are those of the model; without unused options."""
     model = problem.models[kind]
     parser = ArgumentParser(
         prog=command,
@@ -196,10 +198,11 @@ def parser_of(command: str, problem: Problem, kind: str, groups: Groups, example
     for name, text in problem.sources.items():
         add(f"--{name}", type=Path if name == "data" else str, metavar=name.upper(), help=text)
     kinds = "; ".join(f"{name}: {one.about()}" for name, one in problem.models.items())
-    add("--model", choices=problem.choices, default=kind, help=f"Model, with options of its own. {kinds}.")
+    add("--model", choices=problem.choices, default=kind, help=f"The model. Its options are those below. {kinds}.")
     parser.add_class_arguments(type(model), None)
-    parser.add_class_arguments(Training, None)
-    parser.set_defaults(**dataclasses.asdict(model), **dataclasses.asdict(problem.training))
+    parser.add_class_arguments(Training, None, skip=set(unused))
+    training = {name: value for name, value in dataclasses.asdict(problem.training).items() if name not in unused}
+    parser.set_defaults(**dataclasses.asdict(model), **training)
     groups(parser)
     return parser
 

@@ -38,7 +38,13 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     examples = [
         (f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")
     ]
-    options, _ = parse(parser_of(f"lp-jax plan {name}", problem, kind, _add_network, examples), problem, args)
+    told = dataclasses.replace(
+        problem, about="Recommend a solver for this network, and predict its time. Nothing is trained."
+    )
+    parser = parser_of(
+        f"lp-jax plan {name}", told, kind, _add_network, examples, frozenset({"epochs", "learning_rate"})
+    )
+    options, _ = parse(parser, problem, args)
     machine = None if options["machine"] is None else _machine(options["machine"])
     settings, task = prepare(name, options)
     workers, error, seconds = (options[option] for option in ("workers", "error", "seconds"))

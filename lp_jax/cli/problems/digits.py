@@ -10,7 +10,7 @@ PROBLEM = Problem(
     models={"dense": Dense(width=64), "conv": Conv(width=8)},
     training=Training(epochs=30),
     examples=(
-        ("lp-jax train digits", "the demo: layer-parallel, then serial"),
+        ("lp-jax train digits", "layer-parallel, then serially to compare"),
         ("lp-jax train digits --serial --out runs/exact", "only the exact baseline"),
         ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
         ("lp-jax train digits --solver MGRIT --solver.levels 3 --solver.cycle F", "multigrid, three levels"),
