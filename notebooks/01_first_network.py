@@ -128,8 +128,8 @@ viz.curves({name: logs[name].rows for name in ("layer-parallel", "exact")})
 # **What it shows.** Both runs learn equally well; their curves nearly lie on each other. The gradient error grows as
 # the layers learn to do more. Training does not mind here. Notebook 8 shows how large an error may be.
 #
-# The network that was trained layer-parallel is an ordinary network. Both ways of evaluating it give the same
-# answers:
+# The network that was trained layer-parallel is an ordinary network. Both ways of evaluating it give
+# nearly the same answers:
 
 # %%
 for name, chosen in {"one after another": lp_jax.Serial(), "layer-parallel": solver}.items():
