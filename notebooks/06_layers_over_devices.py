@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import lp_jax
-from lp_jax import planning
+from lp_jax import planning, viz
 
 plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
 print(jax.devices())
@@ -79,40 +79,21 @@ print("layers of the gradient on each device:", [shard.data.shape[0] for shard i
 #
 # ## Who computes what
 #
-# A picture of one forward cycle, as it is defined: time goes to the right, every device has a row, a box is one
-# evaluation of a layer. At first all devices work on their own sixteen layers. Then the coarse steps go from device
-# to device, one after another, and each device goes over its layers once more with the corrected state.
+# `viz.schedule` draws a training step from what the solver says of itself: time goes to the right, in evaluations of a
+# layer, and every device has a row. At first all devices work on their own sixteen layers. Then the coarse steps go from
+# device to device, one after another, and each device goes over its layers once more with the corrected states. The
+# grey row is serial propagation.
 
 # %%
-devices, group = 4, 16
-fig, ax = plt.subplots(figsize=(10, 3.6))
-coarse = group  # when the coarse steps begin
-again = coarse + devices  # when all devices begin again
-for device in range(devices):
-    row = {"yrange": (device - 0.35, 0.7), "edgecolor": "white", "linewidth": 0.7}
-    first = device == 0  # one entry of the legend for each colour
-    own, corrected = ([(start + i, 1) for i in range(group)] for start in (0, again))
-    ax.broken_barh(own, facecolor="tab:blue", label="its own layers" if first else None, **row)
-    ax.broken_barh([(coarse + device, 1)], facecolor="tab:red", label="coarse step" if first else None, **row)
-    ax.broken_barh(corrected, facecolor="tab:green", label="its own layers, corrected" if first else None, **row)
-    if device + 1 < devices:
-        start, end = (coarse + device + 0.9, device + 0.38), (coarse + device + 1.5, device + 0.63)
-        ax.annotate("", end, start, arrowprops={"arrowstyle": "->"})
-ax.axvline(layers, color="grey", linestyle="--")
-ax.text(layers - 0.5, 1.5, "one layer after another\nends here", ha="right", va="center", color="grey")
-ax.set_yticks(range(devices), [f"device {d}" for d in range(devices)])
-ax.invert_yaxis()
-ax.set(
-    xlabel="layer evaluations, one after another",
-    title="Four devices, one cycle: only the coarse steps wait for each other",
+one_cycle = lp_jax.MGRIT(
+    levels=2, coarsening=16, iterations=1, coarse_step=injection, relaxation="F", skip_downcycle=False, storage="all"
 )
-ax.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
-plt.show()
+viz.schedule(one_cycle, layers, workers=4)
 
 # %% [markdown]
-# **What it shows.** All four devices are busy most of the time. Sixty-four evaluations in a row have become 36, in
-# one cycle. More devices, with shorter groups, shorten the blue and green parts; the red part gets longer. A third
-# level shortens it in turn.
+# **What it shows.** All four devices are busy most of the time, and only the coarse steps wait for each other. More
+# devices, with shorter groups, shorten what they do at the same time; the coarse part gets longer. A third level
+# shortens it in turn.
 #
 # ## What it costs
 #

@@ -54,17 +54,7 @@ def _errors(ax: Axes, found: Plan) -> None:
             1e3 * found.best.time.seconds, found.best.error, "o", color=BLUE, markersize=15, mfc="none", label="best"
         )
     serial = 1e3 * found.serial.time.seconds
-    ax.axvline(serial, color=RED, linewidth=1.8)
-    ax.annotate(
-        "serial",
-        (serial, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4, -14),
-        textcoords="offset points",
-        fontsize=NOTE,
-        color=RED,
-        ha="right",
-    )
+    ax.axvline(serial, color=RED, linewidth=1.8, label="serial")
     ax.set_xscale("log")
     if looked_at:
         ax.set_yscale("log")

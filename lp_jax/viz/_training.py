@@ -51,6 +51,13 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
+class _Plain(LogFormatter):
+    """Labels the ticks that LogFormatter would, without exponents."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def costs(runs: Mapping[str, Rows]) -> Figure:
     """Training loss against what it took: work, and depth.
 
@@ -85,8 +92,7 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
                 ax.plot(spent, _smooth(losses), linewidth=2.2, label=name, **style)
         ax.set_xscale("log")
         logarithmic(ax)
-        within_a_decade = LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4))
-        ax.yaxis.set(major_formatter="{x:g}", minor_formatter=within_a_decade)
+        ax.yaxis.set(major_formatter="{x:g}", minor_formatter=_Plain(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
         dress(ax, x=x, y="training loss, running mean" if column == "work" else "", title=title)
     legend(axes[0], loc="lower left")
     return fig
