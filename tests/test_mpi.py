@@ -30,7 +30,7 @@ JOBS = {
     "2 ranks, dtypes": (2, "small=all", "disagree", "wires"),
     "2 ranks, the rest": (2, "grid=1", "grid=2", "modules", "examples"),
     "3 ranks": (3, "training", "messages", "spline", "outputs", "restarts", "one_shot"),
-    "4 ranks": (4, "solvers=3 levels", "small=some", "grid=2", "outputs", "restarts"),
+    "4 ranks": (4, "solvers=3 levels", "small=some", "grid=2"),
 }
 """Few jobs with several cases each, as every rank of a job imports all of the library anew; see ranks_solve.py.
 

@@ -253,7 +253,7 @@ def predictions(problem: Digits, params: PyTree) -> Iterator[str]:
     model, batch = problem.network(problem.layers), next(problem.batches(0))
     gpu = planning.estimate(layers_of(model).problem(model.opening(batch[0])), device="H200")
     gpu = dataclasses.replace(gpu, latency=1e-5, bandwidth=2e11)
-    plan = train.plan(model, params, batch, machine=gpu, error=1e-2, seconds=5.0)
+    plan = train.plan(model, params, batch, machine=gpu, error=1e-2, seconds=2.0)
     for devices in plan.scaling((1, 8)):
         layers, copies = devices.split
         how = "" if devices.devices == 1 else f" ({layers} along the layers x {copies} along the examples)"

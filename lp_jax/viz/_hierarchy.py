@@ -51,7 +51,7 @@ def hierarchy(
     rows, stops = _rows(solver.grid(num_layers)), solver.stops(num_layers, min(solver.iterations, _MOST_ITERATIONS))
     title, note = solver.describe(num_layers)
     if not stops:
-        found = batches(solver, num_layers)
+        found = _counted(solver, num_layers)
         fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(found)))
         _draw_batches(fig.subplots(), found, num_layers)
         note = f"{note[:1].upper()}{note[1:]}." if note else ""
@@ -232,7 +232,19 @@ def batches(solver: Solver, layers: int) -> list[_Batch]:
     return found
 
 
+def _counted(solver: Solver, layers: int) -> list[_Batch]:
+    """Return the batches; none where the solver says that they cannot be counted."""
+    try:
+        return batches(solver, layers)
+    except NotImplementedError:
+        return []
+
+
 def _draw_batches(ax: Axes, found: Sequence[_Batch], layers: int) -> None:
+    if not found:
+        ax.set_axis_off()
+        ax.text(0.5, 0.5, "what it evaluates, and when, is not counted", ha="center", fontsize=LABEL, color=GREY)
+        return
     at_once = all(batch.layers == layers for batch in found)
     shown = found[:_MOST_BATCHES] if at_once else found
     line = 1.0 if len(shown) <= 4 * _MOST_BATCHES else 0.0
