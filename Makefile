@@ -25,7 +25,8 @@ help:
 demo: $(VENV)/.train
 	@$(PY) -m lp_jax demo --out $(OUT) $(ARGS)
 
-test: env lint
+test: # what is installed last and what is checked first go side by side
+	@$(MAKE) --no-print-directory -j2 env lint
 	$(PY) -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 docs: $(VENV)/.docs
