@@ -27,8 +27,9 @@ _COMMANDS = {
 }
 _EXAMPLES: Mapping[str, Examples] = {
     "": [
+        ("lp-jax demo", "what it gains on this machine, in a minute and a half"),
         ("lp-jax train digits", "train on scikit-learn's digits, nothing to download"),
-        ("lp-jax train digits --help", "all options of a command"),
+        ("lp-jax train digits --help", "the options that most runs take"),
         ("lp-jax plan digits", "recommend a solver, predict its time and error"),
         ("lp-jax info", "versions, devices, MPI"),
     ],

@@ -73,7 +73,7 @@ def close(workers: int) -> Callable[[int], Solver]:
 
 
 def rough(layers: int) -> Solver:
-    """One pass: a coarse network with an eighth of the layers guesses where each interval begins."""
+    """One pass: a coarse network of eight layers guesses where each of eight intervals begins."""
     return MGRIT(levels=2, coarsening=layers // 8, iterations=1, coarse_step=Rediscretize("mean"), storage="all")
 
 
@@ -248,6 +248,17 @@ def table(runs: Mapping[str, Run]) -> Table:
     return found
 
 
+def why(layers: int, workers: int) -> str:
+    """Return the reason for the times, by the evaluations that a step counts."""
+    solver = close(workers)(layers)
+    exact = planning.training_step(Serial(), Serial(), layers).depth()
+    ours = planning.training_step(solver, solver, layers, workers=workers).depth()
+    return (
+        f"Why: an exact step evaluates {exact} layers one after another. A layer-parallel one evaluates {ours} on each device, "
+        f"and a device holds 1/{workers} of the states, of which more stay in its cache."
+    )
+
+
 def predictions(problem: Digits, params: PyTree) -> Iterator[str]:
     """Yield a line for one H200 and one for eight: what the planner says of the same network there."""
     model, batch = problem.network(problem.layers), next(problem.batches(0))
@@ -360,6 +371,8 @@ def run(args: Sequence[str]) -> None:
     runs = {name: problem.train(name, way, console) for name, way in ways(problem.layers, workers).items()}
     out.print(table(runs))
     out.print(EXPLAINED)
+    if workers > 1:
+        out.print(f"{why(problem.layers, workers)}\n")
     first = next(iter(runs.values())).params
     with console.status("what the planner says of other machines"):
         lines = list(predictions(problem, first))
