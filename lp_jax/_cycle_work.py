@@ -11,10 +11,11 @@ Grid = Sequence[tuple[int, int]]
 """(steps, coarsening factor) of every level, finest first."""
 
 
-def busiest(level: tuple[int, int], workers: int) -> int:
-    """Return the number of intervals of a level on the busiest worker."""
-    steps, factor = level
-    return math.ceil(math.ceil(steps / factor) / workers)
+def busiest(grid: Grid, level: int, workers: int) -> int:
+    """Return the number of intervals of a level on the busiest worker, which holds whole intervals of all levels."""
+    steps, factor = grid[level]
+    intervals, together = math.ceil(steps / factor), math.prod(factor for _, factor in grid[level + 1 :])
+    return min(intervals, math.ceil(math.ceil(intervals / together) / workers) * together)
 
 
 def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: CoarseStep, coarsest: Solver) -> None:
@@ -23,7 +24,7 @@ def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: Coar
     levels = [work, *(work.on(grid[n][0], coarse_step, spans[n]) for n in range(1, len(grid)))]
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
         at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
-        intervals = busiest(grid[at], work.workers)
+        intervals = busiest(grid, at, work.workers)
         if stop.label == "solve":
             _count_solve(level.during("coarse solve"), coarse_step, coarsest)
         elif following is not None and following.level > at:  # down

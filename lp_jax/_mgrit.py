@@ -269,7 +269,7 @@ class MGRIT(Solver):
             once = work.apart()
             count_stops(once, grid, stops(relaxations, self.cycle), self._coarse, self.coarsest)
             work.schedule.include(once.schedule, times)
-        intervals, factor = busiest(grid[0], work.workers), grid[0][1]
+        intervals, factor = busiest(grid, 0, work.workers), grid[0][1]
         work.during("states again").evaluate_again(factor - 1, intervals)
         last = work.during("final sweep")
         last.evaluate(factor, intervals, gradient=True)
@@ -277,7 +277,7 @@ class MGRIT(Solver):
 
     def held(self, sizes: Sizes) -> Held:
         grid = self.grid(sizes.layers)[:-1]
-        intervals = [busiest(level, sizes.workers) for level in grid]
+        intervals = [busiest(grid, level, sizes.workers) for level in range(len(grid))]
         working = _OF_A_CYCLE * sum(intervals) * sizes.state
         if self.keeps_states:
             return Held(sizes.mine * sizes.linearised, working)

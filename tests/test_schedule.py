@@ -10,6 +10,7 @@ from relaxation import Relaxation
 import lp_jax
 from benchmarks.critical_path import training_step as counted
 from lp_jax import planning, viz
+from lp_jax._cycle_work import busiest
 from lp_jax.planning import count, training_step
 from lp_jax.planning._schedule import read
 
@@ -235,3 +236,17 @@ def test_plain_functions_are_counted_by_the_program():
     figure = viz.hierarchy(lp_jax.MGRIT(coarse_step=nothing, relaxation=twice), N)
     shown = [text.get_text() for ax in figure.axes for text in ax.texts]
     assert "twice" in shown and "the function nothing" in figure.get_supxlabel()
+
+
+@pytest.mark.parametrize("layers", [30, 48, 64])
+@pytest.mark.parametrize("levels, coarsening", [(2, 4), (3, 4), (3, (4, 2)), (4, (2, 2, 3))])
+def test_the_busiest_worker_holds_what_is_cut_for_it(layers, levels, coarsening):
+    """Runs of layers cut no interval of any level, so that some workers may hold none."""
+    solver = lp_jax.MGRIT(levels=levels, coarsening=coarsening)
+    grid = solver.grid(layers)
+    for workers in range(1, 9):
+        held = max(run.stop - run.start for run in lp_jax.layer_slices(layers, workers, solver))
+        span = 1
+        for level, (_, factor) in enumerate(grid[:-1]):
+            span *= factor
+            assert busiest(grid, level, workers) == -(-held // span)
