@@ -34,6 +34,8 @@ CHANGES = {
     "machine=gpu": "machine=gpu, seconds=0.1",
     "error=1e-2)": "error=1e-2, seconds=0.1)",
 }
+# jax 0.12 keeps one array of a tanh for the adjoint where 0.10 keeps two; docs/planning.md says so.
+MEGABYTES = {} if jax.__version__.startswith("0.10.") else {"  21.1  ": "  19  ", "  14.8  ": "  12.7  "}
 
 
 def blocks(page):
@@ -70,6 +72,8 @@ def run(page):
     names, pending = {"__name__": "example"}, ""
     for language, text in blocks(page):
         if language == "text" and pending:
+            for old, new in MEGABYTES.items():
+                text = text.replace(old, new)
             assert same(f"...\n{text}", pending), f"{page} promises\n{text}\nand prints\n{pending}"
             pending = ""
         if language != "python":
