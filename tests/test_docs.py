@@ -134,6 +134,7 @@ def test_links_exist(page):
 def test_every_page_is_in_the_site():
     nav = set(re.findall(r"(\S+\.md)\b", (ROOT / "mkdocs.yml").read_text()))
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    pages |= {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/*/*.md")}
     assert pages and pages <= nav, pages - nav
 
 
