@@ -255,7 +255,7 @@ def why(layers: int, workers: int) -> str:
     ours = planning.training_step(solver, solver, layers, workers=workers).depth()
     return (
         f"Why: an exact step evaluates {exact} layers one after another. A layer-parallel one evaluates {ours} on each device, "
-        f"and a device holds 1/{workers} of the states, of which more stay in its cache."
+        f"and a device holds 1/{workers} of the states, of which more may stay in its cache."
     )
 
 
