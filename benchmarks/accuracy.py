@@ -1,4 +1,4 @@
-"""Accuracy of training layer-parallel: every problem with its recommended solver, with injection, and exactly.
+"""Accuracy of training layer-parallel: every problem with its recommended solver, with a controller, with injection, and exactly.
 
 Each run trains as ``lp-jax train`` does. Several seeds give the mean and the spread; a run that the table has already is not
 repeated, so it grows over several calls, and takes hours from nothing. At the end the trained network is evaluated
@@ -22,9 +22,10 @@ from benchmarks.manifest import manifest
 from benchmarks.networks import SERIAL, Pair
 from benchmarks.problems import Experiment, load, taken
 from lp_jax.planning import training_step
-from lp_jax.train import Every, evaluate, fit, gradient_error, init_state, make_train_step
+from lp_jax.train import Controller, Every, Log, evaluate, fit, gradient_error, init_state, make_train_step
 
 PROBES = 6  # of the gradient in a run
+WATCHED = 20  # steps from one look at a controller's gradient to the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,8 @@ CASES = [
 ]
 QUICK = Case("digits", "dense", None, {"epochs": 1, "layers": 8, "width": 8})
 
+CONTROLLED = "with a controller"
+
 Key = tuple[str, int, str]
 """A case, a seed and a solver."""
 
@@ -81,41 +84,50 @@ def run(
     """Train with each solver, or with those with one of ``only`` in their names; a row for each that is not ``known``."""
     made = load(case.problem, case.model, data / (case.data or ""), seed=seed, **case.options)
     pairs = {"serial": SERIAL, "recommended": made.solvers, "injection, 2/1": injection(), **case.solvers}
+    if all(solver.has_tolerance for solver in made.solvers):  # which a controller sets
+        pairs[CONTROLLED] = made.solvers
     for name, pair in pairs.items():
         if (only and not any(text in name for text in only)) or (case.title, seed, name) in known:
             continue
         tell(f"{case.title}, seed {seed}: training, {name}")
-        yield {"case": case.title, "seed": seed, "solver": name, **trained(made, pair, exact=name == "serial")}
+        controller = Controller(made.loss_fn) if name == CONTROLLED else None
+        yield {"case": case.title, "seed": seed, "solver": name, **trained(made, pair, controller)}
         jax.clear_caches()
 
 
-def trained(made: Experiment, pair: Pair, *, exact: bool) -> dict[str, Any]:
+def trained(made: Experiment, pair: Pair, controller: Controller | None) -> dict[str, Any]:
     """Train, evaluate serially and layer-parallel; the gradient's error and the solvers' effort are probed on the way."""
-    forward, adjoint = pair
     settings, task = made.settings, made.task
     optimizer = optax.adam(settings.training.learning_rate)
+    steps = task.steps_per_epoch * settings.training.epochs
+    log = Log()
     work: list[float] = []
+    over: list[float] = []
 
     def probe(state: Any, batch: Any) -> dict[str, Any]:
-        work.append(evaluations(taken(made, state.params, batch, pair), settings.layers))
-        error = gradient_error(made.loss_fn, state.params, batch, forward, adjoint)
-        return {"gradient_error": float(error.relative)}
+        now = pair if controller is None or state.control is None else controller.solvers(state.control, *pair)
+        work.append(evaluations(taken(made, state.params, batch, now), settings.layers))
+        error = float(gradient_error(made.loss_fn, state.params, batch, *now).relative)
+        over.extend(error / row["allowed"] for row in log.of("control")[-1:])
+        return {"gradient_error": error}
 
-    steps = task.steps_per_epoch * settings.training.epochs
-    state, log = fit(
+    every = max(1, steps // PROBES) if controller is None else WATCHED
+    state, _ = fit(
         make_train_step(made.loss_fn, optimizer),
         init_state(made.params, optimizer),
         made.batches,
         steps_per_epoch=task.steps_per_epoch,
         epochs=settings.training.epochs,
-        solver=forward,
-        adjoint_solver=adjoint,
-        measures=() if exact else (Every("probe", max(1, steps // PROBES), probe),),
+        solver=pair[0],
+        adjoint_solver=pair[1],
+        controller=controller,
+        measures=() if pair == SERIAL else (Every("probe", every, probe),),
+        log=log,
         log_every=20,
     )
     serial = evaluate(made.test_fn, state.params, task.test_batches)
-    parallel = evaluate(made.test_fn, state.params, task.test_batches, solver=forward)
-    return {
+    parallel = evaluate(made.test_fn, state.params, task.test_batches, solver=pair[0])
+    found = {
         "steps": steps,
         "test_accuracy": float(serial.accuracy),
         "test_loss": float(serial.loss),
@@ -123,6 +135,16 @@ def trained(made: Experiment, pair: Pair, *, exact: bool) -> dict[str, Any]:
         "layer_parallel_accuracy": float(parallel.accuracy),
         "gradient_errors": [row["gradient_error"] for row in log.of("probe")],
         "evaluations": float(np.mean(work)) if work else 1.0,
+    }
+    if controller is None:
+        return found
+    controls = log.of("control")
+    # of the four gradients of a probe two take the solvers, one is serial, and two are of half a batch
+    probes = sum(row["gradients"] / 4 for row in controls) * (2 * found["evaluations"] + 2)
+    return found | {
+        "over_bound": over,
+        "serial_probes": sum(row["serial"] for row in controls),
+        "probe_share": probes / (steps * found["evaluations"]),
     }
 
 
@@ -146,7 +168,29 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         spread = f"{np.mean(accuracy):.2f} ± {np.std(accuracy):.2f} %"
         numbers = f"{loss:.3f}", drift, f"{work:.1f}", f"{1e3 * seconds:.0f}"
         cells.append([case, solver, str(len(found)), spread, f"within {apart:.2f} %", *numbers])
-    return f"{report.pipes(cells)}\n\nEvaluations of layers are multiples of serial propagation's.\n"
+    return f"{report.pipes(cells)}\n\nEvaluations of layers are multiples of serial propagation's.\n{controlled(rows)}"
+
+
+def controlled(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each case with a controller: what it saved, and how well it held its bound."""
+    cells = [["", "seeds", "evaluations, parts of recommended", "error / bound: median, largest", "serial", "probes"]]
+    by_case: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["solver"] == CONTROLLED:
+            by_case.setdefault(row["case"], []).append(row)
+    for case, found in by_case.items():
+        before = [row["evaluations"] for row in rows if (row["case"], row["solver"]) == (case, "recommended")]
+        part = np.mean([row["evaluations"] for row in found]) / np.mean(before) if before else np.nan
+        over = np.concatenate([row["over_bound"] for row in found])
+        serial, share = sum(row["serial_probes"] for row in found), np.mean([row["probe_share"] for row in found])
+        numbers = f"{part:.2f}", f"{np.median(over):.2f}, {np.max(over):.2f}", f"{serial}", f"{100 * share:.1f} %"
+        cells.append([case, str(len(found)), *numbers])
+    if len(cells) == 1:
+        return ""
+    return (
+        f"\n{report.pipes(cells)}\n\nThe error of the gradient was looked at every {WATCHED} steps. Serial: probes after which "
+        "training went on serially. Probes: their part of all evaluations.\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

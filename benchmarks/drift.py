@@ -48,7 +48,7 @@ class Run:
 
     pair: Pair = SERIAL
     penalty: float = 0.0
-    controller: bool = False
+    bound: float | None = None  # of a controller
 
 
 _INJECTION = lp_jax.MGRIT(levels=2, coarsening=4, iterations=2, coarse_step=lp_jax.Rediscretize())
@@ -63,7 +63,9 @@ RUNS = {
     "serial, penalty 10": Run(penalty=10.0),
     "injection, 2/1": Run(INJECTION),
     "sweeps to 1e-3": Run(SWEEPS),
-    "sweeps, controller": Run(SWEEPS, controller=True),
+    "sweeps, controller": Run(SWEEPS, bound=0.3),
+    "sweeps, controller 0.1": Run(SWEEPS, bound=0.1),
+    "sweeps, controller 0.03": Run(SWEEPS, bound=0.03),
     "sweeps to 1e-3, penalty 1": Run(SWEEPS, penalty=1.0),
 }
 
@@ -132,7 +134,7 @@ def trained(decoder: Decoder, run: Run) -> dict[str, Any]:
     sizes, work = decoder.sizes, []
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(sizes.rate))
     loss_fn, _ = train.classification(decoder.model, penalty=run.penalty)
-    controller = train.Controller(loss_fn, probe_every=200) if run.controller else None
+    controller = None if run.bound is None else train.Controller(loss_fn, bound=run.bound, probe_every=200)
     state = train.init_state(decoder.params, optimizer)
     step_fn, log, found = train.make_train_step(loss_fn, optimizer), train.Log(), []
 
@@ -198,7 +200,8 @@ _LEGEND = (
 )
 
 
-_ALIKE = ("serial, penalty 0.1", "sweeps to 1e-3", "sweeps to 1e-3, penalty 1")  # their lines lie on others
+_ALIKE = ("serial, penalty 0.1", "sweeps to 1e-3", "sweeps, controller 0.1", "sweeps, controller 0.03")
+_ALIKE += ("sweeps to 1e-3, penalty 1",)  # their lines lie on others
 
 
 def draw(result: report.Result) -> Figure:

@@ -25,7 +25,7 @@ SOURCES = sorted(Path(__file__).resolve().parent.glob("[0-9]*.py"))
 def execute(source: Path, folder: Path, *, cell_seconds: int = 300) -> Path:
     """Run one source from top to bottom in a kernel of this Python, and write it to ``folder``.
 
-    The kernel runs on the CPU, under JAX's defaults and the package that this process would import. It ends with this call.
+    The kernel runs on the CPU, with the package that this process would import. It ends with this call.
 
     Raises:
         nbclient.exceptions.CellExecutionError: if a cell raises; the message has the cell and the traceback.
@@ -33,7 +33,7 @@ def execute(source: Path, folder: Path, *, cell_seconds: int = 300) -> Path:
     """
     notebook = jupytext.read(source)
     notebook.metadata.pop("jupytext", None)  # the result is a notebook of its own
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "MPLBACKEND"))}
+    kept = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}
     with tempfile.TemporaryDirectory() as scratch:
         kernel = AsyncKernelManager(
             kernel_name="python3",

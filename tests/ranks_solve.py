@@ -240,6 +240,72 @@ def golden(folder):
 
 
 @case
+@jax.numpy_dtype_promotion("standard")  # optax's Adam
+@jax.numpy_rank_promotion("allow")
+def depths(_=None):
+    """Nested iteration and MG/Opt have the losses and parameters of one device; an interrupted run goes on with them."""
+    import tempfile
+
+    import optax
+    from flax import nnx
+
+    from lp_jax import nn, train
+    from lp_jax.nn._refine import staying
+
+    solver = lp_jax.MGRIT(coarsening=2, iterations=1)
+    rng, real = np.random.default_rng(0), {"param_dtype": jnp.float64}
+    batch = jnp.asarray(rng.normal(size=(9, 3))), jnp.arange(9) % 2
+
+    def network(layers, comm):
+        rngs = nnx.Rngs(0)
+        make = functools.partial(nn.DenseResidual, 4, **real)
+        trunk = nn.LayerParallel(lambda rngs: make(rngs=rngs), layers, solver=solver, comm=comm, rngs=rngs)
+        opening, closing = nn.DenseOpening((3,), 4, rngs=rngs, **real), nn.DenseClosing((4,), 2, rngs=rngs, **real)
+        return nn.Classifier(opening, trunk, closing)
+
+    def nested(comm, batches, **options):
+        schedule = [train.Depth(n, 2, solver) for n in (6, 12, 24)]
+        options = {"steps_per_epoch": 1, "checkpoint_every": 1, **options}
+        _, state, log = train.nested(network(6, comm), optax.adam(1e-2), batches, schedule, **options)
+        return state, [row["loss"] for row in log.of("train")]
+
+    def mgopt(comm, **options):
+        step_fn, state = train.mgopt(network(24, comm), optax.adam(1e-2), levels=3, **options)
+        losses = []
+        for _ in range(3):
+            state, metrics = step_fn(state, batch, solver, None)
+            losses.append(float(metrics.loss))
+        return state, losses
+
+    def interrupted(epoch):
+        if epoch == 3:
+            raise InterruptedError
+        return [batch]
+
+    ranks = train.Ranks.grid(trunk="trunk/layers")
+    on_ranks = {"ranks": ranks, "folder": COMM.comm.bcast(tempfile.mkdtemp())}
+    if COMM.rank > 0:
+        on_ranks["log"] = train.Log(None)
+    with pytest.raises(InterruptedError):
+        nested(COMM, interrupted, **on_ranks)
+    found = nested(COMM, lambda epoch: [batch], **on_ranks), mgopt(COMM, global_sums=ranks.global_sums)
+    ways = {"nested": lambda: nested(None, lambda epoch: [batch]), "mgopt": lambda: mgopt(None)}
+    wanted = on_one_device(lambda name: ways[name](), tuple(ways))
+    for (state, losses), (alone, losses_alone) in zip(found, map(wanted.get, ways), strict=True):
+        whole = ranks.gather(state)
+        if whole is not None:
+            np.testing.assert_allclose(losses, losses_alone, rtol=1e-11)
+            for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    with pytest.raises(
+        ValueError, match=r"cannot move between ranks, which hold \[2, 2, 2\] of 6 .* \[6, 6, 3\] of 15"
+    ):
+        staying(network(6, COMM).trunk, 15)
+    with pytest.raises(ValueError, match="each has only its run"):
+        train.mgopt(network(24, COMM), optax.adam(1e-2), how="linear")
+
+
+@case
 def training(_=None):
     """200 steps on real digits end with the same parameters."""
     import digits_training

@@ -250,7 +250,12 @@ def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optim
 def _mgopt(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
     depths = schedule(options, made.settings)
     step_fn, state = mgopt(
-        made.model, optimizer, levels=len(depths), factor=depths[1] // depths[0], loss=functools.partial(_loss, made)
+        made.model,
+        optimizer,
+        levels=len(depths),
+        factor=depths[1] // depths[0],
+        loss=functools.partial(_loss, made),
+        global_sums=made.place.whole,
     )
     return Start(step_fn, state, made.batches, made.task.steps_per_epoch)
 
@@ -284,6 +289,7 @@ def _nested(
         measures=lambda model: _measures(made.of(model), solvers, options, steps),
         folder=folder / "checkpoints",
         config=_fingerprint(made, "nested"),
+        ranks=made.place.ranks,
         **given,
     )
     return state
@@ -304,8 +310,8 @@ def schedule(options: Mapping[str, Any], settings: Settings) -> list[int]:
     return list(depths)
 
 
-def check_method(options: Mapping[str, Any], settings: Settings, ranks: bool) -> None:
-    """Refuse a method that this network, or a run of MPI ranks, cannot have."""
+def check_method(options: Mapping[str, Any], settings: Settings) -> None:
+    """Refuse a method that this network cannot have."""
     method = options["method"]
     if method == "one-shot" and getattr(settings.model, "dropout", 0.0):
         raise UsageError("--method one-shot needs the same network in every step; add --dropout 0.")
@@ -313,8 +319,6 @@ def check_method(options: Mapping[str, Any], settings: Settings, ranks: bool) ->
         if options["depths"]:
             raise UsageError(f"--depths goes with --method nested and mgopt; got {method}.")
         return
-    if ranks:
-        raise UsageError(f"--method {method} changes the number of layers, and MPI ranks hold theirs; use --devices.")
     if options["controller"]:
         raise UsageError(f"--controller goes with --method direct and one-shot; got {method}.")
     schedule(options, settings)

@@ -13,7 +13,7 @@ from rich.console import Console
 from lp_jax import Serial, planning, viz
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import Experiment, Run, check_method, experiment, train_one
-from lp_jax.cli._launch import Launch, MPILaunch, launch, mesh_sizes, set_cpu_devices
+from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
@@ -76,7 +76,7 @@ def _train(
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     processes.once(lambda: held.enter_context(locked(folder, say)))
     settings, task = prepare(name, options)
-    check_method(options, settings, isinstance(processes, MPILaunch))
+    check_method(options, settings)
     if before is not None and first_difference(before["fingerprint"], settings.fingerprint()):
         raise _another_model(folder, before["fingerprint"], settings.fingerprint())
     if options["solver"] == "auto":

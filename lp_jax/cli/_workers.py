@@ -26,6 +26,7 @@ class Place(abc.ABC):
 
     comm: MeshComm | MPIComm | None = None  # of the solves
     whole: Callable[[PyTree], PyTree] | None = None  # of `lp_jax.train.make_train_step`
+    ranks: Ranks | None = None
 
     @abc.abstractmethod
     def describe(self) -> str | None:
@@ -93,7 +94,7 @@ class RankGrid(Place):
     """The ranks of an MPI job."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+        self.ranks: Ranks = ranks
         self.comm: MPIComm = ranks.layers
         self.whole = ranks.global_sums
 

@@ -82,7 +82,7 @@ class LayerParallel(nnx.Module):
         self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
         comm = _inputs.comm(comm)
         self.comm = nnx.static(comm)
-        solvers = _placing_solvers(self)
+        solvers = placing_solvers(self)
         self.weights = nnx.static(weights)
         if weights is None:
             self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers, holds=(nnx.Param, nnx.BatchStat))
@@ -235,7 +235,7 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
     if trunk.weights is not None:
         times = np.asarray(trunk.t1)
         layers = times if times.shape == (trunk.num_layers + 1,) else trunk.num_layers
-        params = expand(trunk.weights, params, layers, trunk.comm, _placing_solvers(trunk))
+        params = expand(trunk.weights, params, layers, trunk.comm, placing_solvers(trunk))
     return step, params, stats
 
 
@@ -269,7 +269,7 @@ def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None,
     return {"solver": solver, "adjoint_solver": adjoint_solver}
 
 
-def _placing_solvers(trunk: LayerParallel) -> tuple[Solver, Solver]:
+def placing_solvers(trunk: LayerParallel) -> tuple[Solver, Solver]:
     """Return the forward and adjoint solver that decide which layers live where."""
     solver: Any = Serial() if trunk.solver == AUTO else trunk.solver  # "auto" takes sweeps, which suit any placement
     return solver, trunk.adjoint_solver or solver

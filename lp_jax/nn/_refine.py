@@ -11,8 +11,9 @@ from flax import nnx
 
 from lp_jax import _check
 from lp_jax._inputs import number_of_layers
+from lp_jax._mpi import MPIComm, layer_slices
 from lp_jax._types import PyTree
-from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks
+from lp_jax.nn._layer_parallel import LayerParallel, placing_solvers, refuse_ranks
 from lp_jax.nn._spline import midpoints
 
 
@@ -37,7 +38,8 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
         repeated. `lp_jax.train.deepen` refines the state of an optimizer, too.
 
     Raises:
-        ValueError: if the factor is below 1, ``how`` is unknown, or the layers are spread over MPI ranks.
+        ValueError: if the factor is below 1, ``how`` is unknown, or layers that are spread over MPI ranks would have to move:
+            "linear", or intervals that are cut elsewhere.
         TypeError: for any other module.
 
     Example:
@@ -78,7 +80,8 @@ def coarsen(layers: Any, factor: int = 2) -> Any:
         evaluated at fewer midpoints.
 
     Raises:
-        ValueError: if the factor is below 1 or does not divide the number of layers, or the layers are spread over MPI ranks.
+        ValueError: if the factor is below 1 or does not divide the number of layers, or if layers would have to move between MPI
+            ranks.
         TypeError: for any other module.
 
     Example:
@@ -90,6 +93,7 @@ def coarsen(layers: Any, factor: int = 2) -> Any:
     _check.integer("factor", factor, least=1)
     if isinstance(layers, LayerParallel):
         _refuse_remainder(layers.num_layers, factor)
+        staying(layers, layers.num_layers // factor)
         mean = functools.partial(_means, factor=factor)
         return _replaced(layers, mean, mean, _times(layers)[::factor])
     _refuse_module(layers, "coarsen")
@@ -100,13 +104,30 @@ def coarsen(layers: Any, factor: int = 2) -> Any:
 def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel:
     if how == "zeros" and trunk.weights is not None:
         raise ValueError('how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".')
-    times = _times(trunk)
+    times = _times(staying(trunk, factor * trunk.num_layers, how))
     if how == "zeros":
         new = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
     else:
         new = _subdivided(times, factor)
     repeated = functools.partial(_refined, times=times, factor=factor, how="constant")
     return _replaced(trunk, functools.partial(_refined, times=times, factor=factor, how=how), repeated, new)
+
+
+def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
+    """Return the trunk, or refuse it if layers had to move between MPI ranks for it to have another number of them."""
+    comm, count = trunk.comm, trunk.num_layers
+    if trunk.weights is not None or not isinstance(comm, MPIComm) or comm.size == 1:
+        return trunk
+    if how == "linear":
+        refuse_ranks(trunk)
+    now, then = (layer_slices(n, comm.size, *placing_solvers(trunk)) for n in (count, layers))
+    if [run.stop * layers for run in now] != [run.stop * count for run in then]:
+        held, wanted = ([run.stop - run.start for run in runs] for runs in (now, then))
+        raise ValueError(
+            f"layers cannot move between ranks, which hold {held} of {count} layers and would hold {wanted} of {layers}. "
+            "Take numbers of layers that the ranks share evenly, in whole intervals of the solver."
+        )
+    return trunk
 
 
 def _replaced(
@@ -117,7 +138,6 @@ def _replaced(
     graphdef, *states = nnx.split(trunk, nnx.Param, nnx.BatchStat)
     params, stats = states
     if trunk.weights is None:
-        refuse_ranks(trunk)
 
         def changed(params: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
             found = of_params(params), of_stats(stats)

@@ -14,6 +14,7 @@ from jax import lax
 from lp_jax import _check, nn
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
+from lp_jax.nn._refine import staying
 from lp_jax.train._classification import classification
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk
@@ -70,6 +71,7 @@ def mgopt(
     line_search: Backtracking | None = Backtracking(trials=5),
     how: str = "constant",
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
+    global_sums: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[StepFn, TrainState]:
     r"""Train a deep network with the help of shallower ones: multigrid, with the parameters as unknowns.
 
@@ -96,6 +98,7 @@ def mgopt(
             before the correction. None is all the way.
         how: "constant" or "linear", as for `lp_jax.nn.refine`.
         loss: ``loss(model) -> (loss_fn, params)``, for the network of each level.
+        global_sums: as for `make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
 
     Returns:
         ``(step_fn, state)``, for `fit`. The step's solvers are those of all levels. Of its metrics, ``gradients`` is all that a
@@ -103,7 +106,8 @@ def mgopt(
         third.
 
     Raises:
-        ValueError: if a number is out of range, the layers cannot be divided so often, or they are spread over MPI ranks.
+        ValueError: if a number is out of range, the layers cannot be divided so often, or layers would have to
+            move between MPI ranks.
         TypeError: if the network has no `lp_jax.nn.LayerParallel` with layers of its own.
 
     Example:
@@ -130,9 +134,13 @@ def mgopt(
         _check.integer(name, number, least=least)
     _check.one_of("cycle", cycle, tuple(_VISITS))
     _check.one_of("how", how, ("constant", "linear"))
-    networks = _networks(model, levels, factor)
+    networks = _networks(model, levels, factor, how)
     losses, params = zip(*map(loss, networks), strict=True)
     shapes = tuple(jax.tree.map(jnp.shape, each) for each in params)
+
+    def total(sums: PyTree) -> jax.Array:
+        """The sum over all parameters, of all processes."""
+        return jax.tree.reduce(jnp.add, sums if global_sums is None else global_sums(sums))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
@@ -151,10 +159,11 @@ def mgopt(
             post,
             coarsest,
             _VISITS[cycle],
+            total,
         )
         at, info = levels.at(0, optax.tree.zeros_like(state.params), state.params)
         params, memory, spent = levels.visit(0, optax.tree.zeros_like(state.params), state.params, state.opt_state, at)
-        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info)
+        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info, total)
         if line_search is not None:
             metrics = metrics._replace(trials=jnp.asarray(spent.trials), stuck=jnp.asarray(spent.stuck))
         return after, metrics._replace(gradients=jnp.float32(1) + spent.gradients)
@@ -182,15 +191,17 @@ class _Levels:
     post: int
     coarsest: int
     visits: int
+    total: Callable[[PyTree], jax.Array]
 
-    def objective(self, level: int, v: PyTree, params: PyTree, solver: Solver) -> tuple[jax.Array, Info]:
-        value, info = self.losses[level](params, solver)
-        return value - optax.tree.vdot(v, params), info
+    def dot(self, a: PyTree, b: PyTree) -> jax.Array:
+        return self.total(jax.tree.map(jnp.vdot, a, b))
+
+    def value(self, level: int, v: PyTree, params: PyTree, solver: Solver) -> jax.Array:
+        return self.losses[level](params, solver)[0] - self.dot(v, params)
 
     def at(self, level: int, v: PyTree, params: PyTree) -> tuple[Point, Info]:
-        gradient_fn = jax.value_and_grad(self.objective, argnums=2, has_aux=True)
-        (value, info), gradient = gradient_fn(level, v, params, self.solver)
-        return Point(value, gradient), info
+        (value, info), gradient = jax.value_and_grad(self.losses[level], has_aux=True)(params, self.solver)
+        return Point(value - self.dot(v, params), optax.tree.sub(gradient, v)), info
 
     def updated(self, params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
@@ -234,7 +245,7 @@ class _Levels:
         (gradient,) = jax.linear_transpose(functools.partial(self.prolonged, level), start)(at.gradient)
         own, _ = self.at(below, optax.tree.zeros_like(start), start)
         v_below = optax.tree.sub(own.gradient, gradient)
-        learnt, at_learnt = start, Point(own.value - optax.tree.vdot(v_below, start), gradient)
+        learnt, at_learnt = start, Point(own.value - self.dot(v_below, start), gradient)
         gradients = jnp.float32(0)
         for number in range(self.visits if below < len(self.losses) - 1 else 1):
             if number > 0:
@@ -247,9 +258,9 @@ class _Levels:
         if self.line_search is None:
             return optax.apply_updates(params, direction), memory, _NOTHING._replace(gradients=gradients)
         solver = self.line_search.solver or self.solver
-        slope = jnp.minimum(optax.tree.vdot(at.gradient, direction), 0)  # uphill, a plain decrease will do
+        slope = jnp.minimum(self.dot(at.gradient, direction), 0)  # uphill, a plain decrease will do
         found = self.line_search.along(
-            direction, params, at.value, slope, None, lambda params: (self.objective(level, v, params, solver)[0], None)
+            direction, params, at.value, slope, None, lambda params: (self.value(level, v, params, solver), None)
         )
         gradients += found.trials * _TRIAL * self.costs[level]
         return found.params, memory, Spent(gradients, found.trials, found.stuck)
@@ -266,7 +277,8 @@ def _moved(change: Callable[[jax.Array], jax.Array], shapes: Sequence[PyTree], l
     return jax.tree.map(lambda x, shape: x if x.shape == shape else change(x), tree, shapes[level])
 
 
-def _networks(model: nn.Classifier, levels: int, factor: int) -> Sequence[nn.Classifier]:
+def _networks(model: nn.Classifier, levels: int, factor: int, how: str) -> Sequence[nn.Classifier]:
+    on_trunk(model.trunk, lambda block: staying(block, block.num_layers, how))
     networks = [model]
     for _ in range(levels - 1):
         coarse: Any = nnx.clone(networks[-1])

@@ -1,8 +1,10 @@
 """Nested iteration: train a shallow network, then ever deeper ones, each from where the one before ended."""
 
 import contextlib
+import functools
 import inspect
 import itertools
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +20,12 @@ from lp_jax import nn, planning
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
+from lp_jax.nn._refine import staying
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._classification import classification
 from lp_jax.train._log import Log
 from lp_jax.train._loop import Every, fit
+from lp_jax.train._ranks import Ranks
 from lp_jax.train._step import Batch, LossFn, TrainState, init_state, make_train_step, map_slots, together
 
 
@@ -57,6 +61,7 @@ def nested(
     folder: str | os.PathLike[str] | None = None,
     config: Mapping[str, Any] | None = None,
     log: Log | None = None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> tuple[nn.Classifier, TrainState, Log]:
     """Train at each depth in turn; parameters and the optimizer's state go on to the next one.
@@ -78,13 +83,16 @@ def nested(
         config: as for `Checkpoints`.
         log: as for `fit`. A row of kind "depth" tells where each depth begins: its layers, and of each step the number of
             layer evaluations (``work``) and how many follow each other (``depth``).
-        **options: ``log_every``, ``checkpoint_every``, ``meter``, as for `fit`.
+        ranks: the MPI ranks that hold the layers, if any: those of the trunk's ``comm``. Each holds its own at every depth, so
+            ``how`` is "constant" or "zeros". All ranks call this; the loss is that of `Ranks.loss`.
+        **options: ``log_every``, ``checkpoint_every``, ``meter``, ``agree``, as for `fit`.
 
     Returns:
         The deepest network with its parameters, the training state, and the log.
 
     Raises:
-        ValueError: if a number of layers does not divide the next, or the first is not the model's.
+        ValueError: if a number of layers does not divide the next, or the first is not the model's; or if layers would have
+            to move between ranks.
         TypeError: if the network cannot be refined.
 
     Example:
@@ -109,7 +117,12 @@ def nested(
     folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
     if log is None:
         log = Log() if folder is None else Log(Path(folder) / "metrics.jsonl")
-    reached = max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
+    once: Callable[[Callable[[], Any]], Any] = _here if ranks is None else ranks.once
+    for factor in itertools.accumulate(factors[1:], operator.mul):
+        on_trunk(model.trunk, functools.partial(_staying, factor=factor, how=how))
+    reached = once(
+        lambda: max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
+    )
     state = together(init_state(loss(model)[1], optimizer))
     for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
         if i > 0:
@@ -119,15 +132,16 @@ def nested(
             continue
         with contextlib.ExitStack() as stack:
             if path is not None:
-                checkpoints = stack.enter_context(Checkpoints(path, config={**(config or {}), "layers": depth.layers}))
+                kept: Any = Checkpoints if ranks is None else ranks.checkpoints
+                checkpoints = stack.enter_context(kept(path, config={**(config or {}), "layers": depth.layers}))
                 options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
             given = {**options, "measures": () if measures is None else measures(model)}
-            state = _train(
-                make_train_step(loss(model)[0], optimizer), state, batches, depth, steps_per_epoch, log, given
-            )
+            global_sums = None if ranks is None else ranks.global_sums
+            step_fn = make_train_step(loss(model)[0], optimizer, global_sums=global_sums)
+            state = _train(step_fn, state, batches, depth, steps_per_epoch, log, once, given)
     model = nnx.clone(model)
     nnx.update(model, state.params)
     return model, state, log
@@ -255,6 +269,14 @@ def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
     return factors
 
 
+def _staying(block: nn.LayerParallel, factor: int, how: str) -> nn.LayerParallel:
+    return staying(block, factor * block.num_layers, how)
+
+
+def _here(f: Callable[[], Any]) -> Any:
+    return f()
+
+
 def _has_checkpoint(folder: Path) -> bool:
     """Return whether a folder has a complete checkpoint: one under its number."""
     return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
@@ -267,11 +289,12 @@ def _train(
     depth: Depth,
     steps_per_epoch: int,
     log: Log,
+    once: Callable[[Callable[[], Any]], Any],
     options: Mapping[str, Any],
 ) -> TrainState:
-    """Train at one depth, to its last epoch or until the loss settles."""
+    """Train at one depth, to its last epoch or until the loss settles; ``once`` asks the process that has the whole log."""
     log.rewind(int(state.step))
-    begun = [row["step"] for row in log.of("depth") if row["layers"] == depth.layers]
+    begun = once(lambda: [row["step"] for row in log.of("depth") if row["layers"] == depth.layers])
     if not begun:
         begun = [int(state.step)]
         adjoint_solver = depth.solver.for_adjoint() if depth.adjoint_solver is None else depth.adjoint_solver
@@ -280,7 +303,7 @@ def _train(
     first, reached = begun[0] // steps_per_epoch, int(state.step) // steps_per_epoch
     last = first + depth.epochs
     for epochs in range(reached + 1, last + 1) if depth.tolerance else [last]:
-        if depth.tolerance and _settled(log, first, depth.tolerance):
+        if depth.tolerance and once(lambda: _settled(log, first, depth.tolerance)):
             break
         state, _ = fit(
             step_fn,
