@@ -16,6 +16,7 @@ from test_published import UNIT
 
 import lp_jax
 from benchmarks import (
+    accuracy,
     dense,
     drift,
     frontier,
@@ -599,6 +600,24 @@ def test_model_end_to_end(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         run("--suites", "none")
     assert "has a row that can be predicted" in capsys.readouterr().err
+
+
+def test_controllers_are_compared_with_the_solvers_that_they_set():
+    rows = json.loads((RESULTS / "accuracy.json").read_text())["rows"]
+    text = accuracy.controlled(rows)
+    controlled = [row for row in rows if row["solver"] == accuracy.CONTROLLED]
+    assert {row["case"] for row in controlled} == {row[0] for row in map(cells, text.splitlines()[3:-2])}
+    for row in controlled:
+        (before,) = (
+            r for r in rows if (r["case"], r["seed"], r["solver"]) == (row["case"], row["seed"], "recommended")
+        )
+        assert before["steps"] == row["steps"] and row["evaluations"] < 0.75 * before["evaluations"]
+        assert len(row["over_bound"]) == len(row["gradient_errors"]) > row["steps"] // accuracy.WATCHED
+    assert accuracy.controlled([row for row in rows if row["solver"] == "serial"]) == ""
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_the_drift_that_is_kept_is_drawn_and_tabled():
