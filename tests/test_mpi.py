@@ -26,9 +26,9 @@ def passes(ranks, *cases):
 
 JOBS = {
     "1 rank": (1, "small=some", "outputs", "restarts", "examples"),
-    "2 ranks, solvers": (2, "solvers=identity,Picard,Newton,tolerance,serial,windows"),
+    "2 ranks, solvers": (2, "solvers=identity,Picard,Newton,tolerance,serial,windows", "depths"),
     "2 ranks, the rest": (2, "small=all", "disagree", "wires", "grid=1", "grid=2", "modules", "examples"),
-    "3 ranks": (3, "solvers=3 levels", "training", "messages", "spline", "outputs", "restarts", "one_shot", "depths"),
+    "3 ranks": (3, "solvers=3 levels", "training", "messages", "spline", "outputs", "restarts", "one_shot"),
     "4 ranks": (4, "small=some", "grid=2"),
 }
 """Few jobs with several cases each, as every rank of a job imports all of the library anew; see ranks_solve.py.
