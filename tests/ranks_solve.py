@@ -284,8 +284,6 @@ def depths(_=None):
 
     ranks = train.Ranks.grid(trunk="trunk/layers")
     on_ranks = {"ranks": ranks, "folder": COMM.comm.bcast(tempfile.mkdtemp())}
-    if COMM.rank > 0:
-        on_ranks["log"] = train.Log(None)
     with pytest.raises(InterruptedError):
         nested(COMM, interrupted, **on_ranks)
     found = nested(COMM, lambda epoch: [batch], **on_ranks), mgopt(COMM, global_sums=ranks.global_sums)

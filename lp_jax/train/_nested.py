@@ -115,8 +115,8 @@ def nested(
     """
     factors = _factors(model, depths)
     folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
-    if log is None:
-        log = Log() if folder is None else Log(Path(folder) / "metrics.jsonl")
+    if log is None:  # rank 0 writes the file
+        log = Log(Path(folder) / "metrics.jsonl") if folder is not None and (ranks is None or ranks.is_root) else Log()
     once: Callable[[Callable[[], Any]], Any] = _here if ranks is None else ranks.once
     for factor in itertools.accumulate(factors[1:], operator.mul):
         on_trunk(model.trunk, functools.partial(_staying, factor=factor, how=how))
