@@ -166,11 +166,14 @@ def one_shot(_=None):
 
     from lp_jax import train
 
-    n, solver, optimizer = 12, lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT), optax.adam(0.01)
+    n, solver = 12, lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
     params, y0 = dense_params(n, 4), dense_state(3, 4)
     ranks, run = train.Ranks.grid(), mine(n, solver)
 
     def begin(params, comm):
+        lbfgs = optax.scale_by_lbfgs(3) if comm is None else train.scale_by_lbfgs(3, global_sums=ranks.global_sums)
+        optimizer = optax.chain(lbfgs, optax.scale(-1.0))
+
         def loss_fn(params, batch, solver, adjoint_solver, restart=None):
             given = {} if restart is None else restart._asdict()
             options = {"solver": solver, "adjoint_solver": adjoint_solver, "comm": comm}
@@ -202,8 +205,8 @@ def one_shot(_=None):
         return two_steps(step_fn, two_steps(step_fn, state))
 
     wanted, whole = on_one_device(alone)[""], ranks.gather(two_steps(step_fn, again))
-    if whole is not None:
-        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
+    if whole is not None:  # L-BFGS arranges what it remembers otherwise than optax
+        for a, b in zip(*(jax.tree.leaves(x._replace(opt_state=None)) for x in (whole, wanted)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 

@@ -213,6 +213,31 @@ def test_line_searches_of_optax_work_too():
     assert log.rows[-1]["loss"] < 1e-8
 
 
+def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
+    """Two halves of each vector, of which only inner products are put together, beside whole vectors."""
+    target = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)))
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jnp.cosh(x - target) * jnp.arange(1.0, 7)[:, None]))(x)
+
+    whole, x, y = (
+        optax.scale_by_lbfgs(memory_size=3),
+        jnp.zeros((6, 2)),
+        {"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))},
+    )
+    halves = train.scale_by_lbfgs(3, global_sums=lambda sums: sums)
+    memory, memories = whole.init(x), halves.init(y)
+    for count in range(12):
+        length = 0.0 if count == 5 else 0.7  # a line search that fails, once
+        wanted, memory = whole.update(gradient(x), memory, x)
+        g = gradient(jnp.concatenate([y["a"], y["b"]]))
+        got, memories = halves.update({"a": g[:3], "b": g[3:]}, memories, y)
+        np.testing.assert_allclose(jnp.concatenate([got["a"], got["b"]]), wanted, rtol=1e-9, atol=1e-13)
+        x, y = x - length * wanted, jax.tree.map(lambda p, d, length=length: p - length * d, y, got)
+    with pytest.raises(ValueError, match="memory_size must be"):
+        train.scale_by_lbfgs(0, global_sums=lambda sums: sums)
+
+
 def test_a_loss_without_a_trajectory_is_refused():
     def loss_fn(params, batch, solver, adjoint_solver, restart=None):
         solution = lp_jax.solve(lambda y, layer: y + layer.params, params, batch, solver=solver)

@@ -46,6 +46,7 @@ from lp_jax.train import (
     nested,
     one_shot,
     residuals,
+    scale_by_lbfgs,
 )
 
 Optimizer: TypeAlias = optax.GradientTransformation
@@ -229,20 +230,19 @@ def _direct(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimiz
 
 
 def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
-    """All examples in each step; L-BFGS, whose trials take the solver of the adjoint.
-
-    On MPI ranks it is Adam: the inner products of L-BFGS need the parameters of all layers, and a rank has its own only.
-    """
+    """All examples in each step; L-BFGS, whose trials take the solver of the adjoint."""
+    whole = made.place.whole
+    lbfgs = optax.scale_by_lbfgs(20) if whole is None else scale_by_lbfgs(20, global_sums=whole)
     batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
     step_fn, state = one_shot(
         made.loss_fn,
         made.params,
-        optax.chain(optax.scale_by_lbfgs(memory_size=20), optax.scale(-1.0)) if made.place.whole is None else optimizer,
+        optax.chain(lbfgs, optax.scale(-1.0)),
         batch,
         solver=solvers[0],
         adjoint_solver=solvers[1],
         line_search=Backtracking(solver=solvers[1]),
-        global_sums=made.place.whole,
+        global_sums=whole,
     )
     return Start(step_fn, state, lambda epoch: [batch], 1)
 

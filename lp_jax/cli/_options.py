@@ -152,7 +152,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         choices=METHODS,
         default="direct",
         help="How to train. direct takes a step for each batch. one-shot takes all examples in each step, one step an epoch; "
-        "each solve begins where the last one ended, and the optimizer is L-BFGS (Adam on MPI ranks). nested trains shallow "
+        "each solve begins where the last one ended, and the optimizer is L-BFGS. nested trains shallow "
         "networks first, those of --depths. mgopt corrects the deep network by steps on shallower ones.",
     )
     add(

@@ -31,6 +31,8 @@ from lp_jax.train._controller import Doubling as Doubling
 from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
+from lp_jax.train._lbfgs import LBFGSState as LBFGSState
+from lp_jax.train._lbfgs import scale_by_lbfgs as scale_by_lbfgs
 from lp_jax.train._line_search import Backtracking as Backtracking
 from lp_jax.train._log import Bar as Bar
 from lp_jax.train._log import Log as Log

@@ -33,7 +33,8 @@ def one_shot(
             ``info.trajectory``. `classification` makes one.
         params: the model's parameters.
         optimizer: any optax transformation. L-BFGS is ``optax.chain(optax.scale_by_lbfgs(), optax.scale(-1.0))`` with
-            ``line_search=Backtracking()``, whose trials are forward solves from the same start.
+            ``line_search=Backtracking()``, whose trials are forward solves from the same start. On MPI ranks take
+            `scale_by_lbfgs` of this package instead.
         batch: the examples of all steps.
         solver: solver of the forward solves: ``Picard(sweeps=1)``, for example.
         adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.

@@ -1,0 +1,118 @@
+"""L-BFGS for parameters that are spread over processes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from lp_jax import _check
+from lp_jax._types import PyTree
+
+
+class LBFGSState(NamedTuple):
+    """What L-BFGS remembers.
+
+    Attributes:
+        updates: their number, an int32 scalar.
+        params: parameters of the last update.
+        gradient: its gradient.
+        steps: the last steps, leaves ``(*parameter, memory_size)``, newest first.
+        changes: the changes of the gradient that came with them.
+    """
+
+    updates: jax.Array
+    params: PyTree
+    gradient: PyTree
+    steps: PyTree
+    changes: PyTree
+
+
+def scale_by_lbfgs(memory_size: int = 10, *, global_sums: Callable[[PyTree], PyTree]) -> optax.GradientTransformation:
+    """`optax.scale_by_lbfgs` for parameters of which each process holds a part.
+
+    L-BFGS needs inner products of whole vectors. Those of optax are sums over the parameters that a process has, so on MPI
+    ranks each rank would get another direction. Here all inner products of an update are summed in one message. The
+    direction is a combination of steps, changes of the gradient and the gradient, and its coefficients follow from the
+    inner products alone. They are the same on all ranks, and the result is that of optax, to rounding. On one device or
+    a mesh, take optax's.
+
+    Args:
+        memory_size: number of steps that are remembered.
+        global_sums: as for `make_train_step`; `Ranks.global_sums`.
+
+    Raises:
+        ValueError: if ``memory_size`` is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from lp_jax import train
+        >>> ranks = train.Ranks.grid()
+        >>> lbfgs = train.scale_by_lbfgs(20, global_sums=ranks.global_sums)
+        >>> optimizer = optax.chain(lbfgs, optax.scale(-1.0))
+        >>> params = {"trunk": jnp.ones(8)}
+        >>> updates, state = optimizer.update({"trunk": 2 * params["trunk"]}, optimizer.init(params), params)
+        >>> float(jnp.linalg.norm(updates["trunk"]))  # the first step has length 1 at most
+        1.0
+
+    Reference:
+        Chen, Wang, Zhou, "Large-scale L-BFGS using MapReduce", NIPS 2014, algorithm 3.
+    """
+    _check.integer("memory_size", memory_size, least=1)
+
+    def init(params: PyTree) -> LBFGSState:
+        zeros, memory = (
+            jax.tree.map(lambda x, n=n: jnp.zeros((*x.shape, *n), x.dtype), params) for n in ((), (memory_size,))
+        )
+        return LBFGSState(jnp.int32(0), zeros, zeros, memory, memory)
+
+    def update(gradient: PyTree, state: LBFGSState, params: Any = None) -> tuple[PyTree, LBFGSState]:
+        def remembered(memory: jax.Array, now: jax.Array, before: jax.Array) -> jax.Array:
+            newest = jnp.where(state.updates > 0, now - before, jnp.zeros_like(now))
+            return jnp.concatenate([newest[..., None], memory[..., :-1]], axis=-1)
+
+        steps = jax.tree.map(remembered, state.steps, params, state.params)
+        changes = jax.tree.map(remembered, state.changes, gradient, state.gradient)
+        vectors = jax.tree.map(lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient)
+        products = jax.tree.reduce(jnp.add, global_sums(jax.tree.map(_products, vectors)))
+        coefficients = _coefficients(products, state.updates)
+        direction = jax.tree.map(lambda x: x @ coefficients.astype(x.dtype), vectors)
+        return direction, LBFGSState(state.updates + 1, params, gradient, steps, changes)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _products(vectors: jax.Array) -> jax.Array:
+    """Return the inner products of vectors, which are stacked along the last axis."""
+    flat = vectors.reshape(-1, vectors.shape[-1])
+    return jnp.matmul(flat.T, flat, precision=lax.Precision.HIGHEST)
+
+
+def _coefficients(products: jax.Array, updates: jax.Array) -> jax.Array:
+    """Return the direction's coefficients by the two loops of L-BFGS; ``products`` of steps, changes and the gradient."""
+    memory = len(products) // 2
+    pairs = jnp.arange(memory)
+    curvatures = jnp.diagonal(products, memory)[:memory]  # of step and change
+    weights = _inverse(curvatures, 0.0)
+    first = jnp.minimum(1.0, _inverse(jnp.sqrt(products[-1, -1]), 1.0))
+    change = products[memory, memory]  # squared
+    scale = jnp.where(updates > 0, jnp.where(change == 0, 1.0, curvatures[0] * _inverse(change, 1.0)), first)
+
+    def newest_first(c: jax.Array, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+        along = weights[pair] * (products[pair] @ c)
+        return c.at[memory + pair].add(-along), along
+
+    def oldest_first(c: jax.Array, each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        pair, along = each
+        return c.at[pair].add(along - weights[pair] * (products[memory + pair] @ c)), None
+
+    c = jnp.zeros_like(products[0]).at[-1].set(1)
+    c, along = lax.scan(newest_first, c, pairs)
+    return lax.scan(oldest_first, scale * c, (pairs, along), reverse=True)[0]
+
+
+def _inverse(x: jax.Array, otherwise: float) -> jax.Array:
+    """Return 1 / x, or ``otherwise`` where x is zero."""
+    return jnp.where(x == 0, otherwise, 1 / jnp.where(x == 0, jnp.ones_like(x), x))
