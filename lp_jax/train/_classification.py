@@ -1,8 +1,8 @@
 """Classification with an NNX model that is solved layer-parallel."""
 
 import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,11 @@ import optax
 from flax import nnx
 
 from lp_jax import _tree
+from lp_jax._problem import Problem
 from lp_jax._serial import Serial
-from lp_jax._solution import Solution
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
 from lp_jax.nn import Classifier, LayerParallel
-from lp_jax.train._penalty import depth_penalty
 from lp_jax.train._step import Batch, Info, LossFn, Restart
 
 
@@ -39,13 +38,16 @@ class Residuals(NamedTuple):
     adjoint_scale: jax.Array
 
 
-def classification(model: Classifier, *, penalty: float = 0.0) -> tuple[LossFn, PyTree]:
+def classification(
+    model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None
+) -> tuple[LossFn, PyTree]:
     """Return the softmax cross-entropy of a classifier as a pure function of its parameters.
 
     Args:
         model: an `lp_jax.nn.Classifier`, or any NNX module with the same ``solve``, in training or ``eval()`` mode. For
             `evaluate`, call this again after ``model.eval()``.
-        penalty: weight of the `depth_penalty` that is added to the loss. 0 leaves it out.
+        penalty: what is added to the loss, as a function of the trunk's `lp_jax.Problem`:
+            ``lambda problem: 0.02 * depth_penalty(problem, sweeps=6)``.
 
     Returns:
         ``(loss_fn, params)``: the loss for `make_train_step`, and the model's parameters and running statistics, a nested
@@ -54,7 +56,6 @@ def classification(model: Classifier, *, penalty: float = 0.0) -> tuple[LossFn, 
         as on padding, do not count.
 
     Raises:
-        ValueError: for a negative penalty.
         TypeError: for a penalty of a network whose trunk is not a single `lp_jax.nn.LayerParallel`.
 
     Example:
@@ -69,24 +70,12 @@ def classification(model: Classifier, *, penalty: float = 0.0) -> tuple[LossFn, 
         >>> int(info.total)
         4
     """
-    if not penalty >= 0:
-        raise ValueError(f"penalty must be a weight of 0 or more; got {penalty!r}.")
-    if penalty and not isinstance(model.trunk, LayerParallel):
+    if penalty is not None and not isinstance(model.trunk, LayerParallel):
         raise TypeError(
-            f"penalty is of one block of layers: the trunk must be a LayerParallel; got {type(model.trunk).__name__}. Call "
-            "depth_penalty for each block in a loss of your own."
+            f"penalty is of one block of layers: the trunk must be a LayerParallel; got {type(model.trunk).__name__}. Add that "
+            "of each block in a loss of your own."
         )
     graphdef, state = nnx.split(model)
-
-    def solved(model: Classifier, x: PyTree, **given: Any) -> tuple[jax.Array, Solution, jax.Array | float]:
-        trunk = model.trunk
-        if not penalty or not isinstance(trunk, LayerParallel):
-            return *model.solve(x, **given), 0.0
-        problem = trunk.problem(model.opening(x), **model.context_of(x), key=given.pop("key", None))
-        found, solution = depth_penalty(problem, **given)
-        if solution.aux is not None:
-            nnx.update(trunk.layers, solution.aux)
-        return model.closing(solution.y1), solution, penalty * found
 
     def loss_fn(
         params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None, restart: Restart | None = None
@@ -94,7 +83,10 @@ def classification(model: Classifier, *, penalty: float = 0.0) -> tuple[LossFn, 
         x, labels, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
         given = keys if restart is None else keys | restart._asdict()
-        logits, solution, extra = solved(merged, x, **given, solver=solver, adjoint_solver=adjoint_solver)
+        extra: jax.Array | float = 0.0
+        if penalty is not None and isinstance(merged.trunk, LayerParallel):
+            extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
+        logits, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
         total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
