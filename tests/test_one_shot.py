@@ -225,7 +225,7 @@ def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
         jnp.zeros((6, 2)),
         {"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))},
     )
-    halves = train.scale_by_lbfgs(3, global_sums=lambda sums: sums)
+    halves = train.scale_by_lbfgs(3)
     memory, memories = whole.init(x), halves.init(y)
     for count in range(12):
         length = 0.0 if count == 5 else 0.7  # a line search that fails, once
@@ -235,7 +235,7 @@ def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
         np.testing.assert_allclose(jnp.concatenate([got["a"], got["b"]]), wanted, rtol=1e-9, atol=1e-13)
         x, y = x - length * wanted, jax.tree.map(lambda p, d, length=length: p - length * d, y, got)
     with pytest.raises(ValueError, match="memory_size must be"):
-        train.scale_by_lbfgs(0, global_sums=lambda sums: sums)
+        train.scale_by_lbfgs(0)
 
 
 def test_a_loss_without_a_trajectory_is_refused():

@@ -232,12 +232,11 @@ def _direct(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimiz
 def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
     """All examples in each step; L-BFGS, whose trials take the solver of the adjoint."""
     whole = made.place.whole
-    lbfgs = optax.scale_by_lbfgs(20) if whole is None else scale_by_lbfgs(20, global_sums=whole)
     batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
     step_fn, state = one_shot(
         made.loss_fn,
         made.params,
-        optax.chain(lbfgs, optax.scale(-1.0)),
+        optax.chain(scale_by_lbfgs(20, global_sums=whole), optax.scale(-1.0)),
         batch,
         solver=solvers[0],
         adjoint_solver=solvers[1],

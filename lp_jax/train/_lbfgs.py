@@ -30,18 +30,20 @@ class LBFGSState(NamedTuple):
     changes: PyTree
 
 
-def scale_by_lbfgs(memory_size: int = 10, *, global_sums: Callable[[PyTree], PyTree]) -> optax.GradientTransformation:
+def scale_by_lbfgs(
+    memory_size: int = 10, *, global_sums: Callable[[PyTree], PyTree] | None = None
+) -> optax.GradientTransformation:
     """`optax.scale_by_lbfgs` for parameters of which each process holds a part.
 
     L-BFGS needs inner products of whole vectors. Those of optax are sums over the parameters that a process has, so on MPI
     ranks each rank would get another direction. Here all inner products of an update are summed in one message. The
     direction is a combination of steps, changes of the gradient and the gradient, and its coefficients follow from the
-    inner products alone. They are the same on all ranks, and the result is that of optax, to rounding. On one device or
-    a mesh, take optax's.
+    inner products alone. They are the same on all ranks, and the result is that of optax, to rounding. A run whose
+    checkpoints move from ranks to one device or a mesh takes this one everywhere; else take optax's there.
 
     Args:
         memory_size: number of steps that are remembered.
-        global_sums: as for `make_train_step`; `Ranks.global_sums`.
+        global_sums: as for `make_train_step`.
 
     Raises:
         ValueError: if ``memory_size`` is below 1.
@@ -76,7 +78,8 @@ def scale_by_lbfgs(memory_size: int = 10, *, global_sums: Callable[[PyTree], PyT
         steps = jax.tree.map(remembered, state.steps, params, state.params)
         changes = jax.tree.map(remembered, state.changes, gradient, state.gradient)
         vectors = jax.tree.map(lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient)
-        products = jax.tree.reduce(jnp.add, global_sums(jax.tree.map(_products, vectors)))
+        sums = jax.tree.map(_products, vectors)
+        products = jax.tree.reduce(jnp.add, sums if global_sums is None else global_sums(sums))
         coefficients = _coefficients(products, state.updates)
         direction = jax.tree.map(lambda x: x @ coefficients.astype(x.dtype), vectors)
         return direction, LBFGSState(state.updates + 1, params, gradient, steps, changes)
