@@ -75,7 +75,7 @@ def fit(solver, adjoint_solver=None, controller=None):
 logs = {
     "exact": fit(exact),
     "sweeps": fit(to_tolerance),
-    "controller": fit(to_tolerance, controller=train.Controller(loss_fn, bound=0.3, probe_every=50)),
+    "controller": fit(to_tolerance, controller=train.Controller(loss_fn, probe_every=50)),
 }
 
 # %% [markdown]

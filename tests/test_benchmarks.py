@@ -626,4 +626,4 @@ def test_the_drift_that_is_kept_is_drawn_and_tabled():
     text = drift.table(result["rows"])
     assert all(f"| {row['run']} " in text and f"{row['test_loss']:.4f}" in text for row in result["rows"])
     needed, errors, quality = drift.draw(result).axes
-    assert len(needed.lines) == len(errors.lines) == len(quality.lines) == 5
+    assert len(needed.lines) == len(errors.lines) == len(quality.lines) == 7

@@ -143,7 +143,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         "--controller",
         type=PositiveFloat,
         metavar="BOUND",
-        help="Keep the gradient's error below this part of its mini-batch noise: tolerances move up and down. Try 0.3. "
+        help="Keep the gradient's error below this part of its mini-batch noise: tolerances move up and down. Try 0.1. "
         "Needs solvers with a tolerance.",
     )
     add = parser.add_argument_group("Method").add_argument

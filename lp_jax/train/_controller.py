@@ -105,7 +105,7 @@ class Controller:
 
     loss_fn: LossFn
     _: dataclasses.KW_ONLY
-    bound: float = 0.3
+    bound: float = 0.1
     of: str = "noise"
     probe_every: int = 250
     least: float = 1e-6
