@@ -42,7 +42,7 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(0))
         >>> def loss(trunk, x):
         ...     penalty = train.depth_penalty(trunk.problem(x), sweeps=4, rtol=1e-4)
-        ...     return jnp.mean(trunk(x, solver=lp_jax.Picard(sweeps=4)) ** 2) + 0.02 * penalty
+        ...     return jnp.mean(trunk(x) ** 2) + 0.02 * penalty
         >>> gradient = nnx.grad(loss)(trunk, jnp.ones((4, 8), "float32"))
 
     Reference:
