@@ -99,7 +99,8 @@ class Comm(abc.ABC):
 
 def default_platform() -> str:
     """The platform that JAX computes on."""
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    config: Any = jax.config
+    device = config.jax_default_device
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
