@@ -44,7 +44,7 @@ def test_value_and_gradient_are_those_of_a_loop(sweeps):
     penalty = functools.partial(train.depth_penalty, sweeps=sweeps, rtol=1e-6)
     got = jax.jit(jax.value_and_grad(lambda params: penalty(problem(params))))(PARAMS)
     assert wanted[0] > 1
-    assert_close(got, wanted, rtol=1e-10)
+    assert_close(got, wanted, rtol=1e-11)
 
 
 def test_it_is_zero_where_the_sweeps_converge():
@@ -54,7 +54,7 @@ def test_it_is_zero_where_the_sweeps_converge():
     gradient = jax.value_and_grad(lambda params, rtol: train.depth_penalty(problem(params), sweeps=4, rtol=rtol))
     value, slope = gradient(PARAMS, 1.01 * reached)
     assert value == 0 and all(float(jnp.abs(x).max()) == 0 for x in slope.values())
-    assert_close(gradient(PARAMS, reached / 100)[0], jnp.asarray(2.0), rtol=1e-10)
+    assert_close(gradient(PARAMS, reached / 100)[0], jnp.asarray(2.0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -67,7 +67,7 @@ def test_two_devices_give_the_same_numbers(explicit):
         return train.depth_penalty(problem(params, comm=comm), sweeps=3, rtol=1e-5) + jnp.mean(solution.y1**2)
 
     gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    assert_close(gradient(PARAMS, lp_jax.MeshComm(devices)), gradient(PARAMS, None), rtol=1e-11)
+    assert_close(gradient(PARAMS, lp_jax.MeshComm(devices)), gradient(PARAMS, None), rtol=1e-12)
 
 
 def test_layers_that_do_not_look_at_the_state_have_none():
@@ -76,7 +76,7 @@ def test_layers_that_do_not_look_at_the_state_have_none():
     for each, x in ((constant, X), (still, 0 * X)):
         penalty = jax.value_and_grad(lambda p, each=each, x=x: train.depth_penalty(problem(p, each, x), sweeps=3))
         value, gradient = penalty(PARAMS)
-        assert value == 0 and all(bool(jnp.isfinite(x).all()) for x in gradient.values())
+        assert value == 0 and all(float(jnp.abs(x).max()) == 0 for x in gradient.values())
 
 
 def test_training_against_it_lowers_it():
