@@ -11,7 +11,6 @@ converges to; a coarse level, which only decides how fast, at the C-points that 
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _tree
+from lp_jax._at_once import in_chunks
 from lp_jax._chain import Chain
 from lp_jax._level import Level, identity
 from lp_jax._linear import Linearised
@@ -27,7 +27,7 @@ from lp_jax._relax import entering
 from lp_jax._solver import Solver, Stats, iterate
 from lp_jax._types import Advance, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
 
-_AT_ONCE = 4  # layers
+_LEAST = 4  # layers that are summed over at once, where one is evaluated at a time
 
 
 class Forward(NamedTuple):
@@ -85,13 +85,13 @@ def solve_adjoint(
     fine = forward[0]
     swept_from = left.c_points if left.swept_from is None else left.swept_from
     around = any(level.around for level in forward)  # coarse steps linearised at all states
-    recompute = left.states is None and stride == fine.factor > 1 and fine.looped and not around
+    recompute = left.states is None and stride == fine.factor > 1 and fine.at_once < fine.intervals and not around
     if recompute:
         states = fine.incoming(swept_from)
     elif left.states is not None:
         states = left.states
     else:
-        states = entering(chain.finest(stride, looped=fine.looped), swept_from)
+        states = entering(chain.finest(stride, at_once=fine.at_once), swept_from)
     if not recompute:
         forward = tuple(level.taken_around(states) for level in forward)
 
@@ -110,7 +110,7 @@ def solve_adjoint(
     else:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
         emit_gradient = _emit_gradient(chain, advance)
-    of_aux = _gradient_of_aux(chain, advance, states, sources, looped=fine.looped) if at_hand and sources else None
+    of_aux = _gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once) if at_hand and sources else None
     if of_aux is not None:
         finest = finest.with_rhs(of_aux.states)
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
@@ -291,9 +291,9 @@ class _OfAux(NamedTuple):
 
 
 def _gradient_of_aux(
-    chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, looped: bool
+    chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int
 ) -> _OfAux:
-    """All layers at once or, ``looped``, a few at a time."""
+    """So many layers at once."""
     shared, combine_shared = _tree.partition(chain.shared)
 
     def layers(total: list[jax.Array], operands: tuple[Slices, Stacked, list[Stacked]]) -> tuple[Any, Any]:
@@ -307,10 +307,9 @@ def _gradient_of_aux(
         states, leaves, shared_gradient = jax.vjp(outputs, states, leaves, shared)[1](sources)
         return _tree.add(total, shared_gradient), (states, combine(leaves, fill=None))
 
-    few = math.gcd(chain.steps, _AT_ONCE) if looped else chain.steps
-    operands = _tree.split((chain.slices, states, sources), max(few, 1))
-    total, (of_states, of_slices) = lax.scan(layers, _tree.zeros_like(shared), operands)
-    return _OfAux(_tree.merge(of_states), _tree.merge(of_slices), total)
+    operands = chain.slices, states, sources
+    total, (of_states, of_slices) = in_chunks(layers, _tree.zeros_like(shared), operands, max(at_once, _LEAST))
+    return _OfAux(of_states, of_slices, total)
 
 
 Contraction = Callable[[Slices, Stacked, PyTree, Stacked], list[jax.Array]]
@@ -352,7 +351,7 @@ def _shared_gradient(
 ) -> list[jax.Array]:
     """Gradient of what all layers share, as one contraction over this worker's layers.
 
-    Where intervals are looped over, over a few layers at a time, which stay in a processor's cache.
+    Over so many at a time as are evaluated at once, but some: a sum grows by each.
     """
     leaves, _ = _tree.partition(fine.shared)
     if not leaves:
@@ -362,16 +361,19 @@ def _shared_gradient(
         return adjoint.expand(xs, fine.shared) if adjoint.expand else xs
 
     def interval(xs: PyTree, lams: State) -> list[jax.Array]:
-        return summed(contraction, _tree.split((*expand(xs), lams), math.gcd(adjoint.factor, _AT_ONCE)))
+        return summed(contraction, (*expand(xs), lams))
 
-    def summed(gradient: Callable[..., list[jax.Array]], groups: PyTree) -> list[jax.Array]:
-        zeros = _tree.zeros_like(leaves)
-        return lax.scan(lambda total, group: (_tree.add(total, gradient(*group)), None), zeros, groups)[0]
+    def summed(gradient: Callable[..., list[jax.Array]], operands: PyTree) -> list[jax.Array]:
+        def add(total: list[jax.Array], some: PyTree) -> tuple[list[jax.Array], None]:
+            return _tree.add(total, gradient(*some)), None
 
+        return in_chunks(add, _tree.zeros_like(leaves), operands, most)[0]
+
+    most = max(adjoint.at_once, _LEAST)
     if adjoint.factor == 1:
-        operands = (*adjoint.xs, cotangents)
-        few = math.gcd(adjoint.steps, _AT_ONCE)
-        return summed(contraction, _tree.split(operands, few)) if adjoint.looped else contraction(*operands)
-    if adjoint.looped:
-        return summed(interval, (adjoint.xs, cotangents))
-    return contraction(*_tree.merge((*jax.vmap(expand)(adjoint.xs), cotangents)))
+        return summed(contraction, (*adjoint.xs, cotangents))
+    if adjoint.expand is not None and most < adjoint.steps:
+        zeros, groups = _tree.zeros_like(leaves), (adjoint.xs, cotangents)
+        return lax.scan(lambda total, group: (_tree.add(total, interval(*group)), None), zeros, groups)[0]
+    xs = jax.vmap(expand)(adjoint.xs) if adjoint.expand else adjoint.xs
+    return summed(contraction, _tree.merge((*xs, cotangents)))

@@ -46,7 +46,7 @@ def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> j
     start = jnp.zeros(maps.vector.shape[1:], maps.vector.dtype)
     several = workers.active > 1
     compose = functools.partial(_compose, product)
-    if workers.in_turn:
+    if workers.processor.some == 1:
         if several:
             total = _total_in_turn(maps, compose, reverse)
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector

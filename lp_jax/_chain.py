@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from lp_jax import _tree
+from lp_jax._at_once import Footprint
 from lp_jax._comm import Local, Workers
 from lp_jax._level import Level
 from lp_jax._linear import Linearised
@@ -30,6 +31,7 @@ class Chain:
         workers: where the layers live.
         differentiable: which leaves of ``slices`` have a gradient.
         recurrent: whether all other leaves that have one are in ``shared``: the weights of a recurrent network.
+        footprint: what a layer costs and holds.
     """
 
     call: "Call"
@@ -41,11 +43,13 @@ class Chain:
     workers: Workers
     differentiable: tuple[bool, ...] = ()
     recurrent: bool = False
+    footprint: Footprint = Footprint(0, 0, 0.0)
 
-    @property
-    def looped(self) -> bool:
-        """What ``interval_map="auto"`` means here: loop (True) or batch."""
-        return self.workers.in_turn
+    def at_once(self, setting: int | float | str) -> int:
+        """How many layers a solver with this setting evaluates at once, on each worker."""
+        if setting == "auto":
+            return self.workers.processor.at_once(self.footprint, self.steps)
+        return max(1, int(min(cast(float, setting), self.steps)))
 
     @property
     def total(self) -> int:
@@ -76,7 +80,7 @@ class Chain:
         """A layer of the finest level, to be transposed."""
         return Linearised(functools.partial(self.call, 0), self.differentiable, weights=self.recurrent)
 
-    def finest(self, factor: int, *, looped: bool, transfer: Transfer | None = None) -> Level:
+    def finest(self, factor: int, *, at_once: int, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""
         return Level(
             xs=self.slices if factor == 1 else _tree.split(self.slices, factor),
@@ -86,14 +90,14 @@ class Chain:
             steps=self.steps,
             factor=factor,
             workers=self.workers,
-            looped=looped,
+            at_once=at_once,
             transfer=transfer,
         )
 
     def interval(self, level: int, slices: Slices, shared: PyTree, y0: State, unit: int) -> "Chain":
         """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
         layers = slices.index.shape[0]
-        workers = Local(layers=layers, held=(layers,), platform=self.workers.platform).fit(unit)
+        workers = Local(layers=layers, held=(layers,), processor=self.workers.processor).fit(unit)
         call = self.call if self.padded or not workers.padded else guarded(self.call, self.layers)
         return Chain(
             call=lambda _, u, x, shared: call(level, u, x, shared),
@@ -103,6 +107,7 @@ class Chain:
             layers=self.layers,
             padded=self.padded or workers.padded,
             workers=workers,
+            footprint=self.footprint,
         )
 
 

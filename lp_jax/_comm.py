@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax import _tree, _wire
+from lp_jax._at_once import CPU, Processor
 from lp_jax._types import CPoints, PyTree, Scalar, Stacked, State
 
 
@@ -50,10 +51,7 @@ class Comm(abc.ABC):
 
     @property
     def platform(self) -> str:
-        """What the workers are, "cpu", "gpu" or "tpu": programs for a processor differ from those for an accelerator.
-
-        By default what JAX computes on: `jax.default_device`, else `jax.default_backend`.
-        """
+        """What the workers are, "cpu", "gpu" or "tpu": by default what JAX computes on."""
         return default_platform()
 
     @property
@@ -98,7 +96,7 @@ class Comm(abc.ABC):
 
 
 def default_platform() -> str:
-    """The platform that JAX computes on."""
+    """The platform that JAX computes on: that of `jax.default_device`, else `jax.default_backend`."""
     config: Any = jax.config
     device = config.jax_default_device
     return jax.default_backend() if device is None else getattr(device, "platform", device)
@@ -127,13 +125,13 @@ class Workers(abc.ABC):
         layers: number of layers, of all workers.
         held: number of slots for layers on each worker. Workers without layers come last.
         sequential: how a level is solved step after step: "relay", "gather" or "auto".
-        platform: what they are; `Comm.platform`.
+        processor: what they do well; of `Comm.platform`.
     """
 
     layers: int
     held: tuple[int, ...]
     sequential: str
-    platform: str = dataclasses.field(default="cpu", kw_only=True)
+    processor: Processor = dataclasses.field(default=CPU, kw_only=True)
 
     @abc.abstractmethod
     def index(self) -> Any:
@@ -171,11 +169,6 @@ class Workers(abc.ABC):
     @abc.abstractmethod
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
         """``run`` on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether what could be done at once is done one after another: a processor's cores are filled by one layer."""
-        return self.platform == "cpu"
 
     @property
     def size(self) -> int:
@@ -270,19 +263,19 @@ class Workers(abc.ABC):
     def cumsum(self, increments: CPoints, y0: State, *, reverse: bool) -> CPoints:
         """Return ``y0`` plus the inclusive prefix sums of the increments."""
         start = self._before(increments, y0, reverse=reverse)
-        return _tree.cumsum(increments, start, reverse=reverse, in_turn=self.in_turn)
+        return _tree.cumsum(increments, start, reverse=reverse)
 
     def prefix_sums(self, increments: Stacked, y0: State, *, reverse: bool) -> tuple[Stacked, State]:
         """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus those and its own."""
         start = self._before(increments, y0, reverse=reverse)
-        before, last = _tree.prefix_sums(increments, start, reverse=reverse, in_turn=self.in_turn)
+        before, last = _tree.prefix_sums(increments, start, reverse=reverse)
         return before, _tree.narrow(last, y0)
 
     def _before(self, increments: Stacked, y0: State, *, reverse: bool) -> State:
         """``y0`` plus the increments of all workers before this one."""
         if self.active == 1 or not _tree.leading(increments):
             return y0
-        total = _tree.total(increments, in_turn=self.in_turn)
+        total = _tree.total(increments)
         return _tree.add(_tree.wide(y0), self.exclusive_scan(total, reverse=reverse))
 
     def exclusive_scan(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:

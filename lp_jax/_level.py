@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _tree
+from lp_jax._at_once import batched, chunk, in_chunks, several
 from lp_jax._comm import Run, Workers, select
 from lp_jax._products import inside
 from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Transfer
@@ -35,7 +36,7 @@ from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Tr
         "number",
         "span",
         "reverse",
-        "looped",
+        "at_once",
         "transfer",
         "expand",
         "around",
@@ -58,7 +59,7 @@ class Level:
         number: 0 is the finest level.
         span: number of layers that one step stands for.
         reverse: whether the chain runs from the last step to the first.
-        looped: intervals one after another (True) or as one batch.
+        at_once: number of intervals whose steps are evaluated at once.
         transfer: (restrict, prolong) of the state between this level and the next coarser one, or None.
         expand: turns one interval's ``xs`` into the per-step operands, ``(factor, ...)``, or None where they are that.
         around: ``around(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
@@ -78,7 +79,7 @@ class Level:
     span: int = 1
     rhs: Points | None = None
     reverse: bool = False
-    looped: bool = False
+    at_once: int = 1
     transfer: Transfer | None = None
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
     around: Callable[[PyTree, Points], PyTree] | None = None
@@ -193,16 +194,18 @@ def sweep(
     """
     advance = advance or level.advance
     if level.factor == 1:
-        one, operands = single(level, advance), (incoming, (level.xs, level.rhs))
-        return lax.map(lambda x: one(*x), operands) if level.looped else jax.vmap(one)(*operands)
+        return each(level, single(level, advance), incoming, (level.xs, level.rhs))
     count = level.factor if count is None else count
     run = functools.partial(_interval, level, advance, count)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (incoming, level.xs))
     emitted = _tree.repeat(_room(level, advance, *first), level.intervals)
     if not level.intervals:  # a worker without layers
         return incoming, emitted
-    if not (level.looped or level.intervals == 1):
-        return _at_once(level, advance, count, incoming, emitted)
+    size = chunk(level.intervals, level.at_once)
+    if size == level.intervals > 1:
+        return _at_once(level, advance, count, incoming, emitted, 0, size)
+    if size > 1:
+        return _chunks(level, advance, count, incoming, emitted, size)
 
     def interval(k: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
         reached, emitted = carry
@@ -213,28 +216,67 @@ def sweep(
     return interval(0, carry) if level.intervals == 1 else lax.fori_loop(0, level.intervals, interval, carry)
 
 
-def _at_once(level: Level, advance: Advance, count: int, u: CPoints, emitted: PyTree) -> tuple[CPoints, PyTree]:
-    """`sweep` through all intervals as one batch: a loop over steps, in each of which the intervals are a batch.
+def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+    """``one`` for every entry of the operands' leading axis, so many at once as the level says."""
+    size = chunk(_tree.leading(operands), level.at_once)
+    at_once = several(one, size, level.workers.processor.terms)
+    return in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
+
+
+def _chunks(
+    level: Level, advance: Advance, count: int, incoming: CPoints, emitted: PyTree, size: int
+) -> tuple[CPoints, PyTree]:
+    """`sweep` through ``size`` intervals at once, and as many after these."""
+
+    def some(first: jax.Array | int, size: int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+        reached, emitted = carry
+        u = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), incoming)
+        u, emitted = _at_once(level, advance, count, u, emitted, first, size)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), reached, u), emitted
+
+    whole, left = divmod(level.intervals, size)
+    carry = (_tree.zeros_like(incoming), emitted)
+    carry = lax.fori_loop(0, whole, lambda k, carry: some(k * size, size, carry), carry)
+    return some(whole * size, left, carry) if left else carry
+
+
+def _at_once(
+    level: Level, advance: Advance, count: int, u: CPoints, emitted: PyTree, first: jax.Array | int, size: int
+) -> tuple[CPoints, PyTree]:
+    """`sweep` through ``size`` intervals as a batch: a loop over steps, in each of which the intervals are a batch.
 
     The other way round, as a batch of loops, writing what a step emits would be a scatter.
     """
-    one = jax.vmap(advance, in_axes=(0, 0, None))
+    xs, rhs, whole = level.xs, level.rhs, size == level.intervals
+    if level.expand is not None:
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), xs)
+        xs = jax.vmap(level.expand, in_axes=(0, None))(some, level.shared)
+    one = batched(advance, (0, 0, None), level.workers.processor.terms)
 
     def step(u: CPoints, n: jax.Array | int) -> tuple[CPoints, PyTree]:
         def take(x: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
+            if len(x) == size:
+                return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
+            at = _tree.start(x, (first, n))
+            return lax.squeeze(lax.dynamic_slice(x, at, (size, 1, *x.shape[2:]), allow_negative_indices=False), (1,))
 
-        u, new = one(u, jax.tree.map(take, level.xs), level.shared)
-        return _tree.add(u, jax.tree.map(take, level.rhs)), new
+        u, new = one(u, jax.tree.map(take, xs), level.shared)
+        return _tree.add(u, jax.tree.map(take, rhs)), new
 
     def body(i: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
         u, emitted = carry
         n = level.factor - 1 - i if level.reverse else i
         u, new = step(u, n)
-        return u, jax.tree.map(lambda x, e: lax.dynamic_update_index_in_dim(x, e, n, axis=1), emitted, new)
+        return u, jax.tree.map(functools.partial(put, n=n), emitted, new)
+
+    def put(x: jax.Array, new: jax.Array, n: jax.Array | int) -> jax.Array:
+        if whole:
+            return lax.dynamic_update_index_in_dim(x, new, n, axis=1)
+        new = lax.expand_dims(new, (1,))
+        return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
 
     turns = written_out(level, count, body, 0, (u, emitted))
-    if turns < level.factor:
+    if turns < level.factor or not whole:
         return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
     found = []
     for n in range(level.factor)[:: -1 if level.reverse else 1]:
@@ -243,22 +285,23 @@ def _at_once(level: Level, advance: Advance, count: int, u: CPoints, emitted: Py
     return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(found[::-1] if level.reverse else found))
 
 
-_SHORT, SOME, _MOST = 16, 8, 2048
-"""Turns of a loop that are written out: of a short one all, of others some; operations of them all, at most."""
+_MOST = 2048
+"""Operations of all turns of a loop that are written out, at most."""
 
 
 def written_out(level: Level, count: int, body: Callable[..., Any], *arguments: Any) -> int:
     """How many of ``count`` turns of a loop are written out.
 
-    On an accelerator a turn of a loop costs launches of its own, and a body of a few operations is launched one by one. All
-    turns of a short loop, then, and eight of a longer one; fewer where they are so large that they take long to compile.
+    All of a short loop, some of a longer one, as the processor has it; fewer where they are so large that they take long to
+    compile.
     """
-    if level.workers.in_turn:
+    processor = level.workers.processor
+    if processor.some == 1:
         return 1
     operations = _operations(jax.make_jaxpr(body)(*arguments).jaxpr)
     most = max(1, _MOST // operations)
-    if count > _SHORT:
-        return min(SOME, most)
+    if count > processor.short:
+        return min(processor.some, most)
     return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
 
 

@@ -1,13 +1,16 @@
 """Multigrid-reduction-in-time over the layers."""
 
 import dataclasses
+import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 
 from lp_jax import _check, _tree
+from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
 from lp_jax._cycle import cascade, fas_cycle
 from lp_jax._cycle_work import busiest, count_stops
@@ -60,8 +63,9 @@ class MGRIT(Solver):
             restriction drops is corrected by nothing else.
         storage: what the adjoint finds: "c_points" (one state per interval; the others are recomputed, and
             each layer linearised again, in every sweep) or "all" (what a scan's gradient keeps; no layer is evaluated again).
-        interval_map: "vmap" (all intervals as one batch), "loop" (one after another, least memory), or "auto": loop on
-            a CPU, batch on an accelerator.
+        at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
+            or "auto": by what a layer holds. Numbers change by rounding only.
+        interval_map: the old name; "vmap" is ``at_once=math.inf``, "loop" is ``at_once=1``.
 
     Raises:
         ValueError: for a value out of range, naming the field.
@@ -94,9 +98,14 @@ class MGRIT(Solver):
     coarsest: Solver = Serial()
     spatial: Transfer | tuple[Transfer | None, ...] | None = None
     storage: str = "c_points"
-    interval_map: str = "auto"
+    at_once: int | float | str = "auto"
+    interval_map: dataclasses.InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, interval_map: str | None) -> None:
+        if interval_map is not None:
+            _check.one_of("interval_map", interval_map, _INTERVAL_MAPS)
+            warnings.warn(_RENAMED.format(interval_map, _INTERVAL_MAPS[interval_map]), DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "at_once", _INTERVAL_MAPS[interval_map])
         if callable(self.coarse_step) and not isinstance(self.coarse_step, type | CoarseStep):
             object.__setattr__(self, "coarse_step", PerInterval(self.coarse_step))
         _check.integer("levels", self.levels, least=1)
@@ -112,7 +121,7 @@ class MGRIT(Solver):
                 )
         _check.one_of("cycle", self.cycle, VISITS)
         _check.one_of("storage", self.storage, ("c_points", "all"))
-        _check.one_of("interval_map", self.interval_map, ("vmap", "loop", "auto"))
+        check_at_once("at_once", self.at_once)
         for pair in self._transfers():
             if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))):
                 raise ValueError(
@@ -171,14 +180,14 @@ class MGRIT(Solver):
         return [_at(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        looped = chain.looped if self.interval_map == "auto" else self.interval_map == "loop"
+        at_once = chain.at_once(self.at_once)
         transfer = [*self.transfers(chain.total), None]
         (_, factor), *coarser = self.grid(chain.total)
-        levels = [chain.finest(factor, looped=looped, transfer=fitted(transfer[0], chain.y0))]
+        levels = [chain.finest(factor, at_once=at_once, transfer=fitted(transfer[0], chain.y0))]
         for number, (_, factor) in enumerate(coarser, 1):
             finer = levels[-1]
             y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
-            step, xs, around = self._coarse.coarsen(chain, number, finer.interval_span, looped=looped)
+            step, xs, around = self._coarse.coarsen(chain, number, finer.interval_span, at_once=at_once)
             levels.append(
                 dataclasses.replace(
                     finer,
@@ -189,6 +198,7 @@ class MGRIT(Solver):
                     factor=factor,
                     number=number,
                     span=finer.interval_span,
+                    at_once=max(1, at_once // finer.interval_span),
                     transfer=fitted(transfer[number], y0),
                     around=around,
                 )
@@ -256,7 +266,7 @@ class MGRIT(Solver):
         return path(relaxations, self.cycle, iterations, skip=self.skip_downcycle)
 
     def loops(self, looped: bool) -> bool:
-        return looped if self.interval_map == "auto" else self.interval_map == "loop"
+        return looped if self.at_once == "auto" else self.at_once == 1
 
     def count(self, work: Work) -> None:
         work = dataclasses.replace(work, looped=self.loops(work.looped), in_rows=True)
@@ -302,6 +312,10 @@ class MGRIT(Solver):
 
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
 _F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
+
+
+_INTERVAL_MAPS: dict[str, int | float | str] = {"vmap": math.inf, "loop": 1, "auto": "auto"}
+_RENAMED = "MGRIT(interval_map={!r}) is now MGRIT(at_once={!r}), the number of layers that are evaluated at once."
 
 
 def _per_level(setting: Any) -> tuple:

@@ -12,6 +12,7 @@ from jax import lax
 
 from lp_jax import _affine, _check, _tree
 from lp_jax._affine import Maps
+from lp_jax._at_once import check as check_at_once
 from lp_jax._jacobians import Blocks, Full, Jacobians
 from lp_jax._level import Level, sweep, written_out
 from lp_jax._pytree import register
@@ -112,6 +113,8 @@ class Newton(Solver):
             (examples); their Jacobians are taken one by one. None is 0, and refused where a leaf has several axes.
         storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "states"
             (no more than these; each layer is linearised again in every iteration).
+        at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
+            or "auto": by what a layer holds. Numbers change by rounding only.
 
     Raises:
         ValueError: for values out of range, and for states that ``batch_axes`` does not fit.
@@ -138,6 +141,7 @@ class Newton(Solver):
     damping: Damping | None = None
     batch_axes: int | None = None
     storage: str = "all"
+    at_once: int | float | str = "auto"
 
     def __post_init__(self) -> None:
         _check.one_of("jacobian", self.jacobian, JACOBIANS)
@@ -146,6 +150,7 @@ class Newton(Solver):
         if self.batch_axes is not None:
             _check.integer("batch_axes", self.batch_axes, least=0)
         _check.one_of("storage", self.storage, ("states", "all"))
+        check_at_once("at_once", self.at_once)
 
     @property
     def keeps_states(self) -> bool:

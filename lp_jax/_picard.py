@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _check, _tree
+from lp_jax._at_once import chunk, in_chunks, several
+from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
 from lp_jax._comm import Local
 from lp_jax._level import Level, identity, single, sweep
@@ -72,6 +74,8 @@ class Picard(Solver):
             accurate far from an ODE and stores all states.
         storage: what the adjoint finds, of a solver: "all" (what a scan's gradient keeps; no layer is evaluated again), or
             "states" (no more than these; each layer is linearised again in every sweep).
+        at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
+            or "auto": by what a layer holds. Numbers change by rounding only.
 
     Raises:
         ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows without a
@@ -93,6 +97,7 @@ class Picard(Solver):
     atol: float | jax.Array | None = None
     around: str = "start"
     storage: str = "all"
+    at_once: int | float | str = "auto"
 
     def __post_init__(self) -> None:
         _check.integer("sweeps", self.sweeps, least=0)
@@ -104,6 +109,7 @@ class Picard(Solver):
             )
         _check.one_of("around", self.around, ("start", "trajectory"))
         _check.one_of("storage", self.storage, ("states", "all"))
+        check_at_once("at_once", self.at_once)
 
     @property
     def iterations(self) -> int:
@@ -148,7 +154,7 @@ class Picard(Solver):
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
         size = self.unit(level.workers.total(level.span))
-        alone = Local(layers=size, held=(size,), platform=level.workers.platform)
+        alone = Local(layers=size, held=(size,), processor=level.workers.processor)
 
         def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
             xs, rhs = operands
@@ -168,8 +174,8 @@ class Picard(Solver):
 
     def improve(self, levels: Sequence[Level], u: _Swept) -> tuple[_Swept, Scalar]:
         level = levels[0]
-        if level.looped:
-            return _in_turn(level, u)
+        if chunk(level.steps, level.at_once) < level.steps:
+            return _by_chunks(level, u)
         stepped, _ = sweep(level, u.entering)
         entering, last = level.workers.prefix_sums(_tree.sub(stepped, u.entering), level.y0, reverse=level.reverse)
         return _Swept(entering, last), _tree.sum_of_squares(_tree.sub(stepped, u.points(level)))
@@ -180,7 +186,7 @@ class Picard(Solver):
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         if self.windows > 1:
             return solve_intervals(self, chain, level, span)
         require_fixed_effort(self)
@@ -190,7 +196,7 @@ class Picard(Solver):
 
         def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
             x, states = x
-            return self._interval(step, u, x, states, shared, looped=looped, in_turn=chain.workers.in_turn)
+            return self._interval(step, u, x, states, shared, at_once=at_once, terms=chain.workers.processor.terms)
 
         def around(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
@@ -205,31 +211,31 @@ class Picard(Solver):
         states: State | None,
         shared: PyTree,
         *,
-        looped: bool,
-        in_turn: bool,
+        at_once: int,
+        terms: int,
     ) -> State:
         """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
         if states is None:
             incoming = _tree.repeat(u, _tree.leading(xs))
         else:  # moved by the change of the state that enters
             incoming = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
-        if looped:
 
-            def add(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
-                y, x = operands
-                return _tree.add(total, _tree.wide(_tree.sub(step(y, x, shared), y))), _tree.narrow(total, y)
+        def increment(y: State, x: PyTree) -> State:
+            return _tree.sub(step(y, x, shared), y)
 
-            for _ in range(self.sweeps - 1):
-                incoming = lax.scan(add, _tree.wide(u), (incoming, xs))[1]
-            return _tree.narrow(lax.scan(add, _tree.wide(u), (incoming, xs))[0], u)
+        increments = several(increment, chunk(_tree.leading(xs), at_once), terms)
 
-        def increments(incoming: Points) -> Points:
-            return jax.vmap(lambda y, x: _tree.sub(step(y, x, shared), y))(incoming, xs)
+        def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
+            before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
+            return total, before
+
+        def last(total: State, operands: tuple[Points, PyTree]) -> tuple[State, None]:
+            sums = jax.tree.map(lambda d: jnp.sum(d, axis=0), _tree.wide(increments(*operands)))
+            return _tree.add(total, sums), None
 
         for _ in range(self.sweeps - 1):
-            incoming, _ = _tree.prefix_sums(increments(incoming), u, reverse=False, in_turn=in_turn)
-        total = jax.tree.map(lambda d: jnp.sum(d, axis=0), _tree.wide(increments(incoming)))
-        return _tree.narrow(_tree.add(_tree.wide(u), total), u)
+            incoming = in_chunks(add, _tree.wide(u), (incoming, xs), at_once)[1]
+        return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), at_once)[0], u)
 
     iteration_name = "sweep"
 
@@ -273,38 +279,43 @@ class Picard(Solver):
         return f"{steps} layers at once, {most}: no coarse level", note
 
 
-def _in_turn(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
-    """A sweep whose layers are evaluated one after another: increments are added up, and residuals squared, on the way.
+def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
+    """A sweep over so many layers at once as the level says, and as many after these.
 
-    The states of all layers pass through memory once, not four times. A layer's residual is known when its successor's
-    entering state is.
+    Increments are added up, and residuals squared, on the way: the states of all layers pass through memory once, not four
+    times. A layer's residual is known when its successor's entering state is.
     """
-    step, first = single(level, level.advance), level.workers.active == 1
+    first, n = level.workers.active == 1, level.steps
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
+    if not n:
+        return u, jnp.zeros((), dtype)
+    size = chunk(n, level.at_once)
+    stepped_from = several(single(level, level.advance), size, level.workers.processor.terms)
 
-    def square(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        return total + jnp.square(jnp.abs(x - y)).astype(dtype)
+    def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
+        """Squares of what each layer's predecessor leaves, less what enters it."""
+        one = before[None]
+        left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
+        squares = jnp.square(jnp.abs(left - entering)).astype(dtype)
+        return total + jnp.concatenate([squares, jnp.zeros((len(total) - len(left), *left.shape[1:]), dtype)])
 
-    def layer(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
+    def layers(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
         total, squares, before = carry
-        y, x = operands
-        stepped, _ = step(y, x)
-        squares = jax.tree.map(square, squares, before, y)
-        new = _tree.add(total, _tree.wide(_tree.sub(stepped, y)))
-        return (new, squares, stepped), _tree.narrow(total, y)
+        stepped, _ = stepped_from(*operands)
+        squares = jax.tree.map(square, squares, before, stepped, operands[0])
+        entering, total = _tree.prefix_sums(_tree.sub(stepped, operands[0]), total, reverse=level.reverse)
+        return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
 
     start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
-    squares = jax.tree.map(lambda y: jnp.zeros(y.shape, dtype), start)  # of each number: sums over a state take time
-    if not _tree.leading(u.entering):
-        return u, jnp.zeros((), dtype)
+    squares = jax.tree.map(lambda y: jnp.zeros((size, *y.shape), dtype), start)  # of each number: sums take time
     entered = _tree.take(u.entering, -1 if level.reverse else 0)
     operands = u.entering, (level.xs, level.rhs)
-    carry, entering = lax.scan(layer, (start, squares, entered), operands, reverse=level.reverse)
-    total, squares, stepped = carry
-    squares = jax.tree.map(square, squares, stepped, u.last)
+    carry = start, squares, entered
+    (total, squares, stepped), entering = in_chunks(layers, carry, operands, size, reverse=level.reverse)
+    squares = [jnp.sum(x) for x in jax.tree.leaves(squares)]
+    squares.append(_tree.sum_of_squares(_tree.sub(stepped, u.last)).astype(dtype))
     if not first:
         before = _tree.add(_tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse))
         entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
         total = _tree.add(total, before)
-    last = _tree.narrow(total, level.y0)
-    return _Swept(entering, last), jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))
+    return _Swept(entering, _tree.narrow(total, level.y0)), sum(squares[1:], squares[0])

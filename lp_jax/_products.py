@@ -188,3 +188,15 @@ def _scan_depths(
             if steps[0] == steps[1] == steps[2]:
                 return tuple(r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True))
     return history[-1] if history else (*state, *(0.0,) * (len(out) - carries))
+
+
+_OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")
+
+
+def opaque(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program calls something whose work it does not tell; printing aside."""
+    return any(
+        (any(name in equation.primitive.name for name in _OPAQUE) and equation.primitive.name != "debug_callback")
+        or any(map(opaque, inside(equation)))
+        for equation in jaxpr.eqns
+    )

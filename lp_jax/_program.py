@@ -110,7 +110,7 @@ def prepare(
         adjoint_solver = adjoint_solver.warm_started()
     exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
     scan = (
-        adjoint_guess is None and exact and (traced.workers.in_turn or not (traced.recurrent and solver.keeps_states))
+        adjoint_guess is None and exact and (traced.workers.processor.some == 1 or not (traced.recurrent and solver.keeps_states))
     )
     static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
     if isinstance(guess, str):

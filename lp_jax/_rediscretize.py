@@ -47,7 +47,7 @@ class Rediscretize(CoarseStep):
     def stretches_dt(self) -> bool:
         return True
 
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         slices = chain.slices
         if callable(self.params):
             params = _per_interval(self.params, slices.params, chain, span)

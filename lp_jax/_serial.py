@@ -11,7 +11,7 @@ from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._level import SOME, Level, march
+from lp_jax._level import Level, march
 from lp_jax._pytree import register
 from lp_jax._solver import Solver
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
@@ -59,7 +59,7 @@ class Serial(Solver):
         return [(steps, min(self.checkpoint_every or 1, steps))]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        return (chain.finest(self.stride(chain.total), looped=True),)
+        return (chain.finest(self.stride(chain.total), at_once=1),)
 
     def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Any, int]:
         return None, 0
@@ -108,7 +108,7 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
-    unroll = 1 if chain.workers.in_turn else SOME
+    unroll = chain.workers.processor.some
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
         u, aux = chain.call(0, u, x, chain.shared)

@@ -50,14 +50,14 @@ class CoarseStep(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         """Make the steps of a coarse level.
 
         Args:
             chain: all layers.
             level: number of the coarse level.
             span: number of layers in an interval.
-            looped: whether layers that do not depend on each other run one after another or as a batch.
+            at_once: number of layers that are evaluated at once, where they do not depend on each other.
         """
 
     def count_steps(self, work: Work, count: int, at_once: int) -> None:
@@ -90,7 +90,7 @@ class PerInterval(CoarseStep):
 
     function: Callable[[Callable[[State, Layer], State], State, Layer], State]
 
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         step = chain.step(level)
 
         def through(u: State, x: Slices, shared: PyTree) -> State:
@@ -116,10 +116,12 @@ class Solver(CoarseStep):
     Attributes:
         rtol: stop when the residual norm is at most this times the first one that was measured; None: no such test.
         atol: stop when the residual norm is at most this; None: no such test.
+        at_once: number of layers that a worker evaluates at once, or "auto".
     """
 
     rtol: Any = None
     atol: Any = None
+    at_once: Any = "auto"
 
     @property
     @abc.abstractmethod
@@ -157,7 +159,7 @@ class Solver(CoarseStep):
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         """The levels that the solver works on, finest first."""
-        return (chain.finest(self.stride(chain.total), looped=chain.looped),)
+        return (chain.finest(self.stride(chain.total), at_once=chain.at_once(self.at_once)),)
 
     def check(self) -> None:
         """Refuse settings that cannot solve a network, in words for the user."""
@@ -206,7 +208,7 @@ class Solver(CoarseStep):
         u, _, _ = iterate(self, levels, guess)
         return self.finish(levels, u, None)[0]
 
-    def coarsen(self, chain: Chain, level: int, span: int, *, looped: bool) -> Coarse:
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         return solve_intervals(self, chain, level, span)
 
     iteration_name: ClassVar[str] = "iteration"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from lp_jax import _inputs, _tree
+from lp_jax._at_once import Footprint, footprint, processor
 from lp_jax._chain import Chain, guarded, pad_slices
 from lp_jax._comm import OneDevice, Workers
 from lp_jax._level import Level
@@ -80,6 +81,7 @@ class Traced:
         has_aux: whether the step returns ``(y_next, aux)``.
         recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
             network. Their gradient is then one contraction over all steps.
+        footprint: what a layer costs and holds.
     """
 
     table: tuple[tuple[Signature, tuple[Callable, Any]], ...]
@@ -88,6 +90,7 @@ class Traced:
     padded: bool
     has_aux: bool
     recurrent: bool
+    footprint: Footprint
 
     def call(self, level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
@@ -112,6 +115,7 @@ class Traced:
             workers=workers,
             differentiable=self.differentiable,
             recurrent=self.recurrent,
+            footprint=self.footprint,
         )
 
 
@@ -125,7 +129,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
     comm = problem.comm or OneDevice()
     params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
     workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
-    workers = dataclasses.replace(workers, platform=comm.platform)
+    workers = dataclasses.replace(workers, processor=processor(comm.platform))
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     if traced_times:
@@ -138,12 +142,13 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
     closed_over: list[jax.Array] = []
     table: dict[Signature, tuple[Callable, Any]] = {}
+    programs: list[jex_core.Jaxpr] = []
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slices)
     for solver in solvers:
         for level, u in enumerate(_states_on_levels(solver, steps, y0)):
             key = (level, signature(u))
             if key not in table:
-                table[key] = _trace(LayerStep(problem.step, level), u, x, shared, problem.has_aux, closed_over)
+                table[key] = _trace(LayerStep(problem.step, level), u, x, shared, problem.has_aux, closed_over, programs)
     common = Common(y0, shared, tuple(closed_over))
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, (common.shared, common.closed_over))))
     traced = Traced(
@@ -153,6 +158,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         padded=any(workers.fit(solver.resolve(steps).unit(steps)).padded for solver in solvers),
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
+        footprint=footprint(programs[0], y0, x),
     )
     return traced, Operands(slices, common)
 
@@ -169,7 +175,13 @@ def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
 
 
 def _trace(
-    step: LayerStep, u: State, x: Slices, shared: PyTree, has_aux: bool, closed_over: list[jax.Array]
+    step: LayerStep,
+    u: State,
+    x: Slices,
+    shared: PyTree,
+    has_aux: bool,
+    closed_over: list[jax.Array],
+    programs: list[jex_core.Jaxpr],
 ) -> tuple[Callable, Any]:
     @functools.wraps(step.step)  # errors of JAX name the user's function
     def call(u: State, x: Slices, shared: Any) -> Any:
@@ -180,6 +192,7 @@ def _trace(
     except Exception as error:
         error.add_note(_inputs.called(step.step, u, x.params))
         raise
+    programs.append(closed.jaxpr)
     _inputs.step_output(out, u, has_aux)
     _inputs.closed_over(closed.consts)
     if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):

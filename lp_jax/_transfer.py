@@ -7,7 +7,7 @@ the optional transfer of the state itself (spatial coarsening).
 import jax
 
 from lp_jax import _tree
-from lp_jax._level import Level, identity
+from lp_jax._level import Level, each, identity
 from lp_jax._types import CPoints, Points, State, Transfer
 
 
@@ -53,6 +53,4 @@ def _coarse_steps(coarse: Level, incoming: Points) -> Points:
         return incoming
     xs = coarse.merge(coarse.xs)
 
-    if coarse.looped:
-        return jax.lax.map(lambda operands: coarse.step(operands[0], operands[1], coarse.shared), (incoming, xs))
-    return jax.vmap(lambda u, x: coarse.step(u, x, coarse.shared))(incoming, xs)
+    return each(coarse, lambda u, x: coarse.step(u, x, coarse.shared), incoming, xs)

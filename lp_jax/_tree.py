@@ -49,7 +49,7 @@ def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
 
     def leaf(x: jax.Array) -> jax.Array:
         sizes = (1,) * len(index) + x.shape[len(index) :]
-        found = lax.dynamic_slice(x, _start(x, index), sizes, allow_negative_indices=False)
+        found = lax.dynamic_slice(x, start(x, index), sizes, allow_negative_indices=False)
         return lax.squeeze(found, range(len(index)))
 
     return jax.tree.map(leaf, tree)
@@ -60,12 +60,12 @@ def put(tree: PyTree, value: PyTree, *index: jax.Array | int) -> PyTree:
 
     def leaf(x: jax.Array, new: jax.Array) -> jax.Array:
         new = lax.expand_dims(new, range(len(index)))
-        return lax.dynamic_update_slice(x, new, _start(x, index), allow_negative_indices=False)
+        return lax.dynamic_update_slice(x, new, start(x, index), allow_negative_indices=False)
 
     return jax.tree.map(leaf, tree, value)
 
 
-def _start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array | np.int32]:
+def start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array | np.int32]:
     """Where a slice starts. A Python integer may count from the end; an index that is computed is never negative."""
     where = [
         np.int32(i + n * (i < 0)) if isinstance(i, int) else lax.convert_element_type(i, jnp.int32)
@@ -79,31 +79,14 @@ def repeat(tree: PyTree, n: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), tree)
 
 
-def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False, in_turn: bool) -> PyTree:
-    """``start`` plus inclusive prefix sums (suffix sums if ``reverse``) along the leading axis.
-
-    ``in_turn``: one after another, which takes a tenth of XLA's own time on a CPU; else with logarithmic depth.
-    """
-    if not in_turn:
-        before, _ = prefix_sums(wide(tree), start, reverse=reverse, in_turn=False)
-        return narrow(add(before, wide(tree)), tree)
-
-    def accumulate(total: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        total = add(total, wide(x))
-        return total, narrow(total, x)
-
-    return lax.scan(accumulate, wide(start), tree, reverse=reverse)[1]
+def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:
+    """``start`` plus inclusive prefix sums (suffix sums if ``reverse``) along the leading axis."""
+    before, _ = prefix_sums(wide(tree), start, reverse=reverse)
+    return narrow(add(before, wide(tree)), tree)
 
 
-def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, in_turn: bool) -> tuple[PyTree, PyTree]:
-    """``start`` plus what comes before each entry (after it, if ``reverse``), and ``start`` plus all; as in `cumsum`."""
-    if in_turn:
-
-        def accumulate(total: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-            return add(total, wide(x)), narrow(total, x)
-
-        last, before = lax.scan(accumulate, wide(start), tree, reverse=reverse)
-        return before, last
+def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool) -> tuple[PyTree, PyTree]:
+    """``start`` plus what comes before each entry (after it, if ``reverse``), and ``start`` plus all."""
     leaves, structure = jax.tree.flatten(wide(tree))
     sums = [_sums(y, x, reverse) for y, x in zip(jax.tree.leaves(wide(start)), leaves, strict=True)]
     before, last = (jax.tree.unflatten(structure, part) for part in zip(*sums, strict=True))
@@ -145,11 +128,9 @@ def narrow(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
-def total(tree: PyTree, *, in_turn: bool) -> PyTree:
-    """Sums along the leading axis, in at least single precision; as in `cumsum`."""
-    if not in_turn:
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), wide(tree))
-    return lax.scan(lambda sums, x: (add(sums, wide(x)), None), wide(take(zeros_like(tree), 0)), tree)[0]
+def total(tree: PyTree) -> PyTree:
+    """Sums along the leading axis, in at least single precision."""
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), wide(tree))
 
 
 def nbytes(tree: PyTree) -> int:

@@ -92,7 +92,7 @@ def sweep(problem: Problem) -> list[float]:
     return [max(s, LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
 
 
-def relaxation(problem: Problem, span: int, interval_map: str = "auto") -> np.ndarray:
+def relaxation(problem: Problem, span: int, at_once: int | float | str = "auto") -> np.ndarray:
     """Seconds per layer of sweeps over intervals of ``span`` layers: forward, adjoint, and of the gradient.
 
     Cycles have several sweeps each, so that what belongs to their coarse level counts little. They have one where the
@@ -105,7 +105,7 @@ def relaxation(problem: Problem, span: int, interval_map: str = "auto") -> np.nd
         coarse_step=Picard(sweeps=0),
         skip_downcycle=False,
         storage="all",
-        interval_map=interval_map,
+        at_once=at_once,
     )
     *cycles, last = _iterations(problem, solver)
     forward, adjoint = (spent / (solver.c_relaxations(0) + 1) for spent in cycles)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lp_jax._at_once import ACCELERATOR
 from lp_jax._adjoint import Forward, solve_adjoint
 from lp_jax._chain import Chain
 from lp_jax._comm import Run, Workers
@@ -67,7 +68,7 @@ def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool,
     unit = solver.unit(layers)
     mine = math.ceil(layers / unit / workers) * unit
     held = (mine,) * math.ceil(layers / mine)
-    chain = functools.partial(_chain, _Counted(sequential="relay", layers=layers, held=held, platform="gpu"))
+    chain = functools.partial(_chain, _Counted(sequential="relay", layers=layers, held=held, processor=ACCELERATOR))
     before = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
     forward = functools.partial(_forward, before, chain, kept=kept)
     arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))
