@@ -189,7 +189,9 @@ def _evaluate(program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[An
     for equation in program.eqns:
         operands = [read(v) for v in equation.invars]
         if short(equation):
-            found = [_sum_of_outer_products(*operands, equation.outvars[0].aval.dtype)]
+            (out,) = equation.outvars
+            turned = any(e.primitive.name == "transpose" and e.invars[0] is out for e in program.eqns)
+            found = [_sum_of_outer_products(*operands, out.aval.dtype, turned=turned)]
         elif equation.primitive.name in _INLINED:
             inner = equation.params["jaxpr"]
             found = _evaluate(inner.jaxpr, inner.consts, operands, short)
@@ -201,8 +203,10 @@ def _evaluate(program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[An
     return [read(v) for v in program.outvars]
 
 
-def _sum_of_outer_products(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    """``(n, terms, i), (n, terms, j) -> (n, i, j)``."""
+def _sum_of_outer_products(x: jax.Array, y: jax.Array, dtype: Any, *, turned: bool) -> jax.Array:
+    """``(n, terms, i), (n, terms, j) -> (n, i, j)``; formed as its transpose where that is what is wanted of it."""
+    if turned:
+        return _sum_of_outer_products(y, x, dtype, turned=False).swapaxes(1, 2)
     x, y = x.astype(dtype), y.astype(dtype)
     products = (x[:, k, :, None] * y[:, k, None, :] for k in range(x.shape[1]))
     total = next(products)
