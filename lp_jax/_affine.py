@@ -27,6 +27,9 @@ class Product(Protocol):
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         """The matrix of one after the other, ``second @ first``."""
 
+    def flops(self, shape: Sequence[int]) -> float:
+        """Of a product of two matrices of a shape."""
+
     def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         """The matrix that changes nothing."""
 
@@ -46,7 +49,7 @@ def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> j
     start = jnp.zeros(maps.vector.shape[1:], maps.vector.dtype)
     several = workers.active > 1
     compose = functools.partial(_compose, product)
-    if workers.processor.some == 1:
+    if not workers.processor.multiplies(product.flops(maps.matrix.shape[1:])):
         if several:
             total = _total_in_turn(maps, compose, reverse)
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector

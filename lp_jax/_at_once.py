@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core
 
 from lp_jax import _check, _tree
-from lp_jax._products import cost_of, opaque
+from lp_jax._products import cost_of, most_alive, opaque
 from lp_jax._types import PyTree
 
 
@@ -25,29 +25,25 @@ class Footprint(NamedTuple):
 
     Attributes:
         operands: bytes of the layer's own parameters and data.
-        state: bytes of the state.
+        working: bytes of what it works on: its states, and what is alive between them.
         flops: of its products.
         counted: whether its program tells all of that; not with a callback or a foreign call in it.
     """
 
     operands: int
-    state: int
+    working: int
     flops: float
     counted: bool = True
 
 
-def footprint(program: core.Jaxpr, state: PyTree, operands: PyTree) -> Footprint:
-    """Read a layer's program, traced for one ``state`` and one layer's ``operands``."""
+def footprint(program: core.Jaxpr, operands: PyTree) -> Footprint:
+    """Read a layer's program, traced for one layer's ``operands``."""
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
     try:
         flops = cost_of(program).work
     except ValueError:  # a loop whose length is data
-        flops = math.inf
-    counted = math.isfinite(flops) and not opaque(program)
-    return Footprint(_nbytes(operands), _nbytes(state), flops, counted)
-
-
-def _nbytes(tree: PyTree) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        return Footprint(held, 0, math.inf, counted=False)
+    return Footprint(held, most_alive(program), flops, counted=not opaque(program))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,28 +51,48 @@ class Processor:
     """What a device does well, where programs for the same numbers differ in it.
 
     Attributes:
-        room: bytes of layers' operands and states that are evaluated at once; None for all layers at once.
-        short: turns up to which a loop is written out as a whole.
+        whole: bytes that all layers may hold to be evaluated at once; None for any.
+        part: bytes that those hold which are evaluated at once, where they are not all.
+        copied: flops per byte of a layer's operands below which cutting the layers up costs more than it gives, as the
+            operands are copied.
+        short: turns up to which a loop over layers at once is written out as a whole.
         some: turns of a longer loop that are written out; 1 for none.
+        small: bytes of a layer up to which some turns of serial propagation are written out; None for any.
         terms: number of terms up to which a product of a batch is a sum of outer products.
+        turn: flops in the time that a turn of a loop costs; None for a time that nothing is worth.
     """
 
-    room: int | None
+    whole: int | None
+    part: int
+    copied: float
     short: int
     some: int
+    small: int | None
     terms: int
+    turn: float | None
 
     def at_once(self, layer: Footprint, steps: int) -> int:
         """How many of ``steps`` layers are evaluated at once."""
         if not layer.counted:
             return 1
-        if self.room is None:
+        each = max(1, layer.operands + 2 * layer.working)  # what is worked on is written and read
+        if self.whole is None or steps * each <= self.whole or layer.flops < self.copied * layer.operands:
             return max(steps, 1)
-        return max(1, min(steps, self.room // max(1, layer.operands + 3 * layer.state)))
+        return max(1, min(steps, self.part // each))
+
+    def unrolled(self, layer: Footprint) -> int:
+        """How many turns of serial propagation are written out."""
+        small = self.small is None or (layer.counted and layer.operands + layer.working <= self.small)
+        return _SOME if small else 1
+
+    def multiplies(self, flops: float) -> bool:
+        """Whether a chain of linear maps is solved by products of maps, each of ``flops``, or map after map."""
+        return self.turn is None or flops <= self.turn
 
 
-CPU = Processor(room=2**20, short=1, some=1, terms=16)
-ACCELERATOR = Processor(room=None, short=16, some=8, terms=0)
+_SOME = 8
+CPU = Processor(whole=36_000_000, part=2**23, copied=1.0, short=1, some=1, small=2**13, terms=16, turn=1e5)
+ACCELERATOR = Processor(whole=None, part=0, copied=0.0, short=16, some=_SOME, small=None, terms=0, turn=None)
 
 
 def processor(platform: str) -> Processor:
@@ -103,6 +119,13 @@ def in_chunks(
     size = chunk(n, size)
     if size >= n:
         return f(carry, xs)
+    if size == 1:  # what enters a loop with an axis of length 1 is copied
+
+        def one(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+            carry, y = f(carry, jax.tree.map(lambda x: x[None], x))
+            return carry, jax.tree.map(lambda y: y[0], y)
+
+        return lax.scan(one, carry, xs, reverse=reverse)
     whole = n - n % size
     start, rest = (n - whole, None) if reverse else (0, None)
     middle = jax.tree.map(lambda x: x[start : start + whole], xs) if whole < n else xs

@@ -54,6 +54,11 @@ class Jacobians(abc.ABC):
         """The Jacobian of the step that changes nothing."""
 
 
+    @abc.abstractmethod
+    def flops(self, shape: Sequence[int]) -> float:
+        """Of `compose`, for Jacobians of one layer of a shape."""
+
+
 class Full(Jacobians):
     """Whole Jacobians ``(*batch, d, d)`` of states as vectors ``(*batch, d)``, all leaves side by side.
 
@@ -103,6 +108,10 @@ class Full(Jacobians):
 
     def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
+
+
+    def flops(self, shape: Sequence[int]) -> float:
+        return 2.0 * math.prod(shape) * shape[-1]
 
 
 class Blocks(Jacobians):
@@ -172,6 +181,10 @@ class Blocks(Jacobians):
     def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         eye = jnp.eye(shape[0], dtype=dtype)
         return jnp.broadcast_to(eye.reshape(*eye.shape, *(1,) * (len(shape) - 2)), shape)
+
+
+    def flops(self, shape: Sequence[int]) -> float:
+        return 2.0 * math.prod(shape) * shape[0]
 
 
 def _transpose(step: StateStep, u: State) -> tuple[State, StateStep]:

@@ -200,3 +200,24 @@ def opaque(jaxpr: core.Jaxpr) -> bool:
         or any(map(opaque, inside(equation)))
         for equation in jaxpr.eqns
     )
+
+
+def most_alive(jaxpr: core.Jaxpr) -> int:
+    """Bytes of the arrays that a program has alive at the same time, at most; its inputs count where they are used last."""
+    last: dict[Any, int] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        last.update((v, number) for v in equation.invars if not isinstance(v, core.Literal))
+    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not isinstance(v, core.Literal))
+    alive: dict[Any, int] = {}
+    most = 0
+    for number, equation in enumerate(jaxpr.eqns):
+        alive.update((v, _nbytes(v)) for v in equation.outvars if v in last)
+        within = max(map(most_alive, inside(equation)), default=0)
+        most = max(most, sum(alive.values()) + max(0, within - sum(map(_nbytes, equation.outvars))))
+        alive = {v: size for v, size in alive.items() if last[v] > number}
+    return most
+
+
+def _nbytes(v: Any) -> int:
+    size = math.prod(getattr(v.aval, "shape", ()))
+    return size * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)

@@ -108,7 +108,7 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
-    unroll = chain.workers.processor.some
+    unroll = chain.workers.processor.unrolled(chain.footprint)
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
         u, aux = chain.call(0, u, x, chain.shared)

@@ -158,7 +158,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         padded=any(workers.fit(solver.resolve(steps).unit(steps)).padded for solver in solvers),
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
-        footprint=footprint(programs[0], y0, x),
+        footprint=footprint(programs[0], x),
     )
     return traced, Operands(slices, common)
 
