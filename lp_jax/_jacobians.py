@@ -101,7 +101,7 @@ class Full(Jacobians):
         return damp(jacobian, True)
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
-        return jnp.sum(matrix * vector[..., None, :], axis=-1)
+        return jnp.einsum("...ij,...j->...i", matrix, vector, precision=lax.Precision.HIGHEST)
 
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         return jnp.matmul(second, first, precision=lax.Precision.HIGHEST)

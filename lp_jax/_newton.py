@@ -13,6 +13,7 @@ from jax import lax
 from lp_jax import _affine, _check, _tree
 from lp_jax._affine import Maps
 from lp_jax._at_once import check as check_at_once
+from lp_jax._chain import Chain
 from lp_jax._jacobians import Blocks, Full, Jacobians
 from lp_jax._level import Level, sweep, written_out
 from lp_jax._pytree import register
@@ -160,6 +161,11 @@ class Newton(Solver):
         if self.jacobian != "full" or self.damping is not None:
             return self
         return dataclasses.replace(self, iterations=1, relaxations=0, rtol=None, atol=None)
+
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        # an iteration holds the Jacobians of all layers anyway
+        everything = self.at_once == "auto" and chain.footprint.counted
+        return (chain.finest(1, at_once=chain.steps if everything else chain.at_once(self.at_once)),)
 
     def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
         level, u = levels[0], constant(levels[0], guess)
