@@ -150,7 +150,7 @@ def trained(made: Experiment, pair: Pair, controller: Controller | None) -> dict
 
 def evaluations(pair: Pair, layers: int) -> float:
     """Evaluations of layers in a training step, as a multiple of serial propagation's."""
-    return training_step(*pair, layers, looped=True).work() / training_step(*SERIAL, layers).work()
+    return training_step(*pair, layers, at_once=1).work() / training_step(*SERIAL, layers).work()
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -6,6 +6,7 @@ intervals one after another, or as a batch.
 
 import argparse
 import functools
+import math
 import sys
 from typing import Any
 
@@ -28,9 +29,9 @@ PAIRS: dict[str, Pair] = {
     "Serial": SERIAL,
     "MGRIT 1 level": (lp_jax.MGRIT(levels=1), lp_jax.MGRIT(levels=1)),
     **{
-        f"{name}, {interval_map}": two_one(**settings, interval_map=interval_map)
+        f"{name}, {at_once}": two_one(**settings, at_once=at_once)
         for name, settings in _SETTINGS.items()
-        for interval_map in ("loop", "vmap")
+        for at_once in (1, math.inf)
     },
 }
 

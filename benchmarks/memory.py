@@ -32,11 +32,11 @@ def contenders(layers: int) -> dict[str, Pair | None]:
     }
     kinds: dict[str, Any] = {"Picard 1": lp_jax.Picard(sweeps=1), "injection": lp_jax.Rediscretize()}
     stored = {"one state per interval": "c_points", "all states": "all"}
-    mapped = {"looped": "loop", "batched": "vmap"}
+    mapped = {"looped": 1, "batched": math.inf}
     for kind, kept, how in itertools.product(kinds, stored, mapped):
         forward, adjoint = (
             lp_jax.MGRIT(
-                coarsening=16, iterations=k, coarse_step=kinds[kind], storage=stored[kept], interval_map=mapped[how]
+                coarsening=16, iterations=k, coarse_step=kinds[kind], storage=stored[kept], at_once=mapped[how]
             )
             for k in (2, 1)
         )

@@ -338,7 +338,7 @@ def two_one(**fields: Any) -> Pair:
     return solver, dataclasses.replace(solver, iterations=1)
 
 
-_INJECTED: dict[str, Any] = {"levels": 3, "coarsening": 4, "coarse_step": Rediscretize(), "interval_map": "loop"}
+_INJECTED: dict[str, Any] = {"levels": 3, "coarsening": 4, "coarse_step": Rediscretize(), "at_once": 1}
 
 
 def _identity(layers: int, workers: int, forward: int, adjoint: int) -> Pair:
@@ -348,7 +348,7 @@ def _identity(layers: int, workers: int, forward: int, adjoint: int) -> Pair:
         "coarsening": -(-layers // workers),
         "coarse_step": Picard(sweeps=0),
         "storage": "all",
-        "interval_map": "loop",
+        "at_once": 1,
     }
     return MGRIT(iterations=forward, **fields), MGRIT(iterations=adjoint, **fields)
 
@@ -372,4 +372,4 @@ def counted_ratio(name: str, layers: int, workers: int) -> float:
     A transposed evaluation is one for the state and one for the parameters; solvers need the latter once, in their last sweep.
     Source: cost of a training step, S = N (1 + b) / (C_forward + b C_adjoint) with b = 2; Guenther et al. 2020.
     """
-    return training_step(*SETTINGS[name](layers, workers), layers, workers=workers, looped=True).depth() / (3 * layers)
+    return training_step(*SETTINGS[name](layers, workers), layers, workers=workers, at_once=1).depth() / (3 * layers)

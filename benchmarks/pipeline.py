@@ -138,7 +138,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
             )
     for setting in ("identity, 2/1", "identity, 2/2", "3 levels, injection, 2/1, all stored"):
         solvers = SETTINGS[setting](layers, WORKERS)
-        sent = planning.training_step(*solvers, layers, workers=WORKERS, looped=True).states * state
+        sent = planning.training_step(*solvers, layers, workers=WORKERS, at_once=1).states * state
         add(
             f"layer-parallel, {setting}",
             network.loss(solvers, lp_jax.MeshComm(mesh)),

@@ -195,15 +195,22 @@ def _short(terms: int) -> Callable[[Any], bool]:
             return False
         (left, right), (batch, other) = equation.params["dimension_numbers"]
         x, y = (v.aval for v in equation.invars)
-        plain = len(batch) == len(other) == 1 and len(left) == len(right) == 1 and batch[0] == other[0] == 0
+        same = equation.outvars[0].aval.dtype == x.dtype == y.dtype and x.dtype.itemsize >= 4
+        plain = same and len(batch) == len(other) == 1 and len(left) == len(right) == 1 and batch[0] == other[0] == 0
         return (
-            plain and x.ndim == y.ndim == 3 and x.shape[left[0]] <= terms and left[0] == right[0] == 1 and x.shape[0] > 1
+            plain
+            and x.ndim == y.ndim == 3
+            and x.shape[left[0]] <= terms
+            and left[0] == right[0] == 1
+            and x.shape[0] > 1
         )
 
     return of
 
 
-def _evaluate(program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], short: Callable[[Any], bool]) -> list:
+def _evaluate(
+    program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], short: Callable[[Any], bool]
+) -> list:
     values: dict[Any, Any] = dict(zip([*program.constvars, *program.invars], [*consts, *arguments], strict=True))
 
     def read(v: Any) -> Any:
@@ -214,7 +221,8 @@ def _evaluate(program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[An
         if short(equation):
             (out,) = equation.outvars
             turned = any(e.primitive.name == "transpose" and e.invars[0] is out for e in program.eqns)
-            found = [_sum_of_outer_products(*operands, out.aval.dtype, turned=turned)]
+            x, y = operands
+            found = [_sum_of_outer_products(x, y, turned=turned)]
         elif equation.primitive.name in _INLINED:
             inner = equation.params["jaxpr"]
             found = _evaluate(inner.jaxpr, inner.consts, operands, short)
@@ -226,11 +234,10 @@ def _evaluate(program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[An
     return [read(v) for v in program.outvars]
 
 
-def _sum_of_outer_products(x: jax.Array, y: jax.Array, dtype: Any, *, turned: bool) -> jax.Array:
+def _sum_of_outer_products(x: jax.Array, y: jax.Array, *, turned: bool) -> jax.Array:
     """``(n, terms, i), (n, terms, j) -> (n, i, j)``; formed as its transpose where that is what is wanted of it."""
     if turned:
-        return _sum_of_outer_products(y, x, dtype, turned=False).swapaxes(1, 2)
-    x, y = x.astype(dtype), y.astype(dtype)
+        return _sum_of_outer_products(y, x, turned=False).swapaxes(1, 2)
     products = (x[:, k, :, None] * y[:, k, None, :] for k in range(x.shape[1]))
     total = next(products)
     for product in products:

@@ -227,6 +227,15 @@ def _describe(tree: PyTree) -> str:
     return str(jax.tree.map(_aval, tree)).replace("'", "")
 
 
+def at_once(solver: Solver, layers: int) -> None:
+    """Refuse more layers at once than there are."""
+    if isinstance(solver.at_once, int) and solver.at_once > layers:
+        raise ValueError(
+            f"{type(solver).__name__}(at_once={solver.at_once}) got {layers} layers. Set at most {layers}, math.inf for all "
+            'layers whatever their number, or "auto".'
+        )
+
+
 def solver(name: str, value: Any) -> None:
     """A solver instance."""
     if not isinstance(value, Solver):

@@ -53,7 +53,6 @@ class Jacobians(abc.ABC):
     def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         """The Jacobian of the step that changes nothing."""
 
-
     @abc.abstractmethod
     def flops(self, shape: Sequence[int]) -> float:
         """Of `compose`, for Jacobians of one layer of a shape."""
@@ -108,7 +107,6 @@ class Full(Jacobians):
 
     def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
-
 
     def flops(self, shape: Sequence[int]) -> float:
         return 2.0 * math.prod(shape) * shape[-1]
@@ -181,7 +179,6 @@ class Blocks(Jacobians):
     def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         eye = jnp.eye(shape[0], dtype=dtype)
         return jnp.broadcast_to(eye.reshape(*eye.shape, *(1,) * (len(shape) - 2)), shape)
-
 
     def flops(self, shape: Sequence[int]) -> float:
         return 2.0 * math.prod(shape) * shape[0]

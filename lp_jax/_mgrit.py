@@ -265,11 +265,8 @@ class MGRIT(Solver):
         relaxations = self._relaxations(len(self.grid(steps)))
         return path(relaxations, self.cycle, iterations, skip=self.skip_downcycle)
 
-    def loops(self, looped: bool) -> bool:
-        return looped if self.at_once == "auto" else self.at_once == 1
-
     def count(self, work: Work) -> None:
-        work = dataclasses.replace(work, looped=self.loops(work.looped), in_rows=True)
+        work = dataclasses.replace(work, in_rows=True)
         if any(map(callable, _per_level(self.relaxation))):
             raise Uncounted
         grid = self.grid(work.layers)
@@ -291,9 +288,10 @@ class MGRIT(Solver):
         working = _OF_A_CYCLE * sum(intervals) * sizes.state
         if self.keeps_states:
             return Held(sizes.mine * sizes.linearised, working)
-        looped = self.loops(sizes.looped)
-        recomputed = grid[0][1] * sizes.linearised if looped else _F_POINTS * sizes.mine * sizes.state
-        return Held(intervals[0] * sizes.state, working + recomputed)
+        at_once = min(self.most_at_once(sizes.auto), intervals[0])
+        some = at_once < intervals[0]
+        recomputed = at_once * grid[0][1] * sizes.linearised if some else _F_POINTS * sizes.mine * sizes.state
+        return Held(intervals[0] * sizes.state, working + int(recomputed))
 
     def describe(self, steps: int) -> tuple[str, str]:
         grid = self.grid(steps)

@@ -167,6 +167,9 @@ class Newton(Solver):
         everything = self.at_once == "auto" and chain.footprint.counted
         return (chain.finest(1, at_once=chain.steps if everything else chain.at_once(self.at_once)),)
 
+    def most_at_once(self, auto: float) -> float:
+        return math.inf if self.at_once == "auto" and auto > 1 else super().most_at_once(auto)
+
     def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
         level, u = levels[0], constant(levels[0], guess)
         relaxations = min(self.relaxations, level.workers.total(level.span))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _check, _tree
-from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._at_once import check as check_at_once
+from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._chain import Chain
 from lp_jax._comm import Local
 from lp_jax._level import Level, identity, single, sweep

@@ -104,13 +104,17 @@ def prepare(
     layers = traced.workers.layers
     solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
     intervals, of_adjoint = (-(-traced.workers.rows[0] // each.stride(layers)) for each in (solver, adjoint_solver))
+    for each in (solver, adjoint_solver):
+        _inputs.at_once(each, layers)
     guess = _inputs.guess(guess, operands.common.y0, intervals)
     if adjoint_guess is not None:
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, operands.common.y0, of_adjoint)
         adjoint_solver = adjoint_solver.warm_started()
     exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
     scan = (
-        adjoint_guess is None and exact and (traced.workers.processor.some == 1 or not (traced.recurrent and solver.keeps_states))
+        adjoint_guess is None
+        and exact
+        and (traced.workers.processor.some == 1 or not (traced.recurrent and solver.keeps_states))
     )
     static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
     if isinstance(guess, str):

@@ -245,9 +245,9 @@ class Solver(CoarseStep):
         """
         raise Uncounted
 
-    def loops(self, looped: bool) -> bool:
-        """Whether layers at once are evaluated one after another, given whether they are by default."""
-        return looped
+    def most_at_once(self, auto: float) -> float:
+        """Number of layers that are evaluated at once, given what "auto" comes to."""
+        return auto if self.at_once == "auto" else float(self.at_once)
 
     def held(self, sizes: Sizes) -> Held:
         """Return what a training step with this solver holds: by default, what a sweep over all layers does."""

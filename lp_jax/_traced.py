@@ -148,7 +148,9 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         for level, u in enumerate(_states_on_levels(solver, steps, y0)):
             key = (level, signature(u))
             if key not in table:
-                table[key] = _trace(LayerStep(problem.step, level), u, x, shared, problem.has_aux, closed_over, programs)
+                table[key] = _trace(
+                    LayerStep(problem.step, level), u, x, shared, problem.has_aux, closed_over, programs
+                )
     common = Common(y0, shared, tuple(closed_over))
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, (common.shared, common.closed_over))))
     traced = Traced(

@@ -69,19 +69,21 @@ class Schedule:
         count: int,
         layers: int,
         *,
-        looped: bool,
+        at_once: float,
         rows: int = 0,
         phase: str = "sweep",
         in_turn: bool = False,
     ) -> None:
-        """Add ``count`` batches of ``layers`` layers each, or all of these layers one by one, in ``rows`` rows."""
-        if count and layers:
-            if looped:
-                count, layers = count * layers, 1
-            self.batches[Batch(kind, layers)] += count
-            self.events.append(Event(phase, kind, count, layers, in_turn))
-            if looped and rows:
-                self.rows[kind] += rows
+        """Add ``count`` batches of ``layers`` layers each, cut into ``at_once``; where that is one, in ``rows`` rows."""
+        if not count or not layers:
+            return
+        most = int(min(layers, at_once))
+        for times, size in ((count * (layers // most), most), (count, layers % most)):
+            if times and size:
+                self.batches[Batch(kind, size)] += times
+                self.events.append(Event(phase, kind, times, size, in_turn))
+        if at_once == 1 and rows:
+            self.rows[kind] += rows
 
     def __add__(self, other: "Schedule") -> "Schedule":
         return Schedule(
@@ -123,7 +125,8 @@ class Work:
 
     layers: int  # number of steps of the chain, on all workers
     workers: int = 1  # number of workers that the chain is spread over
-    looped: bool = False  # whether steps at once are evaluated one after another, as on a CPU
+    auto: float = math.inf  # number of layers that at_once="auto" comes to
+    at_once: float = math.inf  # number of layers that are evaluated at once
     kept: bool = False  # whether the forward solve leaves linearisations of all layers to the adjoint
     adjoint: bool = False  # whether this is the adjoint solve, which gives the gradient too
     in_rows: bool = False  # whether to count rows of layers that follow each other
@@ -188,7 +191,7 @@ class Work:
             kind,
             count,
             layers,
-            looped=self.looped,
+            at_once=self.at_once,
             rows=rows if self.in_rows else 0,
             phase=self.phase,
             in_turn=self.in_turn,
@@ -228,7 +231,7 @@ class Sizes(NamedTuple):
     linearised: int  # bytes of a state and of what the linearisation of a layer holds
     parameters: int  # bytes of a layer's parameters
     examples: int  # number of examples in the state
-    looped: bool  # whether layers at once are evaluated one after another
+    auto: float  # number of layers that at_once="auto" comes to
 
     @property
     def mine(self) -> int:

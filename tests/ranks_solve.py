@@ -503,7 +503,7 @@ def fail(how):
     def step(y, layer):
         return y + layer.dt * layer.params * y + jax.pure_callback(broken, layer.t, layer.t)
 
-    solver = lp_jax.MGRIT(coarsening=2, interval_map="loop", coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=2, at_once=1, coarse_step=INJECT)
     params = jnp.ones(16)[mine(16, solver)]
     print(lp_jax.solve(step, params, jnp.ones(()), solver=solver, comm=COMM).y1)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +72,11 @@ def oracle():
 def variants(solver):
     if isinstance(solver, lp_jax.MGRIT) and solver.levels > 1:
         for storage in ("c_points", "all"):
-            for interval_map in ("vmap", "loop"):
-                yield {"storage": storage, "interval_map": interval_map}
+            for at_once in (math.inf, 1, 3):
+                yield {"storage": storage, "at_once": at_once}
+    elif isinstance(solver, lp_jax.Picard | lp_jax.Newton):
+        for at_once in (math.inf, 1, 3):
+            yield {"at_once": at_once}
     else:
         yield {}
 
@@ -96,12 +100,14 @@ def combinations():
 
 
 @pytest.mark.parametrize(
-    "forward, adjoint, fields", list(combinations()), ids=lambda v: v if isinstance(v, str) else "-".join(v.values())
+    "forward, adjoint, fields",
+    list(combinations()),
+    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
 def test_value_and_gradient(oracle, forward, adjoint, fields):
     params, y0, shared, data = operands()
     solver = dataclasses.replace(SOLVERS[forward], **fields)
-    adjoint_fields = {k: v for k, v in fields.items() if hasattr(SOLVERS[adjoint], k) and k == "interval_map"}
+    adjoint_fields = {k: v for k, v in fields.items() if hasattr(SOLVERS[adjoint], k) and k == "at_once"}
     adjoint_solver = dataclasses.replace(SOLVERS[adjoint], **adjoint_fields)
 
     @jax.jit
@@ -241,7 +247,7 @@ def test_aux_beside_what_is_kept_for_the_adjoint():
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)
 
 
-def test_storage_and_interval_map_do_not_change_numbers():
+def test_storage_and_layers_at_once_do_not_change_numbers():
     """Far from convergence too, storing more or batching changes rounding only."""
     params, y0, shared, data = operands()
 
@@ -254,7 +260,7 @@ def test_storage_and_interval_map_do_not_change_numbers():
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(params, y0, shared)
 
     wanted, *others = (gradient(**fields) for fields in variants(lp_jax.MGRIT()))
-    assert len(others) == 3
+    assert len(others) == 5
     assert all(relative_error(got, wanted) < 1e-13 for got in others)
 
 
@@ -279,8 +285,8 @@ SPATIAL = (lambda u: (u[..., ::2] + u[..., 1::2]) / 2, lambda v: jnp.repeat(v, 2
 
 
 @pytest.mark.parametrize("cycle", ["V", "F", "W"])
-@pytest.mark.parametrize("interval_map", ["vmap", "loop"])
-def test_spatial_coarsening_keeps_the_fixed_point(cycle, interval_map):
+@pytest.mark.parametrize("at_once", [math.inf, 1])
+def test_spatial_coarsening_keeps_the_fixed_point(cycle, at_once):
     """A coarse level on a smaller state changes the way, not the answer, forward and adjoint."""
 
     def heat(y, layer):
@@ -290,7 +296,7 @@ def test_spatial_coarsening_keeps_the_fixed_point(cycle, interval_map):
 
     params, y0 = jnp.linspace(-1, 1, 32), jax.random.normal(jax.random.key(0), (2, 16))
     hierarchy = {"levels": 3, "coarsening": 2, "coarse_step": INJECT, "spatial": (SPATIAL, None)}
-    solver = lp_jax.MGRIT(iterations=16, relaxation="FCF", cycle=cycle, interval_map=interval_map, **hierarchy)
+    solver = lp_jax.MGRIT(iterations=16, relaxation="FCF", cycle=cycle, at_once=at_once, **hierarchy)
     assert_serial(heat, params, y0, lambda y: jnp.sum(y**2), solver, t1=2.0)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -89,7 +90,7 @@ def test_options_build_the_solver_that_they_name():
         coarsest=lp_jax.Picard(sweeps=3),
         spatial=lp_jax.spatial(2),
         storage="all",
-        interval_map="vmap",
+        at_once=math.inf,
     )
     text = """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
         --solver.atol=1e-9 --solver.relaxation [FCF,FCFCF] --solver.c_weight 0.9 --solver.cycle W

@@ -1,5 +1,7 @@
 """Recurrent networks: against a plain loop with every gate written out; over devices and ranks in `architectures`."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,8 @@ SOLVERS = {
     "serial checkpointed": lp_jax.Serial(checkpoint_every=4),
     "2 levels": lp_jax.MGRIT(coarsening=4, iterations=3),
     "2 levels, all stored": lp_jax.MGRIT(coarsening=4, iterations=3, storage="all"),
-    "2 levels, batched": lp_jax.MGRIT(coarsening=4, iterations=3, interval_map="vmap"),
-    "2 levels, batched, all stored": lp_jax.MGRIT(coarsening=4, iterations=3, interval_map="vmap", storage="all"),
+    "2 levels, batched": lp_jax.MGRIT(coarsening=4, iterations=3, at_once=math.inf),
+    "2 levels, batched, all stored": lp_jax.MGRIT(coarsening=4, iterations=3, at_once=math.inf, storage="all"),
     "injection": lp_jax.MGRIT(coarsening=4, iterations=3, coarse_step=lp_jax.Rediscretize(params="inject")),
     "picard": lp_jax.Picard(sweeps=STEPS),
 }
@@ -56,15 +58,15 @@ def test_one_explicit_unit_with_a_step_of_one_is_the_usual_unit():
     np.testing.assert_allclose(np.stack(gru(X)), h.numpy(), rtol=1e-12)
 
 
-@pytest.mark.parametrize(("interval_map", "at_once"), [("vmap", STEPS), ("loop", 4)])
-def test_the_weight_gradient_is_one_contraction(interval_map, at_once):
+@pytest.mark.parametrize(("at_once", "together"), [(math.inf, STEPS), (1, 4), (2, 4), (8, 8)])
+def test_the_weight_gradient_is_one_contraction(at_once, together):
     """Over all times and examples, without a step evaluated again: nothing but cotangents is multiplied by weights there."""
-    solver = lp_jax.MGRIT(coarsening=4, iterations=3, storage="all", interval_map=interval_map)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=3, storage="all", at_once=at_once)
     text = jax.jit(nnx.grad(loss)).lower(make(True), X, None, solver).as_text()
     products = [line.rstrip() for line in text.splitlines() if "dot_general" in line]
     formed = [line for line in products if line.endswith(f"-> tensor<{HIDDEN}x{HIDDEN}xf64>")]
     assert len(formed) == 3 * (2 * UNITS - 1)
-    many = f"tensor<{at_once}x{BATCH}x{HIDDEN}xf64>"
+    many = f"tensor<{together}x{BATCH}x{HIDDEN}xf64>"
     assert all(f"{many}) ->" in line for line in formed), formed
     passed_down = [line for line in products if line.endswith(f"-> {many}")]
     assert len(passed_down) == 3 * (UNITS - 1)  # from the cotangents of a unit to those of the one below

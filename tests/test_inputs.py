@@ -69,7 +69,7 @@ def test_states():
         ({"cycle": "w"}, ("cycle", "'V' or 'F' or 'W'", "'w'")),
         ({"cycle": "VV"}, ("cycle", "'VV'")),
         ({"storage": "c_point"}, ("storage", "'c_point'", "Did you mean 'c_points'?")),
-        ({"interval_map": "scan"}, ("interval_map", "'scan'")),
+        ({"at_once": "scan"}, ("at_once", "'scan'")),
         ({"spatial": (None, 3)}, ("spatial", "pair (restrict, prolong)", "3")),
     ],
 )

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import re
 
 import digits_training
@@ -29,7 +30,7 @@ SOLVERS = {
     "trajectory": lp_jax.MGRIT(iterations=3, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
     "identity": lp_jax.MGRIT(iterations=3, skip_downcycle=False, coarse_step=lp_jax.Picard(sweeps=0)),
     "W": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2, cycle="W", coarse_step=INJECT, storage="all"),
-    "user's rule": lp_jax.MGRIT(iterations=2, coarse_step=HALVES, interval_map="vmap"),
+    "user's rule": lp_jax.MGRIT(iterations=2, coarse_step=HALVES, at_once=math.inf),
     "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
     "Picard": lp_jax.Picard(sweeps=3),
     "windows": lp_jax.Picard(sweeps=3, windows=3),

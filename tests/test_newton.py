@@ -20,6 +20,7 @@ from problems import (
 
 import lp_jax
 from lp_jax import _affine
+from lp_jax._at_once import ACCELERATOR, CPU
 from lp_jax._comm import Local
 from lp_jax._jacobians import Blocks, Full
 
@@ -268,14 +269,14 @@ def chain(n):
     return matrices, vectors, states
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("processor", [ACCELERATOR, dataclasses.replace(CPU, turn=0.0)], ids=["products", "in turn"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 8, 9, 13, 64, 88, 128])
-def test_chains_of_affine_maps(n, reverse, platform):
+def test_chains_of_affine_maps(n, reverse, processor):
     """Of whole matrices, of blocks, and of diagonals, in turn and in groups."""
     matrices, vectors, states = chain(n)
     order = range(n)[:: -1 if reverse else 1]
-    workers = Local(layers=n, held=(n,), platform=platform)
+    workers = Local(layers=n, held=(n,), processor=processor)
 
     def solved(kind, *maps):
         run = jax.jit(lambda maps: _affine.solve(workers, maps, kind, reverse=reverse))
@@ -291,10 +292,10 @@ def test_chains_of_affine_maps(n, reverse, platform):
     close(got[:, 0], states(order, entries[..., None] * np.eye(3)))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_what_overflows_behind_stays_there(platform):
+@pytest.mark.parametrize("processor", [ACCELERATOR, dataclasses.replace(CPU, turn=0.0)], ids=["products", "in turn"])
+def test_what_overflows_behind_stays_there(processor):
     maps = _affine.Maps(jnp.ones((40, 1, 1)).at[20].set(jnp.inf), jnp.ones((40, 1)))
-    workers = Local(layers=40, held=(40,), platform=platform)
+    workers = Local(layers=40, held=(40,), processor=processor)
     got = _affine.solve(workers, maps, Full(jnp.zeros(1), None), reverse=False)
     np.testing.assert_array_equal(got[:20, 0], np.arange(1.0, 21.0))
 

@@ -1,6 +1,7 @@
 """Losses that look at what every layer returns beside its state: the adjoint with sources."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +74,10 @@ EXACT = {
     "windows": Picard(sweeps=N, windows=3),
     "Newton": Newton(iterations=8, batch_axes=1),
     "Newton, states kept": Newton(iterations=8, batch_axes=1, storage="states"),
-    "looped": MGRIT(iterations=5, interval_map="loop"),
-    "looped, all kept": MGRIT(iterations=5, interval_map="loop", storage="all", coarse_step=INJECT),
-    "batched": MGRIT(iterations=5, interval_map="vmap", coarse_step=INJECT),
-    "batched, all kept": MGRIT(iterations=5, interval_map="vmap", storage="all"),
+    "looped": MGRIT(iterations=5, at_once=1),
+    "looped, all kept": MGRIT(iterations=5, at_once=1, storage="all", coarse_step=INJECT),
+    "batched": MGRIT(iterations=5, at_once=math.inf, coarse_step=INJECT),
+    "batched, all kept": MGRIT(iterations=5, at_once=math.inf, storage="all"),
     "F-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="F", skip_downcycle=False),
     "W-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="W"),
     "trajectory": MGRIT(iterations=5, coarse_step=Picard(sweeps=1, around="trajectory")),

@@ -64,8 +64,8 @@ def test_sweeps_by_hand_on_one_worker_and_on_eight():
 
 def test_intervals_one_after_another_take_their_number():
     solvers = lp_jax.MGRIT(iterations=2, storage="all"), lp_jax.MGRIT(iterations=1, storage="all")
-    time = planning.predict(*solvers, 64, machine(looped=True))
-    assert time.evaluations == planning.training_step(*solvers, 64, looped=True).work()
+    time = planning.predict(*solvers, 64, machine(auto=1))
+    assert time.evaluations == planning.training_step(*solvers, 64, at_once=1).work()
 
 
 def test_checkpoints_take_one_forward_propagation_more():
@@ -75,13 +75,13 @@ def test_checkpoints_take_one_forward_propagation_more():
 
 def test_layers_of_an_interval_take_what_they_take_in_relaxation():
     """Sweeps over all layers move all states through memory; an interval on a processor does not."""
-    looped = machine(2.0, adjoint=(4.0,), gradient=(12.0,), serial=(1.0, 8.0), looped=True)
+    looped = machine(2.0, adjoint=(4.0,), gradient=(12.0,), serial=(1.0, 8.0), auto=1)
     kinds = ("forward", "linearise", "adjoint", "gradient")
     assert [looped.in_a_row(kind) for kind in kinds] == [1.0, 1.0, 2.0, 6.0]
     measured = dataclasses.replace(looped, relaxation=(1.5, 3.0, 7.0))
     assert [measured.in_a_row(kind) for kind in kinds] == [1.5, 1.5, 3.0, 7.0]
     solver = lp_jax.MGRIT(levels=2, coarsening=8, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage="all")
-    step = planning.training_step(solver, solver, 64, looped=True)
+    step = planning.training_step(solver, solver, 64, at_once=1)
     expected = 1.5 * step.work("forward", "linearise") + 3.0 * step.work("adjoint") + 7.0 * 64
     assert planning.predict(solver, solver, 64, measured).evaluations == expected
     picard = lp_jax.Picard(sweeps=2)
@@ -92,10 +92,10 @@ def test_layers_of_an_interval_take_what_they_take_in_relaxation():
 
 
 def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
-    rows = machine(1.0, 2.0, at_once=(1, 16), looped=True, relaxation=(1.0,) * 3, interval=(5.0,) * 3)
+    rows = machine(1.0, 2.0, at_once=(1, 16), auto=1, relaxation=(1.0,) * 3, interval=(5.0,) * 3)
     hierarchy = {"levels": 2, "coarsening": 4, "iterations": 1, "coarse_step": lp_jax.Picard(sweeps=0)}
-    solver = lp_jax.MGRIT(**hierarchy, storage="all", interval_map="vmap")
-    step = planning.training_step(solver, solver, 64, looped=True)
+    solver = lp_jax.MGRIT(**hierarchy, storage="all", at_once=math.inf)
+    step = planning.training_step(solver, solver, 64, at_once=1)
     assert planning.predict(solver, solver, 64, rows).evaluations == 2.0 * step.depth()
 
 
@@ -149,16 +149,14 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
         step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), shared=jnp.ones(()), data=jnp.zeros((12, 4)), t1=3.0
     )
     machine = planning.calibrate(problem, name="small")
-    assert machine.looped and machine.at_once == (1,) and min(machine.interval) >= 0 and machine.name == "small"
+    assert machine.auto is None and machine.at_once == (1, 2, 12) and machine.name == "small"
     assert (machine.state_bytes, machine.layer_bytes) == (2 * 4 * 8, 4 * 4 * 8)
-    assert machine.newton is None and min(machine.relaxation) > 0
+    assert machine.newton is None and machine.relaxation is None
     assert machine.adding > 0 and machine.update == 0
-    few = dataclasses.replace(problem, params=jnp.zeros((3, 4, 4)), data=jnp.zeros((3, 4)))
-    assert planning.calibrate(few).relaxation is None
     machine.save(tmp_path / "machine.json")
     assert json.loads((tmp_path / "machine.json").read_text())["forward"] == list(machine.forward)
     counted = planning.calibrate(problem, newton=True)
-    assert counted.newton is not None and len(counted.newton) == 1 and counted.newton[0] > 0
+    assert counted.newton is not None and len(counted.newton) == 3 and counted.newton[0] > 0
 
 
 @pytest.mark.parametrize("layers, span", [(8, 4), (12, 4), (16, 4), (128, 32)])
@@ -219,7 +217,7 @@ def test_a_part_of_the_examples_takes_what_so_many_layers_fewer_take():
 
 
 def test_layers_in_a_loop_shrink_with_their_examples():
-    looped = machine(looped=True)
+    looped = machine(auto=1)
     assert looped.divided(4).seconds("adjoint", 1) == 0.25
     assert dataclasses.replace(looped, overhead=1.0).divided(4).seconds("adjoint", 1) == 1.0
 
@@ -267,7 +265,7 @@ def test_memory_is_what_the_compiler_says(layers):
     """Of the committed results of suite memory: within 5 % in all, within 30 % of what is neither argument nor result."""
     results = json.loads((BENCHMARKS / "results" / "cpu" / "memory.json").read_text())
     state = 32 * 64 * 4
-    looped = machine(looped=True, state_bytes=state, kept_bytes=2 * state, layer_bytes=65 * 64 * 4)
+    looped = machine(auto=1, state_bytes=state, kept_bytes=2 * state, layer_bytes=65 * 64 * 4)
     rows = [row for row in results["rows"] if row["layers"] == layers]
     assert len(rows) == 11
     for row in rows:
@@ -286,13 +284,13 @@ def _of_row(name, layers):
     return lp_jax.MGRIT(
         coarsening=16,
         storage="all" if "all states" in name else "c_points",
-        interval_map="loop" if "looped" in name else "vmap",
+        at_once=1 if "looped" in name else math.inf,
     )
 
 
 def test_memory_is_divided_among_workers():
     machine = dataclasses.replace(MACHINE, kept_bytes=40, examples=8)
-    for solver in (lp_jax.Serial(), lp_jax.Picard(), lp_jax.MGRIT(storage="all"), lp_jax.MGRIT(interval_map="vmap")):
+    for solver in (lp_jax.Serial(), lp_jax.Picard(), lp_jax.MGRIT(storage="all"), lp_jax.MGRIT(at_once=math.inf)):
         alone, eighth = (planning.memory(solver, 64, machine, workers=p) for p in (1, 8))
         assert eighth == tuple(x / 8 for x in alone)
     half = planning.memory(lp_jax.Serial(), 64, machine, data_workers=2)
@@ -303,7 +301,7 @@ def test_memory_is_divided_among_workers():
 
 IDLE = "a device that a layer does not fill"
 UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=32, overhead=1.0, name=IDLE)
-LOOPED = machine(1e-5, looped=True, examples=32)
+LOOPED = machine(1e-5, auto=1, examples=32)
 
 
 def told(errors):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 
 import pytest
 from problems import INJECT, machine
@@ -53,11 +54,11 @@ def test_work_is_that_of_the_program(name):
     if isinstance(solver, lp_jax.MGRIT):
         choices = [("all", "vmap"), ("c_points", "loop"), ("all", "loop"), ("c_points", "vmap")]
         variants = [
-            dataclasses.replace(solver, storage=storage, interval_map=interval_map)
-            for storage, interval_map in choices[: 4 if solver.cycle == "V" else 2]
+            dataclasses.replace(solver, storage=storage, at_once=at_once)
+            for storage, at_once in choices[: 4 if solver.cycle == "V" else 2]
         ]
     for variant in variants:
-        said, found = training_step(variant, variant, N, looped=True), counted(N, variant, variant)
+        said, found = training_step(variant, variant, N, at_once=1), counted(N, variant, variant)
         assert said.work() == found.work, variant
 
 
@@ -68,7 +69,7 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
     nothing: they need not wait for the sweep before, and are done after it all the same.
     """
     for relaxation, skip in (("F", True), ("FCF", False)):
-        fields = {"coarsening": 8, "iterations": 3, "coarse_step": INJECT, "storage": "all", "interval_map": "vmap"}
+        fields = {"coarsening": 8, "iterations": 3, "coarse_step": INJECT, "storage": "all", "at_once": math.inf}
         solver = lp_jax.MGRIT(relaxation=relaxation, skip_downcycle=skip, **fields)
         said, found = training_step(solver, solver, N), counted(N, solver, solver)
         corrections = 2 * (3 - skip)
@@ -93,11 +94,11 @@ def test_one_interval_per_worker():
         lp_jax.MGRIT(coarsening=N // workers, iterations=k, coarse_step=PICARD[0], skip_downcycle=False, storage="all")
         for k in (2, 1)
     )
-    said = training_step(forward, adjoint, N, workers=workers, looped=True)
+    said = training_step(forward, adjoint, N, workers=workers, at_once=1)
     assert said.depth("forward") == 3 * N / workers  # with the final sweep, which keeps what the adjoint needs
     assert said.depth("adjoint") == 2 * N / workers
     skipped = dataclasses.replace(forward, skip_downcycle=True), dataclasses.replace(adjoint, skip_downcycle=True)
-    said = training_step(*skipped, N, workers=workers, looped=True)
+    said = training_step(*skipped, N, workers=workers, at_once=1)
     assert (said.depth("forward"), said.depth("adjoint")) == (2 * N / workers, N / workers)
 
 
@@ -106,7 +107,7 @@ def test_newton_by_hand():
     forward = lp_jax.Newton(iterations=3)
     step = training_step(forward, forward.for_adjoint(), 64, workers=4)
     assert step.batches == {("newton", 16): 4, ("forward", 16): 1, ("gradient", 16): 1}
-    looped = training_step(forward, forward.for_adjoint(), 64, looped=True)
+    looped = training_step(forward, forward.for_adjoint(), 64, at_once=1)
     assert looped.batches == {("newton", 1): 4 * 64, ("forward", 1): 64, ("gradient", 1): 64}
     relaxed = dataclasses.replace(forward, relaxations=5)
     more = training_step(relaxed, relaxed.for_adjoint(), 64, workers=4)
@@ -125,10 +126,10 @@ def test_rows_by_hand():
     solver = lp_jax.MGRIT(
         levels=2, coarsening=4, iterations=2, relaxation="F", coarse_step=PICARD[1], skip_downcycle=True
     )
-    looped = training_step(solver, dataclasses.replace(solver, iterations=1), N, looped=True)
+    looped = training_step(solver, dataclasses.replace(solver, iterations=1), N, at_once=1)
     assert looped.rows["forward"] == 16 * 5 + 16  # and the states at F-points again, which nobody kept
     assert looped.rows["adjoint"] == 16 * 2 and looped.rows["gradient"] == 16 and not looped.rows["linearise"]
-    injected = count(dataclasses.replace(solver, coarse_step=INJECT), N, looped=True)
+    injected = count(dataclasses.replace(solver, coarse_step=INJECT), N, at_once=1)
     assert injected.rows["forward"] == 1 + (16 + 16 + 1) + 16  # the coarsest level is one row
     assert not training_step(solver, solver, N).rows.total()
 
@@ -178,7 +179,7 @@ def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
     assert (said.states, said.reductions) == ((0, 0) if workers == 1 else (4 + 3, 4))
     sweeps = training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), N, workers=workers)
     assert said.work("forward", "gradient") == sweeps.work("forward", "gradient")
-    looped = training_step(solver, adjoint_solver, N, workers=workers, looped=True)
+    looped = training_step(solver, adjoint_solver, N, workers=workers, at_once=1)
     assert looped.work() == said.work() and all(batch.layers == 1 for batch in looped.batches)
 
 
@@ -187,7 +188,7 @@ def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
 @pytest.mark.parametrize("adjoint", [False, True])
 def test_what_solvers_count_is_what_is_read(workers, storage, adjoint):
     """Evaluations and, on four workers, messages, in the program that the reader sees; of Picard all batches."""
-    options = {"workers": workers, "looped": False, "kept": storage == "all", "adjoint": adjoint}
+    options = {"workers": workers, "at_once": math.inf, "kept": storage == "all", "adjoint": adjoint}
     picard = lp_jax.Picard(sweeps=3, storage="all" if storage == "all" else "states")
     assert read(picard, N, **options) == count(picard, N, **options)
     for solver in (

@@ -128,7 +128,7 @@ def test_layer_fields():
         return y + 0 * layer.params
 
     times = np.asarray([0.0, 1, 2, 4, 8, 16, 32, 64, 128])  # 7 of 8: the last interval is short
-    solver = lp_jax.MGRIT(levels=3, coarsening=(3, 2), iterations=2, coarse_step=INJECT, interval_map="loop")
+    solver = lp_jax.MGRIT(levels=3, coarsening=(3, 2), iterations=2, coarse_step=INJECT, at_once=1)
     lp_jax.solve(step, jnp.ones(8), jnp.ones(()), t1=times, solver=solver)
     jax.effects_barrier()
     dt = np.diff(times)

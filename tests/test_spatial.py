@@ -3,6 +3,7 @@
 import collections
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +166,7 @@ def serial_of(dims):
 
 VARIANTS = {
     "full weighting": {},
-    "injection, batched": {"interval_map": "vmap", "restriction": "injection"},
+    "injection, batched": {"at_once": math.inf, "restriction": "injection"},
     "means, all stored": {"storage": "all", "prolongation": "constant"},
     "below the first level": {"relaxation": ("F", "FCF"), "below": True},
     "picard": {"coarse_step": lp_jax.Picard(sweeps=1)},

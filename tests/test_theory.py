@@ -273,15 +273,15 @@ def design_cost(sizes, m, nu, cycles, skip):
     return total
 
 
-@pytest.mark.parametrize("interval_map", ["vmap", "loop"])
+@pytest.mark.parametrize("at_once", [math.inf, 1])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("relaxation", ["F", ("F", "FCF"), "FCF"])
-def test_evaluation_counts(interval_map, skip, relaxation):
+def test_evaluation_counts(at_once, skip, relaxation):
     n, m, forward_cycles, adjoint_cycles = 64, 4, 3, 2
     sizes = [64, 16, 4]
     fields = {"levels": 3, "coarsening": m, "relaxation": relaxation, "skip_downcycle": skip, "coarse_step": INJECT}
     solver, adjoint_solver = (
-        lp_jax.MGRIT(iterations=k, interval_map=interval_map, **fields) for k in (forward_cycles, adjoint_cycles)
+        lp_jax.MGRIT(iterations=k, at_once=at_once, **fields) for k in (forward_cycles, adjoint_cycles)
     )
     nu = [solver.c_relaxations(level) for level in range(3)]
     counter = Counter()
@@ -297,7 +297,7 @@ def test_evaluation_counts(interval_map, skip, relaxation):
     expected = cycle_cost(sizes, nu, adjoint_cycles, skip)
     assert adjoint == expected
     # each transposed evaluation linearises its layer; F-points are recomputed once, or in every sweep over the finest level
-    sweeps = 1 if interval_map == "vmap" else 1 + (adjoint_cycles - skip) * (nu[0] + 1)
+    sweeps = 1 if at_once == math.inf else 1 + (adjoint_cycles - skip) * (nu[0] + 1)
     recomputed = sweeps * (sizes[0] - sizes[1])
     assert linearised == expected | {0: expected[0] + recomputed}
 
@@ -370,22 +370,20 @@ def test_enough_sweeps_in_windows_are_exact(storage):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("n", [1, 5, 9, 16, 37, 60, 128])
-def test_prefix_sums_of_either_kind(n, in_turn, reverse):
+def test_prefix_sums(n, reverse):
     x, start = np.random.default_rng(0).uniform(size=(n, 3)), np.arange(3.0)
     order = slice(None, None, -1 if reverse else 1)
     wanted = np.cumsum(np.concatenate([start[None], x[order]]), axis=0)
-    given = {"tree": jnp.asarray(x), "start": jnp.asarray(start), "reverse": reverse, "in_turn": in_turn}
+    given = {"tree": jnp.asarray(x), "start": jnp.asarray(start), "reverse": reverse}
     np.testing.assert_allclose(_tree.cumsum(**given), wanted[1:][order], rtol=1e-13)
     before, last = _tree.prefix_sums(**given)
     np.testing.assert_allclose(before, wanted[:-1][order], rtol=1e-13)
     np.testing.assert_allclose(last, wanted[-1], rtol=1e-13)
-    np.testing.assert_allclose(_tree.total(jnp.asarray(x), in_turn=in_turn), x.sum(axis=0), rtol=1e-13)
+    np.testing.assert_allclose(_tree.total(jnp.asarray(x)), x.sum(axis=0), rtol=1e-13)
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_what_is_infinite_behind_stays_there(in_turn):
+def test_what_is_infinite_behind_stays_there():
     x = jnp.ones(40).at[20].set(jnp.inf)
-    before, _ = _tree.prefix_sums(x, jnp.zeros(()), reverse=False, in_turn=in_turn)
+    before, _ = _tree.prefix_sums(x, jnp.zeros(()), reverse=False)
     np.testing.assert_array_equal(before[:21], np.arange(21.0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +166,7 @@ def test_layer_parallel_is_the_plain_network(name, t1):
     make, y, shared, layer = NETWORKS[name]
     step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
     wanted, wanted_gradients = loss_of(looped(layer))(params, y, shared, t1)
-    batched = dataclasses.replace(EXACT, interval_map="vmap", storage="all")
+    batched = dataclasses.replace(EXACT, at_once=math.inf, storage="all")
     # Serial hands shared values and states of several parts on in its own way; with a mask only it is as for other layers
     serial = [lp_jax.Serial()] if name in ("decoder", "encoder-decoder") else []
     for solver in (*serial, batched if name in ("encoder", "decoder") else EXACT):

@@ -152,7 +152,7 @@ import jax, jax.numpy as jnp, lp_jax
 
 solvers = [
     lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(), lp_jax.Picard(sweeps=3, windows=2),
-    lp_jax.Picard(rtol=1e-2), lp_jax.Newton(batch_axes=0), lp_jax.MGRIT(), lp_jax.MGRIT(storage="all", interval_map="vmap"),
+    lp_jax.Picard(rtol=1e-2), lp_jax.Newton(batch_axes=0), lp_jax.MGRIT(), lp_jax.MGRIT(storage="all", at_once=math.inf),
     lp_jax.MGRIT(levels=3, coarsening=2, coarse_step=lp_jax.Rediscretize(), iterations=9, rtol=1e-3),
 ]
 params = {"w": 0.3 * jnp.ones((10, 4, 4)), "b": jnp.zeros((10, 4))}

@@ -261,8 +261,8 @@ def test_batches_of_a_solve_on_one_device():
 IDENTITY = {"coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=0), "storage": "all", "skip_downcycle": False}
 
 
-def lines_of(solver, adjoint, workers, looped=True, costs=None):
-    return timelines((solver, adjoint), 64, workers, looped=looped, costs=costs or {})
+def lines_of(solver, adjoint, workers, at_once=1, costs=None):
+    return timelines((solver, adjoint), 64, workers, at_once=at_once, costs=costs or {})
 
 
 def test_one_interval_per_worker_by_hand():
@@ -286,15 +286,15 @@ def test_serial_propagation_goes_from_worker_to_worker():
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("looped", [False, True])
-def test_a_timeline_is_as_long_as_what_is_counted(workers, looped):
+@pytest.mark.parametrize("at_once", [math.inf, 1, 5])
+def test_a_timeline_is_as_long_as_what_is_counted(workers, at_once):
     """The events hold each batch that is counted, and blocks of a worker follow each other without overlap."""
     others = [lp_jax.MGRIT(levels=3, relaxation="FCF"), lp_jax.MGRIT(coarsest=lp_jax.Picard(sweeps=2)), Relaxation()]
     windows = lp_jax.Picard(sweeps=2, windows=4, storage="states")
     for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), windows, lp_jax.Newton(relaxations=3), *others):
         pair = solver, solver.for_adjoint()
-        for line, adjoint in zip(lines_of(*pair, workers, looped), (False, True), strict=True):
-            options = {"workers": workers, "looped": looped, "kept": solver.keeps_states, "adjoint": adjoint}
+        for line, adjoint in zip(lines_of(*pair, workers, at_once), (False, True), strict=True):
+            options = {"workers": workers, "at_once": at_once, "kept": solver.keeps_states, "adjoint": adjoint}
             counted = planning.count(pair[adjoint], 64, **options)
             found = collections.Counter()
             for event in counted.events:

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 
 from lp_jax import _tree
-from lp_jax._comm import default_platform
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._traced import trace
 from lp_jax.planning import _measure
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import examples_of, kept_bytes
+from lp_jax.planning._measure import examples_of, kept_bytes, layers_at_once
 
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
 _BATCHES = (4, 16)  # layers at once, beside as many as there are
@@ -35,9 +34,9 @@ def calibrate(
     """Measure how long the layers of a network take on this machine, alone and many at once.
 
     Serial propagation gives the time of a single layer. Runs of Picard sweeps that differ only in their number give that of
-    a sweep, forward and adjoint: over 1/64, 1/8 and all of the layers. On a CPU layers at once are evaluated one after
-    another, so one run over as many as take 30 ms is enough. There the layers of an interval, which follow each other, take
-    less than those of a sweep, which stores the states of all layers: cycles without coarse steps give their time, over
+    a sweep, forward and adjoint: over 1/64, 1/8 and all of the layers, or of those that ``at_once="auto"`` evaluates at once.
+    Where that is one, a run over as many as take 30 ms is enough. There the layers of an interval, which follow each other,
+    take less than those of a sweep, which stores the states of all layers: cycles without coarse steps give their time, over
     intervals of four layers and over four intervals, and that of the interval itself. Where the latter would be short,
     serial propagation stands for them.
 
@@ -45,11 +44,11 @@ def calibrate(
         problem: the network, on one device.
         fewer: those of ``y0``, ``shared`` and ``data`` that examples make smaller, with a quarter of the examples, say. How a
             layer's time falls with the examples decides what data parallelism gives. None takes it to fall like that of many
-            layers at once with their number; on a CPU in proportion.
+            layers at once with their number; in proportion where one is evaluated at a time.
         newton: whether to measure Newton's method with full Jacobians too, for a small state whose first axis is that of the
             examples: a Jacobian has the square of its numbers.
-        batched: whether to measure layers at once also on a CPU, for ``interval_map="vmap"``. Without it they are counted as
-            one after another there.
+        batched: whether to measure layers at once also where "auto" evaluates one at a time, for solvers that are told
+            otherwise.
         name: of the result.
 
     Returns:
@@ -68,12 +67,13 @@ def calibrate(
     """
     if problem.comm is not None:
         raise ValueError("calibrate got a problem with a comm; it measures one device. Leave the comm out.")
-    count, looped = problem.layers, default_platform() == "cpu"
+    count, auto = problem.layers, layers_at_once(problem)
+    looped = auto == 1 < count
     most = _enough(problem) if looped else count
-    sizes = [most] if looped else sorted({max(2, count // 64), max(2, count // 8), count})
+    sizes = [most] if looped else sorted({max(2, auto // 64), max(2, auto // 8), auto})
     serial = forward, backward = _measure.serial(_first(problem, most))
     rows = {1: [forward, backward / 2, backward / 2]}
-    rows |= {size: _measure.sweep(_first(problem, size)) for size in sizes}
+    rows |= {size: _sweep(problem, size, 1 if looped else size) for size in sizes}
     relaxation = interval = None
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / most for seconds in rows[most]]}
@@ -96,7 +96,7 @@ def calibrate(
         serial=serial,
         relaxation=relaxation,
         interval=interval,
-        looped=looped,
+        auto=None if auto == count else auto,
         adding=_measure.adding(problem.params) / count,
         state_bytes=_tree.nbytes(problem.y0),
         layer_bytes=_tree.nbytes(problem.params) // count,
@@ -105,6 +105,15 @@ def calibrate(
         overhead=overhead,
         name=name,
     )
+
+
+_CHUNKS = 4
+
+
+def _sweep(problem: Problem, size: int, at_once: int) -> list[float]:
+    """Seconds of a sweep over ``size`` layers; of one of several such parts, where that is fewer than there are."""
+    parts = min(_CHUNKS, problem.layers // size)
+    return [seconds / parts for seconds in _measure.sweep(_first(problem, parts * size), at_once)]
 
 
 def _first(problem: Problem, layers: int) -> Problem:
@@ -162,7 +171,7 @@ def _intervals(problem: Problem, serial: tuple[float, float]) -> tuple[_Times, _
 
 def _batch(problem: Problem, size: int) -> list[float]:
     """Seconds of a number of layers at once: forward, adjoint, and of the gradient."""
-    found: list[float] = (size * _measure.relaxation(problem, problem.layers // size, "vmap")).tolist()
+    found: list[float] = (size * _measure.relaxation(problem, problem.layers // size, size)).tolist()
     return found
 
 

@@ -70,7 +70,7 @@ def predict(
     machine = machine.divided(data_workers)
     message = machine.message(machine.state_bytes)
     kept = solver.resolve(layers).keeps_states
-    spread: dict[str, Any] = {"workers": workers, "looped": machine.looped, "kept": kept}
+    spread: dict[str, Any] = {"workers": workers, "at_once": machine.auto or math.inf, "kept": kept}
     there = count(solver, layers, **spread)
     back = count(adjoint_solver, layers, **spread, adjoint=True)
     schedule = there + back
@@ -92,7 +92,7 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     """
     if solver.evaluates == "series":
         return _in_series(schedule, machine)
-    in_rows = machine.looped and solver.evaluates == "intervals"
+    in_rows = solver.most_at_once(machine.auto or math.inf) == 1 and solver.evaluates == "intervals"
     rows = sum(n * machine.row(kind) for kind, n in schedule.rows.items())
     return rows + sum(
         n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else machine.seconds(*batch))
@@ -164,7 +164,7 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
         >>> import lp_jax
         >>> from lp_jax import planning
         >>> times = dict.fromkeys(("at_once", "forward", "linearise", "adjoint", "gradient"), (1,))
-        >>> machine = planning.Machine(**times, looped=True, state_bytes=8192, kept_bytes=16384, layer_bytes=16640)
+        >>> machine = planning.Machine(**times, auto=1, state_bytes=8192, kept_bytes=16384, layer_bytes=16640)
         >>> scan, picard = lp_jax.Serial(), lp_jax.Picard()
         >>> [planning.memory(solver, 4096, machine).bytes // 10**6 for solver in (scan, picard)]
         [236, 337]
@@ -177,6 +177,6 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
         linearised=machine.state_bytes + machine.kept_bytes,
         parameters=machine.layer_bytes,
         examples=machine.examples,
-        looped=machine.looped,
+        auto=machine.auto or math.inf,
     )
     return Memory(2 * sizes.mine * sizes.parameters, *solver.resolve(layers).held(sizes))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from lp_jax import _tree
+from lp_jax._at_once import processor
 from lp_jax._picard import Picard
 from lp_jax._problem import Problem
 from lp_jax._products import cost
@@ -35,6 +36,7 @@ class Device:
 
     flops: float  # per second, of products in the precision that JAX uses by default for float32
     bandwidth: float  # of its memory, in bytes per second
+    platform: str = "gpu"
 
 
 # Of the vendor: dense TF32 products (on TPUs bfloat16), HBM.
@@ -46,6 +48,7 @@ DEVICES = {
     "V100": Device(1.57e13, 9.0e11),
     "TPU v4": Device(2.75e14, 1.2e12),
     "TPU v5": Device(1.97e14, 8.1e11),
+    "cpu": Device(1e11, 2e10, "cpu"),  # two cores
 }
 _UNKNOWN = Device(2e13, 1e12)
 
@@ -58,7 +61,7 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         device: part of its name in `jax.Device.device_kind`, such as "H100"; None is the one at hand.
 
     Returns:
-        A `Machine` without an interconnect. On a CPU layers run one after another (``looped``), and only ratios mean anything.
+        A `Machine` without an interconnect. On a CPU only ratios mean anything.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -78,13 +81,13 @@ def _estimated(problem: Problem, device: str | None) -> tuple[Machine, int]:
 
     def look(arrays: dict[str, PyTree]) -> None:
         traced, operands = trace(dataclasses.replace(problem, **arrays), (Serial(),))
-        found.append((_machine(traced, operands, *_device(device)), traced.workers.layers))
+        found.append((_machine(traced, operands, _device(device)), traced.workers.layers))
 
     jax.eval_shape(look, arrays(problem))
     return found[0]
 
 
-def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) -> Machine:
+def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
     common = operands.common
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
@@ -92,15 +95,16 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
     counted: Any = jax.jit(step).lower(y, first, beside).cost_analysis() or {}
     # a step that XLA sees nothing in moves its state
     moved = max(_FUSED * counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y))
-    launched = 0.0 if looped else _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
+    launched = _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
-    at_once = (1,) if looped else tuple(int(n) for n in sizes)
+    at_once = tuple(int(n) for n in sizes)
     times = tuple(launched + n * alone for n in at_once)
-    examples = examples_of(common.y0)
+    layers, examples = traced.workers.layers, examples_of(common.y0)
+    auto = processor(sheet.platform).at_once(traced.footprint, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
     solved = _PASSES * examples * 4 * numbers**2 / sheet.bandwidth + 2 * examples * numbers**3 / sheet.flops
-    newton = tuple(_LAUNCH * _NEWTON * (not looped) + t + n * solved for n, t in zip(at_once, times, strict=True))
+    newton = tuple(_LAUNCH * _NEWTON + t + n * solved for n, t in zip(at_once, times, strict=True))
     layer_bytes = _tree.nbytes(first.params)
     return Machine(
         at_once=at_once,
@@ -109,7 +113,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device, looped: bool) ->
         adjoint=times,
         gradient=times,
         newton=newton if small(y) else None,
-        looped=looped,
+        auto=None if auto >= layers else auto,
         examples=examples,
         overhead=launched / (launched + alone),
         adding=3 * layer_bytes / sheet.bandwidth,  # two are read, one is written
@@ -140,7 +144,7 @@ def auto(problem: Problem, *, device: str | None = None) -> Pair:
     parallel = predict(forward, adjoint, layers, machine, workers=workers).seconds
     if parallel < serial:
         return RECOMMENDED
-    where = "layers run one after another on it" if machine.looped else "a layer fills it, or there are few of them"
+    where = "one layer fills it" if machine.auto == 1 else "a layer fills it, or there are few of them"
     warnings.warn(
         f"solver='auto' is Serial() for these {layers} layers on {workers} device{'s' * (workers > 1)}: {where}, so that sweeps, "
         f"which do about {sum(_SWEEPS) // 2} times the work, are not faster. lp_jax.plan tells what would be.",
@@ -149,10 +153,7 @@ def auto(problem: Problem, *, device: str | None = None) -> Pair:
     return Serial(), Serial()
 
 
-def _device(name: str | None) -> tuple[Device, bool]:
-    """The data sheet, and whether layers run one after another there."""
-    if name is None:
-        here = jax.devices()[0]
-        name = "cpu" if here.platform == "cpu" else here.device_kind
-    known = next((device for kind, device in DEVICES.items() if kind.lower() in name.lower()), _UNKNOWN)
-    return known, name.lower() == "cpu"
+def _device(name: str | None) -> Device:
+    """The data sheet."""
+    name = jax.devices()[0].device_kind if name is None else name
+    return next((device for kind, device in DEVICES.items() if kind.lower() in name.lower()), _UNKNOWN)

@@ -28,8 +28,7 @@ class Machine:
         relaxation: seconds of a layer within an interval of multigrid, forward, its transpose for the state, and that for the
             parameters; None for those of serial propagation.
         interval: what an interval takes beside its layers, likewise; None for nothing.
-        looped: whether layers at once are evaluated one after another, as on a CPU. ``at_once`` beyond 1 then serves solvers
-            that are told not to.
+        auto: number of layers that ``at_once="auto"`` comes to; None for all.
         fixed: seconds of a training step beside its layers.
         adding: seconds of adding a layer's gradient to another, as each further microbatch of a pipeline has to.
         update: seconds of an optimizer's update of a layer's parameters.
@@ -66,7 +65,7 @@ class Machine:
     serial: tuple[float, float] | None = None
     relaxation: tuple[float, float, float] | None = None
     interval: tuple[float, float, float] | None = None
-    looped: bool = False
+    auto: int | None = None
     fixed: float = 0.0
     adding: float = 0.0
     update: float = 0.0
@@ -102,6 +101,8 @@ class Machine:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
+        if self.auto is not None and (not isinstance(self.auto, int) or self.auto < 1):
+            raise ValueError(f"auto must be an integer of at least 1, or None; got {self.auto!r}.")
         if not isinstance(self.examples, int) or self.examples < 1:
             raise ValueError(f"examples must be an integer of at least 1; got {self.examples!r}.")
         if self.overhead > 1:
@@ -162,10 +163,11 @@ class Machine:
             return self
         factor = self.overhead + (1 - self.overhead) / parts
         scaled: dict[str, Any] = {"examples": math.ceil(self.examples / parts), "overhead": self.overhead / factor}
-        if self.looped:
+        if self.auto == 1:
             scaled |= {kind: tuple(x * factor for x in getattr(self, kind)) for kind in self.kinds}
         else:
             scaled |= {"at_once": (1, *(n * parts for n in self.at_once))}
+            scaled |= {} if self.auto is None else {"auto": self.auto * parts}
             scaled |= {kind: (getattr(self, kind)[0] * factor, *getattr(self, kind)) for kind in self.kinds}
         for name in ("serial", "relaxation", "interval"):
             if getattr(self, name) is not None:
@@ -196,6 +198,8 @@ class Machine:
                 raise ValueError("it holds no object")
             if "layers" in found:  # what the field was called once
                 found["at_once"] = found.pop("layers")
+            if found.pop("looped", False):  # likewise
+                found["auto"] = 1
             fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             return cls(**fields)
         except (ValueError, TypeError) as error:

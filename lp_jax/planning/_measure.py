@@ -16,7 +16,7 @@ from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
-from lp_jax._traced import Operands, Traced
+from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree, State
 
 _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
@@ -86,9 +86,15 @@ def adding(params: PyTree) -> float:
     return seconds(call, [()])[0]
 
 
-def sweep(problem: Problem) -> list[float]:
-    """Seconds of a sweep over all layers at once: forward, adjoint, and of the gradient."""
-    forward, adjoint, gradient = _iterations(problem, Picard(sweeps=_SWEEPS))
+def layers_at_once(problem: Problem) -> int:
+    """How many layers ``at_once="auto"`` evaluates at once, on one device."""
+    traced, operands = trace(dataclasses.replace(problem, comm=None), (Picard(),))
+    return traced.chain(*operands, traced.workers).at_once("auto")
+
+
+def sweep(problem: Problem, at_once: int) -> list[float]:
+    """Seconds of a sweep over all layers, so many at once: forward, adjoint, and of the gradient."""
+    forward, adjoint, gradient = _iterations(problem, Picard(sweeps=_SWEEPS, at_once=at_once))
     return [max(s, LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
 
 

@@ -73,8 +73,7 @@ def plan(
             "plan got a problem with a comm; it works on one device. Leave the comm out, and pass workers=P for the prediction."
         )
     if machine is None:
-        worth = small(problem.y0) and default_platform() != "cpu"  # Newton's method is depth for much work
-        machine = calibrate(problem, fewer=fewer, newton=worth)
+        machine = calibrate(problem, fewer=fewer, newton=small(problem.y0))
     if interconnect is not None:
         machine = dataclasses.replace(machine, **interconnect._asdict())
     probe = _probe(problem, cotangent)

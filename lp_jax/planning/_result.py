@@ -190,7 +190,7 @@ def reason(plan: Plan) -> str:
         return "faster solvers are listed; what their gradients are worth on your network, nobody looked at yet."
     why = (
         "layers run one after another there"
-        if plan.machine.looped
+        if plan.machine.auto == 1
         else "a layer fills the device, or there are few of them"
     )
     return f"nothing that does more work is clearly faster, as {why}. {_instead(plan)}"

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax._at_once import ACCELERATOR
 from lp_jax._adjoint import Forward, solve_adjoint
+from lp_jax._at_once import ACCELERATOR
 from lp_jax._chain import Chain
 from lp_jax._comm import Run, Workers
 from lp_jax._picard import Picard
@@ -23,32 +23,39 @@ from lp_jax._work import Schedule, Uncounted, Work
 
 
 def training_step(
-    solver: Solver, adjoint_solver: Solver, layers: int, *, workers: int = 1, looped: bool = False
+    solver: Solver, adjoint_solver: Solver, layers: int, *, workers: int = 1, at_once: float = math.inf
 ) -> Schedule:
-    """Count what value and gradient take, on the busiest worker; ``looped`` is what ``interval_map="auto"`` means.
+    """Count what value and gradient take, on the busiest worker; ``at_once`` is what "auto" comes to.
 
     Raises:
         NotImplementedError: for Newton's method within multigrid.
     """
     kept = solver.resolve(layers).keeps_states
-    forward = count(solver, layers, workers=workers, looped=looped, kept=kept)
-    return forward + count(adjoint_solver, layers, workers=workers, looped=looped, kept=kept, adjoint=True)
+    forward = count(solver, layers, workers=workers, at_once=at_once, kept=kept)
+    return forward + count(adjoint_solver, layers, workers=workers, at_once=at_once, kept=kept, adjoint=True)
 
 
 def count(
-    solver: Solver, layers: int, *, workers: int = 1, looped: bool = False, kept: bool = False, adjoint: bool = False
+    solver: Solver,
+    layers: int,
+    *,
+    workers: int = 1,
+    at_once: float = math.inf,
+    kept: bool = False,
+    adjoint: bool = False,
 ) -> Schedule:
     """Count what a forward solve takes, or an adjoint one with the gradient that it gives; as for `training_step`.
 
     ``kept`` says whether the forward solve leaves linearisations of all layers behind.
     """
     solver = solver.resolve(layers)
-    work = Work(layers=layers, workers=workers, looped=looped, kept=kept, adjoint=adjoint)
+    most = solver.most_at_once(at_once)
+    work = Work(layers=layers, workers=workers, auto=at_once, at_once=most, kept=kept, adjoint=adjoint)
     try:
         solver.count(work)
     except Uncounted:
         fixed = solver.with_effort(solver.iterations) if solver.has_tolerance else solver
-        return read(fixed, layers, workers=workers, looped=solver.loops(looped), kept=kept, adjoint=adjoint)
+        return read(fixed, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
     if workers > 1:
         work.schedule.reductions += 2  # the last state, and the residual norms
     return work.schedule
@@ -58,7 +65,7 @@ _STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in prod
 
 
 @functools.lru_cache(maxsize=1024)
-def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool, adjoint: bool) -> Schedule:
+def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: bool, adjoint: bool) -> Schedule:
     """Count the batches and messages of a solve in its program for a model network, on one worker.
 
     A layer of the model is one product with a matrix that is not square, so that evaluations, their transposes and
@@ -83,7 +90,7 @@ def read(solver: Solver, layers: int, *, workers: int, looped: bool, kept: bool,
         batches = max(depth, math.ceil(work / mine))  # as even as can be
         for size in (work // batches, work // batches + 1) if batches else ():
             count = batches - work % batches if size == work // batches else work % batches
-            schedule.add(kind, count, size, looped=looped)
+            schedule.add(kind, count, size, at_once=at_once)
     if workers > 1:
         schedule.states = int(cost_of(program.jaxpr, terms=_MESSAGE).depth)
         schedule.reductions = int(cost_of(program.jaxpr, unit=2 * _REDUCTION, terms=_REDUCTION).work)

@@ -68,7 +68,7 @@ def schedule(
     *,
     workers: int = 8,
     adjoint_solver: Solver | None = None,
-    looped: bool = True,
+    at_once: float = 1,
     costs: Mapping[str, float] | None = None,
 ) -> Figure:
     """Draw which worker computes what in a training step, value and gradient, and when.
@@ -81,8 +81,7 @@ def schedule(
         num_layers: number of layers, on all workers.
         workers: number of workers that the layers are spread over.
         adjoint_solver: of the adjoint solve; None means the settings of ``solver``, as in `lp_jax.solve`.
-        looped: whether a worker evaluates its layers one after another, as where one layer fills the device. If not, all
-            that do not depend on each other take the time of one.
+        at_once: number of layers that a worker evaluates at once, in the time of one, where a solver says "auto".
         costs: how many evaluations a batch of a kind takes; 1 for those that are left out. Kinds: "forward"; "linearise", a
             forward evaluation again; "adjoint"; "gradient", of the parameters; "newton", an iteration of Newton's method.
 
@@ -103,8 +102,8 @@ def schedule(
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     costs = {} if costs is None else costs
     pairs, serial = (solver, adjoint_solver), (Serial(), Serial())
-    there, back = timelines(pairs, num_layers, workers, looped=looped, costs=costs)
-    alone = sum(line.end for line in timelines(serial, num_layers, 1, looped=looped, costs=costs))
+    there, back = timelines(pairs, num_layers, workers, at_once=at_once, costs=costs)
+    alone = sum(line.end for line in timelines(serial, num_layers, 1, at_once=at_once, costs=costs))
     total = there.end + back.end
     title = f"A training step in {total:g} layer evaluations on {_workers(workers)}, {alone:g} serially"
     fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
@@ -129,18 +128,18 @@ def schedule(
     if there.messages or back.messages:
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
     legend(ax, handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(-0.01, 1.0), columnspacing=1.4)
-    fig.supxlabel(_note(pairs, num_layers, looped, costs), fontsize=NOTE, color=GREY, x=0.02, ha="left")
+    fig.supxlabel(_note(pairs, num_layers, at_once, costs), fontsize=NOTE, color=GREY, x=0.02, ha="left")
     return fig
 
 
 def timelines(
-    pair: tuple[Solver, Solver], layers: int, workers: int, *, looped: bool, costs: Mapping[str, float]
+    pair: tuple[Solver, Solver], layers: int, workers: int, *, at_once: float, costs: Mapping[str, float]
 ) -> tuple[Timeline, Timeline]:
     """Forward and adjoint solve, each from time 0."""
     kept = pair[0].resolve(layers).keeps_states
     there, back = (
         timeline(
-            count(solver, layers, workers=active, looped=looped, kept=kept, adjoint=adjoint),
+            count(solver, layers, workers=active, at_once=at_once, kept=kept, adjoint=adjoint),
             active,
             adjoint=adjoint,
             costs=costs,
@@ -275,8 +274,8 @@ def _workers(number: int) -> str:
     return "1 worker" if number == 1 else f"{number} workers"
 
 
-def _note(pair: tuple[Solver, Solver], layers: int, looped: bool, costs: Mapping[str, float]) -> str:
-    of = "A worker evaluates its layers one after another" if looped else "A worker evaluates its layers at once"
+def _note(pair: tuple[Solver, Solver], layers: int, at_once: float, costs: Mapping[str, float]) -> str:
+    of = "A worker evaluates its layers one after another" if at_once == 1 else "A worker evaluates its layers at once"
     text = f"Forward: {pair[0].summary()}. Adjoint: {pair[1].summary()}. {of}; messages take no time here."
     kinds = {batch.kind for solver in pair for batch in count(solver, layers, adjoint=solver is pair[1]).batches}
     if "newton" in kinds and "newton" not in costs:

@@ -1,0 +1,222 @@
+"""How many layers are evaluated at once: the same numbers for any, refusals, the rule, and where a platform's name decides."""
+
+import ast
+import dataclasses
+import math
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lp_jax
+from lp_jax import _at_once, _products
+from lp_jax._at_once import ACCELERATOR, CPU, Footprint, chunk, in_chunks, outer_products
+from lp_jax._picard import Picard
+from lp_jax._traced import trace
+
+LAYERS, BATCH, WIDTH = 14, 3, 2
+
+
+def step(y, layer):
+    w, b = layer.params
+    return y + layer.dt * jnp.tanh(y @ w + b[None])
+
+
+def problem(layers=LAYERS):
+    rng = np.random.default_rng(0)
+    params = rng.normal(size=(layers, WIDTH, WIDTH)), rng.normal(size=(layers, WIDTH))
+    return jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
+
+
+def solved(solver, layers=LAYERS):
+    """The last state, the residual norms, and the gradient, by fixed effort far from convergence."""
+    params, y0 = problem(layers)
+
+    def loss(params, y0):
+        solution = lp_jax.solve(step, params, y0, t1=3.0, solver=solver)
+        return jnp.sum(solution.y1**3), (solution.y1, solution.stats.residual_norms)
+
+    gradient, seen = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, y0)
+    return jax.tree.leaves((gradient, seen))
+
+
+SOLVERS = {
+    "Picard": lp_jax.Picard(sweeps=2),
+    "Picard, states": lp_jax.Picard(sweeps=2, storage="states"),
+    "Picard, windows": lp_jax.Picard(sweeps=2, windows=2),
+    "Newton": lp_jax.Newton(iterations=2, batch_axes=1),
+    "Newton, diagonal": lp_jax.Newton(iterations=2, batch_axes=1, jacobian="diagonal", storage="states"),
+    "MGRIT": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2),
+    "MGRIT, all kept": lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=lp_jax.Picard(sweeps=2), storage="all"),
+    "MGRIT, injection": lp_jax.MGRIT(coarsening=3, iterations=2, coarse_step=lp_jax.Rediscretize()),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_numbers_do_not_depend_on_how_many_layers_are_evaluated_at_once(name):
+
+    wanted, *others = (
+        solved(dataclasses.replace(SOLVERS[name], at_once=at_once))
+        for at_once in (1, 2, 4, 5, LAYERS, math.inf, "auto")
+    )
+    for found in others:
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (0, ("at_once", "at least 1", "0")),
+        (-3, ("at_once", "-3")),
+        (2.5, ("at_once", "integer", "2.5")),
+        (True, ("at_once", "True")),
+        ("all", ("at_once", "'all'", "number of layers")),
+        ("atuo", ("at_once", "'atuo'", "'auto'")),
+        (math.nan, ("at_once", "nan")),
+    ],
+)
+@pytest.mark.parametrize("kind", [lp_jax.Picard, lp_jax.Newton, lp_jax.MGRIT])
+def test_what_is_no_number_of_layers_is_refused(kind, value, words):
+    with pytest.raises((ValueError, TypeError)) as refused:
+        kind(at_once=value)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_more_layers_than_there_are_is_refused():
+    params, y0 = problem()
+    with pytest.raises(ValueError, match=r"at_once=15\).*14 layers.*math.inf"):
+        lp_jax.solve(step, params, y0, solver=lp_jax.Picard(at_once=15))
+
+
+def test_the_old_name_warns_and_means_the_same():
+    with pytest.warns(DeprecationWarning, match=r"interval_map='vmap'.*at_once=inf"):
+        assert lp_jax.MGRIT(interval_map="vmap") == lp_jax.MGRIT(at_once=math.inf)
+    with pytest.warns(DeprecationWarning):
+        assert lp_jax.MGRIT(interval_map="loop") == lp_jax.MGRIT(at_once=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="interval_map"):
+            lp_jax.MGRIT(interval_map="scan")
+
+
+@pytest.mark.parametrize("n, most, size", [(12, 12, 12), (12, 20, 12), (12, 5, 4), (13, 4, 4), (14, 5, 5), (7, 1, 1)])
+def test_parts_are_equal_where_that_costs_little(n, most, size):
+    assert chunk(n, most) == size
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 4, 11])
+def test_parts_follow_each_other(size, reverse):
+    """Against a plain loop: a carry that depends on the order, and an output for each entry."""
+    x = np.arange(11.0) + 1
+
+    def f(total, part):
+        some = part[::-1] if reverse else part
+        sums = total + jnp.cumsum(some)
+        return 2 * sums[-1], sums[::-1] if reverse else sums
+
+    total, out = in_chunks(f, jnp.asarray(0.5), jnp.asarray(x), size, reverse=reverse)
+    parts = [x[i : i + chunk(11, size)] for i in range(0, 11, chunk(11, size))]
+    if reverse:
+        parts = [x[::-1][i : i + chunk(11, size)] for i in range(0, 11, chunk(11, size))]
+    wanted, found = 0.5, []
+    for part in parts:
+        found += list(wanted + np.cumsum(part))
+        wanted = 2 * found[-1]
+    np.testing.assert_allclose(total, wanted)
+    np.testing.assert_allclose(out, found[::-1] if reverse else found)
+
+
+def test_short_products_of_a_batch_are_sums_and_others_are_not():
+    rng = np.random.default_rng(1)
+    y, lam, w = (jnp.asarray(rng.normal(size=shape)) for shape in ((6, 3, 4), (6, 3, 5), (6, 4, 5)))
+
+    def gradients(y, lam, w):
+        pulled = jax.vmap(lambda y, lam, w: jax.vjp(lambda y, w: jnp.tanh(y @ w), y, w)[1](lam))(y, lam, w)
+        return pulled, jax.jit(lambda: jnp.sum(w))()
+
+    found = outer_products(gradients, 3)(y, lam, w)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients(y, lam, w)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-13)
+
+    def products(terms):
+        return str(jax.make_jaxpr(outer_products(gradients, terms))(y, lam, w)).count("dot_general")
+
+    assert (products(2), products(3)) == (3, 2)
+
+
+def test_a_layer_is_told_by_its_program():
+    params, y0 = problem()
+    traced, _ = trace(lp_jax.Problem(step, params, y0), (Picard(),))
+    one = traced.footprint
+    assert one.operands == 8 * (WIDTH * WIDTH + WIDTH + 2) + 4  # weights, bias, t and dt, index
+    assert one.flops == 2 * BATCH * WIDTH * WIDTH and one.counted
+    assert 8 * BATCH * WIDTH <= one.working <= 3 * 8 * BATCH * WIDTH
+
+
+def test_what_cannot_be_counted_is_evaluated_one_by_one():
+    params, y0 = problem()
+
+    def called(y, layer):
+        return jax.pure_callback(lambda y: np.asarray(y), y, y, vmap_method="sequential")
+
+    def unknown(y, layer):
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 0, lambda y: y + 1, y)
+
+    for body in (called, unknown):
+        traced, operands = trace(lp_jax.Problem(body, params, y0), (Picard(),))
+        assert not traced.footprint.counted
+        assert traced.chain(*operands, traced.workers).at_once("auto") == 1
+
+
+@pytest.mark.parametrize(
+    "layer, steps, wanted",
+    [
+        (Footprint(4_000, 1_000, 1e5), 1024, 1024),  # all of them fit
+        (Footprint(250_000, 20_000, 1e6), 256, 28),  # as many as fit
+        (Footprint(250_000, 3_000, 1.3e5), 256, 256),  # to copy the weights would take as long as to use them
+        (Footprint(10_000_000, 1_000, 1e8), 16, 1),
+    ],
+)
+def test_the_rule_goes_by_bytes(layer, steps, wanted):
+    assert CPU.at_once(layer, steps) == wanted
+    assert ACCELERATOR.at_once(layer, steps) == steps
+
+
+def test_most_alive_of_a_program():
+    def f(x):  # x, then x and two of its size, then one
+        y = jnp.sin(x)
+        return jnp.concatenate([y, y])[:1]
+
+    assert _products.most_alive(jax.make_jaxpr(f)(jnp.zeros(100)).jaxpr) == 8 * 300
+
+
+MEASURED = {
+    "lp_jax/_at_once.py": 1,  # the numbers of a processor and of an accelerator: docs/internals.md has their tables
+    "lp_jax/nn/_convolution.py": 1,
+    "lp_jax/nn/_gru.py": 1,
+    "lp_jax/planning/_plan.py": 1,
+}
+
+
+def test_a_platforms_name_decides_where_that_was_measured_and_nowhere_else():
+    """Comparisons with "cpu" or "gpu" in the library; each stands with its measurement."""
+    root = Path(lp_jax.__file__).parent
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        if "cli" in path.parts:  # counts devices and prints names
+            continue
+        compared = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Compare)
+            and any(isinstance(c, ast.Constant) and c.value in ("cpu", "gpu", "tpu") for c in node.comparators)
+        ]
+        if compared:
+            found[str(path.relative_to(root.parent))] = len(compared)
+    assert found == MEASURED, found
+    assert _at_once.processor("cpu") is CPU and _at_once.processor("rocm") is ACCELERATOR
