@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _check, _inputs
-from lp_jax._comm import default_platform
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
@@ -32,33 +31,19 @@ from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
 
 class Gates(NamedTuple):
-    """The linear map to the three gates r, z, n: one map for each, or one for all.
+    """The linear map to the three gates r, z, n, side by side.
 
     Attributes:
-        kernels: three ``(inputs, hidden)``, or a single ``(inputs, 3 hidden)`` with the gates side by side.
-        biases: the same, ``(hidden,)`` or ``(3 hidden,)``.
+        kernel: ``(inputs, 3 hidden)``.
+        bias: ``(3 hidden,)``.
     """
 
-    kernels: tuple[jax.Array, ...]
-    biases: tuple[jax.Array, ...]
+    kernel: jax.Array
+    bias: jax.Array
 
-    def split_on_cpu(self) -> "Gates":
-        """Return one map for each gate on a CPU, where slices of a small product cost more than two more products."""
-        if default_platform() != "cpu":
-            return self
-        return Gates(*(tuple(jnp.split(parts[0], 3, axis=-1)) for parts in self))
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the products, which `split_gates` splits into gates."""
-        lead = [1] * (x.ndim - 1)
-        return tuple(
-            x @ kernel + bias.reshape(*lead, -1) for kernel, bias in zip(self.kernels, self.biases, strict=True)
-        )
-
-
-def split_gates(gates: tuple[jax.Array, ...]) -> Sequence[jax.Array]:
-    """Return the parts of r, z and n, ``(..., hidden)``."""
-    return gates if len(gates) == 3 else jnp.split(gates[0], 3, axis=-1)
+    def __call__(self, x: jax.Array) -> Sequence[jax.Array]:
+        """Return the parts of r, z and n, ``(..., hidden)``."""
+        return jnp.split(x @ self.kernel + self.bias.reshape(*[1] * (x.ndim - 1), -1), 3, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +69,10 @@ class GRUStep:
 
 
 def unit(
-    h: jax.Array, inputs: tuple[jax.Array, ...], recurrent: tuple[jax.Array, ...], dt: jax.Array, *, implicit: bool
+    h: jax.Array, inputs: Sequence[jax.Array], recurrent: Sequence[jax.Array], dt: jax.Array, *, implicit: bool
 ) -> jax.Array:
     """Return the new state of one unit, from the inputs' and the state's part of its gates."""
-    (xr, xz, xn), (hr, hz, hn) = split_gates(inputs), split_gates(recurrent)
+    (xr, xz, xn), (hr, hz, hn) = inputs, recurrent
     return _cell(h, xr + hr, xz + hz, xn, hn, dt, implicit)
 
 
@@ -236,9 +221,6 @@ class GRU(nnx.Module):
         comm, (batch, steps, _) = self.comm, x.shape
         active = None if lengths is None else jnp.arange(steps)[:, None] < lengths[None]
         first, *between = (_gates(part) for part in self.inputs)
-        between, recurrent = (
-            [gates.split_on_cpu() for gates in some] for some in (between, map(_gates, self.recurrent))
-        )
         x = jnp.swapaxes(x, 0, 1)
         if comm is not None:
             solvers = (self.solver, self.adjoint_solver or self.solver)
@@ -249,8 +231,8 @@ class GRU(nnx.Module):
             GRUStep(self.implicit),
             None,
             (zeros,) * len(self.recurrent),
-            shared=(recurrent, between),
-            data=(tuple(split_gates(first(x))), active),  # one product for all times
+            shared=([_gates(part) for part in self.recurrent], between),
+            data=(tuple(first(x)), active),  # one product for all times
             t1=np.asarray(steps * self.dt),
             comm=comm,
         )
@@ -268,4 +250,4 @@ class GRU(nnx.Module):
 
 
 def _gates(part: Any) -> Gates:
-    return Gates((part.kernel[...],), (part.bias[...],))
+    return Gates(part.kernel[...], part.bias[...])
