@@ -14,6 +14,7 @@ import jax
 from benchmarks import report
 from benchmarks.harness import LEAST_ROUNDS, Contender, Tell, measure, summary
 from benchmarks.manifest import cores, device_slug, limit_jax_threads, load, manifest
+from lp_jax.cli._heap import keep_heap
 
 Row = tuple[Any, ...]
 
@@ -47,6 +48,7 @@ class Suite:
 
 def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     """Run a suite as a command; the exit code."""
+    keep_heap()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(suite)
     options = parser.parse_args(arguments)

@@ -19,19 +19,15 @@ from lp_jax import planning
 
 _PATIENCE = 300.0  # seconds for a group to start, to build or to run
 
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
-"""For the C library, in all processes: memory that a step gives back is kept for the next one. Otherwise a sixth of the time
-goes into getting pages from the system, on all threads."""
-
 _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""As only the main arena keeps all it has. Not where two devices would wait for it: dense layers on them take 1.1 to 1.2 instead
-of 0.8 times as long as the scan."""
+"""Workers keep the heap (`lp_jax.cli._heap`), and only the main arena keeps all it has. Not where two devices
+would wait for it: dense layers on them take 1.1 to 1.2 instead of 0.8 times as long as the scan."""
 
 
 class Group:
     """Processes that compute together: one, or the ranks of an MPI job."""
 
-    def __init__(self, kind: str, *, workers: int, threads: int, keep_memory: bool = True):
+    def __init__(self, kind: str, *, workers: int, threads: int):
         self.kind, self.workers, self.threads = kind, workers, threads
         key = secrets.token_bytes(16)
         devices = workers if kind == "devices" else 1
@@ -44,8 +40,7 @@ class Group:
             "NPROC": str(threads),
             "OMP_NUM_THREADS": str(threads),
             "LP_JAX_BENCH_KEY": key.hex(),
-            **(_KEEP_MEMORY if keep_memory else {}),
-            **(_ONE_ARENA if keep_memory and kind != "devices" else {}),
+            **(_ONE_ARENA if kind != "devices" else {}),
             "MPI4JAX_NO_WARN_JAX_VERSION": "1",
         }
         with Listener(("127.0.0.1", 0), authkey=key) as listener:

@@ -137,25 +137,21 @@ class Machines:
         devices = workers if kind == "devices" else 1
         network, width, layers, batch = self._row.sizes
         share = network, width, layers // workers, batch
-        with self._one() as one, _group(kind, devices, workers, self._keep) as group:
+        with self._one() as one, _group(kind, devices, workers) as group:
             self._tell(f"a share of the layers on each of {workers} {kind}")
             one.gradients(_SHARE, share, 1)
             group.gradients(_SHARE, share, devices)
             contenders = [Contender(name=_SHARE, elsewhere=functools.partial(g.time, _SHARE)) for g in (one, group)]
             alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
         self._tell(f"messages between {kind}")
-        wires = _wires(kind, devices, workers, self._keep)
+        wires = _wires(kind, devices, workers)
         return slowed(self.alone(), float(np.median(ratios(together, alone))), wires)
 
     def _one(self) -> Any:
         """The process of the baseline: that of the suite's other contenders, or one for itself."""
         if self._row.suite == "pipeline":
-            return _group("devices", pipeline.WORKERS, pipeline.WORKERS, self._keep)
-        return _group("jax", self._row.threads, 1, self._keep)
-
-    @property
-    def _keep(self) -> bool:
-        return self._row.suite in ("ranks", "pipeline")  # as these suites do
+            return _group("devices", pipeline.WORKERS, pipeline.WORKERS)
+        return _group("jax", self._row.threads, 1)
 
 
 def read(path: Path) -> dict[str, planning.Machine]:
@@ -175,13 +171,13 @@ def write(path: Path, machines: dict[str, planning.Machine]) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def _group(kind: str, threads: int, workers: int, keep: bool) -> Any:
-    return contextlib.closing(Group(kind, workers=workers, threads=threads, keep_memory=keep))
+def _group(kind: str, threads: int, workers: int) -> Any:
+    return contextlib.closing(Group(kind, workers=workers, threads=threads))
 
 
 @functools.cache
-def _wires(kind: str, threads: int, workers: int, keep: bool) -> planning.Interconnect:
-    with _group(kind, threads, workers, keep) as group:
+def _wires(kind: str, threads: int, workers: int) -> planning.Interconnect:
+    with _group(kind, threads, workers) as group:
         return group.wires()
 
 

@@ -9,8 +9,6 @@ nothing to do. kB sent: by a device in a step.
 """
 
 import argparse
-import contextlib
-import ctypes
 import dataclasses
 import functools
 import os
@@ -177,18 +175,8 @@ SUITE = Suite(
 )
 
 
-def _keep_memory() -> None:
-    """As the suite ``ranks`` asks of the C library by the environment; others than glibc keep what they like."""
-    no_maps, trim_threshold = -4, -1
-    with contextlib.suppress(AttributeError, OSError):
-        library = ctypes.CDLL(None)
-        library.mallopt(no_maps, 0)
-        library.mallopt(trim_threshold, 2**31 - 1)
-
-
 def main(arguments: Any = None) -> int:
     """Make two devices of a processor, and run."""
-    _keep_memory()
     flags = os.environ.get("XLA_FLAGS", "")
     if "multi_thread_eigen" not in flags:  # a thread each
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()

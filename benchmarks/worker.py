@@ -24,6 +24,7 @@ from benchmarks.harness import Contender, measure, timed
 from benchmarks.networks import NETWORKS, SERIAL, SETTINGS, Weights
 from benchmarks.training import Trainer, trainer
 from lp_jax import Problem, Serial, planning, solve_vjp
+from lp_jax.cli._heap import keep_heap
 
 Sizes = tuple[str, int, int, int]
 """Network, width, layers, batch."""
@@ -131,6 +132,7 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
 
 
 def main() -> None:
+    keep_heap()
     kind, port = sys.argv[1], int(sys.argv[2])
     rank, meet = 0, (lambda: None)
     if kind == "ranks":

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from lp_jax.cli._commands import run
 from lp_jax.cli._errors import Terminated, describe, stop, terminate
+from lp_jax.cli._heap import keep_heap
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -16,6 +17,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     before = {
         number: signal.signal(number, f) for number, f in {signal.SIGTERM: terminate, signal.SIGINT: stop}.items()
     }
+    keep_heap()
     try:
         run(args)
     except (Exception, KeyboardInterrupt, Terminated) as error:

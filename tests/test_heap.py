@@ -1,0 +1,49 @@
+"""Commands keep the C library's heap: what a step frees is not fetched from the system again."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jsonargparse")
+
+PROGRAM = """
+import ctypes, json, resource, sys
+from lp_jax.cli._heap import keep_heap
+if sys.argv[1] == "kept":
+    keep_heap()
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+library.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = library.malloc(2**26)  # 16,384 pages, or 32 large ones
+    library.memset(block, 1, 2**26)
+    library.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(json.dumps([faults() for _ in range(5)]))
+"""
+
+
+def faults(how, **variables):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | variables
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library")
+def test_pages_are_fetched_once():
+    given_back, kept = faults("as it is"), faults("kept")
+    assert min(given_back) >= 32
+    assert max(kept[1:]) <= 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library")
+def test_a_users_own_settings_are_left_alone():
+    assert min(faults("kept", MALLOC_MMAP_THRESHOLD_="65536")) >= 32
