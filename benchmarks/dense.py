@@ -29,9 +29,9 @@ PAIRS: dict[str, Pair] = {
     "Serial": SERIAL,
     "MGRIT 1 level": (lp_jax.MGRIT(levels=1), lp_jax.MGRIT(levels=1)),
     **{
-        f"{name}, {at_once}": two_one(**settings, at_once=at_once)
+        f"{name}, {how}": two_one(**settings, at_once=at_once)
         for name, settings in _SETTINGS.items()
-        for at_once in (1, math.inf)
+        for how, at_once in {"one at a time": 1, "all at once": math.inf}.items()
     },
 }
 

@@ -107,7 +107,8 @@ def combinations():
 def test_value_and_gradient(oracle, forward, adjoint, fields):
     params, y0, shared, data = operands()
     solver = dataclasses.replace(SOLVERS[forward], **fields)
-    adjoint_fields = {k: v for k, v in fields.items() if hasattr(SOLVERS[adjoint], k) and k == "at_once"}
+    names = {field.name for field in dataclasses.fields(SOLVERS[adjoint])}
+    adjoint_fields = {k: v for k, v in fields.items() if k in names and k == "at_once"}
     adjoint_solver = dataclasses.replace(SOLVERS[adjoint], **adjoint_fields)
 
     @jax.jit

@@ -4,7 +4,6 @@ import dataclasses
 import fcntl
 import functools
 import json
-import math
 import os
 import re
 import signal
@@ -90,13 +89,13 @@ def test_options_build_the_solver_that_they_name():
         coarsest=lp_jax.Picard(sweeps=3),
         spatial=lp_jax.spatial(2),
         storage="all",
-        at_once=math.inf,
+        at_once=8,
     )
     text = """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
         --solver.atol=1e-9 --solver.relaxation [FCF,FCFCF] --solver.c_weight 0.9 --solver.cycle W
         --solver.skip_downcycle false --solver.min_coarse 4 --solver.coarse_step Rediscretize
         --solver.coarse_step.params mean --solver.coarsest Picard --solver.coarsest.sweeps 3 --spatial 2
-        --solver.storage all --solver.interval-map vmap --adjoint-iterations 2"""
+        --solver.storage all --solver.at-once 8 --adjoint-iterations 2"""
     assert solvers(*text.split()) == (forward, dataclasses.replace(forward, iterations=2, rtol=None, atol=None))
 
 

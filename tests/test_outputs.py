@@ -199,7 +199,7 @@ def aux_of(width, layers, *, seen):
         return y, jnp.sum(y**2)
 
     def loss(params, y0):
-        solution = lp_jax.solve(emitting, params, y0, solver=MGRIT(coarsening=16), has_aux=True)
+        solution = lp_jax.solve(emitting, params, y0, solver=MGRIT(coarsening=16, at_once=1), has_aux=True)
         return jnp.sum(solution.y1) + (jnp.sum(solution.aux) if seen else 0)
 
     arguments = jnp.zeros((layers, width, width), "float32"), jnp.zeros((512, width), "float32")
