@@ -58,6 +58,14 @@ def drift():
     return draw(json.loads((ROOT / "benchmarks" / "results" / "cpu" / "drift.json").read_text()))
 
 
+def at_once():
+    """Return the picture of the grid that benchmarks/at_once.py keeps."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.at_once import draw
+
+    return draw(json.loads((ROOT / "benchmarks" / "results" / "cpu" / "at_once.json").read_text()))
+
+
 def data(figure):
     """Return the texts and the numbers that a picture shows."""
     axes = []
@@ -85,7 +93,7 @@ if __name__ == "__main__":
     for name, figure in drawn.items():
         figure.savefig(IMAGES / name)
     (IMAGES / "data.json").write_text(json.dumps({name: data(figure) for name, figure in drawn.items()}) + "\n")
-    for name, figure in {"plan.png": plan(), "drift.png": drift()}.items():
+    for name, figure in {"plan.png": plan(), "drift.png": drift(), "at_once.png": at_once()}.items():
         figure.savefig(IMAGES / name)
     if "--measure" in sys.argv[1:]:
         measure()

@@ -253,6 +253,7 @@ def test_missing_torch_is_told_with_the_way_to_get_it(monkeypatch):
     ("suite", "options", "name"),
     [
         ("resnet", ["2 levels", "PyTorch, 1", "--torch-threads", "1"], "MGRIT 2 levels, Picard 1"),
+        ("at_once", ["auto"], "auto"),
         ("dense", ["m = 16, Picard 1, all"], "2 levels, m = 16, Picard 1, all at once"),
     ],
 )

@@ -530,3 +530,26 @@ def test_shapes_are_enough_for_an_estimate():
     assert traced(params, y0) == machine.state_bytes
     assert machine.examples == 32 and 0.9 < machine.overhead < 1
     assert machine.kept_bytes in (32 * 64 * 4, 2 * 32 * 64 * 4)  # of a tanh JAX 0.10 keeps two arrays, 0.12 one
+
+
+def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
+    """And one for workers that are not at hand says that messages count as nothing."""
+    from lp_jax.planning import _plan
+
+    measured = planning.Interconnect(latency=1e-3, bandwidth=1e9, sum_bandwidth=1e9)
+    seen = []
+    monkeypatch.setattr(_plan, "measure_messages", lambda comm: seen.append(comm.size) or measured)
+    mesh = jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2])
+    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+    problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
+    slow = machine(1e-5, at_once=(1, 64), forward=(1e-5, 1e-5), linearise=(1e-5, 1e-5), state_bytes=64)
+    slow = dataclasses.replace(slow, adjoint=(1e-5, 1e-5), gradient=(1e-5, 1e-5))
+    found = lp_jax.plan(problem, comm=mesh, machine=slow)
+    assert seen == [2] and found.workers == 2 and found.machine.latency == 1e-3
+    assert "not measured" not in str(found)
+    of_problem = lp_jax.plan(dataclasses.replace(problem, comm=mesh), machine=slow)
+    assert seen == [2, 2] and of_problem.solver == found.solver
+    apart = lp_jax.plan(problem, workers=2, machine=slow)
+    assert seen == [2, 2] and "messages not measured and counted as nothing" in str(apart)
+    with pytest.raises(ValueError, match=r"workers=4 and a comm of 2"):
+        lp_jax.plan(problem, comm=mesh, workers=4, machine=slow)

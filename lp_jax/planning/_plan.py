@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from lp_jax._comm import default_platform
+from lp_jax import _inputs
+from lp_jax._comm import Comm, default_platform
 from lp_jax._problem import Problem
 from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
@@ -19,6 +21,7 @@ from lp_jax.planning._calibrate import calibrate
 from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
 from lp_jax.planning._cost import memory, predict
 from lp_jax.planning._interconnect import Interconnect
+from lp_jax.planning._interconnect import interconnect as measure_messages
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays, small
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, counted
@@ -32,6 +35,7 @@ def plan(
     cotangent: State | None = None,
     error: float = 1e-2,
     workers: int = 1,
+    comm: Comm | Mesh | None = None,
     machine: Machine | None = None,
     interconnect: Interconnect | None = None,
     seconds: float = 10.0,
@@ -41,12 +45,14 @@ def plan(
     """Recommend solvers: calibrate, predict times, and probe gradients, fastest first, until one is exact enough.
 
     Args:
-        problem: the network, on one device, and a typical state: times and errors are those of this batch.
+        problem: the network, and a typical state: times and errors are those of this batch, on one device.
         cotangent: of the last state, as a loss gives it; None is that state itself, as a sum of squares gives it.
         error: largest relative error of the gradient, in the 2-norm.
         workers: number of workers that the layers will be spread over; all runs here are on one.
+        comm: the workers themselves, where they are at hand, by default those of the problem: their number, and what
+            messages take between them, which is measured. On MPI ranks all call this together.
         machine: what layers take; None measures it (`calibrate`).
-        interconnect: what messages take, by `planning.interconnect`; None leaves that to ``machine``.
+        interconnect: what messages take, by `planning.interconnect`; None measures ``comm``, or leaves that to ``machine``.
         seconds: time after which no further gradient is compiled; how many were left out is told.
         fewer: as for `calibrate`.
         solvers: more solvers to look at, of your own or with your settings, or pairs (solver, adjoint solver). They are
@@ -56,7 +62,7 @@ def plan(
         The `Plan`; serial propagation where nothing that is exact enough is predicted to be faster by 15 %.
 
     Raises:
-        ValueError: for an error that is not positive, for more workers than layers, for a problem with a ``comm``.
+        ValueError: for an error that is not positive, for more workers than layers, for another number than those of ``comm``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -66,12 +72,16 @@ def plan(
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
         >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
         >>> lp_jax.plan(problem, machine=gpu).solver
-        Picard(sweeps=32, windows=1, rtol=0.01, atol=None, around='start', storage='all')
+        Picard(sweeps=32, windows=1, rtol=0.01, atol=None, around='start', storage='all', at_once='auto')
     """
-    if problem.comm is not None:
-        raise ValueError(
-            "plan got a problem with a comm; it works on one device. Leave the comm out, and pass workers=P for the prediction."
-        )
+    there = _inputs.comm(problem.comm if comm is None else comm)
+    problem = dataclasses.replace(problem, comm=None)
+    if there is not None:
+        if workers not in (1, there.size):
+            raise ValueError(f"plan got workers={workers} and a comm of {there.size}. Leave workers out.")
+        workers = there.size
+        if workers > 1 and interconnect is None:
+            interconnect = measure_messages(there)
     if machine is None:
         machine = calibrate(problem, fewer=fewer, newton=small(problem.y0))
     if interconnect is not None:

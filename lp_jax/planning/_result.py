@@ -178,6 +178,8 @@ def reason(plan: Plan) -> str:
         text = f"predicted {times(plan.speedup)} times as fast as serial propagation on one worker"
         if plan.speedup < 1:
             text += ", which is the better place for all layers"
+        if plan.workers > 1 and plan.machine.message(plan.machine.state_bytes) == 0:
+            text += ", messages not measured and counted as nothing: plan(comm=mesh) measures them"
         return text + (f"; {plan.unprobed} faster ones were not looked at" if plan.unprobed else "") + "."
     faster = [c for c in plan.choices if c.time.seconds * WORTH <= plan.serial.time.seconds]
     looked_at = sum(c.error is not None for c in faster)
