@@ -1,6 +1,6 @@
 # Everything is installed into .venv here. Needs Python 3.11 to 3.13 and a C++ compiler.
 #
-#   make demo     train a deep network in five ways and compare their times; results in runs/demo
+#   make demo     train a deep network in six ways and compare their times; results in runs/demo
 #   make test     run the linter, the type checker and every test, those of MPI included
 #   make docs     build the documentation site; open site/index.html
 #   make lint     run the linter, the formatter's check and the type checker

@@ -13,7 +13,8 @@ import pytest
 
 import lp_jax
 from lp_jax import _at_once, _products
-from lp_jax._at_once import ACCELERATOR, CPU, Footprint, chunk, in_chunks, outer_products
+from lp_jax._at_once import ACCELERATOR, CPU, Footprint, chunk, in_chunks
+from lp_jax._outer import outer_products
 from lp_jax._picard import Picard
 from lp_jax._traced import trace
 

@@ -14,7 +14,7 @@ from networks import mesh
 from problems import machine
 
 import lp_jax
-from lp_jax import _comm, _work, planning
+from lp_jax import _work, planning
 from lp_jax.planning import _calibrate, _candidates, _interconnect, _measure, _plan
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
@@ -176,9 +176,14 @@ def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
 
 
 @pytest.mark.usefixtures("few_samples")
-def test_calibration_tells_what_an_interval_takes_beside_its_layers():
+def test_calibration_tells_what_an_interval_takes_beside_its_layers(monkeypatch):
     params = jax.random.normal(jax.random.key(0), (128, 4, 4))
     problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
+    together = planning.calibrate(problem)
+    assert together.at_once == (1, 2, 16, 128) and together.auto is None and together.relaxation is None
+    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 16)
+    assert (planning.calibrate(problem).at_once, planning.calibrate(problem).auto) == ((1, 2, 16), 16)
+    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
     machine = planning.calibrate(problem)
     assert machine.at_once == (1,) and min(machine.relaxation) > 0 and machine.interval is not None
     batched = planning.calibrate(problem, batched=True)
@@ -440,11 +445,6 @@ def test_nonsense_is_refused(fields, message):
         planning.choose(**({"layers": 64, "machine": LOOPED} | fields))
 
 
-def test_a_plan_runs_on_one_device():
-    with pytest.raises(ValueError, match="works on one device"):
-        lp_jax.plan(lp_jax.Problem(lambda y, layer: y, jnp.ones(4), jnp.ones(2), comm=_comm.OneDevice()))
-
-
 # --- estimates and "auto" -------------------------------------------------------------------------------------------
 
 
@@ -472,11 +472,12 @@ def test_auto_sweeps_where_a_layer_leaves_the_device_idle_and_says_where_not():
         assert planning.auto(wide, device="H100") == (lp_jax.Serial(), lp_jax.Serial())
 
 
-def test_auto_is_serial_on_one_cpu():
-    step, params = dense(16)
-    y0 = jnp.zeros((4, 16), "float32")
-    with pytest.warns(UserWarning, match="one after another"):
-        assert planning.auto(lp_jax.Problem(step, params, y0))[0] == lp_jax.Serial()
+def test_auto_goes_by_the_size_of_a_layer_on_a_cpu():
+    step, params = dense(16, layers=4096)
+    assert isinstance(planning.auto(lp_jax.Problem(step, params, jnp.zeros((4, 16), "float32")))[0], lp_jax.Picard)
+    step, params = dense(512, layers=64)
+    with pytest.warns(UserWarning, match="a layer fills it"):
+        assert planning.auto(lp_jax.Problem(step, params, jnp.zeros((64, 512), "float32")))[0] == lp_jax.Serial()
 
 
 def test_wires_are_measured_between_the_devices_that_there_are():
@@ -542,8 +543,7 @@ def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
     mesh = jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2])
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
     problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
-    slow = machine(1e-5, at_once=(1, 64), forward=(1e-5, 1e-5), linearise=(1e-5, 1e-5), state_bytes=64)
-    slow = dataclasses.replace(slow, adjoint=(1e-5, 1e-5), gradient=(1e-5, 1e-5))
+    slow = machine(1e-5, 1e-5, at_once=(1, 64), state_bytes=64)
     found = lp_jax.plan(problem, comm=mesh, machine=slow)
     assert seen == [2] and found.workers == 2 and found.machine.latency == 1e-3
     assert "not measured" not in str(found)
@@ -553,3 +553,22 @@ def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
     assert seen == [2, 2] and "messages not measured and counted as nothing" in str(apart)
     with pytest.raises(ValueError, match=r"workers=4 and a comm of 2"):
         lp_jax.plan(problem, comm=mesh, workers=4, machine=slow)
+
+
+def test_a_plan_says_once_that_a_layer_cannot_be_counted():
+    @jax.custom_vjp
+    def foreign(y):
+        return jax.pure_callback(lambda y: np.asarray(y), y, y, vmap_method="sequential")
+
+    foreign.defvjp(lambda y: (foreign(y), None), lambda _, y_bar: (y_bar,))
+
+    def called(y, layer):
+        return y + layer.params * foreign(y)
+
+    def plain(y, layer):
+        return y + layer.params * y
+
+    for body, times in ((called, 1), (plain, 0)):
+        problem = lp_jax.Problem(body, jnp.ones(8) / 8, jnp.ones((2, 4)))
+        found = lp_jax.plan(problem, machine=machine(1e-5, auto=1), seconds=0.1)
+        assert str(found).count("one at a time") == times

@@ -20,14 +20,14 @@ _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _ABOUT = "Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard sweeps."
 _COMMANDS = {
     "train": "Train a deep network, layer-parallel, and compare with the exact baseline.",
-    "demo": "Train one network in five ways, and compare how long each takes to the same accuracy.",
+    "demo": "Train one network in six ways, and compare how long each takes to the same accuracy.",
     "plan": "Predict before training what layer-parallelism gives, and with which solver.",
     "bench": "Time the library against its alternatives. The suites come with the source.",
     "info": "Show versions, devices and MPI.",
 }
 _EXAMPLES: Mapping[str, Examples] = {
     "": [
-        ("lp-jax demo", "what it gains on this machine, in a minute and a half"),
+        ("lp-jax demo", "what it gains on this machine, in two minutes"),
         ("lp-jax train digits", "train on scikit-learn's digits, nothing to download"),
         ("lp-jax train digits --help", "the options that most runs take"),
         ("lp-jax plan digits", "recommend a solver, predict its time and error"),

@@ -55,6 +55,7 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     if any(size % 2 == 0 for size in taps):
         raise ValueError(f"a kernel must have an odd number of taps along each axis of space; got {taps}.")
     if formulation == "auto":
+        # on two cores a scan's gradient by XLA's convolution takes 4 (4 channels of 28 x 28) to 25 (32 of 16 x 16) times as long
         formulation = "products" if default_platform() == "cpu" else "xla"
     return (_xla if formulation == "xla" else _products)(x, kernel)
 

@@ -37,6 +37,7 @@ class Device:
     flops: float  # per second, of products in the precision that JAX uses by default for float32
     bandwidth: float  # of its memory, in bytes per second
     platform: str = "gpu"
+    batch: float = 0.0  # seconds of several layers at once, beside what one takes
 
 
 # Of the vendor: dense TF32 products (on TPUs bfloat16), HBM.
@@ -48,7 +49,7 @@ DEVICES = {
     "V100": Device(1.57e13, 9.0e11),
     "TPU v4": Device(2.75e14, 1.2e12),
     "TPU v5": Device(1.97e14, 8.1e11),
-    "cpu": Device(1e11, 2e10, "cpu"),  # two cores
+    "cpu": Device(1e11, 2e10, "cpu", 5e-5),  # two cores
 }
 _UNKNOWN = Device(2e13, 1e12)
 
@@ -99,7 +100,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
     alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     at_once = tuple(int(n) for n in sizes)
-    times = tuple(launched + n * alone for n in at_once)
+    times = tuple(launched + sheet.batch * (n > 1) + n * alone for n in at_once)
     layers, examples = traced.workers.layers, examples_of(common.y0)
     auto = processor(sheet.platform).at_once(traced.footprint, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples

@@ -86,6 +86,11 @@ def adding(params: PyTree) -> float:
     return seconds(call, [()])[0]
 
 
+def counted_layers(problem: Problem) -> bool:
+    """Whether a layer's program tells what it costs."""
+    return trace(problem, (Picard(),))[0].footprint.counted
+
+
 def layers_at_once(problem: Problem) -> int:
     """How many layers ``at_once="auto"`` evaluates at once, on one device."""
     traced, operands = trace(dataclasses.replace(problem, comm=None), (Picard(),))

@@ -23,7 +23,7 @@ from lp_jax.planning._cost import memory, predict
 from lp_jax.planning._interconnect import Interconnect
 from lp_jax.planning._interconnect import interconnect as measure_messages
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays, small
+from lp_jax.planning._measure import arrays, counted_layers, small
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, counted
 
 Probe = Callable[[Solver, Solver], Probed]
@@ -87,7 +87,13 @@ def plan(
     if interconnect is not None:
         machine = dataclasses.replace(machine, **interconnect._asdict())
     probe = _probe(problem, cotangent)
-    return choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
+    found = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
+    return found if counted_layers(problem) else dataclasses.replace(found, note=_UNCOUNTED)
+
+
+_UNCOUNTED = (
+    'A layer has a callback, a foreign call or a loop of unknown length in it: at_once="auto" evaluates one at a time.'
+)
 
 
 def choose(
@@ -156,7 +162,8 @@ def _refuse(layers: int, workers: int, error: float) -> None:
 
 def _probe(problem: Problem, cotangent: State | None) -> Probe:
     """Compare gradients of all parameters and shared values of a network with the exact ones."""
-    fast = {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None  # it runs a few times only
+    # of a CPU's compiler, for programs that run a few times: 2.8 instead of 6.1 s for 256 dense layers of 64 on two cores
+    fast = {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None
 
     @functools.partial(jax.jit, compiler_options=fast)
     def gradient(values: dict[str, Any], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Any:

@@ -84,6 +84,7 @@ class Plan:
         workers: number of workers that they are spread over.
         error: largest error of the gradient that was asked for.
         unprobed: number of solvers that would be faster than ``best`` and were not probed for lack of time.
+        note: what else is to be said, or nothing.
     """
 
     choices: tuple[Choice, ...]
@@ -94,6 +95,7 @@ class Plan:
     workers: int
     error: float
     unprobed: int
+    note: str = ""
 
     @property
     def solver(self) -> Solver:
@@ -155,7 +157,10 @@ class Plan:
         return Devices(devices, best(devices, 1), data, both, split, piped)
 
     def __str__(self) -> str:
-        return "\n".join([*_solvers(self), "", f"Use {self.code}", f"  {reason(self)}", "", *_more_devices(self)])
+        note = [f"  {self.note}"] if self.note else []
+        return "\n".join(
+            [*_solvers(self), "", f"Use {self.code}", f"  {reason(self)}", *note, "", *_more_devices(self)]
+        )
 
     def __repr__(self) -> str:
         """The same tables, so that a terminal and a notebook show them."""
