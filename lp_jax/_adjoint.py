@@ -85,7 +85,9 @@ def solve_adjoint(
     fine = forward[0]
     swept_from = left.c_points if left.swept_from is None else left.swept_from
     around = any(level.around for level in forward)  # coarse steps linearised at all states
-    recompute = left.states is None and stride == fine.factor > 1 and fine.at_once < fine.intervals and not around
+    recompute = (
+        left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not around
+    )
     if recompute:
         states = fine.incoming(swept_from)
     elif left.states is not None:

@@ -154,10 +154,10 @@ def chunk(n: int, most: int) -> int:
 
 def several(one: Callable[..., PyTree], size: int, terms: int) -> Callable[..., PyTree]:
     """``one`` for ``size`` entries of the leading axis of all its arguments."""
-    if size > 1:
+    if size != 1:
         return batched(one, None, terms)
     alone = functools.partial(jax.tree.map, lambda x: x[0])
-    return lambda *operands: jax.tree.map(lambda x: x[None], one(*map(alone, operands)))
+    return lambda *operands: jax.tree.map(lambda x: jnp.asarray(x)[None], one(*map(alone, operands)))
 
 
 def batched(one: Callable[..., PyTree], layer_axes: Sequence[int | None] | None, terms: int) -> Callable[..., PyTree]:

@@ -30,7 +30,7 @@ def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: Coar
         elif following is not None and following.level > at:  # down
             relaxed = level.during("coarse relaxation" if at else "relaxation")
             for _ in range(stop.label.count("F")):
-                if at == 0 and level.at_once < intervals:  # states at F-points, in every sweep
+                if at == 0 and level.at_once < max(2, intervals):  # states at F-points, in every sweep
                     level.during("states again").evaluate_again(factor - 1, intervals)
                 relaxed.steps(factor, intervals)
                 relaxed.sent(1)

@@ -86,7 +86,13 @@ def _evaluate(
 def _sum_of_outer_products(x: jax.Array, y: jax.Array, *, turned: bool) -> jax.Array:
     """``(n, terms, i), (n, terms, j) -> (n, i, j)``; formed as its transpose where that is what is wanted of it."""
     if turned:
-        return _sum_of_outer_products(y, x, turned=False).swapaxes(1, 2)
+        return outer_product_sum(y, x).swapaxes(1, 2)
+    return outer_product_sum(x, y)
+
+
+@jax.jit
+def outer_product_sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``(n, terms, i), (n, terms, j) -> (n, i, j)``; `lp_jax._products` counts it as a product, by this name."""
     products = (x[:, k, :, None] * y[:, k, None, :] for k in range(x.shape[1]))
     total = next(products)
     for product in products:

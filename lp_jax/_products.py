@@ -125,7 +125,7 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
         if not any(flags):
             continue
         inner, name = inside(equation), equation.primitive.name
-        if name == "dot_general":
+        if _is_product(equation):
             total += _flops(equation, terms)
         elif name == "scan":
             total += equation.params["length"] * _work(inner[0], _scan_outputs(equation, flags), terms)
@@ -138,12 +138,19 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
     return total
 
 
+def _is_product(equation: Any) -> bool:
+    """Whether an equation is a product, or one written as a sum of outer products (`lp_jax._outer`)."""
+    return equation.primitive.name == "dot_general" or equation.params.get("name") == "outer_product_sum"
+
+
 def _flops(equation: Any, terms: int | None) -> float:
     """Flops of a product; none where it is not to be counted."""
-    if equation.primitive.name != "dot_general":
+    if not _is_product(equation):
         return 0.0
-    (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
+    contracted = (1,)  # of a sum of outer products
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
     return 0.0 if terms not in (None, summed) else 2.0 * math.prod(equation.outvars[0].aval.shape) * summed
 
@@ -159,7 +166,9 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int
         if not any(flags):
             continue
         operands, inner, name = tuple(map(of, equation.invars)), inside(equation), equation.primitive.name
-        if name == "scan":
+        if _is_product(equation):
+            reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
+        elif name == "scan":
             reached = _scan_depths(equation, inner[0], operands, flags, terms)
         elif name == "cond":
             branches = [_depths(branch, operands[1:], flags, terms) for branch in inner]

@@ -226,7 +226,7 @@ def test_collectives(relaxations, sequential):
     workers, cycles, levels, n, width, batch = 4, 5, 3, 64, 8, 3
     params, y0 = dense_params(n, width), dense_state(batch, width)
     hierarchy = {"levels": levels, "relaxation": ("F" + "CF" * relaxations, "FCF"), "coarse_step": INJECT}
-    solver = lp_jax.MGRIT(iterations=cycles, skip_downcycle=False, **hierarchy)
+    solver = lp_jax.MGRIT(iterations=cycles, skip_downcycle=False, at_once=1, **hierarchy)
     comm = line(workers, sequential=sequential)
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
 

@@ -145,7 +145,7 @@ def test_a_plan_is_a_picture(tmp_path, workers):
     found = lp_jax.plan(problem, machine=UNFILLED, workers=workers)
     viz.plan(found).savefig(tmp_path / "plan.png")
     assert imread(tmp_path / "plan.png").std() > 0.05
-    nothing = planning.choose(16, machine(1e-5, at_once=1))
+    nothing = planning.choose(16, machine(1e-5, auto=1))
     assert "serial propagation" in viz.plan(nothing).get_suptitle()
 
 

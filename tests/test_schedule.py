@@ -52,7 +52,7 @@ def test_work_is_that_of_the_program(name):
     solver = SOLVERS[name]
     variants = [solver]
     if isinstance(solver, lp_jax.MGRIT):
-        choices = [("all", "vmap"), ("c_points", "loop"), ("all", "loop"), ("c_points", "vmap")]
+        choices = [("all", math.inf), ("c_points", 1), ("all", 1), ("c_points", math.inf)]
         variants = [
             dataclasses.replace(solver, storage=storage, at_once=at_once)
             for storage, at_once in choices[: 4 if solver.cycle == "V" else 2]

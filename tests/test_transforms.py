@@ -148,7 +148,7 @@ def test_second_derivatives_over_a_mesh(name):
 
 
 CHECKED = """
-import jax, jax.numpy as jnp, lp_jax
+import jax, jax.numpy as jnp, lp_jax, math
 
 solvers = [
     lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(), lp_jax.Picard(sweeps=3, windows=2),

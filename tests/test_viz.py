@@ -337,7 +337,7 @@ def test_schedules_are_legible_and_show_every_worker(name):
 
 def test_costs_stretch_what_they_name():
     newton = lp_jax.Newton(iterations=2)
-    plain, dear = (lines_of(newton, newton.for_adjoint(), 4, False, costs)[0].end for costs in ({}, {"newton": 9.0}))
+    plain, dear = (lines_of(newton, newton.for_adjoint(), 4, math.inf, costs)[0].end for costs in ({}, {"newton": 9.0}))
     assert (plain, dear) == (3, 19)
     assert "drawn as one evaluation" in viz.schedule(newton, 64).get_supxlabel()
     assert "drawn as one evaluation" not in viz.schedule(newton, 64, costs={"newton": 9.0}).get_supxlabel()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -22,12 +21,12 @@ from rich.table import Table
 
 import lp_jax
 from lp_jax import MGRIT, Picard, Rediscretize, Serial, data, nn, planning, train, viz
-from lp_jax._solver import Solver, Stats
+from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.cli._commands import MenuParser
 from lp_jax.cli._launch import set_cpu_devices
 from lp_jax.cli._report import make_writable, quick_compilation, save, write_json
-from lp_jax.cli._workers import mesh_comm
+from lp_jax.cli._workers import data_parallel, mesh_comm
 
 ABOUT = """\
 Train a deep network on handwritten digits exactly, layer-parallel and depth by depth. A table tells how long each takes to the
@@ -169,31 +168,6 @@ class Digits:
         loss_fn, params = self.loss(model)
         batch = next(self.batches(0))
         return float(train.gradient_error(loss_fn, params, batch, way.solver, way.adjoint_solver).relative)
-
-
-def data_parallel(loss_fn: train.LossFn, comm: lp_jax.MeshComm) -> train.LossFn:
-    """The loss of a batch whose examples are shared out; gradients are summed once a step, not layer by layer."""
-
-    def whole(params: PyTree, batch: Any, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Any]:
-        shares = functools.partial(
-            jax.shard_map,
-            mesh=comm.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(comm.axis)),
-            out_specs=PartitionSpec(),
-        )
-
-        @shares
-        def share(params: PyTree, batch: Any) -> tuple[jax.Array, ...]:
-            own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
-            loss, info = loss_fn(own, batch, solver, adjoint_solver)
-            loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)
-            correct, total = jax.lax.psum((info.correct, info.total), comm.axis)
-            return loss, correct, total, scale, jax.lax.pmax(info.result, comm.axis)
-
-        loss, correct, total, scale, result = share(params, batch)
-        return loss, train.Info(correct, total, Stats(jnp.int32(0), jnp.zeros(0, jnp.float32)), result, scale)
-
-    return whole
 
 
 def _run(log: train.Log, errors: tuple[float, float], params: PyTree) -> Run:

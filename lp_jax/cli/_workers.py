@@ -2,23 +2,25 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lp_jax import MeshComm, MPIComm, layer_slices
-from lp_jax._solver import Solver
+from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch, mesh_sizes, set_cpu_devices
 from lp_jax.nn import LayerParallel
-from lp_jax.train import Checkpoints, LossFn, RankCheckpoints, Ranks
+from lp_jax.train import Checkpoints, Info, LossFn, RankCheckpoints, Ranks
 
 
 class Place(abc.ABC):
@@ -178,6 +180,31 @@ def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
         devices=jax.devices()[: math.prod(sizes.values())],
     )
     return MeshComm(mesh)
+
+
+def data_parallel(loss_fn: LossFn, comm: MeshComm) -> LossFn:
+    """The loss of a batch whose examples are shared out; gradients are summed once a step, not layer by layer."""
+
+    def whole(params: PyTree, batch: Any, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Any]:
+        shares = functools.partial(
+            jax.shard_map,
+            mesh=comm.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(comm.axis)),
+            out_specs=PartitionSpec(),
+        )
+
+        @shares
+        def share(params: PyTree, batch: Any) -> tuple[jax.Array, ...]:
+            own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
+            loss, info = loss_fn(own, batch, solver, adjoint_solver)
+            loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)
+            correct, total = jax.lax.psum((info.correct, info.total), comm.axis)
+            return loss, correct, total, scale, jax.lax.pmax(info.result, comm.axis)
+
+        loss, correct, total, scale, result = share(params, batch)
+        return loss, Info(correct, total, Stats(jnp.int32(0), jnp.zeros(0, jnp.float32)), result, scale)
+
+    return whole
 
 
 def _of_processes(count: int) -> str:
