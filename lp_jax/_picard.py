@@ -223,19 +223,28 @@ class Picard(Solver):
         def increment(y: State, x: PyTree) -> State:
             return _tree.sub(step(y, x, shared), y)
 
-        increments = several(increment, chunk(_tree.leading(xs), at_once), terms)
+        size = chunk(_tree.leading(xs), at_once)
+        if size == 1:  # with one increment at a time nothing but the total is kept for the transpose
+
+            def one(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
+                return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
+
+            for _ in range(self.sweeps - 1):
+                incoming = lax.scan(one, _tree.wide(u), (incoming, xs))[1]
+            return _tree.narrow(lax.scan(one, _tree.wide(u), (incoming, xs))[0], u)
+
+        increments = several(increment, size, terms)
 
         def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
             before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
             return total, before
 
         def last(total: State, operands: tuple[Points, PyTree]) -> tuple[State, None]:
-            sums = jax.tree.map(lambda d: jnp.sum(d, axis=0), _tree.wide(increments(*operands)))
-            return _tree.add(total, sums), None
+            return _tree.add(total, _tree.total(increments(*operands))), None
 
         for _ in range(self.sweeps - 1):
-            incoming = in_chunks(add, _tree.wide(u), (incoming, xs), at_once)[1]
-        return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), at_once)[0], u)
+            incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
+        return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)
 
     iteration_name = "sweep"
 

@@ -100,6 +100,8 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
     far behind to all of its block.
     """
     n, rest = x.shape[0], x.shape[1:]
+    if n == 0:
+        return x, start
     if n <= _GROUP:
         sums = list(itertools.accumulate([start, *(x[::-1] if reverse else x)]))
         return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
