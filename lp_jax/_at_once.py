@@ -59,6 +59,7 @@ class Processor:
         short: turns up to which a loop over layers at once is written out as a whole.
         some: turns of a longer loop that are written out; 1 for none.
         small: bytes of a layer up to which some turns of serial propagation are written out; None for any.
+        tiny: flops of a layer below which they are not: a CPU's compiler makes one kernel of such a loop.
         terms: number of terms up to which a product of a batch is a sum of outer products.
         turn: flops in the time that a turn of a loop costs; None for a time that nothing is worth.
     """
@@ -69,6 +70,7 @@ class Processor:
     short: int
     some: int
     small: int | None
+    tiny: int
     terms: int
     turn: float | None
 
@@ -83,8 +85,10 @@ class Processor:
 
     def unrolled(self, layer: Footprint) -> int:
         """How many turns of serial propagation are written out."""
-        small = self.small is None or (layer.counted and layer.operands + layer.working <= self.small)
-        return _SOME if small else 1
+        if self.small is None:
+            return _SOME
+        fits = layer.counted and layer.operands + layer.working <= self.small
+        return _SOME if fits and layer.flops >= self.tiny else 1
 
     def multiplies(self, flops: float) -> bool:
         """Whether a chain of linear maps is solved by products of maps, each of ``flops``, or map after map."""
@@ -92,8 +96,8 @@ class Processor:
 
 
 _SOME = 8
-CPU = Processor(whole=36_000_000, part=2**23, copied=1.0, short=1, some=1, small=2**13, terms=16, turn=1e5)
-ACCELERATOR = Processor(whole=None, part=0, copied=0.0, short=16, some=_SOME, small=None, terms=0, turn=None)
+CPU = Processor(whole=36_000_000, part=2**23, copied=1.0, short=1, some=1, small=2**13, tiny=256, terms=16, turn=1e5)
+ACCELERATOR = Processor(whole=None, part=0, copied=0.0, short=16, some=_SOME, small=None, tiny=0, terms=0, turn=None)
 
 
 def processor(platform: str) -> Processor:

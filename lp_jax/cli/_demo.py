@@ -25,6 +25,7 @@ from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.cli._commands import MenuParser
 from lp_jax.cli._launch import set_cpu_devices
+from lp_jax.cli._reason import why
 from lp_jax.cli._report import make_writable, quick_compilation, save, write_json
 from lp_jax.cli._workers import data_parallel, mesh_comm
 
@@ -234,38 +235,17 @@ def table(runs: Mapping[str, Run]) -> Table:
     return found
 
 
-def why(problem: Digits, runs: Mapping[str, Run]) -> str:
-    """Return the reason for the times: what a step counts, times what each of it takes on this machine."""
+def reason(problem: Digits, runs: Mapping[str, Run]) -> str:
+    """Return why the layer-parallel row takes the time that it takes."""
     model, batch = problem.network(problem.layers), next(problem.batches(0))
-    machine = planning.calibrate(layers_of(model).problem(model.opening(batch[0])))
-    if problem.comm is not None:
-        wires = planning.interconnect(problem.comm)
-        machine = dataclasses.replace(machine, **wires._asdict())
-    exact, ours = (Serial(), Serial()), sweeps(SWEEPS)
-    seconds = [
-        planning.predict(*pair, problem.layers, machine, workers=workers).seconds
-        for pair, workers in ((exact, 1), (ours, problem.workers))
-    ]
-    counted = planning.training_step(*ours, problem.layers, workers=problem.workers)
-    alone = planning.training_step(*exact, problem.layers).depth()
-    most = max(batch.layers for batch in counted.batches)
-    sent = (
-        f" and {counted.states + counted.reductions} messages of {machine.state_bytes} bytes"
-        if problem.workers > 1
-        else ""
+    return why(
+        layers_of(model).problem(model.opening(batch[0])),
+        sweeps(SWEEPS),
+        problem.comm,
+        optimizer=problem.optimizer,
+        params=train.classification(model)[1],
+        measured=runs["layer-parallel"].seconds() / runs["exact"].seconds(),
     )
-    predicted = seconds[1] / seconds[0]
-    measured = runs["layer-parallel"].seconds() / runs["exact"].seconds()
-    each = 1e6 * seconds[0] / alone
-    text = (
-        f"Why: an exact step is {alone} evaluations of one layer, one after another, {each:.2g} us each on this machine. A "
-        f"layer-parallel step is {counted.depth()} evaluations of {most} layers at once{sent}: {1e3 * seconds[1]:.2g} ms instead "
-        f"of {1e3 * seconds[0]:.2g}, or {predicted:.2f} of the time, if each part takes as long as alone. Measured: "
-        f"{measured:.2f}."
-    )
-    if not 0.8 <= predicted / measured <= 1.25:
-        text += " What is between the two, these counts do not explain."
-    return text
 
 
 def predictions(problem: Digits, params: PyTree) -> Iterator[str]:
@@ -380,8 +360,8 @@ def run(args: Sequence[str]) -> None:
     out.print(table(runs))
     out.print(EXPLAINED.format(*SWEEPS, *ROUGH))
     with console.status("what each part of a step takes on this machine"):
-        reason = why(problem, runs)
-    out.print(f"{reason}\n")
+        text = reason(problem, runs)
+    out.print(f"{text}\n")
     first = next(iter(runs.values())).params
     with console.status("what the planner says of other machines"):
         lines = list(predictions(problem, first))
