@@ -83,6 +83,11 @@ class Processor:
             return max(steps, 1)
         return max(1, min(steps, self.part // each))
 
+    @property
+    def launches(self) -> bool:
+        """Whether each turn of a loop is launched anew, so that few long turns, and work that is thrown away, are cheap."""
+        return self.some > 1
+
     def unrolled(self, layer: Footprint) -> int:
         """How many turns of serial propagation are written out."""
         if self.small is None:

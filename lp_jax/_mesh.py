@@ -245,7 +245,7 @@ class OnMesh(Workers):
 
         def turn(entry: State, out: tuple[CPoints, Any], number: Any) -> tuple[CPoints, Any]:
             mine = self.index() == first + by * number
-            if self.processor.some > 1:  # all of them: who has nothing to do would wait, and a loop's length is known
+            if self.processor.launches:  # all of them: who has nothing to do would wait, and a loop's length is known
                 return cast(tuple[CPoints, Any], _tree.where(mine, run(entry), out))
             # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
             return lax.fori_loop(0, mine.astype(jnp.int32), lambda _, __: run(entry), out)

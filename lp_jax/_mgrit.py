@@ -289,7 +289,7 @@ class MGRIT(Solver):
         if self.keeps_states:
             return Held(sizes.mine * sizes.linearised, working)
         at_once = min(self.most_at_once(sizes.auto), intervals[0])
-        some = at_once < intervals[0]
+        some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
         recomputed = at_once * grid[0][1] * sizes.linearised if some else _F_POINTS * sizes.mine * sizes.state
         return Held(intervals[0] * sizes.state, working + int(recomputed))
 

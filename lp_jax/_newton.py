@@ -163,12 +163,11 @@ class Newton(Solver):
         return dataclasses.replace(self, iterations=1, relaxations=0, rtol=None, atol=None)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        # an iteration holds the Jacobians of all layers anyway
         everything = self.at_once == "auto" and chain.footprint.counted
-        return (chain.finest(1, at_once=chain.steps if everything else chain.at_once(self.at_once)),)
+        return (chain.finest(1, at_once=chain.at_once(math.inf if everything else self.at_once)),)
 
     def most_at_once(self, auto: float) -> float:
-        return math.inf if self.at_once == "auto" and auto > 1 else super().most_at_once(auto)
+        return super().most_at_once(math.inf)  # an iteration holds the Jacobians of all layers anyway
 
     def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
         level, u = levels[0], constant(levels[0], guess)

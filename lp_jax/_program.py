@@ -114,7 +114,7 @@ def prepare(
     scan = (
         adjoint_guess is None
         and exact
-        and (traced.workers.processor.some == 1 or not (traced.recurrent and solver.keeps_states))
+        and (not traced.workers.processor.launches or not (traced.recurrent and solver.keeps_states))
     )
     static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
     if isinstance(guess, str):

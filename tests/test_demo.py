@@ -64,7 +64,8 @@ def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp
     np.testing.assert_allclose(runs["data parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
     np.testing.assert_allclose(runs["layer-parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
     assert "an exact step is 192 evaluations of one layer" in ended.stdout
-    assert "is 7 evaluations of 32 layers at once and 11 messages" in ended.stdout
+    assert "is 7 evaluations of 32 layers at once: 4 forward of" in ended.stdout
+    assert "2 adjoint of" in ended.stdout and "messages included (11)" in ended.stdout
     assert "1 H200" in ended.stdout and "layer-parallel, rough" in ended.stdout
 
 

@@ -107,7 +107,8 @@ def test_newton_by_hand():
     forward = lp_jax.Newton(iterations=3)
     step = training_step(forward, forward.for_adjoint(), 64, workers=4)
     assert step.batches == {("newton", 16): 4, ("forward", 16): 1, ("gradient", 16): 1}
-    looped = training_step(forward, forward.for_adjoint(), 64, at_once=1)
+    one_by_one = dataclasses.replace(forward, at_once=1)
+    looped = training_step(one_by_one, one_by_one.for_adjoint(), 64)
     assert looped.batches == {("newton", 1): 4 * 64, ("forward", 1): 64, ("gradient", 1): 64}
     relaxed = dataclasses.replace(forward, relaxations=5)
     more = training_step(relaxed, relaxed.for_adjoint(), 64, workers=4)

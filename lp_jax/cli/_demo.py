@@ -57,7 +57,7 @@ class Way(NamedTuple):
     shared: bool = False  # each device has its share of the examples
 
 
-def sweeps(number: tuple[int, int]) -> tuple[Solver, Solver]:
+def sweeps(number: tuple[int, int]) -> tuple[Picard, Picard]:
     """Sweeps over all layers, forward and adjoint."""
     forward, adjoint = number
     return Picard(sweeps=forward), Picard(sweeps=adjoint)
@@ -284,8 +284,8 @@ def pictures(problem: Digits, runs: Mapping[str, Run]) -> dict[str, Figure]:
     }
     return {
         "race.png": viz.race(rows, target=target_of(runs)),
-        "residuals.png": viz.residuals(history),
-        "gradient_error.png": viz.gradient_errors(errors, work=work),
+        "residuals.png": viz.residuals(history, iteration="sweep"),
+        "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="sweep or cycle", choice="solver"),
         "sweeps.png": viz.hierarchy(solver, problem.layers, t1=T1, adjoint_solver=adjoint_solver),
         "schedule.png": viz.schedule(
             solver, problem.layers, workers=workers, adjoint_solver=adjoint_solver, at_once=math.inf
@@ -294,9 +294,9 @@ def pictures(problem: Digits, runs: Mapping[str, Run]) -> dict[str, Figure]:
 
 
 _SHOWN: Mapping[str, Solver] = {
-    "sweeps over all layers, as in the table": Picard(),
-    "two levels, 16 layers to an interval: injection": MGRIT(coarsening=16, coarse_step=Rediscretize()),
-    "two levels: one sweep over the interval": MGRIT(coarsening=16),
+    "sweeps, as in the table": Picard(),
+    "two levels, injection": MGRIT(coarsening=16, coarse_step=Rediscretize()),
+    "two levels, Picard 1": MGRIT(coarsening=16),
 }
 """Solvers of the picture of errors: that of the table, and cycles beside it."""
 

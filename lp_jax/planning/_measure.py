@@ -97,7 +97,7 @@ def layers_at_once(problem: Problem) -> int:
     return traced.chain(*operands, traced.workers).at_once("auto")
 
 
-def sweep(problem: Problem, at_once: int) -> list[float]:
+def sweep(problem: Problem, at_once: int | float) -> list[float]:
     """Seconds of a sweep over all layers, so many at once: forward, adjoint, and of the gradient."""
     forward, adjoint, gradient = _iterations(problem, Picard(sweeps=_SWEEPS, at_once=at_once))
     return [max(s, LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint

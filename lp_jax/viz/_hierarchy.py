@@ -273,7 +273,8 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
     others = [
         f"{field.name} = {_words(getattr(adjoint, field.name))}"
         for field in dataclasses.fields(cast(Any, solver))
-        if field.name != "iterations" and repr(getattr(adjoint, field.name)) != repr(getattr(solver, field.name))
+        if field.name not in ("iterations", "sweeps")
+        and repr(getattr(adjoint, field.name)) != repr(getattr(solver, field.name))
     ]
     same = f"but {', '.join(others)}, and with" if others else "with"
     if adjoint.exact and not others:
