@@ -7,7 +7,7 @@ numbers that were measured. Nothing else in the library asks what it runs on.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core
 
 from lp_jax import _check, _tree
-from lp_jax._outer import outer_products
+from lp_jax._outer import has_few
 from lp_jax._products import cost_of, most_alive, opaque
 from lp_jax._types import PyTree
 
@@ -29,22 +29,26 @@ class Footprint(NamedTuple):
         working: bytes of what it works on: its states, and what is alive between them.
         flops: of its products.
         counted: whether its program tells all of that; not with a callback or a foreign call in it.
+        few: whether it has a product of few rows, but several: see `FewTerms`.
     """
 
     operands: int
     working: int
     flops: float
     counted: bool = True
+    few: bool = False
 
 
-def footprint(program: core.Jaxpr, operands: PyTree) -> Footprint:
-    """Read a layer's program, traced for one layer's ``operands``."""
+def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
+    """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few."""
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
     try:
         flops = cost_of(program).work
     except ValueError:  # a loop whose length is data
         return Footprint(held, 0, math.inf, counted=False)
-    return Footprint(held, most_alive(program), flops, counted=not opaque(program))
+    return Footprint(
+        held, most_alive(program), flops, counted=not opaque(program), few=has_few(program, terms, least=2)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +62,10 @@ class Processor:
             operands are copied.
         short: turns up to which a loop over layers at once is written out as a whole.
         some: turns of a longer loop that are written out; 1 for none.
-        small: bytes of a layer up to which some turns of serial propagation are written out; None for any.
+        small: bytes of a layer up to which some turns of serial propagation are written out; None for any. Not where its
+            products are few: the sums of outer products would be written out too, and are then slower.
         tiny: flops of a layer below which they are not: a CPU's compiler makes one kernel of such a loop.
-        terms: number of terms up to which a product of a batch is a sum of outer products.
+        terms: number of terms up to which the gradient of a weight is a sum of outer products: see `FewTerms`.
         turn: flops in the time that a turn of a loop costs; None for a time that nothing is worth.
     """
 
@@ -92,7 +97,7 @@ class Processor:
         """How many turns of serial propagation are written out."""
         if self.small is None:
             return _SOME
-        fits = layer.counted and layer.operands + layer.working <= self.small
+        fits = layer.counted and not layer.few and layer.operands + layer.working <= self.small
         return _SOME if fits and layer.flops >= self.tiny else 1
 
     def multiplies(self, flops: float) -> bool:
@@ -161,15 +166,9 @@ def chunk(n: int, most: int) -> int:
     return even if 2 * even > most else most
 
 
-def several(one: Callable[..., PyTree], size: int, terms: int) -> Callable[..., PyTree]:
+def several(one: Callable[..., PyTree], size: int) -> Callable[..., PyTree]:
     """``one`` for ``size`` entries of the leading axis of all its arguments."""
     if size != 1:
-        return batched(one, None, terms)
+        return jax.vmap(one)
     alone = functools.partial(jax.tree.map, lambda x: x[0])
     return lambda *operands: jax.tree.map(lambda x: jnp.asarray(x)[None], one(*map(alone, operands)))
-
-
-def batched(one: Callable[..., PyTree], layer_axes: Sequence[int | None] | None, terms: int) -> Callable[..., PyTree]:
-    """``jax.vmap(one, layer_axes)``, with short products formed otherwise: see `outer_products`."""
-    at_once = jax.vmap(one, in_axes=0 if layer_axes is None else tuple(layer_axes))
-    return at_once if terms == 0 else outer_products(at_once, terms)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _tree
-from lp_jax._at_once import batched, chunk, in_chunks, several
+from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._comm import Run, Workers, select
 from lp_jax._products import inside
 from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Transfer
@@ -219,7 +219,7 @@ def sweep(
 def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     """``one`` for every entry of the operands' leading axis, so many at once as the level says."""
     size = chunk(_tree.leading(operands), level.at_once)
-    at_once = several(one, size, level.workers.processor.terms)
+    at_once = several(one, size)
     return in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
 
 
@@ -251,7 +251,7 @@ def _at_once(
     if level.expand is not None:
         some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), xs)
         xs = jax.vmap(level.expand, in_axes=(0, None))(some, level.shared)
-    one = batched(advance, (0, 0, None), level.workers.processor.terms)
+    one = jax.vmap(advance, in_axes=(0, 0, None))
 
     def step(u: CPoints, n: jax.Array | int) -> tuple[CPoints, PyTree]:
         def take(x: jax.Array) -> jax.Array:

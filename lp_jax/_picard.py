@@ -196,7 +196,7 @@ class Picard(Solver):
 
         def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
             x, states = x
-            return self._interval(step, u, x, states, shared, at_once=at_once, terms=chain.workers.processor.terms)
+            return self._interval(step, u, x, states, shared, at_once=at_once)
 
         def around(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
@@ -212,7 +212,6 @@ class Picard(Solver):
         shared: PyTree,
         *,
         at_once: int,
-        terms: int,
     ) -> State:
         """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
         if states is None:
@@ -233,7 +232,7 @@ class Picard(Solver):
                 incoming = lax.scan(one, _tree.wide(u), (incoming, xs))[1]
             return _tree.narrow(lax.scan(one, _tree.wide(u), (incoming, xs))[0], u)
 
-        increments = several(increment, size, terms)
+        increments = several(increment, size)
 
         def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
             before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
@@ -299,7 +298,7 @@ def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
     if not n:
         return u, jnp.zeros((), dtype)
     size = chunk(n, level.at_once)
-    stepped_from = several(single(level, level.advance), size, level.workers.processor.terms)
+    stepped_from = several(single(level, level.advance), size)
 
     def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
         """Squares of what each layer's predecessor leaves, less what enters it."""

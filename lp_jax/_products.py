@@ -139,8 +139,8 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
 
 
 def _is_product(equation: Any) -> bool:
-    """Whether an equation is a product, or one written as a sum of outer products (`lp_jax._outer`)."""
-    return equation.primitive.name == "dot_general" or equation.params.get("name") == "outer_product_sum"
+    """Whether an equation is a product, or one of those of `lp_jax._outer`."""
+    return equation.primitive.name in ("dot_general", "few_terms", "outer_terms")
 
 
 def _flops(equation: Any, terms: int | None) -> float:
@@ -148,9 +148,7 @@ def _flops(equation: Any, terms: int | None) -> float:
     if not _is_product(equation):
         return 0.0
     shape = equation.invars[0].aval.shape
-    contracted = (1,)  # of a sum of outer products
-    if equation.primitive.name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
+    (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
     return 0.0 if terms not in (None, summed) else 2.0 * math.prod(equation.outvars[0].aval.shape) * summed
 

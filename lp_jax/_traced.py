@@ -17,6 +17,7 @@ from lp_jax._at_once import Footprint, footprint, processor
 from lp_jax._chain import Chain, guarded, pad_slices
 from lp_jax._comm import OneDevice, Workers
 from lp_jax._level import Level
+from lp_jax._outer import FewTerms, has_few
 from lp_jax._problem import Problem
 from lp_jax._solver import Solver
 from lp_jax._types import Layer, PyTree, Slices, State, Static, Step
@@ -151,6 +152,9 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
                 table[key] = _trace(
                     LayerStep(problem.step, level), u, x, shared, problem.has_aux, closed_over, programs
                 )
+    terms = workers.processor.terms
+    if any(has_few(program, terms) for program in programs):  # a level may have states of other sizes
+        table = {key: (FewTerms(step, terms), structure) for key, (step, structure) in table.items()}
     common = Common(y0, shared, tuple(closed_over))
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, (common.shared, common.closed_over))))
     traced = Traced(
@@ -160,7 +164,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         padded=any(workers.fit(solver.resolve(steps).unit(steps)).padded for solver in solvers),
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
-        footprint=footprint(programs[0], x),
+        footprint=footprint(programs[0], x, terms=terms),
     )
     return traced, Operands(slices, common)
 

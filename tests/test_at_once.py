@@ -14,7 +14,7 @@ import pytest
 import lp_jax
 from lp_jax import _at_once, _products
 from lp_jax._at_once import ACCELERATOR, CPU, Footprint, chunk, in_chunks
-from lp_jax._outer import outer_products
+from lp_jax._outer import FewTerms, has_few
 from lp_jax._picard import Picard
 from lp_jax._traced import trace
 
@@ -132,22 +132,43 @@ def test_parts_follow_each_other(size, reverse):
     np.testing.assert_allclose(out, found[::-1] if reverse else found)
 
 
-def test_short_products_of_a_batch_are_sums_and_others_are_not():
+def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
     rng = np.random.default_rng(1)
-    y, lam, w = (jnp.asarray(rng.normal(size=shape)) for shape in ((6, 3, 4), (6, 3, 5), (6, 4, 5)))
+    y, lam, w, v = (jnp.asarray(rng.normal(size=shape)) for shape in ((6, 3, 4), (6, 3, 5), (6, 4, 5), (6, 5, 5)))
 
-    def gradients(y, lam, w):
-        pulled = jax.vmap(lambda y, lam, w: jax.vjp(lambda y, w: jnp.tanh(y @ w), y, w)[1](lam))(y, lam, w)
-        return pulled, jax.jit(lambda: jnp.sum(w))()
+    def layer(y, w, v):
+        return jax.jit(lambda y: jnp.tanh(y @ w))(y) @ v.T
 
-    found = outer_products(gradients, 3)(y, lam, w)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients(y, lam, w)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-13)
+    def products(f, name, *arguments):
+        return str(jax.make_jaxpr(f)(*arguments)).count(f"{name}[")
 
-    def products(terms):
-        return str(jax.make_jaxpr(outer_products(gradients, terms))(y, lam, w)).count("dot_general")
+    def gradient(step):
+        return lambda y, w, v, lam: jax.vjp(step, y, w, v)[1](lam)
 
-    assert (products(2), products(3)) == (3, 2)
+    one = [x[0] for x in (y, w, v, lam)]
+    layers = y, w, v, lam
+    for terms, left in ((2, (6, 0)), (3, (2, 2))):  # forward, to the state and to the weight: two each
+        few = FewTerms(layer, terms)
+        assert has_few(jax.make_jaxpr(layer)(*one[:3]).jaxpr, terms) == (terms == 3)
+        for f, arguments in (
+            (gradient, one),
+            (lambda step: jax.vmap(gradient(step)), layers),  # layers at once
+            (
+                lambda step: jax.vmap(gradient(step), in_axes=(0, None, None, 0)),
+                (y, w[0], v[0], lam),
+            ),  # of each example
+            (lambda step: gradient(jax.vmap(step, in_axes=(0, None, None))), (y, w[0], v[0], lam)),  # of all examples
+            (lambda step: lambda *x: jax.jvp(step, x[:3], x[:3]), one),
+            (lambda step: jax.jacfwd(gradient(step), argnums=(0, 1)), one),
+            (lambda step: jax.jacrev(gradient(step), argnums=(0, 1)), one),
+        ):
+            for a, b in zip(*(jax.tree.leaves(f(step)(*arguments)) for step in (few, layer)), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+        for f, arguments in ((gradient(few), one), (jax.vmap(gradient(few)), layers)):
+            assert (products(f, "dot_general", *arguments), products(f, "outer_terms", *arguments)) == left
+    by_rows = jax.make_jaxpr(jax.vmap(gradient(FewTerms(layer, 3)), in_axes=(0, None, None, 0)))(y, w[0], v[0], lam)
+    assert "few_terms" not in str(by_rows)  # one product of all rows is better
+    assert products(gradient(FewTerms(layer, 3)), "dot_general", *(x.astype(jnp.bfloat16) for x in one)) == 6
 
 
 def test_a_layer_is_told_by_its_program():
