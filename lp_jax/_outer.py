@@ -47,14 +47,19 @@ def _equations(program: core.Jaxpr) -> Iterator[Any]:
 
 
 def _few(equation: Any, terms: int, least: int = 1) -> bool:
-    """Whether this is a product of ``least`` to ``terms`` rows with a matrix, in single or double precision, on one device."""
+    """Whether this is a product of ``least`` to ``terms`` rows with a matrix, in single or double precision.
+
+    Not where the compiler, or the types, spread rows over devices: within `shard_map` each device has its own.
+    """
     if equation.primitive.name != "dot_general":
         return False
     x, w, out = (v.aval for v in (*equation.invars, *equation.outvars))
     (left, _), (batch, _) = equation.params["dimension_numbers"]
     plain = w.ndim == 2 <= x.ndim and not batch and tuple(left) == (x.ndim - 1,)
     alike = x.dtype == w.dtype == out.dtype and x.dtype.itemsize >= 4
-    return plain and alike and least <= math.prod(x.shape[:-1]) <= terms and out.sharding.mesh.empty
+    mesh = out.sharding.mesh
+    whole = not (mesh.explicit_axes or mesh.auto_axes)
+    return plain and alike and whole and least <= math.prod(x.shape[:-1]) <= terms
 
 
 def _evaluate(program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], terms: int) -> list:

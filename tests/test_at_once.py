@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from networks import mesh
 
 import lp_jax
 from lp_jax import _at_once, _products
@@ -166,6 +169,8 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
         for f, arguments in ((gradient(few), one), (jax.vmap(gradient(few)), layers)):
             assert (products(f, "dot_general", *arguments), products(f, "outer_terms", *arguments)) == left
+    spread = functools.partial(jax.shard_map, mesh=mesh(2).mesh, in_specs=P("layers"), out_specs=P("layers"))
+    assert products(spread(jax.vmap(gradient(FewTerms(layer, 3)))), "outer_terms", *layers) == 2
     by_rows = jax.make_jaxpr(jax.vmap(gradient(FewTerms(layer, 3)), in_axes=(0, None, None, 0)))(y, w[0], v[0], lam)
     assert "few_terms" not in str(by_rows)  # one product of all rows is better
     assert products(gradient(FewTerms(layer, 3)), "dot_general", *(x.astype(jnp.bfloat16) for x in one)) == 6
