@@ -285,7 +285,7 @@ def pictures(problem: Digits, runs: Mapping[str, Run]) -> dict[str, Figure]:
     return {
         "race.png": viz.race(rows, target=target_of(runs)),
         "residuals.png": viz.residuals(history, iteration="sweep"),
-        "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="sweep or cycle", choice="solver"),
+        "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="iteration", choice="solver"),
         "sweeps.png": viz.hierarchy(solver, problem.layers, t1=T1, adjoint_solver=adjoint_solver),
         "schedule.png": viz.schedule(
             solver, problem.layers, workers=workers, adjoint_solver=adjoint_solver, at_once=math.inf
