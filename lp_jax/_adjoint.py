@@ -36,16 +36,21 @@ class Forward(NamedTuple):
     Attributes:
         c_points: states that leave every interval of the forward solve's finest level, after its final sweep,
             ``(intervals, ...)``.
-        swept_from: the same before the final sweep: from these all states that it met can be recomputed. None where they
-            are ``c_points``.
+        entered: states that entered every interval in the final sweep: from these all states that it met can be recomputed.
+            None where they follow from ``c_points``.
         states: states that entered every layer in the final sweep, ``(N, ...)``; None where they are to be recomputed.
         linearisations: what `Linearised` keeps of every layer at those states, ``(N, ...)``; None with them.
     """
 
     c_points: CPoints
-    swept_from: CPoints | None = None
+    entered: CPoints | None = None
     states: Stacked | None = None
     linearisations: PyTree = None
+
+
+def entered_in_final_sweep(level: Level, before: CPoints | None, c_points: CPoints) -> CPoints | None:
+    """`Forward.entered`, given the C-points before and after the final sweep."""
+    return None if before is None or before is c_points else level.incoming(before)
 
 
 class Cotangents(NamedTuple):
@@ -83,17 +88,17 @@ def solve_adjoint(
     """
     forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
-    swept_from = left.c_points if left.swept_from is None else left.swept_from
     around = any(level.around for level in forward)  # coarse steps linearised at all states
     recompute = (
         left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not around
     )
-    if recompute:
-        states = fine.incoming(swept_from)
-    elif left.states is not None:
+    if left.states is not None:
         states = left.states
     else:
-        states = entering(chain.finest(stride, at_once=fine.at_once), swept_from)
+        level = chain.finest(stride, at_once=fine.at_once)
+        states = level.incoming(left.c_points) if left.entered is None else left.entered
+        if not recompute:
+            states = entering(level, states)
     if not recompute:
         forward = tuple(level.taken_around(states) for level in forward)
 

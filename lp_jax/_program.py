@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 
 from lp_jax import _inputs, _tree
-from lp_jax._adjoint import Forward, solve_adjoint
+from lp_jax._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._chain import Chain
 from lp_jax._comm import Workers
 from lp_jax._gradient import reverse_only, without_gradient
@@ -220,9 +220,9 @@ def _forward(static: _Static, arrays: Arrays, *, keep: bool) -> tuple[Output, Fo
         advance = _emit(chain, keep_states) if keep_states or traced.has_aux else None
         u, emitted = solver.finish(levels, before, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
-        swept_from = before if keep and not keep_states and before is not u else None
+        entered = entered_in_final_sweep(levels[0], before, u) if keep and not keep_states else None
         floor = _ROUNDING * rounding(levels[0])
-        return (Forward(u, swept_from, states, linearisations), aux), (levels[0].last(u), stats, met, floor)
+        return (Forward(u, entered, states, linearisations), aux), (levels[0].last(u), stats, met, floor)
 
     stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
     (left, aux), (y1, stats, met, floor) = workers.run(body, stacked, (common, arrays.solver))

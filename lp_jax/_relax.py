@@ -37,20 +37,16 @@ def f_relax(level: Level, u: CPoints) -> Points:
     Returns:
         Leaves ``(steps, ...)``; the C-points among them are ``u`` itself.
     """
-    m = level.factor
-    if m == 1:
+    if level.factor == 1:
         return u
 
-    last, entered = sweep(level, level.incoming(u), advance=_with_incoming(level), count=m - 1)
-
-    def points(c: jax.Array, f: jax.Array, e: jax.Array) -> jax.Array:
+    def points(c: jax.Array, e: jax.Array) -> jax.Array:
         # the state that enters a step is the one that left the step before
-        parts = (
-            [c[:, None], f[:, None], e[:, 1 : m - 1]] if level.reverse else [e[:, 1 : m - 1], f[:, None], c[:, None]]
-        )
+        parts = [c[:, None], e[:, :-1]] if level.reverse else [e[:, 1:], c[:, None]]
         return jnp.concatenate(parts, axis=1)
 
-    return level.with_c_points(_tree.merge(jax.tree.map(points, u, last, entered)), u)
+    entered = _tree.split(entering(level, level.incoming(u)), level.factor)
+    return level.with_c_points(_tree.merge(jax.tree.map(points, u, entered)), u)
 
 
 def c_relax(level: Level, u: CPoints, weight: jax.Array | float = 1.0) -> CPoints:
@@ -90,9 +86,18 @@ def fcf_relax(level: Level, u: CPoints, count: int, weight: jax.Array | float) -
     return Relaxed(u, _tree.sub(swept, u), incoming)
 
 
-def entering(level: Level, u: CPoints) -> Points:
-    """F-relaxation: the states that enter every step, leaves ``(steps, ...)``."""
-    return level.incoming_points(f_relax(level, u))
+def entering(level: Level, incoming: CPoints) -> Points:
+    """F-relaxation: the states that enter every step, leaves ``(steps, ...)``, given those that enter the intervals."""
+    m = level.factor
+    if m == 1:
+        return incoming
+    last, entered = sweep(level, incoming, advance=_with_incoming(level), count=m - 1)
+
+    def points(f: jax.Array, e: jax.Array) -> jax.Array:
+        parts = [f[:, None], e[:, 1:]] if level.reverse else [e[:, :-1], f[:, None]]
+        return jnp.concatenate(parts, axis=1)
+
+    return _tree.merge(jax.tree.map(points, last, entered))
 
 
 def _with_incoming(level: Level) -> Advance:

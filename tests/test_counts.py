@@ -72,14 +72,12 @@ def held():
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_counts_are_those_held(name):
-    """Bytes are XLA's choice, and compared where the version is that of the file; another may send two messages as one."""
+    """Bytes are XLA's choice, and compared where the version is that of the file."""
     stored, found = held(), measured(SOLVERS[name])
     wanted = stored["solves"][name]
     if stored["jaxlib"] != jaxlib.__version__:
         for solve in ("forward", "gradient"):
             del wanted[solve]["bytes"], found[solve]["bytes"]
-            most, sent = wanted[solve].pop("messages"), found[solve].pop("messages")
-            assert sent.keys() == most.keys() and all(sent[kind] <= most[kind] for kind in sent), (sent, most)
     assert found == wanted, f"counts have changed; if that is meant, run python {os.path.relpath(__file__)}"
 
 

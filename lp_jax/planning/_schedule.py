@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax._adjoint import Forward, solve_adjoint
+from lp_jax._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._at_once import ACCELERATOR
 from lp_jax._chain import Chain
 from lp_jax._comm import Run, Workers
@@ -130,7 +130,8 @@ def _forward(
     before, stats, _ = iterate(solver, levels, None)
     u, emitted = solver.finish(levels, before, keep if kept else None)
     states, found = levels[0].merge(emitted) if kept else (None, None)
-    return (levels[0].last(u), stats), Forward(u, None if kept else before, states, found)
+    entered = None if kept else entered_in_final_sweep(levels[0], before, u)
+    return (levels[0].last(u), stats), Forward(u, entered, states, found)
 
 
 def _backward(
