@@ -6,6 +6,8 @@ sweeps or Newton's method, forward and adjoint, to the same answer as one after 
 
 from importlib.metadata import version as _version
 
+from lp_jax._coarse_step import Coarse as Coarse
+from lp_jax._coarse_step import CoarseStep as CoarseStep
 from lp_jax._comm import Comm as Comm
 from lp_jax._comm import Workers as Workers
 from lp_jax._cycle import cascade as cascade
@@ -26,17 +28,15 @@ from lp_jax._rediscretize import Rediscretize as Rediscretize
 from lp_jax._relax import c_relax as c_relax
 from lp_jax._relax import f_relax as f_relax
 from lp_jax._relax import residual as residual
+from lp_jax._result import RESULTS as RESULTS
 from lp_jax._scan import scan as scan
 from lp_jax._scan import scanned as scanned
 from lp_jax._serial import Serial as Serial
-from lp_jax._solution import RESULTS as RESULTS
 from lp_jax._solution import Solution as Solution
 from lp_jax._solution import SolveError as SolveError
 from lp_jax._solve import Gradients as Gradients
 from lp_jax._solve import solve as solve
 from lp_jax._solve import solve_vjp as solve_vjp
-from lp_jax._solver import Coarse as Coarse
-from lp_jax._solver import CoarseStep as CoarseStep
 from lp_jax._solver import Solver as Solver
 from lp_jax._solver import Stats as Stats
 from lp_jax._spatial import spatial as spatial

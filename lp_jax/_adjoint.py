@@ -24,6 +24,7 @@ from lp_jax._chain import Chain
 from lp_jax._level import Level, identity
 from lp_jax._linear import Linearised
 from lp_jax._relax import entering
+from lp_jax._result import if_finite
 from lp_jax._solver import Solver, Stats, iterate
 from lp_jax._types import Advance, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
 
@@ -128,7 +129,7 @@ def solve_adjoint(
         number = chain.workers.start(fine.interval_span) + jnp.arange(fine.intervals, dtype=jnp.int32)
         inert = number >= chain.workers.total(fine.interval_span)
         guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
-    lam, stats, _ = iterate(solver, levels, guess)
+    lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)
     lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(weights)))
     slices = fine.merge(slices)
@@ -139,7 +140,7 @@ def solve_adjoint(
     gradients = Cotangents(
         y0=finest.last(lam), slices=slices, shared=combine(chain.workers.sum(shared) if weights else [], fill=None)
     )
-    return gradients, lam, stats
+    return gradients, lam, stats._replace(result=if_finite(stats.result, gradients.y0))
 
 
 def transpose_coarse(

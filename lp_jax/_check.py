@@ -30,3 +30,13 @@ def one_of(name: str, value: Any, allowed: Iterable[str], *, otherwise: str = ""
     hint = f" Did you mean {near[0]!r}?" if near else ""
     wanted = " or ".join(repr(a) for a in allowed) + (f", {otherwise}" if otherwise else "")
     raise ValueError(f"{name} must be {wanted}; got {value!r}.{hint}")
+
+
+def tolerance(rtol: Any, fallback: Any, *, has_tolerance: bool) -> None:
+    """A relative tolerance that some residual norm can meet, and a fallback for one."""
+    if isinstance(rtol, str):
+        raise TypeError(f"rtol must be a number, or None for a fixed number of iterations; got the string {rtol!r}.")
+    if isinstance(rtol, int | float) and not rtol >= 0:
+        raise ValueError(f"rtol must be at least 0, as a part of the first residual norm; got {rtol}.")
+    if fallback and not has_tolerance:
+        raise ValueError("fallback=True got no tolerance that could be missed. Set rtol, for example rtol=1e-3.")

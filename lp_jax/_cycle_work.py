@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from lp_jax._coarse_step import CoarseStep
 from lp_jax._path import Stop
-from lp_jax._solver import CoarseStep, Solver
+from lp_jax._solver import Solver
 from lp_jax._work import Work
 
 Grid = Sequence[tuple[int, int]]

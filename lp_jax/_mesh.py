@@ -45,7 +45,7 @@ class MeshComm(Comm):
         >>> step = lambda y, layer: y + layer.dt * layer.params * y
         >>> solution = lp_jax.solve(step, jnp.ones(8), jnp.ones(()), comm=lp_jax.MeshComm(mesh))
         >>> solution.trajectory.shape
-        (2,)
+        (8,)
     """
 
     mesh: Mesh

@@ -12,6 +12,7 @@ import jax
 from lp_jax import _check, _tree
 from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
+from lp_jax._coarse_step import CoarseStep, PerInterval
 from lp_jax._cycle import cascade, fas_cycle
 from lp_jax._cycle_work import busiest, count_stops
 from lp_jax._level import Level, sweep
@@ -21,7 +22,7 @@ from lp_jax._pytree import register
 from lp_jax._rediscretize import Rediscretize
 from lp_jax._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
 from lp_jax._serial import Serial
-from lp_jax._solver import CoarseStep, PerInterval, Solver, constant
+from lp_jax._solver import Solver, constant
 from lp_jax._transfer import fitted
 from lp_jax._types import Advance, CPoints, Scalar, State, Transfer
 from lp_jax._work import Held, Sizes, Uncounted, Work
@@ -46,6 +47,8 @@ class MGRIT(Solver):
         rtol: stop when the residual norm is at most this times the first one that was measured.
         atol: stop when the residual norm is at most this. Tolerances below what rounding leaves count as that, those below
             zero as none: all iterations are done.
+        fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
+            residual norm has grown by ten) or that gets no further is given up at once.
         relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
             level, finest first (the last one repeats).
         c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.
@@ -89,6 +92,7 @@ class MGRIT(Solver):
     iterations: int = 2
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
+    fallback: bool = False
     relaxation: Relaxation | tuple[Relaxation, ...] = ("F", "FCF")
     c_weight: float | jax.Array = 1.0
     cycle: str = "V"
@@ -122,6 +126,7 @@ class MGRIT(Solver):
         _check.one_of("cycle", self.cycle, VISITS)
         _check.one_of("storage", self.storage, ("c_points", "all"))
         check_at_once("at_once", self.at_once)
+        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
         for pair in self._transfers():
             if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))):
                 raise ValueError(

@@ -109,6 +109,8 @@ class Newton(Solver):
             leads iterations astray. Layers near the identity forget nothing: 0.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
+        fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
+            residual norm has grown by ten) or that gets no further is given up at once.
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
             (examples); their Jacobians are taken one by one. None is 0, and refused where a leaf has several axes.
@@ -139,6 +141,7 @@ class Newton(Solver):
     relaxations: int = 0
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
+    fallback: bool = False
     damping: Damping | None = None
     batch_axes: int | None = None
     storage: str = "all"
@@ -152,6 +155,7 @@ class Newton(Solver):
             _check.integer("batch_axes", self.batch_axes, least=0)
         _check.one_of("storage", self.storage, ("states", "all"))
         check_at_once("at_once", self.at_once)
+        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     @property
     def keeps_states(self) -> bool:
@@ -160,7 +164,7 @@ class Newton(Solver):
     def for_adjoint(self) -> Solver:
         if self.jacobian != "full" or self.damping is not None:
             return self
-        return dataclasses.replace(self, iterations=1, relaxations=0, rtol=None, atol=None)
+        return dataclasses.replace(self.with_effort(1), relaxations=0)  # type: ignore[type-var]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         everything = self.at_once == "auto" and chain.footprint.counted

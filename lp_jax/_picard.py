@@ -12,10 +12,11 @@ from lp_jax import _check, _tree
 from lp_jax._at_once import check as check_at_once
 from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._chain import Chain
+from lp_jax._coarse_step import Coarse
 from lp_jax._comm import Local
 from lp_jax._level import Level, identity, single, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import Coarse, Solver, constant, require_fixed_effort, solve_intervals
+from lp_jax._solver import WITHOUT_TOLERANCE, Solver, constant, require_fixed_effort, solve_intervals
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._work import Work
 
@@ -69,6 +70,8 @@ class Picard(Solver):
             evaluations wait for each other. Windows are solved one by one on several workers, too.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
+        fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
+            residual norm has grown by ten) or that gets no further is given up at once.
         around: where a coarse step takes its increments: "start", the state that enters the interval, or "trajectory",
             the states of the last relaxation, shifted by the change of the state that enters. The latter is more
             accurate far from an ODE and stores all states.
@@ -95,6 +98,7 @@ class Picard(Solver):
     windows: int = 1
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
+    fallback: bool = False
     around: str = "start"
     storage: str = "all"
     at_once: int | float | str = "auto"
@@ -110,6 +114,7 @@ class Picard(Solver):
         _check.one_of("around", self.around, ("start", "trajectory"))
         _check.one_of("storage", self.storage, ("states", "all"))
         check_at_once("at_once", self.at_once)
+        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     @property
     def iterations(self) -> int:
@@ -248,7 +253,7 @@ class Picard(Solver):
     iteration_name = "sweep"
 
     def with_effort(self, iterations: int) -> Solver:
-        return dataclasses.replace(self, sweeps=iterations, rtol=None, atol=None)
+        return dataclasses.replace(self, sweeps=iterations, **WITHOUT_TOLERANCE)
 
     def summary(self) -> str:
         return f"{super().summary()} over the layers"
@@ -327,3 +332,8 @@ def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
         entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
         total = _tree.add(total, before)
     return _Swept(entering, _tree.narrow(total, level.y0)), sum(squares[1:], squares[0])
+
+
+DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)
+ADJOINT_DEFAULT = Picard(sweeps=32, rtol=1e-2, fallback=True)
+"""What solves where no solver is named: sweeps to a tolerance, and serial propagation where they do not meet it."""

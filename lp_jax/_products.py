@@ -77,8 +77,8 @@ def _inputs(equation: Any, out: Flags) -> Flags:
     if name == "cond":
         branches = [_live(branch, out)[0] for branch in inner]
         return (True, *(any(flags) for flags in zip(*branches, strict=True)))
-    if name != "while" and inner:
-        return _live(inner[0], out)[0]
+    if (program := called(equation)) is not None:
+        return _live(program, out)[0]
     return (True,) * len(equation.invars)
 
 
@@ -117,6 +117,14 @@ def inside(equation: Any) -> list[core.Jaxpr]:
     return found
 
 
+def called(equation: Any) -> core.Jaxpr | None:
+    """The program that an equation calls with its own operands; none of a loop, nor of a scatter that is told how to add."""
+    if equation.primitive.name == "while":
+        return None
+    arity = len(equation.invars), len(equation.outvars)
+    return next((p for p in inside(equation) if (len(p.invars), len(p.outvars)) == arity), None)
+
+
 @functools.cache
 def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
     """Flops of the products."""
@@ -133,8 +141,8 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
             total += max(_work(branch, flags, terms) for branch in inner)
         elif name == "while":
             raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
-        elif inner:
-            total += _work(inner[0], flags, terms)
+        elif (program := called(equation)) is not None:
+            total += _work(program, flags, terms)
     return total
 
 
@@ -171,8 +179,8 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int
         elif name == "cond":
             branches = [_depths(branch, operands[1:], flags, terms) for branch in inner]
             reached = tuple(max(operands[0], *ends) for ends in zip(*branches, strict=True))
-        elif inner:
-            reached = _depths(inner[0], operands, flags, terms)
+        elif (program := called(equation)) is not None:
+            reached = _depths(program, operands, flags, terms)
         else:
             reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
         depth.update(zip(equation.outvars, reached, strict=True))

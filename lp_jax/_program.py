@@ -16,14 +16,15 @@ from lp_jax._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._chain import Chain
 from lp_jax._comm import Workers
 from lp_jax._gradient import reverse_only, without_gradient
+from lp_jax._picard import ADJOINT_DEFAULT, DEFAULT
 from lp_jax._problem import Problem
+from lp_jax._result import DONE, if_finite
 from lp_jax._serial import propagate
-from lp_jax._solution import result_code
-from lp_jax._solver import Solver, Stats, iterate, rounding
+from lp_jax._solver import Solver, Stats, iterate
 from lp_jax._traced import Common, Operands, Traced, trace
 from lp_jax._types import Advance, CPoints, PyTree, Slices, State
 
-Output = tuple[State, PyTree, tuple[Stats, jax.Array, CPoints]]
+Output = tuple[State, PyTree, tuple[Stats, CPoints]]
 """The state after the last layer and aux, which are differentiable; and the rest of a `Solution`."""
 
 Seen = tuple[jax.Array | None, ...]
@@ -58,9 +59,6 @@ class _Static:
         return self.traced.workers.fit(math.lcm(arrays.solver.stride(layers), arrays.adjoint_solver.unit(layers)))
 
 
-_ROUNDING = 10  # times the norm that rounding leaves: residual norms below this may go up and down
-
-
 Pullback = Callable[[State, Seen], tuple[Operands, Stats, CPoints | None]]
 
 
@@ -91,12 +89,14 @@ _TWICE = (
 
 def prepare(
     problem: Problem,
-    solver: Solver,
+    solver: Solver | None,
     adjoint_solver: Solver | None,
     guess: str | CPoints,
     adjoint_guess: CPoints | None,
 ) -> tuple[Program, Arrays]:
     """Refuse what does not fit, trace the step, and find the program."""
+    if solver is None:
+        solver, adjoint_solver = DEFAULT, ADJOINT_DEFAULT if adjoint_solver is None else adjoint_solver
     _inputs.solver("solver", solver)
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     _inputs.solver("adjoint_solver", adjoint_solver)
@@ -199,8 +199,7 @@ def _scan(static: _Static, arrays: Arrays) -> Output:
     chain = static.traced.chain(*arrays.operands, workers)
     y1, (states, aux) = propagate(chain, None if solver.keeps_states else stride)
     kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
-    stats = _no_stats(y1)
-    return y1, aux, (stats, result_code(y1, stats, jnp.asarray(True)), workers.trim(kept, stride))
+    return y1, aux, (_no_stats(y1), workers.trim(kept, stride))
 
 
 def _forward(static: _Static, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
@@ -215,18 +214,19 @@ def _forward(static: _Static, arrays: Arrays, *, keep: bool) -> tuple[Output, Fo
         levels = solver.discretize(chain)
         if static.zeros:
             guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
-        before, stats, met = iterate(solver, levels, guess)
+        before, stats = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
         advance = _emit(chain, keep_states) if keep_states or traced.has_aux else None
         u, emitted = solver.finish(levels, before, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         entered = entered_in_final_sweep(levels[0], before, u) if keep and not keep_states else None
-        floor = _ROUNDING * rounding(levels[0])
-        return (Forward(u, entered, states, linearisations), aux), (levels[0].last(u), stats, met, floor)
+        y1 = levels[0].last(u)
+        stats = stats._replace(result=if_finite(stats.result, y1))
+        return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
     stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
-    (left, aux), (y1, stats, met, floor) = workers.run(body, stacked, (common, arrays.solver))
-    out = y1, workers.trim(aux), (stats, result_code(y1, stats, met, floor), workers.trim(left.c_points, stride))
+    (left, aux), (y1, stats) = workers.run(body, stacked, (common, arrays.solver))
+    out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, stride))
     return out, left if keep else None
 
 
@@ -270,7 +270,8 @@ def _emit(chain: Chain, keep_states: bool) -> Advance:
 
 
 def _no_stats(y1: State) -> Stats:
-    return Stats(jnp.int32(0), jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32)))
+    norms = jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32))
+    return Stats(jnp.int32(0), norms, if_finite(jnp.int32(DONE), y1))
 
 
 def partitions(program: Program, arrays: Arrays) -> Output:
@@ -292,7 +293,7 @@ def partitions(program: Program, arrays: Arrays) -> Output:
     return (
         jax.tree.map(spec, common.y0),
         jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
-        (Stats(nowhere, nowhere), nowhere, jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), common.y0)),
+        (Stats(nowhere, nowhere, nowhere), jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), common.y0)),
     )
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
+from lp_jax._coarse_step import Coarse, CoarseStep
 from lp_jax._comm import select
 from lp_jax._pytree import register
-from lp_jax._solver import Coarse, CoarseStep
 from lp_jax._types import PyTree, Slices, Stacked
 from lp_jax._work import Work
 

@@ -1,6 +1,7 @@
 """A scan over layers that knows nothing of depth or time: ``jax.lax.scan``, with a solver."""
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,6 @@ from jax import lax
 
 from lp_jax import _inputs, _products
 from lp_jax._comm import Comm
-from lp_jax._mgrit import MGRIT
 from lp_jax._problem import Problem
 from lp_jax._solve import solve
 from lp_jax._solver import Solver
@@ -27,11 +27,13 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     *,
-    solver: Solver = MGRIT(),
+    solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
     adjoint_guess: CPoints | None = None,
     comm: Comm | None = None,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """``jax.lax.scan`` over layers, with a solver that evaluates all of them at once.
 
@@ -41,8 +43,9 @@ def scan(
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, a pure function. It may close over arrays, traced and differentiated ones too.
-        init: the first carry. Its inexact leaves are the state that is solved for. Integers and keys are allowed where the
-            body computes them from one another and from ``x`` alone (a counter, a key that is split).
+        init: the first carry. Its inexact leaves are the state that is solved for; without any, this is ``jax.lax.scan``.
+            Integers and keys are allowed where the body computes them from one another and from ``x`` alone (a counter, a key
+            that is split).
         xs: what is scanned over, leaves ``(N, ...)``; None, with a ``length``.
         length: number of layers, where ``xs`` has no leaves.
         reverse: whether to scan from the last entry of ``xs`` to the first.
@@ -51,6 +54,8 @@ def scan(
         guess: as for `solve`, with states in the order in which they are computed.
         adjoint_guess: as for `solve`, in the same order.
         comm: as for `solve`. With `MPIComm` every rank passes its own run of ``xs`` and gets its own ``ys``.
+        unroll: for the sake of ``jax.lax.scan``'s callers; the solver decides how layers are evaluated.
+        _split_transpose: as ``unroll``.
 
     Returns:
         The last carry, and the ``ys``, stacked; gradients flow through both.
@@ -71,8 +76,12 @@ def scan(
         >>> y.shape, means.shape
         ((4,), (32,))
     """
-    if _length(xs, length) == 0:
-        return lax.scan(body, init, xs, length=0, reverse=reverse)
+    length = _length(xs, length)
+    solved_for = any(map(_is_inexact, jax.tree.leaves(init)))
+    if not solved_for:
+        _alone(comm, "a carry without floating-point numbers")
+    if not solved_for or not length:
+        return lax.scan(body, init, xs, length, reverse, unroll, _split_transpose)
     problem, fixed = _scanned(body, init, xs, length, reverse, comm)
     for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if value is not None and getattr(value, "stretches_dt", False):
@@ -126,7 +135,7 @@ class _BodyStep:
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
         carry, out = self.body(_join(y, layer.data.fixed), layer.params)
-        return _inexact(carry), out
+        return _inexact(jax.tree.map(jnp.asarray, carry)), out
 
 
 class _Data(NamedTuple):
@@ -150,7 +159,17 @@ def _scanned(
     return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=comm, has_aux=True), last
 
 
-def _length(xs: Stacked, length: int | None) -> int:
+def _length(xs: Stacked, length: Any) -> int:
+    if length is not None:
+        wanted = "length must be an integer that is known when scan is traced"
+        if isinstance(length, jax.core.Tracer):
+            raise jax.errors.ConcretizationTypeError(length, f"{wanted}.")
+        try:
+            length = operator.index(length)
+        except TypeError:
+            raise TypeError(f"{wanted}; got {length!r}.") from None
+        if length < 0:
+            raise ValueError(f"length must be at least 0; got {length}.")
     lengths = {jax.tree_util.keystr(path): jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(xs)}
     for where, first in lengths.items():
         if not first:
@@ -197,7 +216,7 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
     state = lax.stop_gradient(_inexact(init))
 
     def advance(fixed: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        return _others(body(_join(state, fixed), x)[0]), fixed
+        return _others(jax.tree.map(jnp.asarray, body(_join(state, fixed), x)[0])), fixed
 
     last, entering = lax.scan(advance, start, lax.stop_gradient(xs), length=length)
     return entering, last
@@ -212,7 +231,7 @@ def _alone(comm: Comm | None, what: str) -> None:
 
 
 def _is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
 def _inexact(tree: PyTree) -> PyTree:

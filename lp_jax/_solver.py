@@ -6,7 +6,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
@@ -15,94 +15,12 @@ from jax import lax
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
-from lp_jax._level import Level, sweep
+from lp_jax._coarse_step import Coarse, CoarseStep
+from lp_jax._level import Level, march, sweep
 from lp_jax._path import Stop
-from lp_jax._pytree import register
-from lp_jax._types import Advance, CPoints, Layer, Points, PyTree, Scalar, Slices, SliceStep, State, Transfer
+from lp_jax._result import DONE, FELL_BACK, of_norms
+from lp_jax._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
 from lp_jax._work import Held, Sizes, Uncounted, Work
-
-
-class Coarse(NamedTuple):
-    """The steps of a coarse level.
-
-    Attributes:
-        step: ``step(u, x, shared) -> u_next``, through one interval.
-        xs: its operands, leaves ``(intervals, ...)``.
-        around: puts the F-point states of the last relaxation into the operands, where the step asks for them.
-    """
-
-    step: SliceStep
-    xs: PyTree
-    around: Callable[[PyTree, Points], PyTree] | None = None
-
-
-class CoarseStep(abc.ABC):
-    """What stands in for the layers of an interval on a coarse level of `MGRIT`."""
-
-    @property
-    def takes_points(self) -> bool:
-        """Whether the steps are taken around the F-points of the last relaxation."""
-        return False
-
-    @property
-    def stretches_dt(self) -> bool:
-        """Whether a step with a longer dt stands for several layers, so that the step must know its dt."""
-        return False
-
-    @abc.abstractmethod
-    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
-        """Make the steps of a coarse level.
-
-        Args:
-            chain: all layers.
-            level: number of the coarse level.
-            span: number of layers in an interval.
-            at_once: number of layers that are evaluated at once, where they do not depend on each other.
-        """
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
-
-        Raises:
-            Uncounted: where the program is to be read instead, which is the default.
-        """
-        raise Uncounted
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
-        return False
-
-    def summary(self) -> str:
-        """Return a few words for titles and notes."""
-        return type(self).__name__
-
-
-@register()
-@dataclasses.dataclass(frozen=True)
-class PerInterval(CoarseStep):
-    """A plain function ``f(step, y, layers) -> y`` as a coarse step.
-
-    Args:
-        function: ``layers`` is a `Layer` whose leaves have the interval's layers as leading axis; ``shared`` and
-            ``level`` are None there. ``step(y, layer)`` is the user's own step with the two filled in.
-    """
-
-    function: Callable[[Callable[[State, Layer], State], State, Layer], State]
-
-    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
-        step = chain.step(level)
-
-        def through(u: State, x: Slices, shared: PyTree) -> State:
-            def one(y: State, layer: Layer) -> State:
-                return step(y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared)
-
-            return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
-
-        return Coarse(through, _tree.split(chain.slices, span))
-
-    def summary(self) -> str:
-        return f"the function {getattr(self.function, '__name__', self.function)}"
 
 
 class Solver(CoarseStep):
@@ -116,11 +34,13 @@ class Solver(CoarseStep):
     Attributes:
         rtol: stop when the residual norm is at most this times the first one that was measured; None: no such test.
         atol: stop when the residual norm is at most this; None: no such test.
+        fallback: whether the layers are propagated serially where the tolerance is not met.
         at_once: number of layers that a worker evaluates at once, or "auto".
     """
 
     rtol: Any = None
     atol: Any = None
+    fallback: Any = False
     at_once: Any = "auto"
 
     @property
@@ -205,7 +125,7 @@ class Solver(CoarseStep):
 
     def run(self, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
         """C-points of the solution, with nothing measured."""
-        u, _, _ = iterate(self, levels, guess)
+        u, _ = iterate(self, levels, guess)
         return self.finish(levels, u, None)[0]
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
@@ -224,7 +144,7 @@ class Solver(CoarseStep):
             raise TypeError(
                 f"{type(self).__name__} has no field `iterations`; let its `with_effort` set the number of iterations."
             )
-        without = {name: None for name in ("rtol", "atol") if name in names}
+        without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}
         return dataclasses.replace(cast(Any, self), iterations=iterations, **without)
 
     def summary(self) -> str:
@@ -273,6 +193,9 @@ class Solver(CoarseStep):
         return f"{type(self).__name__} {self.iteration_name}s to {limit}"
 
 
+WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}
+"""Fields of a solver that makes a fixed number of iterations."""
+
 _OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
 
 
@@ -319,10 +242,12 @@ class Stats(NamedTuple):
         residual_norms: 2-norm of the residual over the C-points of the finest level, all leaves of the state and the
             whole batch, taken during each cycle after its pre-relaxation and before its coarse correction. Fixed
             length; -1 (`NOT_MEASURED`), which no norm is, for a skipped down-cycle and for cycles that were not needed.
+        result: how it ended, an int32 code; 0 is done as asked, `RESULTS` has the messages.
     """
 
     iterations: jax.Array
     residual_norms: jax.Array
+    result: jax.Array
 
     def __repr__(self) -> str:
         """In few words, where these are numbers: not under a transformation, nor of a batch of solves."""
@@ -346,7 +271,12 @@ def rounding(level: Level) -> jax.Array:
     return jnp.sqrt(level.workers.total(level.interval_span) * sum(x**2 for x in each))
 
 
-def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats, jax.Array]:
+_ROUNDING = 10  # times the norm that rounding leaves: residual norms below this may go up and down
+_GROWN = 10  # times the first residual norm: sweeps that converge stay below 3 on the way, those that do not pass by
+_STALLED = 4  # iterations that do not halve a residual norm which had come down by ten: rounding, or a limit
+
+
+def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
     """Run ``solver`` on ``levels``, to a fixed number of iterations or to a tolerance.
 
     Args:
@@ -355,23 +285,25 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         guess: C-points, leaves ``(intervals, ...)``, or None for the solver's own start.
 
     Returns:
-        The C-points, what was measured, and whether the tolerances (if any) were met.
+        The C-points, and what was measured; its result does not look at the states.
     """
     workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
     u, spent = solver.start(levels, guess)
     cycles = solver.iterations - spent
-    skipped = jnp.full((spent,), NOT_MEASURED, dtype)
+    least, floor = rounding(levels[0]), _ROUNDING * rounding(levels[0])
+
+    def stats(iterations: Any, norms: jax.Array, met: jax.Array | bool) -> Stats:
+        norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
+        return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, floor))
+
     if cycles <= 0:
-        u = solver.c_points(levels, u)
-        return u, Stats(jnp.asarray(spent, jnp.int32), skipped), jnp.asarray(not solver.has_tolerance)
+        return solver.c_points(levels, u), stats(spent, jnp.zeros((0,), dtype), not solver.has_tolerance)
     if not solver.has_tolerance:
         u, squares = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
         norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
-        u = solver.c_points(levels, u)
-        return u, Stats(jnp.asarray(solver.iterations, jnp.int32), jnp.concatenate([skipped, norms])), jnp.asarray(True)
+        return solver.c_points(levels, u), stats(solver.iterations, norms, True)
 
     atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
-    least = rounding(levels[0])
 
     def tolerance(norms: jax.Array) -> jax.Array:
         asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * norms[0])
@@ -379,8 +311,10 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
 
     def unfinished(carry: tuple[CPoints, jax.Array, jax.Array]) -> jax.Array:
         _, k, norms = carry
-        # a NaN compares false, so a diverged solve stops at once
-        return (k < cycles) & ((k == 0) | (norms[k - 1] > tolerance(norms)))
+        wanted = norms[k - 1] > tolerance(norms)  # a NaN compares false, so a diverged solve stops at once
+        if solver.fallback:
+            wanted &= ~_hopeless(norms, k)
+        return (k < cycles) & ((k == 0) | wanted)
 
     def body(carry: tuple[CPoints, jax.Array, jax.Array]) -> tuple[CPoints, jax.Array, jax.Array]:
         u, k, norms = carry
@@ -388,5 +322,17 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         return u, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
 
     u, k, norms = lax.while_loop(unfinished, body, (u, jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)))
-    met = norms[k - 1] <= tolerance(norms)
-    return solver.c_points(levels, u), Stats(k + spent, jnp.concatenate([skipped, norms])), met
+    u, met = solver.c_points(levels, u), norms[k - 1] <= tolerance(norms)
+    if not solver.fallback:
+        return u, stats(k + spent, norms, met)
+    met |= norms[k - 1] <= floor
+    # a loop of one turn at most: under vmap a cond would propagate serially whether one has to or not
+    u, _ = lax.while_loop(lambda carry: ~carry[1], lambda _: (march(levels[0])[0], jnp.asarray(True)), (u, met))
+    return u, stats(k + spent, norms, met)._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
+
+
+def _hopeless(norms: jax.Array, k: jax.Array) -> jax.Array:
+    """Whether ``k`` residual norms show that the iteration diverges, or that it gets no further."""
+    last = norms[k - 1]
+    stalled = (k > _STALLED) & (last < norms[0] / 10) & (last > norms[k - 1 - _STALLED] / 2)
+    return (last > _GROWN * norms[0]) | stalled

@@ -10,6 +10,7 @@ import pytest
 from problems import INJECT, dense_params, dense_state, dense_step
 
 import lp_jax
+from lp_jax._result import DONE, NON_FINITE, NOT_CONVERGED, NOT_FALLING
 
 PARAMS, Y0 = dense_params(12, 3), dense_state(2, 3)
 
@@ -165,7 +166,7 @@ def test_non_finite_is_a_result_not_an_exception():
         return y * 1e200
 
     solution = jax.jit(lambda: solve(explode, solver=lp_jax.MGRIT(coarse_step=INJECT)))()
-    assert int(solution.result) == 2
+    assert int(solution.result) == NON_FINITE
     with refused(lp_jax.SolveError, "not finite", "Serial()"):
         solution.raise_if_failed()
 
@@ -173,7 +174,7 @@ def test_non_finite_is_a_result_not_an_exception():
 def test_not_converging_is_a_result_not_an_exception():
     solver = lp_jax.MGRIT(coarsening=2, iterations=2, rtol=1e-12, coarse_step=INJECT)
     solution = jax.jit(lambda: solve(solver=solver, t1=8.0))()
-    assert int(solution.result) == 1
+    assert int(solution.result) == NOT_CONVERGED
     with refused(lp_jax.SolveError, "tolerance", "iterations", "Residual norms: [–"):
         solution.raise_if_failed()
     with refused(lp_jax.SolveError, "under jit"):
@@ -248,7 +249,7 @@ def test_the_level_is_static_under_checkpoint():
 
 
 def test_a_solution_is_shown_in_a_line():
-    solution = lp_jax.solve(lambda y, layer: y + layer.params, jnp.ones((16, 4)), jnp.ones(4))
+    solution = lp_jax.solve(lambda y, layer: y + layer.params, jnp.ones((16, 4)), jnp.ones(4), solver=lp_jax.MGRIT())
     shown = repr(solution)
     assert (
         "y1=float64[4], stats=Stats(iterations=2, residual_norms=[–, " in shown and "result=0 (done as asked)" in shown
@@ -280,7 +281,7 @@ def test_aux_of_another_structure_in_another_call():
         return y + layer.dt * layer.params * y, {"y": y} if next(calls) % 2 else (y,)
 
     with refused(TypeError, "same structure in every call", "{'y': *}", "(*,)", "nothing but its arguments"):
-        lp_jax.solve(step, jnp.ones(8), jnp.ones(()), has_aux=True)
+        lp_jax.solve(step, jnp.ones(8), jnp.ones(()), has_aux=True, solver=lp_jax.MGRIT())
 
 
 def test_residuals_that_do_not_fall_have_a_code():
@@ -289,7 +290,7 @@ def test_residuals_that_do_not_fall_have_a_code():
 
     solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
     falls, grows = (lp_jax.solve(step, jnp.full(32, z), jnp.ones(()), solver=solver) for z in (-8.0, -32.0))
-    assert falls.stats.residual_norms[-1] < falls.stats.residual_norms[0] and falls.result == 0
-    assert grows.stats.residual_norms[-1] > grows.stats.residual_norms[0] and grows.result == 3
+    assert falls.stats.residual_norms[-1] < falls.stats.residual_norms[0] and falls.result == DONE
+    assert grows.stats.residual_norms[-1] > grows.stats.residual_norms[0] and grows.result == NOT_FALLING
     with refused(lp_jax.SolveError, "larger than the first", "Residual norms"):
         grows.raise_if_failed()

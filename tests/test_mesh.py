@@ -33,6 +33,8 @@ SOLVERS = {
     "user's rule": lp_jax.MGRIT(iterations=2, coarse_step=HALVES, at_once=math.inf),
     "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
     "Picard": lp_jax.Picard(sweeps=3),
+    "falls back": lp_jax.Picard(sweeps=2, rtol=1e-12, fallback=True),
+    "cycles fall back": lp_jax.MGRIT(iterations=1, rtol=1e-12, skip_downcycle=False, fallback=True, coarse_step=INJECT),
     "windows": lp_jax.Picard(sweeps=3, windows=3),
     "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
     "serial": lp_jax.Serial(),

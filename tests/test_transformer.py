@@ -264,7 +264,7 @@ def test_residual_norms_of_several_blocks_hide_nothing():
     no = -1.0  # not measured
 
     def stats(iterations, *norms):
-        return lp_jax.Stats(jnp.int32(iterations), jnp.asarray(norms, F64))
+        return lp_jax.Stats(jnp.int32(iterations), jnp.asarray(norms, F64), jnp.int32(0))
 
     got = _combined_stats([stats(3, no, 3.0, no), stats(3, no, 4.0, 1.0), stats(0), stats(2, no, 12.0)])
     assert int(got.iterations) == 3

@@ -202,7 +202,7 @@ def data_parallel(loss_fn: LossFn, comm: MeshComm) -> LossFn:
             return loss, correct, total, scale, jax.lax.pmax(info.result, comm.axis)
 
         loss, correct, total, scale, result = share(params, batch)
-        return loss, Info(correct, total, Stats(jnp.int32(0), jnp.zeros(0, jnp.float32)), result, scale)
+        return loss, Info(correct, total, Stats(jnp.int32(0), jnp.zeros(0, jnp.float32), result), result, scale)
 
     return whole
 

@@ -51,6 +51,7 @@ from lp_jax.nn._export import sequential as sequential
 from lp_jax.nn._export import unstack as unstack
 from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
+from lp_jax.nn._linen_scan import linen_scan as linen_scan
 from lp_jax.nn._network import Classifier as Classifier
 from lp_jax.nn._network import Network as Network
 from lp_jax.nn._para import ParaGRU as ParaGRU
@@ -63,7 +64,6 @@ from lp_jax.nn._residual import ConvTransition as ConvTransition
 from lp_jax.nn._residual import DenseResidual as DenseResidual
 from lp_jax.nn._scan import apply_scanned_layers as apply_scanned_layers
 from lp_jax.nn._scan import haliax_fold as haliax_fold
-from lp_jax.nn._scan import linen_scan as linen_scan
 from lp_jax.nn._scan import scan as scan
 from lp_jax.nn._spline import Spline as Spline
 from lp_jax.nn._stack import stack as stack

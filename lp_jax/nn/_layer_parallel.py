@@ -8,7 +8,6 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _inputs, planning
-from lp_jax._mgrit import MGRIT
 from lp_jax._mpi import MPIComm
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
@@ -70,7 +69,7 @@ class LayerParallel(nnx.Module):
         *,
         t0: float = 0.0,
         t1: float | Sequence[float] | np.ndarray = 1.0,
-        solver: Solver | str = MGRIT(),
+        solver: Solver | str | None = None,
         adjoint_solver: Solver | None = None,
         weights: Spline | None = None,
         comm: Any = None,
@@ -78,7 +77,7 @@ class LayerParallel(nnx.Module):
     ):
         self.t0 = float(t0)
         self.t1 = _hashable(np.asarray(t1, float).tolist())
-        self.solver = solver if solver == AUTO else static_solver("solver", solver)
+        self.solver = solver if solver is None or solver == AUTO else static_solver("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
         comm = _inputs.comm(comm)
         self.comm = nnx.static(comm)
@@ -179,7 +178,7 @@ class LayerParallel(nnx.Module):
             >>> solution, pullback = trunk.solve_vjp(jnp.ones((4, 8), "float32"))
             >>> y_cotangent, adjoint_stats = pullback(solution.y1)
             >>> int(adjoint_stats.iterations)
-            2
+            3
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
         solution, pullback = solve_vjp(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
@@ -271,5 +270,7 @@ def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None,
 
 def placing_solvers(trunk: LayerParallel) -> tuple[Solver, Solver]:
     """Return the forward and adjoint solver that decide which layers live where."""
-    solver: Any = Serial() if trunk.solver == AUTO else trunk.solver  # "auto" takes sweeps, which suit any placement
+    solver: Any = trunk.solver
+    if solver is None or solver == AUTO:  # sweeps, which suit any placement
+        solver = Serial()
     return solver, trunk.adjoint_solver or solver

@@ -153,7 +153,6 @@ def _combined_solution(y: State, solutions: Sequence[Solution]) -> Solution:
     return Solution(
         y,
         stats=_combined_stats([solution.stats for solution in solutions]),
-        result=jnp.max(jnp.stack([solution.result for solution in solutions])),
         trajectory=[solution.trajectory for solution in solutions],
         aux=[solution.aux for solution in solutions],
     )
@@ -170,7 +169,8 @@ def _combined_stats(stats: Sequence[Stats]) -> Stats:
     made = jnp.arange(length, dtype=jnp.int32)[None] < iterations[:, None]
     total = jnp.sqrt(jnp.sum(jnp.where(made, norms, 0) ** 2, axis=0))
     measured = jnp.any(made, axis=0) & ~jnp.any(made & (norms < 0), axis=0)
-    return Stats(jnp.max(iterations), jnp.where(measured, total, NOT_MEASURED))
+    result = jnp.max(jnp.stack([s.result for s in stats]))
+    return Stats(jnp.max(iterations), jnp.where(measured, total, NOT_MEASURED), result)
 
 
 class Classifier(nnx.Module):

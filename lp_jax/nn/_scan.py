@@ -1,24 +1,23 @@
 """Scanned stacks of other libraries' modules, solved for all at once: each replaces one call of a model."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 
 from lp_jax._comm import Comm
-from lp_jax._mgrit import MGRIT
 from lp_jax._scan import scan as scan_layers
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 
 
-class _Solving(NamedTuple):
+class Solving(NamedTuple):
     """How a scan is solved; keyword arguments of `lp_jax.scan`."""
 
-    solver: Solver = MGRIT()
+    solver: Solver | None = None
     adjoint_solver: Solver | None = None
     comm: Comm | None = None
 
@@ -31,7 +30,7 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     transform_metadata: Any = None,
-    solver: Solver = MGRIT(),
+    solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     comm: Comm | None = None,
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
@@ -75,7 +74,7 @@ def scan(
     options = {name: value for name, value in locals().items() if name != "f"}
     if f is None:
         return functools.partial(scan, **options)
-    solving = _Solving(solver, adjoint_solver, comm)
+    solving = Solving(solver, adjoint_solver, comm)
 
     @functools.wraps(f)
     def scanned(*args: Any) -> Any:
@@ -115,7 +114,7 @@ def apply_scanned_layers(
     remat: bool = False,
     remat_policy: Callable[..., bool] | None = None,
     prevent_cse: bool = True,
-    solver: Solver = MGRIT(),
+    solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     comm: Comm | None = None,
 ) -> PyTree:
@@ -173,10 +172,10 @@ class _Stack(NamedTuple):
     @classmethod
     def of(cls, value: Any, axes: Any) -> "_Stack":
         if not isinstance(value, nnx.Module):
-            return cls(None, (), (axes,), [_moved(value, axes, 0)], [None])
+            return cls(None, (), (axes,), [moved(value, axes, 0)], [None])
         filters, axes = (axes.filters, axes.axes) if isinstance(axes, nnx.StateAxes) else ((...,), (axes,))
         graphdef, *states = nnx.split(value, *filters)
-        arrays = [None if axis is None else _moved(state, axis, 0) for state, axis in zip(states, axes, strict=True)]
+        arrays = [None if axis is None else moved(state, axis, 0) for state, axis in zip(states, axes, strict=True)]
         return cls(graphdef, filters, axes, arrays, states)
 
     def one(self, arrays: list[PyTree], metadata: Any) -> Any:
@@ -205,10 +204,10 @@ class _Stack(NamedTuple):
         """Write what the layers changed into the stacked module."""
         for values, axis in zip(changed, self.axes, strict=False):
             if jax.tree.leaves(values):
-                nnx.update(module, nnx.State(_moved(values, 0, axis)))
+                nnx.update(module, nnx.State(moved(values, 0, axis)))
 
 
-def _moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
+def moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
     """The leaves with an axis moved."""
     if source is None or target is None or source == target:
         return tree
@@ -216,8 +215,8 @@ def _moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
     def leaf(x: Any) -> Any:
         if not all(-x.ndim <= axis < x.ndim for axis in (source, target)):
             raise ValueError(
-                f"the axis of the layers, {source or target}, is out of range for an array of shape {x.shape}; name the axis "
-                "that was made when the layers were stacked."
+                f"the axis of the layers, {target if source == 0 else source}, is out of range for an array of shape {x.shape}; "
+                "name the axis that was made when the layers were stacked."
             )
         return jnp.moveaxis(x, source, target)
 
@@ -239,101 +238,14 @@ def _join_outputs(carry: PyTree, ys: Sequence[Any], axes: Any) -> Any:
     if axes is nnx.Carry:
         return carry
     values = iter(ys)
-    return tuple(carry if axis is nnx.Carry else _moved(next(values), 0, axis) for axis in axes)
-
-
-def linen_scan(
-    target: type[linen.Module],
-    *,
-    variable_axes: Mapping[Any, Any],
-    split_rngs: Mapping[Any, bool],
-    length: int,
-    reverse: bool = False,
-    solver: Solver = MGRIT(),
-    adjoint_solver: Solver | None = None,
-    comm: Comm | None = None,
-    **options: Any,
-) -> Callable[..., Callable[..., Any]]:
-    """``flax.linen.scan`` of a module class, with a solver. Parameters are those of ``linen.scan``, and are made by it.
-
-    Args:
-        target: the class of a layer, ``__call__(self, carry, *xs) -> (carry, y)``.
-        variable_axes: axis of the layers in each collection, ``{"params": 0}``.
-        split_rngs: which random streams differ from layer to layer; each key is the stream's, folded with the layer's index.
-        length: number of layers.
-        reverse: whether to begin with the last layer.
-        solver: as for `lp_jax.scan`.
-        adjoint_solver: as for `lp_jax.scan`.
-        comm: as for `lp_jax.scan`.
-        **options: ``in_axes`` (0, or ``linen.broadcast``, one or for every x), ``metadata_params`` and others of ``linen.scan``.
-
-    Raises:
-        ValueError: where a layer writes into a collection while it is applied.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import linen
-        >>> from lp_jax import nn
-        >>> class Block(linen.Module):
-        ...     @linen.compact
-        ...     def __call__(self, x, _):
-        ...         return x + 0.1 * linen.tanh(linen.Dense(4)(x)), None
-        >>> class Model(linen.Module):
-        ...     @linen.compact
-        ...     def __call__(self, x):
-        ...         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        ...         blocks = nn.linen_scan(Block, length=16, **axes)  # was: linen.scan
-        ...         return blocks(name="blocks")(x, None)[0]
-        >>> variables = Model().init(jax.random.key(0), jnp.ones((2, 4)))
-        >>> Model().apply(variables, jnp.ones((2, 4))).shape
-        (2, 4)
-    """
-    lifted = linen.scan(
-        target, variable_axes=variable_axes, split_rngs=split_rngs, length=length, reverse=reverse, **options
-    )
-
-    def make(*args: Any, name: str | None = None, **fields: Any) -> Callable[..., Any]:
-        scanned, layer = lifted(*args, name=name, **fields), target(*args, parent=None, **fields)
-
-        def call(carry: PyTree, *xs: PyTree) -> Any:
-            if scanned.is_initializing():
-                return scanned(carry, *xs)
-            if changing := [name for name in variable_axes if scanned.is_mutable_collection(name)]:
-                raise ValueError(
-                    f"layers of a solver cannot write into collections; {changing} are mutable in this apply."
-                )
-            axes = options.get("in_axes", 0)
-            axes = axes if isinstance(axes, tuple) else (axes,) * len(xs)
-            over = [x if axis == 0 else None for x, axis in zip(xs, axes, strict=True)]
-            metadata = options.get("metadata_params", {})
-
-            def leading(tree: PyTree, axis: int) -> PyTree:
-                return _moved(linen.meta.remove_axis(tree, axis, metadata) if metadata else tree, axis, 0)
-
-            given = dict(scanned.variables)
-            variables = {key: leading(given.pop(key), axis) for key, axis in variable_axes.items() if key in given}
-            keys = {key: scanned.make_rng(key) for key in split_rngs if scanned.has_rng(key)}
-
-            def body(carry: PyTree, x: Any) -> tuple[PyTree, PyTree]:
-                variables, over, number = x
-                inputs = [mine if axis == 0 else same for same, mine, axis in zip(xs, over, axes, strict=True)]
-                rngs = {k: jax.random.fold_in(key, number) if split_rngs[k] else key for k, key in keys.items()}
-                return layer.apply({**given, **variables}, carry, *inputs, rngs=rngs)
-
-            solving = _Solving(solver, adjoint_solver, comm)
-            stacked = (variables, over, jnp.arange(length, dtype=jnp.int32))
-            return scan_layers(body, carry, stacked, length, reverse, **solving._asdict())
-
-        return call
-
-    return make
+    return tuple(carry if axis is nnx.Carry else moved(next(values), 0, axis) for axis in axes)
 
 
 def haliax_fold(
     stacked: Any,
     init: PyTree,
     *args: Any,
-    solver: Solver = MGRIT(),
+    solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     comm: Comm | None = None,
     **kwargs: Any,
@@ -372,5 +284,5 @@ def haliax_fold(
         block, args, kwargs = jax.tree.unflatten(structure, parts)
         return block(carry, *args, **kwargs), None
 
-    solving = _Solving(solver, adjoint_solver, comm)
+    solving = Solving(solver, adjoint_solver, comm)
     return scan_layers(body, init, xs, axis.size, **solving._asdict())[0]

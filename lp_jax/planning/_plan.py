@@ -72,7 +72,7 @@ def plan(
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
         >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
         >>> lp_jax.plan(problem, machine=gpu).solver
-        Picard(sweeps=32, windows=1, rtol=0.01, atol=None, around='start', storage='all', at_once='auto')
+        Picard(sweeps=32, windows=1, rtol=0.01, atol=None, fallback=False, around='start', storage='all', at_once='auto')
     """
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = dataclasses.replace(problem, comm=None)

@@ -127,7 +127,7 @@ def _forward(
         return u_next, (u, found)
 
     levels = solver.discretize(network)
-    before, stats, _ = iterate(solver, levels, None)
+    before, stats = iterate(solver, levels, None)
     u, emitted = solver.finish(levels, before, keep if kept else None)
     states, found = levels[0].merge(emitted) if kept else (None, None)
     entered = None if kept else entered_in_final_sweep(levels[0], before, u)

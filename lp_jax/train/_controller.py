@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax import _check
+from lp_jax._result import DONE
 from lp_jax._serial import Serial
-from lp_jax._solution import DONE
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.train._step import Batch, LossFn

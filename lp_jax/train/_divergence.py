@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from lp_jax._solution import DONE, NON_FINITE, RESULTS
+from lp_jax._result import DONE, FELL_BACK, NON_FINITE, RESULTS
 
 ADVICE = (
     'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
@@ -34,7 +34,7 @@ def growth(norms: Sequence[float]) -> float | None:
 
 def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
     """Return what is wrong with a solve and what to do; None if no problem is seen."""
-    factor = growth(norms)
+    factor = growth(norms) if result != FELL_BACK else None
     if factor is not None and factor > 1 and max(norms) > _ROUNDING * scale:
         listed = ", ".join(f"{norm:.2g}" for norm in norms if norm >= 0)
         return f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."

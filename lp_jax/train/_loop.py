@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lp_jax._solution import DONE
+from lp_jax._result import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Rule

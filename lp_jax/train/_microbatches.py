@@ -90,6 +90,7 @@ def _together(infos: Info) -> Info:
     stats = Stats(
         jnp.max(infos.stats.iterations),
         jnp.where(jnp.all(norms < 0, axis=0), jnp.asarray(NOT_MEASURED, norms.dtype), squares),
+        jnp.max(infos.stats.result),
     )
     scale = jnp.sqrt(jnp.sum(jnp.asarray(infos.scale) ** 2))
     sums = {"correct": jnp.sum(infos.correct), "total": jnp.sum(infos.total)}

@@ -125,9 +125,9 @@ class Ranks:
         norms, scale = info.stats.residual_norms, jnp.asarray(info.scale)
         left_out = (norms < 0).astype(jnp.int32)
         correct, total, left_out, *squares = self.data.sum((info.correct, info.total, left_out, norms**2, scale**2))
-        iterations, result = self.data.max((info.stats.iterations, info.result))
+        iterations, result, code = self.data.max((info.stats.iterations, info.result, info.stats.result))
         replace = _mean(info.replace, self.data)
-        stats = Stats(iterations, jnp.where(left_out > 0, NOT_MEASURED, jnp.sqrt(squares[0])))
+        stats = Stats(iterations, jnp.where(left_out > 0, NOT_MEASURED, jnp.sqrt(squares[0])), code)
         return Info(correct, total, stats, result, jnp.sqrt(squares[1]), replace, info.trajectory)
 
     def global_sums(self, sums: PyTree) -> PyTree:

@@ -1,0 +1,95 @@
+"""What stands in for the layers of an interval on a coarse level: the door through which one from outside comes in."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lp_jax import _tree
+from lp_jax._chain import Chain
+from lp_jax._pytree import register
+from lp_jax._types import Layer, Points, PyTree, Slices, SliceStep, State
+from lp_jax._work import Uncounted, Work
+
+
+class Coarse(NamedTuple):
+    """The steps of a coarse level.
+
+    Attributes:
+        step: ``step(u, x, shared) -> u_next``, through one interval.
+        xs: its operands, leaves ``(intervals, ...)``.
+        around: puts the F-point states of the last relaxation into the operands, where the step asks for them.
+    """
+
+    step: SliceStep
+    xs: PyTree
+    around: Callable[[PyTree, Points], PyTree] | None = None
+
+
+class CoarseStep(abc.ABC):
+    """What stands in for the layers of an interval on a coarse level of `MGRIT`."""
+
+    @property
+    def takes_points(self) -> bool:
+        """Whether the steps are taken around the F-points of the last relaxation."""
+        return False
+
+    @property
+    def stretches_dt(self) -> bool:
+        """Whether a step with a longer dt stands for several layers, so that the step must know its dt."""
+        return False
+
+    @abc.abstractmethod
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        """Make the steps of a coarse level.
+
+        Args:
+            chain: all layers.
+            level: number of the coarse level.
+            span: number of layers in an interval.
+            at_once: number of layers that are evaluated at once, where they do not depend on each other.
+        """
+
+    def count_steps(self, work: Work, count: int, at_once: int) -> None:
+        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
+
+        Raises:
+            Uncounted: where the program is to be read instead, which is the default.
+        """
+        raise Uncounted
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
+        return False
+
+    def summary(self) -> str:
+        """Return a few words for titles and notes."""
+        return type(self).__name__
+
+
+@register()
+@dataclasses.dataclass(frozen=True)
+class PerInterval(CoarseStep):
+    """A plain function ``f(step, y, layers) -> y`` as a coarse step.
+
+    Args:
+        function: ``layers`` is a `Layer` whose leaves have the interval's layers as leading axis; ``shared`` and
+            ``level`` are None there. ``step(y, layer)`` is the user's own step with the two filled in.
+    """
+
+    function: Callable[[Callable[[State, Layer], State], State, Layer], State]
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        step = chain.step(level)
+
+        def through(u: State, x: Slices, shared: PyTree) -> State:
+            def one(y: State, layer: Layer) -> State:
+                return step(y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared)
+
+            return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
+
+        return Coarse(through, _tree.split(chain.slices, span))
+
+    def summary(self) -> str:
+        return f"the function {getattr(self.function, '__name__', self.function)}"

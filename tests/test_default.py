@@ -1,0 +1,174 @@
+"""Without a solver, a gradient is right on any network: sweeps to a tolerance, serial propagation where they miss it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from flax.core import freeze
+from networks import F64, mesh
+from problems import relative_error
+
+import lp_jax
+from lp_jax import nn
+from lp_jax._result import DONE, FELL_BACK, NOT_CONVERGED
+
+WIDTH, BATCH = 64, 16
+X = jax.random.normal(jax.random.key(0), (BATCH, WIDTH), F64)
+
+
+class PreNorm(linen.Module):
+    """As Flax initialises it: h = 1, nothing scaled down."""
+
+    @linen.compact
+    def __call__(self, x, _=None):
+        dense = functools.partial(linen.Dense, param_dtype=F64)
+        y = linen.LayerNorm(param_dtype=F64, force_float32_reductions=False)(x)
+        return x + dense(WIDTH)(linen.gelu(dense(4 * WIDTH)(y))), None
+
+
+class Stack(linen.Module):
+    scan: object
+    layers: int
+
+    @linen.compact
+    def __call__(self, x):
+        scanned = self.scan(PreNorm, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+        return scanned(name="layers")(x, None)[0]
+
+
+def gradient_of(model, params):
+    return jax.jit(jax.grad(lambda params: jnp.mean(jnp.sin(model.apply(params, X)))))(params)
+
+
+@pytest.mark.parametrize("layers", [16, 48])
+def test_a_pre_norm_network_at_its_start(layers):
+    plain, solved = Stack(linen.scan, layers), Stack(nn.linen_scan, layers)
+    params = plain.init(jax.random.key(1), X)
+    assert relative_error(gradient_of(solved, params), gradient_of(plain, params)) < 2e-3
+
+
+def recurrent(cell, steps, solver=None, **options):
+    """The gradient of a loss of a Flax cell, and what the solves did."""
+    inputs = jax.random.normal(jax.random.key(2), (steps, 4, 5), F64)
+    carry = jax.tree.map(lambda x: x.astype(F64), cell.initialize_carry(jax.random.key(3), (4, 5)))
+    shared = jax.tree.map(lambda x: x.astype(F64), cell.init(jax.random.key(4), carry, inputs[0])["params"])
+
+    def step(carry, layer):
+        return cell.apply({"params": layer.shared}, carry, layer.data)[0]
+
+    problem = {"shared": shared, "data": inputs, "solver": solver, **options}
+
+    def run(carry):
+        solution, pullback = lp_jax.solve_vjp(step, None, carry, **problem)
+        gradients, stats = pullback(jax.tree.map(jnp.cos, solution.y1))
+        return gradients.shared, solution.stats, stats
+
+    return jax.jit(run)(carry)
+
+
+@pytest.mark.parametrize("cell", [linen.GRUCell(8, param_dtype=F64), linen.LSTMCell(8, param_dtype=F64)])
+def test_a_recurrent_network_is_propagated_serially_in_the_end(cell):
+    """Its sweeps grow to 1e20 and beyond; two or three show that."""
+    got, stats, adjoint = recurrent(cell, 96)
+    wanted, exact, _ = recurrent(cell, 96, lp_jax.Serial())
+    assert relative_error(got, wanted) < 1e-12
+    assert (stats.result, adjoint.result, exact.result) == (FELL_BACK, FELL_BACK, DONE)
+    assert stats.iterations <= 4 and adjoint.iterations <= 4
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_all_workers_fall_back_together(workers):
+    got, stats, adjoint = recurrent(linen.GRUCell(8, param_dtype=F64), 30, comm=mesh(workers))
+    wanted, *_ = recurrent(linen.GRUCell(8, param_dtype=F64), 30, lp_jax.Serial())
+    assert relative_error(got, wanted) < 1e-12 and stats.result == adjoint.result == FELL_BACK
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        lp_jax.Picard(sweeps=2, rtol=1e-10, fallback=True),
+        lp_jax.Picard(sweeps=2, rtol=1e-10, fallback=True, at_once=4),
+        lp_jax.MGRIT(iterations=3, rtol=1e-10, fallback=True),
+        lp_jax.MGRIT(iterations=2, rtol=1e-10, fallback=True, storage="all", coarse_step=lp_jax.Picard(sweeps=0)),
+        lp_jax.Newton(iterations=1, rtol=1e-14, fallback=True, batch_axes=1),
+    ],
+    ids=lambda solver: type(solver).__name__,
+)
+def test_any_solver_may_fall_back(solver):
+    """From 22 layers, which no interval divides."""
+    params = jax.random.normal(jax.random.key(5), (22, 6, 6), F64)
+    y0 = jax.random.normal(jax.random.key(6), (3, 6), F64)
+
+    def run(solver):
+        step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+        solution, pullback = lp_jax.solve_vjp(step, params, y0, t1=3.0, solver=solver)
+        gradients, stats = pullback(jnp.cos(solution.y1))
+        return (solution.y1, gradients.params), solution.trajectory, (solution.stats, stats)
+
+    got, trajectory, stats = jax.jit(lambda: run(solver))()
+    wanted, states, _ = jax.jit(lambda: run(lp_jax.Serial()))()
+    assert relative_error(got, wanted) < 1e-13
+    assert [int(each.result) for each in stats] in (
+        [FELL_BACK] * 2,
+        [FELL_BACK, DONE],
+    )  # one iteration of Newton is enough
+    stride = solver.stride(22)
+    np.testing.assert_allclose(trajectory[:-1], states[stride - 1 :: stride][: len(trajectory) - 1], rtol=1e-13)
+
+
+def test_a_batch_by_vmap_falls_back_where_one_must():
+    weights = jnp.stack([0.1 * jnp.eye(4), 8.0 * jnp.eye(4)]).astype(F64)
+
+    def run(weight, solver):
+        step = lambda y, layer: y + layer.dt * jnp.sin(layer.shared @ y)  # noqa: E731
+        data = jnp.zeros((32, 1))
+
+        def loss(weight):
+            solution = lp_jax.solve(step, None, jnp.ones(4), shared=weight, data=data, t1=8.0, solver=solver)
+            return jnp.sum(solution.y1), solution.result
+
+        return jax.grad(loss, has_aux=True)(weight)
+
+    got, codes = jax.jit(jax.vmap(functools.partial(run, solver=None)))(weights)
+    wanted, _ = jax.jit(jax.vmap(functools.partial(run, solver=lp_jax.Serial())))(weights)
+    assert list(codes) == [DONE, FELL_BACK]
+    assert relative_error(got[0], wanted[0]) < 1e-2 and relative_error(got[1], wanted[1]) < 1e-12
+
+
+def test_without_a_fallback_a_missed_tolerance_is_a_code_of_both_solves():
+    solver = lp_jax.Picard(sweeps=1, rtol=1e-9)
+    _, stats, adjoint = recurrent(linen.GRUCell(8, param_dtype=F64), 30, solver)
+    assert stats.result == adjoint.result == NOT_CONVERGED
+
+
+def test_half_precision_stops_where_rounding_begins():
+    params = freeze(Stack(linen.scan, 48).init(jax.random.key(1), X))["params"]["layers"]
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    def step(y, layer):
+        return PreNorm().apply({"params": layer.params}, y.astype(F64))[0].astype(y.dtype)
+
+    wide = jax.tree.map(lambda x: x.astype(F64), half)
+    solution = jax.jit(lambda: lp_jax.solve(step, wide, X.astype(jnp.bfloat16)))()
+    assert solution.result == DONE and solution.stats.iterations < 32
+
+
+def test_falling_back_is_no_failure():
+    step = lambda y, layer: 2.0 * y  # noqa: E731
+    solution = lp_jax.solve(step, jnp.zeros(32), jnp.ones((), F64))
+    assert solution.result == FELL_BACK and float(solution.raise_if_failed().y1) == 2.0**32
+    assert "one after another" in lp_jax.RESULTS[int(solution.result)] and "result=1" in repr(solution)
+
+
+def test_settings_that_contradict_each_other():
+    for make in (lp_jax.Picard, lp_jax.MGRIT, lp_jax.Newton):
+        with pytest.raises(ValueError, match=r"fallback=True got no tolerance.*rtol=1e-3"):
+            make(fallback=True)
+        for rtol in (-1.0, float("nan")):
+            with pytest.raises(ValueError, match=f"rtol must be at least 0.*got {rtol}"):
+                make(rtol=rtol)
+        with pytest.raises(TypeError, match=r"rtol must be a number.*'1e-3'"):
+            make(rtol="1e-3")
