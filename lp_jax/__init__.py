@@ -12,6 +12,10 @@ from lp_jax._comm import Comm as Comm
 from lp_jax._comm import Workers as Workers
 from lp_jax._cycle import cascade as cascade
 from lp_jax._cycle import cycle as cycle
+from lp_jax._gradient_error import GradientErrors as GradientErrors
+from lp_jax._gradient_error import Solved as Solved
+from lp_jax._gradient_error import compare as compare
+from lp_jax._gradient_error import gradient_error as gradient_error
 from lp_jax._level import Level as Level
 from lp_jax._mesh import MeshComm as MeshComm
 from lp_jax._mgrit import MGRIT as MGRIT

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from lp_jax import _inputs, _tree
 from lp_jax._adjoint import Forward, entered_in_final_sweep, solve_adjoint
+from lp_jax._asked import asked, tell
 from lp_jax._chain import Chain
 from lp_jax._comm import Workers
 from lp_jax._gradient import reverse_only, without_gradient
@@ -95,6 +96,8 @@ def prepare(
     adjoint_guess: CPoints | None,
 ) -> tuple[Program, Arrays]:
     """Refuse what does not fit, trace the step, and find the program."""
+    if asked.value.solvers is not None:
+        (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
     if solver is None:
         solver, adjoint_solver = DEFAULT, ADJOINT_DEFAULT if adjoint_solver is None else adjoint_solver
     _inputs.solver("solver", solver)
@@ -226,6 +229,7 @@ def _forward(static: _Static, arrays: Arrays, *, keep: bool) -> tuple[Output, Fo
 
     stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
     (left, aux), (y1, stats) = workers.run(body, stacked, (common, arrays.solver))
+    tell("forward", arrays.solver, workers.layers, stats)
     out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, stride))
     return out, left if keep else None
 
@@ -252,6 +256,7 @@ def _backward(
         left = Forward(*(workers.pad(before.trim(x, span), span) for x, span in zip(left, spans, strict=True)))
     stacked = traced.spread(slices, workers), left, workers.pad(seen), workers.pad(arrays.adjoint_guess, of_adjoint)
     (slices, lam), (y0, shared, stats) = workers.run(body, stacked, (common, arrays.adjoint_solver, cotangent))
+    tell("adjoint", arrays.adjoint_solver, workers.layers, stats)
     return Operands(workers.trim(slices), Common(y0, *shared)), stats, workers.trim(lam, of_adjoint)
 
 

@@ -1,0 +1,250 @@
+"""How wrong is a gradient? For any function with solves inside, which stays as it is."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lp_jax import _inputs
+from lp_jax._asked import Asked, asked
+from lp_jax._result import RESULTS
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver, Stats, counted
+from lp_jax._types import PyTree
+
+
+class Solved(NamedTuple):
+    """What the solves of one kind did, the worst of them.
+
+    Attributes:
+        direction: "forward" or "adjoint".
+        iteration: what the solver iterates, "Picard sweep".
+        layers: number of layers.
+        solves: number of solves.
+        iterations: the most iterations that one took.
+        residual: the largest last residual norm, relative to the first; NaN where fewer than two were measured.
+        result: the worst result code, one of `lp_jax.RESULTS`.
+    """
+
+    direction: str
+    iteration: str
+    layers: int
+    solves: int
+    iterations: int
+    residual: float
+    result: int
+
+
+class GradientErrors(NamedTuple):
+    """Distance of a gradient g from the exact one, e; print it for a table.
+
+    Attributes:
+        relative: ``|g - e| / |e|``, in the 2-norm.
+        cosine: of the angle between g and e.
+        leaves: the relative error of each leaf, by its path.
+        solves: what the solves inside did; empty where there is none.
+        seconds: of one value and gradient, the median of several.
+        exact_seconds: of one with serial propagation, timed in turn with the other.
+    """
+
+    relative: float
+    cosine: float
+    leaves: dict[str, float]
+    solves: tuple[Solved, ...]
+    seconds: float
+    exact_seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"gradient error {self.relative:.1e}, cosine {self.cosine:.6f}; {_time(self.seconds)}, exactly "
+            f"{_time(self.exact_seconds)}"
+        ]
+        for name, error in sorted(self.leaves.items(), key=lambda item: -item[1])[:_SHOWN]:
+            lines.append(f"  {name or 'the argument'}: {error:.1e}")
+        if len(self.leaves) > _SHOWN:
+            lines.append(f"  and {len(self.leaves) - _SHOWN} leaves with smaller errors")
+        for s in self.solves:
+            times = f"{s.solves} solves, " if s.solves > 1 else ""
+            residual = "" if math.isnan(s.residual) else f", residual {s.residual:.1e} of the first"
+            lines.append(
+                f"  {s.direction}, {s.layers} layers: {times}{counted(s.iterations, s.iteration)}{residual}; "
+                f"{RESULTS[s.result].partition('.')[0]}"
+            )
+        if not self.solves:
+            lines.append("  no iterative solve of lp_jax inside: this gradient is exact")
+        return "\n".join(lines)
+
+
+_SHOWN = 8  # leaves
+_REPEATS = 5  # of what is timed
+
+
+def gradient_error(
+    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., GradientErrors]:
+    """How far ``jax.grad(loss)`` is from the exact gradient, and what the solves inside did.
+
+    ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap, shard_map or in
+    a scan. The exact gradient is that of the same function with `Serial` in the place of every solver.
+
+    Args:
+        loss: as for ``jax.grad``.
+        argnums: as for ``jax.grad``.
+        has_aux: as for ``jax.grad``.
+
+    Returns:
+        A function of ``loss``'s arguments, pytrees of arrays, that returns `GradientErrors`. It compiles three programs: the
+        gradient, the exact one, and one that reports the solves.
+
+    Raises:
+        TypeError: for a loss that is no function.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> def loss(weights, y):
+        ...     step = lambda y, layer: y + layer.dt * jnp.tanh(layer.params * y)
+        ...     return lp_jax.solve(step, weights, y, solver=lp_jax.Picard(sweeps=2)).y1
+        >>> errors = lp_jax.gradient_error(loss)(jnp.ones(16), jnp.ones(()))
+        >>> errors.relative < 0.2, errors.solves[0].iterations
+        (True, 2)
+    """
+    table = compare(loss, {"": None}, argnums, has_aux)
+    return lambda *args: table(*args)[""]
+
+
+def compare(
+    loss: Callable[..., Any],
+    solvers: Mapping[str, Any] | Sequence[Solver],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., dict[str, GradientErrors]]:
+    """`gradient_error` for several solvers, each in the place of all solvers inside ``loss``.
+
+    Args:
+        loss: as for ``jax.grad``.
+        solvers: a list of solvers; or a dict of names and solvers, pairs ``(solver, adjoint_solver)``, or None for those that
+            ``loss`` has.
+        argnums: as for ``jax.grad``.
+        has_aux: as for ``jax.grad``.
+
+    Returns:
+        A function of ``loss``'s arguments that returns `GradientErrors` by name; without names, by what the solvers print.
+
+    Raises:
+        TypeError: for a loss that is no function, and for what is no solver.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> def loss(weights, y):
+        ...     step = lambda y, layer: y + layer.dt * jnp.tanh(layer.params * y)
+        ...     return lp_jax.solve(step, weights, y).y1
+        >>> table = lp_jax.compare(loss, [lp_jax.Picard(sweeps=2), lp_jax.Picard(sweeps=5)])(jnp.ones(16), jnp.ones(()))
+        >>> rough, fine = table.values()
+        >>> rough.relative > fine.relative
+        True
+    """
+    if not callable(loss):
+        raise TypeError(f"loss must be a function, as for jax.grad; got {loss!r}.")
+    named = dict(solvers) if isinstance(solvers, Mapping) else {repr(solver): solver for solver in solvers}
+    pairs = {name: None if pair is None else _pair(pair) for name, pair in named.items()}
+
+    def measure(*args: Any) -> dict[str, GradientErrors]:
+        exact = _compiled(loss, argnums, has_aux, Asked((Serial(), Serial())))
+        wanted = jax.device_get(exact(*args))
+        found = {}
+        for name, pair in pairs.items():
+            gradient, reports = _compiled(loss, argnums, has_aux, Asked(pair)), _Reports()
+            got = jax.device_get(gradient(*args))
+            jax.block_until_ready(_compiled(loss, argnums, has_aux, Asked(pair, reports.add))(*args))
+            jax.effects_barrier()
+            found[name] = _errors(got, wanted, reports.solved(), *_seconds((gradient, exact), args))
+        return found
+
+    return measure
+
+
+def _pair(pair: Any) -> tuple[Solver, Solver | None]:
+    solver, adjoint_solver = pair if isinstance(pair, tuple) else (pair, None)
+    for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+        if name == "solver" or value is not None:
+            _inputs.solver(name, value)
+    return solver, adjoint_solver
+
+
+def _compiled(loss: Callable[..., Any], argnums: Any, has_aux: bool, what: Asked) -> Callable[..., PyTree]:
+    """The gradient, as a program that asks for ``what`` of the solves inside."""
+    gradient = jax.jit(jax.grad(loss, argnums, has_aux))
+
+    def call(*args: Any) -> PyTree:
+        with asked(what):
+            out = gradient(*args)
+        return out[0] if has_aux else out
+
+    return call
+
+
+def _seconds(programs: Sequence[Callable[..., PyTree]], args: tuple[Any, ...]) -> list[float]:
+    """Medians of programs that are compiled, in turn."""
+    taken: list[list[float]] = [[] for _ in programs]
+    for _ in range(_REPEATS):
+        for program, times in zip(programs, taken, strict=True):
+            begin = time.perf_counter()
+            jax.block_until_ready(program(*args))
+            times.append(time.perf_counter() - begin)
+    return [float(np.median(times)) for times in taken]
+
+
+class _Reports:
+    """What solves report, by kind."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, int, str], list[Solved]] = {}
+
+    def add(self, direction: str, iteration: str, layers: int, stats: Stats) -> None:
+        norms = np.asarray(stats.residual_norms, float)
+        norms = norms[norms >= 0] if np.isfinite(norms).all() else norms
+        residual = norms[-1] / norms[0] if len(norms) > 1 and norms[0] else math.nan
+        row = Solved(direction, iteration, layers, 1, int(stats.iterations), float(residual), int(stats.result))
+        self.rows.setdefault((iteration, layers, direction), []).append(row)
+
+    def solved(self) -> tuple[Solved, ...]:
+        return tuple(
+            rows[0]._replace(
+                solves=len(rows),
+                iterations=max(row.iterations for row in rows),
+                residual=float(np.max([row.residual for row in rows])),
+                result=max(row.result for row in rows),
+            )
+            for _, rows in sorted(self.rows.items(), key=lambda item: (item[0][2] == "adjoint", item[0]))
+        )
+
+
+def _errors(got: PyTree, wanted: PyTree, solves: tuple[Solved, ...], *seconds: float) -> GradientErrors:
+    def products(g: Any, e: Any) -> np.ndarray:  # |g - e|^2, |g|^2, |e|^2, (g, e)
+        g, e = (
+            np.asarray(x).astype(np.result_type(x.dtype if x.dtype != jnp.bfloat16 else np.float32, float))
+            for x in (g, e)
+        )
+        return np.array([np.sum(np.real(np.conj(a) * b)) for a, b in ((g - e, g - e), (g, g), (e, e), (g, e))])
+
+    leaves = {
+        jax.tree_util.keystr(path): products(g, e)
+        for (path, g), e in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+        if jnp.issubdtype(g.dtype, jnp.inexact)
+    }
+    total = sum(leaves.values(), np.zeros(4))
+    cosine = _ratio(total[3], math.sqrt(total[1]) * math.sqrt(total[2]))
+    relative = {name: _ratio(math.sqrt(p[0]), math.sqrt(p[2])) for name, p in leaves.items()}
+    return GradientErrors(_ratio(math.sqrt(total[0]), math.sqrt(total[2])), cosine, relative, solves, *seconds)
+
+
+def _ratio(a: float, b: float) -> float:
+    return float(a / b) if b else (math.inf if a else 0.0)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
