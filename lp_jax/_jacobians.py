@@ -93,6 +93,8 @@ class Full(Jacobians):
         if transposed or _only_backward(step, u):
             _, pull, u_next = jax.vjp(joined, v, has_aux=True)
             return u_next, jax.vmap(lambda unit: pull(jnp.broadcast_to(unit, v.shape))[0], out_axes=-2)(units)
+        if self._axes and all(len(shape) == self._axes for shape in self._shapes):
+            _refuse_mixed(step, u, self._shapes, self._axes)
         _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
         return u_next, jax.vmap(lambda unit: derivative(jnp.broadcast_to(unit, v.shape)), out_axes=-1)(units)
 
@@ -217,6 +219,16 @@ def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
     if len(batches) > 1 or any(len(shape) < axes for shape in shapes):
         raise ValueError(f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got {shapes}.")
     return axes
+
+
+def _refuse_mixed(step: StateStep, u: State, shapes: list[tuple[int, ...]], axes: int) -> None:
+    """Refuse a state that is all examples, one number each, where the step's program combines them."""
+    if not acts_in_place(jax.linearize(step, u)[1], u):
+        raise ValueError(
+            f"Newton(batch_axes={axes}) takes a state with leaves of shapes {shapes} for examples of one number each, and the "
+            "step combines numbers at different places. If these are units, say batch_axes=0: inside jax.vmap a state has no "
+            "axis of examples."
+        )
 
 
 def acts_in_place(linear: Callable[[State], State], state: State) -> bool:

@@ -395,3 +395,25 @@ def test_derivatives_are_evaluated_once_for_each_leaf(leaves):
         return solve.lower(state).as_text().count("reduce_precision")
 
     assert count((jnp.ones((2, 7)),) * leaves) == leaves
+
+
+def test_units_are_not_taken_for_examples():
+    """The way of Equinox, where vmap has taken the examples' axis away."""
+    weights = jax.random.normal(jax.random.key(0), (12, 8, 8)) / 3
+    ys = jax.random.normal(jax.random.key(1), (3, 8))
+
+    def loss(weights, solver, step):
+        return jnp.sum(jax.vmap(lambda y: lp_jax.solve(step, weights, y, solver=solver).y1)(ys))
+
+    def mixing(y, layer):
+        return y + layer.dt * jnp.tanh(layer.params @ y)
+
+    def alone(y, layer):
+        return y + layer.dt * jnp.tanh(layer.params[0] * y)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=2)
+    with pytest.raises(ValueError, match=r"shapes \[\(8,\)\] for examples of one number each.*say batch_axes=0.*vmap"):
+        gradient(weights, lp_jax.Newton(batch_axes=1), mixing)
+    for step, axes in ((mixing, 0), (alone, 1)):
+        got = gradient(weights, lp_jax.Newton(iterations=12, batch_axes=axes), step)
+        assert relative_error(got, gradient(weights, lp_jax.Serial(), step)) < 1e-12

@@ -1,5 +1,6 @@
 """Models with scanned layers, of five libraries: one call is changed, and the numbers are the same."""
 
+import functools
 import importlib
 
 import jax
@@ -87,12 +88,49 @@ def test_statistics_and_random_streams_go_on_as_under_nnx_scan(standard_promotio
     assert relative_error(jax.tree.leaves(got_statistics), jax.tree.leaves(statistics)) < 1e-3
 
 
+@pytest.mark.parametrize("tree", [lambda layers: {"in": layers}, lambda layers: [layers, jnp.ones((6, 4), "float32")]])
+def test_trees_that_hold_modules_are_updated_as_under_nnx_scan(standard_promotion, tree):
+    results = []
+    for scan in (nnx.scan, functools.partial(nn.scan, solver=lp_jax.Serial())):
+
+        @scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def forward(given, x):
+            layer = given["in"] if isinstance(given, dict) else given[0]
+            return layer(x)
+
+        layers = noisy_layers()
+        given, x = tree(layers), jax.random.normal(jax.random.key(2), (8, 4), "float32")
+        with jax.numpy_rank_promotion("allow"):
+            outputs = [forward(given, x), forward(given, x)]
+        results.append((*outputs, *jax.tree.leaves(nnx.to_pure_dict(nnx.state(layers, nnx.BatchStat)))))
+    for wanted, got in zip(*results, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert jnp.abs(results[0][0] - results[0][1]).max() > 1e-2  # another mask
+
+
+def test_random_streams_alone_go_on(standard_promotion):
+    draws = []
+    for scan in (nnx.scan, functools.partial(nn.scan, solver=lp_jax.Serial())):
+
+        @scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def forward(rngs, x):
+            return x + jax.random.normal(rngs(), x.shape, x.dtype)
+
+        rngs = nnx.Rngs(0)
+        nnx.split_rngs(rngs, splits=6)
+        draws.append([forward(rngs, jnp.zeros(3)) for _ in range(2)])
+    for wanted, got in zip(*draws, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)
+    assert jnp.abs(draws[1][0] - draws[1][1]).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"in_axes": (5, nnx.Carry)}, "axis of the layers, 5, is out of range"),
         ({"in_axes": (0, 0)}, "one nnx.Carry"),
         ({"in_axes": (0,)}, "1 entries for 2 arguments"),
+        ({"in_axes": ({"kernel": 0}, nnx.Carry)}, "give each argument one axis"),
         ({"out_axes": (nnx.Carry, 0)}, "an entry for every output"),
     ],
 )

@@ -171,7 +171,12 @@ class _Stack(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, axes: Any) -> "_Stack":
-        if not isinstance(value, nnx.Module):
+        if not (axes is None or isinstance(axes, int | nnx.StateAxes)):
+            raise ValueError(
+                f"in_axes has {axes!r} for one argument; give each argument one axis, nnx.StateAxes, nnx.Carry or None, and pass "
+                "what has other axes as an argument of its own."
+            )
+        if not _holds_state(value):
             return cls(None, (), (axes,), [moved(value, axes, 0)], [None])
         filters, axes = (axes.filters, axes.axes) if isinstance(axes, nnx.StateAxes) else ((...,), (axes,))
         graphdef, *states = nnx.split(value, *filters)
@@ -205,6 +210,12 @@ class _Stack(NamedTuple):
         for values, axis in zip(changed, self.axes, strict=False):
             if jax.tree.leaves(values):
                 nnx.update(module, nnx.State(moved(values, 0, axis)))
+
+
+def _holds_state(value: Any) -> bool:
+    """Whether NNX keeps state in an argument: a module, random streams, variables, or a tree that holds such."""
+    kinds = (nnx.Pytree, nnx.Variable)
+    return any(isinstance(x, kinds) for x in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds)))
 
 
 def moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
