@@ -230,7 +230,7 @@ def _transposed_transfer(level: Level) -> Transfer:
 def _interval_states(level: Level, operands: PyTree, u: State, shared: PyTree) -> Points:
     """States that enter each step of one interval, ``(factor, ...)``."""
     last = level.factor - 1
-    states = jax.tree.map(lambda x: jnp.zeros((level.factor, *x.shape), x.dtype), u)
+    states = _tree.repeat(_tree.zeros_like(u), level.factor)
 
     def body(i: jax.Array, carry: tuple[State, Points]) -> tuple[State, Points]:
         u, states = carry

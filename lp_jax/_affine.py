@@ -46,7 +46,7 @@ def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> j
     n = len(maps.vector)
     if not n:
         return maps.vector
-    start = jnp.zeros(maps.vector.shape[1:], maps.vector.dtype)
+    start = _tree.zeros_like(maps.vector[0])
     several = workers.active > 1
     compose = functools.partial(_compose, product)
     if not workers.processor.multiplies(product.flops(maps.matrix.shape[1:])):
@@ -75,7 +75,8 @@ def _grouped(maps: Maps, product: Product) -> Maps:
     size = n if n <= 2 * _GROUP else next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
     if size is None:
         size = _GROUP
-        nothing = Maps(product.identity(maps.matrix.shape[1:], maps.matrix.dtype), jnp.zeros_like(maps.vector[0]))
+        nothing = Maps(product.identity(maps.matrix.shape[1:], maps.matrix.dtype), _tree.zeros_like(maps.vector[0]))
+        nothing = _tree.varying(nothing, maps)
         maps = jax.tree.map(lambda x, y: jnp.concatenate([x, _tree.repeat(y, -n % size)]), maps, nothing)
     return _tree.split(maps, size)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from lp_jax import _tree
 from lp_jax._products import inside
 from lp_jax._types import State
 
@@ -89,7 +90,7 @@ class Full(Jacobians):
             return self.join(u_next), u_next
 
         v = self.join(u)
-        units = jnp.eye(v.shape[-1], dtype=v.dtype)
+        units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         if transposed or _only_backward(step, u):
             _, pull, u_next = jax.vjp(joined, v, has_aux=True)
             return u_next, jax.vmap(lambda unit: pull(jnp.broadcast_to(unit, v.shape))[0], out_axes=-2)(units)
@@ -151,7 +152,7 @@ class Blocks(Jacobians):
         def of(leaf: int, places: jax.Array) -> jax.Array:
             """What some places of a leaf make of those of all leaves; for the transpose, what is made of them."""
             direction = [places if i == leaf else jnp.zeros_like(places) for i in leaves]
-            return self.join(derivative(self.part(jnp.stack(direction))))
+            return self.join(derivative(self.part(_tree.varying(jnp.stack(direction), joined))))
 
         if self._alike and acts_in_place(derivative, self.part(joined)):
             return u_next, jnp.stack([of(i, jnp.ones_like(joined[0])) for i in leaves], axis=across)

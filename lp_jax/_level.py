@@ -197,8 +197,8 @@ def sweep(
         return each(level, single(level, advance), incoming, (level.xs, level.rhs))
     count = level.factor if count is None else count
     run = functools.partial(_interval, level, advance, count)
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (incoming, level.xs))
-    emitted = _tree.repeat(_room(level, advance, *first), level.intervals)
+    first = _tree.entry_like((incoming, level.xs))
+    emitted = _tree.varying(_tree.repeat(_room(level, advance, *first), level.intervals), incoming)
     if not level.intervals:  # a worker without layers
         return incoming, emitted
     size = chunk(level.intervals, level.at_once)
@@ -337,7 +337,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
 
     def marched(y0: State) -> tuple[CPoints, Any]:
         operands = level.xs, level.rhs
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
+        first = _tree.entry_like(operands)
         unroll = written_out(level, level.intervals, body, y0, first)
         return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
 
@@ -397,4 +397,4 @@ def _room(level: Level, advance: Advance, u: State, xs: PyTree) -> PyTree:
     def first(u: State, xs: PyTree) -> PyTree:
         return advance(u, _tree.take(_expanded(level, xs)[0], 0), level.shared)[1]
 
-    return jax.tree.map(lambda e: jnp.zeros((level.factor, *e.shape), e.dtype), jax.eval_shape(first, u, xs))
+    return _tree.repeat(_tree.zeros_like(jax.eval_shape(first, u, xs)), level.factor)

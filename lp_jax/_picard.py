@@ -320,7 +320,9 @@ def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
         return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
 
     start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
-    squares = jax.tree.map(lambda y: jnp.zeros((size, *y.shape), dtype), start)  # of each number: sums take time
+    squares = jax.tree.map(
+        lambda y: _tree.varying(jnp.zeros((size, *y.shape), dtype), y), start
+    )  # of each number: sums take time
     entered = _tree.take(u.entering, -1 if level.reverse else 0)
     operands = u.entering, (level.xs, level.rhs)
     carry = start, squares, entered

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from lp_jax import _tree
 from lp_jax._comm import Comm, OneDevice
 from lp_jax._gradient import without_gradient
 from lp_jax._problem import Problem
@@ -112,6 +113,8 @@ def solve(
         Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
         Math. Data Sci. 2 (2020).
     """
+    # within a user's shard_map one sum over devices, of the whole gradient: it is the transpose of this
+    params, y0, shared, data = _tree.varying((params, y0, shared, data), (params, y0, shared, data))
     problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=comm, has_aux=has_aux)
     program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
     call = OneDevice().call if problem.comm is None else problem.comm.call

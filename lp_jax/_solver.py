@@ -321,13 +321,16 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         u, squares = solver.improve(levels, u)
         return u, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
 
-    u, k, norms = lax.while_loop(unfinished, body, (u, jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)))
+    begin = jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)
+    u, k, norms = lax.while_loop(unfinished, body, (u, *_tree.varying(begin, (u, levels[0].y0))))
     u, met = solver.c_points(levels, u), norms[k - 1] <= tolerance(norms)
     if not solver.fallback:
         return u, stats(k + spent, norms, met)
     met |= norms[k - 1] <= floor
     # a loop of one turn at most: under vmap a cond would propagate serially whether one has to or not
-    u, _ = lax.while_loop(lambda carry: ~carry[1], lambda _: (march(levels[0])[0], jnp.asarray(True)), (u, met))
+    u, _ = lax.while_loop(
+        lambda carry: ~carry[1], lambda _: (march(levels[0])[0], _tree.varying(jnp.asarray(True), met)), (u, met)
+    )
     return u, stats(k + spent, norms, met)._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
 
 

@@ -144,7 +144,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
     closed_over: list[jax.Array] = []
     table: dict[Signature, tuple[Callable, Any]] = {}
     programs: list[jex_core.Jaxpr] = []
-    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slices)
+    x = _tree.entry_like(slices)
     for solver in solvers:
         for level, u in enumerate(_states_on_levels(solver, steps, y0)):
             key = (level, signature(u))

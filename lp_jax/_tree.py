@@ -41,7 +41,36 @@ def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
 
 def zeros_like(tree: PyTree) -> PyTree:
     """Zeros of the same shapes and dtypes (of arrays or of shape structs)."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    return jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), x), tree)
+
+
+def varying(tree: PyTree, like: PyTree) -> PyTree:
+    """Within a user's ``shard_map``: ``tree``, said to differ between devices where ``like`` does."""
+    axes = frozenset().union(*(_axes(x) for x in jax.tree.leaves(like)))
+
+    def leaf(x: jax.Array) -> jax.Array:
+        more = tuple(axis for axis in axes if axis not in _axes(x))
+        numbers = more and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return lax.pcast(x, more, to="varying") if numbers else x
+
+    return jax.tree.map(leaf, tree) if axes else tree
+
+
+def entry_like(tree: PyTree) -> PyTree:
+    """Shapes and dtypes of one entry of the leading axis, of which there may be none."""
+
+    def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
+        if _axes(x):
+            return jax.eval_shape(lambda x: x[0], x)
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    return jax.tree.map(leaf, tree)
+
+
+def _axes(x: Any) -> frozenset[Any]:
+    """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
+    of = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return getattr(getattr(of, "manual_axis_type", None), "varying", frozenset())
 
 
 def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
@@ -107,7 +136,7 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
         return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
     size = next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
     if size is None:
-        padded = jnp.concatenate([x, jnp.zeros((-n % _GROUP, *rest), x.dtype)])
+        padded = jnp.concatenate([x, varying(jnp.zeros((-n % _GROUP, *rest), x.dtype), x)])
         before, last = _sums(start, padded, reverse)
         return before[:n], last
     groups = x.reshape(n // size, size, *rest)

@@ -58,7 +58,6 @@ def under_shard_map(params, y, solver=ROUGH):
         mesh=devices,
         in_specs=(PartitionSpec(), PartitionSpec("data")),
         out_specs=PartitionSpec("data"),
-        check_vma=False,
     )
     def share(params, y):
         return lp_jax.solve(dense, params, y, solver=solver).y1

@@ -176,7 +176,7 @@ class _Stack(NamedTuple):
                 f"in_axes has {axes!r} for one argument; give each argument one axis, nnx.StateAxes, nnx.Carry or None, and pass "
                 "what has other axes as an argument of its own."
             )
-        if not _holds_state(value):
+        if not _holds_state(value) and not isinstance(axes, nnx.StateAxes):
             return cls(None, (), (axes,), [moved(value, axes, 0)], [None])
         filters, axes = (axes.filters, axes.axes) if isinstance(axes, nnx.StateAxes) else ((...,), (axes,))
         graphdef, *states = nnx.split(value, *filters)

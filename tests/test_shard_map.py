@@ -1,0 +1,67 @@
+"""A solve inside a user's ``jax.shard_map`` over examples, with the check of what varies between devices that is its default."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from networks import normal
+from problems import relative_error
+
+import lp_jax
+
+SOLVERS = {
+    "default": None,
+    "serial": lp_jax.Serial(),
+    "serial checkpointed": lp_jax.Serial(checkpoint_every=4),
+    "sweeps": lp_jax.Picard(sweeps=3),
+    "sweeps in chunks": lp_jax.Picard(sweeps=3, at_once=3),
+    "windows": lp_jax.Picard(sweeps=3, windows=2),
+    "falls back": lp_jax.Picard(sweeps=1, rtol=1e-12, fallback=True),
+    "cycles": lp_jax.MGRIT(),
+    "cycles, layer by layer": lp_jax.MGRIT(at_once=1),
+    "cycles in chunks": lp_jax.MGRIT(at_once=2),
+    "three levels": lp_jax.MGRIT(levels=3, coarsening=2, storage="all"),
+    "around": lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
+    "identity": lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=0)),
+    "stretched": lp_jax.MGRIT(coarse_step=lp_jax.Rediscretize(), rtol=1e-6, iterations=9),
+    "Newton": lp_jax.Newton(batch_axes=1, iterations=3, relaxations=2),
+    "diagonal": lp_jax.Newton(batch_axes=1, iterations=3, jacobian="diagonal"),
+}
+WEIGHTS, SHARED, Y = normal((14, 4, 4)), normal((4,), seed=2), normal((4, 4), seed=3)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_batch_over_two_devices(name):
+    """Weights on both, examples on one each; a constant that the step closes over, and the gradient summed over devices."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def solve(weights, shared, y):
+        def step(y, layer):
+            return y + layer.dt * jnp.tanh(y @ layer.params + layer.shared + scale), jnp.sum(y**2)
+
+        scale = 0.1 * jnp.mean(shared)
+        solution = lp_jax.solve(step, weights, y, shared=shared[None], t1=2.0, solver=SOLVERS[name], has_aux=True)
+        return solution.y1, solution.aux
+
+    share = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data"))
+    )
+
+    @share(out_specs=(PartitionSpec("data"), PartitionSpec()))
+    def shared_out(weights, shared, y):
+        y1, aux = solve(weights, shared, y)
+        return y1, jax.lax.psum(aux, "data")
+
+    def loss(of, weights, shared, y):
+        y1, aux = of(weights, shared, y)
+        return jnp.sum(jnp.sin(y1)) + 1e-2 * jnp.sum(aux)
+
+    def halves(weights, shared, y):
+        (first, aux), (second, more) = (solve(weights, shared, part) for part in (y[:2], y[2:]))
+        return jnp.concatenate([first, second]), aux + more
+
+    gradients = [jax.value_and_grad(functools.partial(loss, of), (0, 1, 2)) for of in (shared_out, halves)]
+    got, wanted = (jax.jit(gradient)(WEIGHTS, SHARED, Y) for gradient in gradients)
+    assert relative_error(got, wanted) < 1e-13
