@@ -162,7 +162,6 @@ def test_a_coarse_step_that_stretches_dt_is_refused(name):
         (lambda y, w: (y, w), W[0], W, {"length": 7}, ValueError, "length=7"),
         (lambda y, w: (y, w), W[0], None, {}, ValueError, "xs without arrays"),
         (lambda y, w: (y, w), W[0], {"a": 1.0}, {}, ValueError, r"xs\['a'\] is a scalar"),
-        (lambda y, w: (y, w), jnp.int32(1), W, {}, ValueError, "y0 has no arrays"),
         (
             lambda c, w: ({"y": c["y"] + w, "hits": c["hits"] + (c["y"] > 0).sum()}, None),
             {"y": W[0], "hits": jnp.int64(0)},
