@@ -211,12 +211,18 @@ def test_jax_is_used_by_its_public_names():
 
 
 def test_values_reach_other_workers_in_one_place():
-    """The engines of mesh and ranks send, and copies of a network their gradients; the others ask a comm."""
+    """The engines of mesh and ranks send, and copies of a network their gradients; the others ask a comm.
+
+    What says that numbers vary within a user's ``shard_map`` sends nothing itself; its transpose is one sum.
+    """
     allowed = {"lp_jax._mesh", "lp_jax._mpi", "lp_jax.train._average", "lp_jax.cli._workers"}
     found = [
         f"{name}, line {node.lineno}: {called(node)}"
         for name, node in nodes((ast.Attribute, ast.Name))
-        if called(node) in MESSAGES and name.startswith("lp_jax.") and name not in allowed
+        if called(node) in MESSAGES
+        and name.startswith("lp_jax.")
+        and name not in allowed
+        and (name, called(node)) != ("lp_jax._tree", "pcast")
     ]
     assert not found
 
