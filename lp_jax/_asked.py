@@ -1,6 +1,6 @@
-"""What is asked of every solve that is traced inside a ``with``: another solver, or a report.
+"""A context that replaces the solvers of all solves traced inside it, or has each report what it measured.
 
-A context that the caches of ``jax.jit`` know of, so that a function that was traced before is traced anew.
+The caches of ``jax.jit`` know of it, so that a function that was traced before is traced anew.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lp_jax._solver import Solver, Stats
 
 
 class Asked(NamedTuple):
-    """What to do with the solves inside.
+    """Replacements and reports that hold for the solves inside the context.
 
     Attributes:
         solvers: forward and adjoint solver in the place of each solve's own; None keeps these.

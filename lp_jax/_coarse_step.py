@@ -1,4 +1,4 @@
-"""What stands in for the layers of an interval on a coarse level: the door through which one from outside comes in."""
+"""Coarse steps: the interface of what replaces an interval's layers on a coarse level, and a plain function as one."""
 
 import abc
 import dataclasses
@@ -27,7 +27,7 @@ class Coarse(NamedTuple):
 
 
 class CoarseStep(abc.ABC):
-    """What stands in for the layers of an interval on a coarse level of `MGRIT`."""
+    """A step of a coarse level of `MGRIT`, in the place of an interval's layers."""
 
     @property
     def takes_points(self) -> bool:

@@ -18,7 +18,7 @@ from lp_jax._types import PyTree
 
 
 class Solved(NamedTuple):
-    """What the solves of one kind did, the worst of them.
+    """Iterations, residual and result of the solves of one kind: of each the worst.
 
     Attributes:
         direction: "forward" or "adjoint".
@@ -199,7 +199,7 @@ def _seconds(programs: Sequence[Callable[..., PyTree]], args: tuple[Any, ...]) -
 
 
 class _Reports:
-    """What solves report, by kind."""
+    """Collects the reports of solves, by kind."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, int, str], list[Solved]] = {}
