@@ -69,8 +69,8 @@ def entry_like(tree: PyTree) -> PyTree:
 
 def _axes(x: Any) -> frozenset[Any]:
     """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
-    of = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return getattr(getattr(of, "manual_axis_type", None), "varying", frozenset())
+    kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x  # of what is no array, others tell the user
+    return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
 def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
