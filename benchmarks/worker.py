@@ -69,7 +69,7 @@ def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
     def own(copies: dict[str, Any]) -> Any:
         return jax.tree.map(lambda x: x[None], gradient(jax.tree.map(lambda x: x[0], copies)))
 
-    spread = jax.shard_map(own, mesh=mesh, in_specs=P("copies"), out_specs=P("copies"), check_vma=False)
+    spread = jax.shard_map(own, mesh=mesh, in_specs=P("copies"), out_specs=P("copies"))
     copies = jax.tree.map(lambda x: jnp.stack([x] * devices), arrays)
     return functools.partial(jax.jit(spread), jax.device_put(copies, NamedSharding(mesh, P("copies"))))
 

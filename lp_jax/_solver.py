@@ -297,7 +297,10 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, floor))
 
     if cycles <= 0:
-        return solver.c_points(levels, u), stats(spent, jnp.zeros((0,), dtype), not solver.has_tolerance)
+        u, found = solver.c_points(levels, u), stats(spent, jnp.zeros((0,), dtype), not solver.has_tolerance)
+        if not solver.fallback:
+            return u, found
+        return march(levels[0])[0], found._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
     if not solver.has_tolerance:
         u, squares = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
         norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
