@@ -6,6 +6,8 @@ sweeps or Newton's method, forward and adjoint, to the same answer as one after 
 
 from importlib.metadata import version as _version
 
+from lp_jax._asked import Results as Results
+from lp_jax._asked import value_and_grad as value_and_grad
 from lp_jax._coarse_step import Coarse as Coarse
 from lp_jax._coarse_step import CoarseStep as CoarseStep
 from lp_jax._comm import Comm as Comm

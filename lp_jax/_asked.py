@@ -3,12 +3,23 @@
 The caches of ``jax.jit`` know of it, so that a function that was traced before is traced anew.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from lp_jax._result import RESULTS
 from lp_jax._solver import Solver, Stats
+from lp_jax._types import PyTree
+
+
+class Watch:
+    """Holds the array whose cotangent counts how solves end, `counts_of` of each, summed. Compared by identity."""
+
+    def __init__(self, counts: jax.Array) -> None:
+        self.counts = counts
 
 
 class Asked(NamedTuple):
@@ -17,10 +28,12 @@ class Asked(NamedTuple):
     Attributes:
         solvers: forward and adjoint solver in the place of each solve's own; None keeps these.
         report: ``report(direction, iteration, layers, stats)``, called on the host with what each solve measured.
+        watch: what each solve that is differentiated is counted in.
     """
 
     solvers: tuple[Solver, Solver | None] | None = None
     report: Callable[[str, str, int, Stats], None] | None = None
+    watch: Watch | None = None
 
 
 asked = jax.make_user_context(Asked())
@@ -36,3 +49,73 @@ def tell(direction: str, solver: Solver, layers: int, stats: Stats) -> None:
             report(direction, name, layers, stats)
 
         jax.debug.callback(call, jax.lax.stop_gradient(stats))
+
+
+class Results(NamedTuple):
+    """How the solves inside a gradient ended: the worst code of each direction, of `lp_jax.RESULTS`; 0 is as asked."""
+
+    forward: jax.Array
+    adjoint: jax.Array
+
+
+def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
+    """One solve, counted by its result codes: ``(2, len(RESULTS))``."""
+    return jax.nn.one_hot(jnp.stack([forward, adjoint]), len(RESULTS), dtype=jnp.float32)
+
+
+def watched(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """``loss`` with another argument, the first, whose cotangent counts how the solves inside end."""
+
+    @functools.wraps(loss)
+    def call(counts: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        watch = Watch(counts)
+        try:
+            with asked(asked.value._replace(watch=watch)):
+                return loss(*args, **kwargs)
+        finally:
+            del watch.counts  # what was traced may be remembered for longer than its trace
+
+    return call
+
+
+def value_and_grad(
+    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, PyTree, Results]]:
+    """``jax.value_and_grad`` that also tells how the solves inside ended, forward and adjoint.
+
+    ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap or shard_map. No
+    callback is involved: the codes are outputs of the program, so that it can be exported and cached.
+
+    Args:
+        loss: as for ``jax.value_and_grad``.
+        argnums: as for ``jax.value_and_grad``.
+        has_aux: as for ``jax.value_and_grad``.
+
+    Returns:
+        A function that returns ``(value, gradient, results)``, value and gradient as ``jax.value_and_grad`` does, with the
+        worst `Results` of all solves that are differentiated; 0 where there is none.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> def loss(weights, y):
+        ...     step = lambda y, layer: y + layer.dt * jnp.tanh(layer.params * y)
+        ...     return lp_jax.solve(step, weights, y, solver=lp_jax.Picard(sweeps=1, rtol=1e-3)).y1
+        >>> value, gradient, results = lp_jax.value_and_grad(loss)(jnp.ones(16), jnp.ones(()))
+        >>> lp_jax.RESULTS[int(results.adjoint)].partition(" within")[0]
+        'the residual norm did not come down to the tolerance'
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    shifted = (0, *(number + 1 if number >= 0 else number for number in numbers))
+    inner = jax.value_and_grad(watched(loss), shifted, has_aux)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, PyTree, Results]:
+        value, (counts, *gradients) = inner(jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs)
+        return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), worst(counts)
+
+    return call
+
+
+def worst(counts: jax.Array) -> Results:
+    """The largest codes that were counted."""
+    codes = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[1]), 0), axis=1).astype(jnp.int32)
+    return Results(codes[0], codes[1])

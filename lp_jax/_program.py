@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from lp_jax import _inputs, _tree
 from lp_jax._adjoint import Forward, entered_in_final_sweep, solve_adjoint
-from lp_jax._asked import asked, tell
+from lp_jax._asked import asked, counts_of, tell
 from lp_jax._chain import Chain
 from lp_jax._comm import Workers
 from lp_jax._gradient import reverse_only, without_gradient
@@ -40,6 +40,7 @@ class Arrays(NamedTuple):
     adjoint_solver: Solver
     guess: CPoints | None
     adjoint_guess: CPoints | None
+    watch: jax.Array | None = None  # whose cotangent is `counts_of` the solve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +121,11 @@ def prepare(
         and (not traced.workers.processor.launches or not (traced.recurrent and solver.keeps_states))
     )
     static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
+    watch = asked.value.watch and _tree.varying(asked.value.watch.counts, operands)
     if isinstance(guess, str):
-        arrays = Arrays(operands, solver, adjoint_solver, None, adjoint_guess)
+        arrays = Arrays(operands, solver, adjoint_solver, None, adjoint_guess, watch)
     else:
-        arrays = Arrays(operands, solver.warm_started(), adjoint_solver, guess, adjoint_guess)
+        arrays = Arrays(operands, solver.warm_started(), adjoint_solver, guess, adjoint_guess, watch)
     try:
         return _program(static), arrays
     except TypeError:  # a step that cannot be hashed
@@ -177,15 +179,16 @@ def _iterated(static: _Static) -> Program:
     def fwd(primals: Any) -> tuple[Output, Any]:
         arrays = custom_vjp_primal_tree_values(primals)
         out, kept = forward(arrays, keep=True)
-        return out, (arrays, kept, out[:2])
+        return out, (arrays, kept, (out[0], out[1], out[2][0].result))
 
-    def bwd(residuals: tuple[Arrays, Forward, tuple[State, PyTree]], cotangents: Output) -> tuple[Any]:
-        arrays, kept, (y1, aux) = residuals
+    def bwd(residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output) -> tuple[Any]:
+        arrays, kept, (y1, aux, result) = residuals
         y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
-        operands, _, trajectory = backward(arrays, kept, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+        operands, stats, trajectory = backward(arrays, kept, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
         if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
             operands = without_gradient(operands, _TWICE)
-        return (Arrays(operands, None, None, None, trajectory),)  # type: ignore[arg-type]
+        watch = None if arrays.watch is None else counts_of(result, stats.result)
+        return (Arrays(operands, None, None, None, trajectory, watch),)  # type: ignore[arg-type]
 
     def vjp(arrays: Arrays) -> tuple[Output, Pullback]:
         out, kept = forward(arrays, keep=True)

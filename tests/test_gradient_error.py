@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
@@ -12,7 +13,7 @@ from networks import F64, mesh, normal
 from problems import relative_error
 
 import lp_jax
-from lp_jax import nn
+from lp_jax import nn, train
 from lp_jax._result import DONE, FELL_BACK, NOT_CONVERGED
 
 ROUGH, SERIAL = lp_jax.Picard(sweeps=2), lp_jax.Serial()
@@ -138,6 +139,79 @@ def test_an_adjoint_that_misses_its_tolerance_is_seen():
     assert [s.result for s in errors.solves] == [DONE, NOT_CONVERGED] and "did not come down" in str(errors)
     errors = lp_jax.gradient_error(loss)(WEIGHTS, Y, lp_jax.Picard(sweeps=2, rtol=1e-6, fallback=True))
     assert errors.solves[1].result == FELL_BACK and errors.relative < 1e-5
+
+
+MISSES = lp_jax.Picard(sweeps=1, rtol=1e-6)
+
+
+def missing(w, y, solver=MISSES):
+    return jnp.sum(lp_jax.solve(dense, w, y, solver=solver).y1)
+
+
+jitted = jax.jit(missing)
+WATCHED = {
+    "solve": missing,
+    "under jit": lambda w, y: jitted(w, y) + jitted(w, 2 * y),
+    "under vmap": lambda w, y: jnp.sum(jax.vmap(missing, (None, 0))(w, jnp.stack([y, 2 * y]))),
+    "in a scan": lambda w, y: jax.lax.scan(lambda c, _: (c + missing(w, y), None), 0.0 * y[0, 0], length=3)[0],
+    "recomputed": jax.checkpoint(missing),
+    "one of two": lambda w, y: missing(w, y) + missing(w, y, SERIAL),
+    "scan": lambda w, y: jnp.sum(lp_jax.scan(lambda c, w: (c + 0.1 * jnp.tanh(c @ w), None), y, w, solver=MISSES)[0]),
+    "over a mesh": lambda w, y: jnp.sum(lp_jax.solve(dense, w, y, solver=MISSES, comm=mesh(2)).y1),
+    "under shard_map": lambda w, y: jnp.sum(
+        jax.shard_map(
+            lambda w, y: lp_jax.solve(dense, w, y, solver=MISSES).y1,
+            mesh=jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]),
+            in_specs=(PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec("data"),
+        )(w, jnp.concatenate([y, y[:1]]))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_gradient_says_how_its_solves_ended(name):
+    loss = WATCHED[name]
+    wanted = jax.jit(jax.value_and_grad(loss, (0, 1)))(WEIGHTS, Y)
+    value, gradient, results = jax.jit(lp_jax.value_and_grad(loss, (0, 1)))(WEIGHTS, Y)
+    assert [int(x) for x in results] == [NOT_CONVERGED, NOT_CONVERGED]
+    jax.tree.map(np.testing.assert_array_equal, (value, gradient), wanted)
+    value, gradient, results = jax.vmap(lp_jax.value_and_grad(loss), (None, 0))(WEIGHTS, jnp.stack([Y, Y]))
+    assert results.adjoint.tolist() == [NOT_CONVERGED] * 2
+
+
+def test_results_by_default_and_of_solves_nobody_differentiates():
+    assert [int(x) for x in lp_jax.value_and_grad(lambda w, y: missing(w, y, None))(WEIGHTS, Y)[2]] == [DONE, DONE]
+    frozen = lp_jax.value_and_grad(lambda y: jnp.sum(y**2) + jax.lax.stop_gradient(missing(WEIGHTS, y)))
+    assert [int(x) for x in frozen(Y)[2]] == [DONE, DONE]
+
+
+def test_results_are_outputs_of_the_program():
+    """No callback: the program can be exported and cached."""
+    exported = jax.export.export(jax.jit(lp_jax.value_and_grad(missing)))(WEIGHTS, Y)
+    assert int(exported.call(WEIGHTS, Y)[2].adjoint) == NOT_CONVERGED
+    assert "callback" not in exported.mlir_module()
+
+
+def test_a_training_step_says_how_the_adjoint_ended():
+    def loss(params, batch, solver, adjoint_solver):
+        solution = lp_jax.solve(dense, params, batch, solver=solver, adjoint_solver=adjoint_solver)
+        info = train.Info(jnp.int32(0), jnp.int32(3), solution.stats, solution.result)
+        return jnp.sum(solution.y1**2), info
+
+    optimizer = optax.sgd(1e-3)
+    _, log = train.fit(
+        train.make_train_step(loss, optimizer),
+        train.init_state(WEIGHTS, optimizer),
+        lambda epoch: [Y],
+        steps_per_epoch=1,
+        epochs=1,
+        solver=lp_jax.Picard(sweeps=12),
+        adjoint_solver=MISSES,
+    )
+    (row,), (warning,) = log.of("train"), log.of("warning")
+    assert (row["result"], row["adjoint_result"], warning["solve"]) == (DONE, NOT_CONVERGED, "adjoint")
+    assert "did not come down to the tolerance" in warning["message"]
 
 
 def test_a_gradient_that_is_exact():

@@ -370,12 +370,35 @@ def test_a_step_that_is_not_finite_stops_the_run(state, tmp_path):
             yield (x, y * np.nan) if (epoch, i) == (1, 1) else (x, y)
 
     with checkpoints(tmp_path / "c") as saved:
-        with pytest.raises(train.DivergenceError, match="stopped at step 5: the loss is nan") as caught:
+        with pytest.raises(
+            train.DivergenceError, match=r"5: 5 of the 5 numbers in batch\[1\] are not finite"
+        ) as caught:
             run(state, 2, batches=poisoned, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved, checkpoint_every=2)
         assert "last checkpoint is that of step 4" in str(caught.value) and "\n" not in str(caught.value)
         assert np.isfinite(saved.restore(state).params["closing"]).all()
     rows = list(train.read_rows(tmp_path / "m.jsonl"))
     assert rows[-1]["step"] == 5 and rows[-1]["loss"] is None
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda x, y: (x, y.at[3].set(10)), "1 labels of its batch are none of the classes"),
+        (lambda x, y: (x.at[0].set(jnp.nan), y), r"4 of the 40 numbers in batch\[0\] are not finite"),
+    ],
+)
+def test_a_batch_is_looked_at_before_anything_else_is_blamed(loss_and_params, samples, spoil, message):
+    loss, params = loss_and_params
+    x, y = (jnp.asarray(part) for part in samples)
+    optimizer = optax.sgd(1e-3)
+    with pytest.raises(train.DivergenceError, match=message) as caught:
+        run(
+            train.init_state(params, optimizer),
+            1,
+            step_fn=train.make_train_step(loss, optimizer),
+            batches=lambda epoch: [(x, y), spoil(x, y), (x, y)],
+        )
+    assert "learning rate" not in str(caught.value)
 
 
 def test_an_overflowing_update_stops_the_run():
@@ -386,11 +409,9 @@ def test_an_overflowing_update_stops_the_run():
 
 
 def test_a_state_that_is_not_finite_is_told_with_the_solvers_advice(state):
-    def huge(epoch):
-        return [(np.full((5, WIDTH), np.inf), np.zeros((5, 1)))] * 3
-
+    spoilt = jax.tree.map(lambda x: x * jnp.nan, state.params)
     with pytest.raises(train.DivergenceError, match="stopped at step 1: the state is not finite"):
-        run(state, 1, batches=huge)
+        run(state._replace(params=spoilt), 1)
 
 
 class Killer:

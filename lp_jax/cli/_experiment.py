@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -129,6 +130,8 @@ class Run(NamedTuple):
     layers: int  # of a block
     blocks: int
     examples: int  # of a step
+    devices: int = 1
+    seconds: float | None = None  # of this call, compiling and measuring too; None where it had nothing left to train
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -141,13 +144,17 @@ class Run(NamedTuple):
         test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]
         # the first time of each process holds its compilation
         times = [row["step_time"] for row in self.log.of("train")]
-        probed = {name: probes[-1][name] for name in ("gradient_error", "gradient_cosine")} if probes else {}
+        probed = {}
+        if probes and not all(solver.exact for solver in self.solvers):  # a resumed run may have had others before
+            probed = {name: probes[-1][name] for name in ("gradient_error", "gradient_cosine")}
+            probed["gradient_error_step"] = probes[-1]["step"]
         return {
             "steps": int(self.state.step),
             "test_accuracy": test["accuracy"],
             "test_loss": test["loss"],
             "time_per_step": float(np.median(times)),
-            "seconds": sum(times),
+            "seconds": self.seconds,
+            "devices": self.devices,
             "work": last["work"],
             "depth": last["depth"],
             **probed,
@@ -173,6 +180,7 @@ def train_one(
     All processes of ``launch`` call this together; the log of process 0 is the one in ``folder``.
     """
     name = "serial" if solvers[0].exact and method == "direct" else "layer-parallel" if method == "direct" else method
+    begun = time.perf_counter()
     if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)
     log = Log(folder / "metrics.jsonl" if launch.is_root else None)
@@ -187,8 +195,11 @@ def train_one(
     layers = made.settings.layers // blocks
     optimizer = optax.adam(made.settings.training.learning_rate)
     if method == "nested":
+        before = len(log.of("train"))
         state = _nested(made, solvers, options, optimizer, folder, given)
-        return Run(name, state, log, solvers, layers, blocks, made.settings.training.batch_size)
+        seconds = time.perf_counter() - begun if len(log.of("train")) > before else None
+        examples = made.settings.training.batch_size
+        return Run(name, state, log, solvers, layers, blocks, examples, made.place.devices, seconds)
     start = STARTS[method](made, solvers, options, optimizer)
     state, controller = made.place.everywhere(start.state), None
     if options["controller"] and not solvers[0].exact:
@@ -198,6 +209,7 @@ def train_one(
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
             console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
+        before = int(state.step)
         state, _ = fit(
             start.step_fn,
             state,
@@ -212,7 +224,8 @@ def train_one(
             **given,
         )
     examples = made.settings.training.batch_size * made.task.steps_per_epoch // start.steps_per_epoch
-    return Run(name, state, log, solvers, layers, blocks, examples)
+    seconds = time.perf_counter() - begun if int(state.step) > before else None
+    return Run(name, state, log, solvers, layers, blocks, examples, made.place.devices, seconds)
 
 
 class Start(NamedTuple):
@@ -369,8 +382,7 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
             "adjoint_scale": solves.adjoint_scale,
         }
 
+    probe_every = options["probe_every"] or max(1, total // _PROBES)
     every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // _TESTS)
-    measures = [Every("test", every, test)]
-    if not (solver.exact and adjoint_solver.exact):
-        measures.append(Every("probe", options["probe_every"] or max(1, total // _PROBES), probe))
-    return measures
+    measures = [] if solver.exact and adjoint_solver.exact else [Every("probe", probe_every, probe)]
+    return [*measures, Every("test", every, test)]  # its line shows the gradient's error of the same step

@@ -20,6 +20,7 @@ from lp_jax._types import PyTree
 from lp_jax.cli._commands import version
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
+from lp_jax.planning import code
 from lp_jax.train import gradient_error, residuals
 
 CONFIG = "config.json"
@@ -106,8 +107,11 @@ def table(runs: Sequence[Run]) -> Table:
     result.add_row("test accuracy", *(f"{s['test_accuracy']:.2%}" for s in summaries))
     result.add_row("test loss", *(f"{s['test_loss']:.4f}" for s in summaries))
     result.add_row("gradient error at the end", *map(_gradient_error, summaries))
+    if any(run.devices > 1 for run in runs):
+        result.add_row("devices", *(str(s["devices"]) for s in summaries))
     result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
-    result.add_row("time, all steps", *(f"{s['seconds']:.1f} s" for s in summaries))
+    if any(s["seconds"] is not None for s in summaries):
+        result.add_row("this call, with compiling and tests", *(_seconds(s["seconds"]) for s in summaries))
     result.add_row("steps", *(str(s["steps"]) for s in summaries))
     result.add_row("work: layers x examples evaluated", *(_count(s["work"]) for s in summaries))
     result.add_row("depth: layers one after the other", *(_count(s["depth"]) for s in summaries))
@@ -118,10 +122,35 @@ def _count(number: float | None) -> str:
     return "" if number is None else f"{number:,.0f}"
 
 
+def _seconds(number: float | None) -> str:
+    return "" if number is None else f"{number:.1f} s"
+
+
 def _gradient_error(summary: Mapping[str, Any]) -> str:
     if "gradient_error" not in summary:
         return "exact"
-    return f"{summary['gradient_error']:.1e} (cosine {summary['gradient_cosine']:.4f})"
+    early = summary["gradient_error_step"] != summary["steps"]
+    when = f" at step {summary['gradient_error_step']}" if early else ""
+    return f"{summary['gradient_error']:.1e}{when} (cosine {summary['gradient_cosine']:.4f})"
+
+
+def remarks(runs: Sequence[Run], problem: str) -> Iterator[str]:
+    """Yield what the table does not say: that a training has failed, that it was slower, and what to do."""
+    for run in runs:
+        tests = [row["loss"] for row in run.log.of("test") if row["loss"] is not None]
+        if len(tests) > 1 and tests[-1] > tests[0]:
+            yield (
+                f"{run.name} has failed: its test loss ended at {tests[-1]:.3g}, above the {tests[0]:.3g} that it began with. "
+                "Lower --learning_rate, or take a smaller --t1."
+            )
+    if [run.name for run in runs] == ["layer-parallel", "serial"]:
+        own, exact = (run.summary()["time_per_step"] for run in runs)
+        if own > exact:
+            yield (
+                f"A layer-parallel step took {own / exact:.1f} times as long as an exact one. Layers at once gain where layers "
+                f"are many and small, batches small, and processors several: lp-jax plan {problem} predicts for which "
+                "solver, lp-jax demo shows such a network."
+            )
 
 
 def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
@@ -146,8 +175,8 @@ class GradientErrors(NamedTuple):
 
 
 def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
-    """Measure the gradient on the first batch with few iterations and more, and with other coarse steps."""
-    batch, (solver, adjoint_solver) = next(iter(made.batches(0))), made.solvers
+    """Measure the gradient on the last batch with few iterations and more, and with other coarse steps."""
+    (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
         measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, global_sums=made.place.whole)
@@ -181,12 +210,13 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
     if all(rows[-1]["work"] is not None for rows in charged.values()):
         figures["costs.png"] = viz.costs(charged)
     if first.log.of("probe"):
-        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=solver.iteration_name)
+        names = code(solver), code(adjoint_solver)
+        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=solver.iteration_name, solvers=names)
     if errors is not None:
         forward, adjoint = errors.iterations
         figures["gradient_error.png"] = viz.gradient_errors(
             errors.choices,
-            run=(f"this run: {forward} forward,\n{adjoint} adjoint", forward, errors.own),
+            run=(f"this run, {type(solver).__name__}:\n{forward} forward, {adjoint} adjoint", forward, errors.own),
             iteration=solver.iteration_name,
             choice="coarse step" if len(errors.choices) > 1 else "solver",
         )

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from lp_jax.cli._report import (
     locked,
     new_run,
     pictures,
+    remarks,
     save,
     stored_run,
     summary,
@@ -31,7 +32,7 @@ from lp_jax.cli._report import (
     write_json,
 )
 from lp_jax.cli._task import Task
-from lp_jax.cli._workers import workers
+from lp_jax.cli._workers import OneDevice, workers
 from lp_jax.planning import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
 from lp_jax.train._checkpoint import first_difference
@@ -95,7 +96,7 @@ def _train(
     for line in (size, place.describe(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
         if line is not None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    _report(made, _runs(made, options, console, processes), options, console, processes)
+    _report(made, _runs(made, options, console, processes, say), options, console, processes)
 
 
 def _another_model(folder: Any, there: Options, here: Options) -> CommandError:
@@ -103,14 +104,22 @@ def _another_model(folder: Any, there: Options, here: Options) -> CommandError:
     return CommandError(f"the run in {folder} is of another model: {difference}; choose another --out.")
 
 
-def _runs(made: Experiment, options: Options, console: Console, processes: Launch) -> list[Run]:
-    """Train with the solvers and then, to compare, serially."""
-    folder = options["out"]
-    trained = [(made.solvers, folder, options["method"])]
+def _runs(
+    made: Experiment, options: Options, console: Console, processes: Launch, say: Callable[[str], object]
+) -> list[Run]:
+    """Train with the solvers and then, to compare, serially on one device."""
+    folder, problem = options["out"], made.settings.problem
+    trained = [(made, made.solvers, folder, options["method"])]
     if not (made.solvers[0].exact and options["method"] == "direct") and not options["no_compare"]:
-        trained.append(((Serial(), Serial()), folder / "serial", "direct"))
+        if processes.size == 1:
+            alone = experiment(made.settings, made.task, OneDevice(), made.solvers)
+            trained.append((alone, (Serial(), Serial()), folder / "serial", "direct"))
+        else:
+            say(
+                f"to compare, in one process: lp-jax train {problem} --serial --out {shlex.quote(str(folder / 'serial'))}"
+            )
     try:
-        return [train_one(made, pair, options, path, console, processes, method) for pair, path, method in trained]
+        return [train_one(one, pair, options, path, console, processes, method) for one, pair, path, method in trained]
     except Interrupted as interruption:
         again = f"lp-jax train {made.settings.problem} --out {shlex.quote(str(folder))} --resume"
         if processes.is_root:
@@ -160,6 +169,8 @@ def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Co
             figures["confusion.png"] = viz.confusion(answers, task.names)
     out = Console()
     out.print(table(runs))
+    for remark in remarks(runs, made.settings.problem):
+        out.print(remark, markup=False, highlight=False, soft_wrap=True)
     names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *save(folder, figures)]
     if samples is not None:
         out.print(f"\n{samples}\n", markup=False, highlight=False, soft_wrap=True)

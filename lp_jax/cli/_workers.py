@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Place(abc.ABC):
     comm: MeshComm | MPIComm | None = None  # of the solves
     whole: Callable[[PyTree], PyTree] | None = None  # of `lp_jax.train.make_train_step`
     ranks: Ranks | None = None
+    devices = 1
 
     @abc.abstractmethod
     def describe(self) -> str | None:
@@ -70,10 +72,15 @@ class Devices(Place):
 
     def __init__(self, comm: MeshComm) -> None:
         self.comm: MeshComm = comm
+        self.devices = comm.mesh.size
 
     def describe(self) -> str:
         shape = ", ".join(f"{name} {n}" for name, n in self.comm.mesh.shape.items())
-        return f"devices: {shape}{_of_processes(jax.process_count())}"
+        parts = set(self.comm.mesh.devices.flat) & set(jax.local_devices(backend="cpu"))
+        cores = len(os.sched_getaffinity(0))
+        shared = f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
+        shared = shared if len(parts) > cores else ""
+        return f"devices: {shape}{_of_processes(jax.process_count())}{shared}"
 
     def everywhere(self, tree: PyTree) -> PyTree:
         devices = set(self.comm.mesh.devices.flat)
@@ -99,6 +106,7 @@ class RankGrid(Place):
         self.ranks: Ranks = ranks
         self.comm: MPIComm = ranks.layers
         self.whole = ranks.global_sums
+        self.devices = ranks.layers.size * ranks.data.size
 
     def holding(self, model: nnx.Module) -> "RankGrid":
         spread = [

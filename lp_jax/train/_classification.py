@@ -91,7 +91,14 @@ def classification(
         total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
         return cross_entropy(logits, labels) + extra, Info(
-            correct, total, solution.stats, solution.result, scale, replace or None, solution.trajectory
+            correct,
+            total,
+            solution.stats,
+            solution.result,
+            scale,
+            replace or None,
+            solution.trajectory,
+            outside=jnp.sum(labels >= logits.shape[-1], dtype=jnp.int32),
         )
 
     return loss_fn, nnx.to_pure_dict(state)

@@ -3,7 +3,11 @@
 import math
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+
 from lp_jax._result import DONE, FELL_BACK, NON_FINITE, RESULTS
+from lp_jax._types import PyTree
 
 ADVICE = (
     'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
@@ -51,8 +55,19 @@ def search_warning(trials: int) -> str:
     )
 
 
-def divergence_message(step: int, loss: float, gradient_norm: float, result: int) -> str:
-    """Return why training stops at a step that is not finite, and what to do."""
+def divergence_message(
+    step: int, loss: float, gradient_norm: float, result: int, batch: PyTree = None, outside: int = 0
+) -> str:
+    """Return why training stops at a step that is not finite, and what to do: its batch is looked at first."""
+    if outside:
+        return (
+            f"stopped at step {step}: {outside} labels of its batch are none of the classes, so that the loss is {loss}. Labels "
+            "are integers from 0 to the number of classes less one; negative ones do not count."
+        )
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and (count := int(jnp.sum(~jnp.isfinite(leaf)))):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            return f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are not finite. Clean the data."
     if result == NON_FINITE:
         return f"stopped at step {step}: {RESULTS[NON_FINITE]}."
     if not math.isfinite(loss):

@@ -116,7 +116,8 @@ def fit(
             ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
-            accuracy, gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of `mgopt`), result, time
+            accuracy, gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of `mgopt`), result,
+            adjoint_result, time
             (seconds since the start) and step_time (seconds per step, the mean since the host last waited).
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
@@ -152,7 +153,12 @@ def fit(
     log = Log() if log is None else log
     done, last = int(state.step), steps_per_epoch * epochs
     log.rewind(done)
-    record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints)
+
+    def batch_of(step: int) -> Batch:
+        epoch, number = divmod(step - 1, steps_per_epoch)
+        return next(itertools.islice(batches(epoch), number, None))
+
+    record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints, batch_of=batch_of)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     step = done
     solvers: tuple[Solver, Solver | None] = (solver, adjoint_solver)
@@ -204,8 +210,16 @@ def fit(
 class _Recorder:
     """Turns metrics on the device into rows, warnings and, if they are not finite, an error."""
 
-    def __init__(self, log: Log, meter: Meter, *, quiet: int, checkpoints: Checkpoints | RankCheckpoints | None):
-        self.log, self.meter, self.checkpoints = log, meter, checkpoints
+    def __init__(
+        self,
+        log: Log,
+        meter: Meter,
+        *,
+        quiet: int,
+        checkpoints: Checkpoints | RankCheckpoints | None,
+        batch_of: Callable[[int], Batch],
+    ):
+        self.log, self.meter, self.checkpoints, self.batch_of = log, meter, checkpoints, batch_of
         self.quiet = quiet  # number of steps during which a warning is not repeated
         self.warned = {row["solve"]: row["step"] for row in log.of("warning")}
         self.pending: list[tuple[int, Metrics]] = []
@@ -239,12 +253,15 @@ class _Recorder:
                 **measured("forward_residual", norms),
                 **{n: x for n in ("trials", "gradients") if (x := getattr(metrics, n)) is not None},
                 result=info.result,
+                **({} if metrics.adjoint_result is None else {"adjoint_result": metrics.adjoint_result}),
                 time=self.seconds,
                 step_time=step_time,
             )
             if not metrics.finite:
                 raise DivergenceError(self._divergence(number, metrics))
             self._watch("forward", number, norms, float(info.scale), int(info.result))
+            if metrics.adjoint_result is not None:
+                self._watch("adjoint", number, (), 0.0, int(metrics.adjoint_result))
             if metrics.stuck:
                 self._warn("line search", number, search_warning(int(metrics.trials)))
         self.restart_clock()
@@ -273,7 +290,14 @@ class _Recorder:
             self.meter.say(f"step {step}: {message}")
 
     def _divergence(self, step: int, metrics: Metrics) -> str:
-        text = divergence_message(step, float(metrics.loss), float(metrics.gradient_norm), int(metrics.info.result))
+        text = divergence_message(
+            step,
+            float(metrics.loss),
+            float(metrics.gradient_norm),
+            int(metrics.info.result),
+            self.batch_of(step),
+            int(metrics.info.outside),
+        )
         if self.checkpoints is None or self.checkpoints.latest is None:
             return f"{text} No checkpoint was saved before."
         return f"{text} The last checkpoint is that of step {self.checkpoints.latest}, in {self.checkpoints.folder}."

@@ -56,7 +56,8 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
                     "microbatches of layers with running statistics would normalise each part by itself. Use a norm "
                     "without statistics (nnx.LayerNorm), or a smaller batch."
                 )
-            return loss * info.total, info._replace(total=jnp.asarray(info.total), correct=jnp.asarray(info.correct))
+            counts = {name: jnp.asarray(getattr(info, name)) for name in ("correct", "total", "outside")}
+            return loss * info.total, info._replace(**counts)
 
         def body(total: jax.Array, operands: Any) -> tuple[jax.Array, Info]:
             loss, info = part(params, operands)
@@ -93,5 +94,5 @@ def _together(infos: Info) -> Info:
         jnp.max(infos.stats.result),
     )
     scale = jnp.sqrt(jnp.sum(jnp.asarray(infos.scale) ** 2))
-    sums = {"correct": jnp.sum(infos.correct), "total": jnp.sum(infos.total)}
+    sums = {name: jnp.sum(getattr(infos, name)) for name in ("correct", "total", "outside")}
     return infos._replace(**sums, stats=stats, result=jnp.max(infos.result), scale=scale)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._mpi import MPIComm
+from lp_jax._asked import asked, watched
 from lp_jax._solver import NOT_MEASURED, Stats
 from lp_jax._types import PyTree
 from lp_jax.train._checkpoint import CheckpointError, Checkpoints
@@ -114,7 +115,9 @@ class Ranks:
             return loss_fn
 
         def mean_loss(params: PyTree, batch: Batch, *solvers: Any) -> tuple[jax.Array, Info]:
-            loss, info = loss_fn(_transposed_mean(params, self.data), batch, *solvers)
+            params, counts = _transposed_mean((params, asked.value.watch and asked.value.watch.counts), self.data)
+            own_loss = loss_fn if counts is None else functools.partial(watched(loss_fn), counts)
+            loss, info = own_loss(params, batch, *solvers)
             combined = self._combined_info(jax.lax.stop_gradient(info))
             weight = info.total * self.data.size / combined.total
             return _mean(loss * weight.astype(loss.dtype), self.data), combined
@@ -124,11 +127,12 @@ class Ranks:
     def _combined_info(self, info: Info) -> Info:
         norms, scale = info.stats.residual_norms, jnp.asarray(info.scale)
         left_out = (norms < 0).astype(jnp.int32)
-        correct, total, left_out, *squares = self.data.sum((info.correct, info.total, left_out, norms**2, scale**2))
+        counts = info.correct, info.total, jnp.asarray(info.outside), left_out
+        correct, total, outside, left_out, *squares = self.data.sum((*counts, norms**2, scale**2))
         iterations, result, code = self.data.max((info.stats.iterations, info.result, info.stats.result))
         replace = _mean(info.replace, self.data)
         stats = Stats(iterations, jnp.where(left_out > 0, NOT_MEASURED, jnp.sqrt(squares[0])), code)
-        return Info(correct, total, stats, result, jnp.sqrt(squares[1]), replace, info.trajectory)
+        return Info(correct, total, stats, result, jnp.sqrt(squares[1]), replace, info.trajectory, outside)
 
     def global_sums(self, sums: PyTree) -> PyTree:
         """Return sums over all layers, from those over each rank's layers: ``global_sums`` of `make_train_step`."""

@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax import _tree
+from lp_jax._asked import value_and_grad
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
 from lp_jax.train._line_search import Backtracking
@@ -60,6 +61,7 @@ class Info(NamedTuple):
         replace: new values of the parameters that are not trained (running statistics), a part of the nested dict
             ``params``. The loss must not depend on the old values.
         trajectory: where the forward solve ended, ``Solution.trajectory``: what `one_shot` starts the next step from.
+        outside: number of labels that are none of the classes: the first thing to look at where a loss is not finite.
     """
 
     correct: jax.Array
@@ -69,6 +71,7 @@ class Info(NamedTuple):
     scale: jax.Array | float = 0.0
     replace: PyTree = None
     trajectory: PyTree = None
+    outside: jax.Array | int = 0
 
 
 class Metrics(NamedTuple):
@@ -82,6 +85,7 @@ class Metrics(NamedTuple):
         trials: number of step lengths that the line search tried; None without one.
         stuck: whether none of them was good enough, so that the parameters are those of before; None without one.
         gradients: what the step took in gradients of the network, trials included; None where that is one, and the trials.
+        adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None where it was not watched.
     """
 
     loss: jax.Array
@@ -91,6 +95,7 @@ class Metrics(NamedTuple):
     trials: jax.Array | None = None
     stuck: jax.Array | None = None
     gradients: jax.Array | None = None
+    adjoint_result: jax.Array | None = None
 
 
 LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
@@ -194,8 +199,8 @@ def make_train_step(
             return loss_fn(params, batch, solver, adjoint_solver, Restart(state.restart.guess, adjoint_guess))
 
         adjoint_guess = None if state.restart is None else state.restart.adjoint_guess
-        gradient_fn = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
-        (loss, info), (gradient, adjoint_trajectory) = gradient_fn(state.params, adjoint_guess)
+        gradient_fn = value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        (loss, info), (gradient, adjoint_trajectory), results = gradient_fn(state.params, adjoint_guess)
         updates, opt_state = optax.with_extra_args_support(optimizer).update(
             gradient,
             state.opt_state,
@@ -222,7 +227,7 @@ def make_train_step(
         restart = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
         after = state._replace(params=params, opt_state=opt_state, restart=restart)
         after, metrics = finished(after, loss, gradient, info, total)
-        return after, metrics._replace(trials=trials, stuck=stuck)
+        return after, metrics._replace(trials=trials, stuck=stuck, adjoint_result=results.adjoint)
 
     return step_fn
 

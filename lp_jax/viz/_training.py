@@ -1,6 +1,7 @@
 """How training went: curves, residuals, gradient errors, and which classes the model takes for which."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -98,7 +99,7 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
-def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figure:
+def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers: tuple[str, str] = ("", "")) -> Figure:
     """Residual norm per cycle, forward and adjoint, at a few moments of training.
 
     Args:
@@ -107,6 +108,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
             growth from rounding.
         moments: how many of them, evenly chosen, first and last included.
         iteration: what one is called.
+        solvers: names of the forward and the adjoint solver, for the titles.
 
     Raises:
         ValueError: if there are none.
@@ -118,7 +120,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
     histories = {solve: [_history(row, solve) for row in chosen] for solve in ("forward", "adjoint")}
     fig = figure(_residuals_title(chosen, histories, iteration))
     axes = fig.subplots(1, 2)
-    for ax, (solve, norms_at) in zip(axes, histories.items(), strict=True):
+    for ax, (solve, norms_at), name in zip(axes, histories.items(), solvers, strict=True):
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
             cycles = np.arange(1, len(norms) + 1)
             measured = norms >= 0
@@ -137,7 +139,12 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle") -> Figu
         longest = max(np.flatnonzero(norms >= 0)[-1] + 1 if np.any(norms >= 0) else 1 for norms in norms_at)
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        dress(ax, x=iteration, y="residual norm", title=f"{solve.capitalize()} solve")
+        dress(
+            ax,
+            x=iteration,
+            y="residual norm",
+            title="\n".join([f"{solve.capitalize()} solve", *textwrap.wrap(name, 48)]),
+        )
     legend(axes[0], loc="upper right")
     if not any(norms[0] >= 0 for norms_at in histories.values() for norms in norms_at):
         note = f"{iteration.capitalize()} 1 starts from the coarsest level and measures nothing. Norms level off at rounding."
