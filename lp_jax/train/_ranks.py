@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._mpi import MPIComm
 from lp_jax._asked import asked, watched
+from lp_jax._mpi import MPIComm
 from lp_jax._solver import NOT_MEASURED, Stats
 from lp_jax._types import PyTree
 from lp_jax.train._checkpoint import CheckpointError, Checkpoints
