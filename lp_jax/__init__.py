@@ -4,7 +4,9 @@ The layers of a network are solved for all at once, iteratively, by multigrid-re
 sweeps or Newton's method, forward and adjoint, to the same answer as one after the other.
 """
 
+import importlib as _importlib
 from importlib.metadata import version as _version
+from typing import Any as _Any
 
 from lp_jax._asked import Results as Results
 from lp_jax._asked import value_and_grad as value_and_grad
@@ -56,3 +58,10 @@ from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan
 
 __version__ = _version("lp_jax")
+
+
+def __getattr__(name: str) -> _Any:
+    """The subpackages, where they are first used: `nn` needs Flax, `train` and `viz` what the extra "train" installs."""
+    if name in ("data", "nn", "train", "viz"):
+        return _importlib.import_module(f"lp_jax.{name}")
+    raise AttributeError(f"module 'lp_jax' has no attribute {name!r}")

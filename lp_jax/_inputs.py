@@ -52,7 +52,7 @@ def called(step: Any, u: State, params: PyTree) -> str:
         f"lp_jax called {name}(y, layer), the state first, with y: {_describe(u)} and layer.params, one layer's slice: "
         f"{_describe(params)}."
     )
-    if isinstance(params, list) and len(params) > 1 and all(_alike(params[0], other) for other in params[1:]):
+    if isinstance(params, list) and len(params) > 1 and all(alike(params[0], other) for other in params[1:]):
         note += (
             f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
             "lambda *leaves: jnp.stack(leaves), *params)."
@@ -60,7 +60,7 @@ def called(step: Any, u: State, params: PyTree) -> str:
     return note
 
 
-def _alike(a: PyTree, b: PyTree) -> bool:
+def alike(a: PyTree, b: PyTree) -> bool:
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (a, b)]
     return _same_structure(a, b) and shapes[0] == shapes[1]
 
@@ -85,7 +85,7 @@ def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int
     if len(set(lengths.values())) > 1:
         different = ", ".join(f"{where}: {n}" for where, n in lengths.items())
         stacked = ""
-        if isinstance(params, list) and all(_alike(params[0], other) for other in params[1:]):
+        if isinstance(params, list) and all(alike(params[0], other) for other in params[1:]):
             stacked = (
                 f" params is a list of {len(params)} equal trees: if these are the layers, stack them, jax.tree.map(lambda "
                 "*leaves: jnp.stack(leaves), *params)."
@@ -140,9 +140,9 @@ def _known(value: Any) -> bool:
 
 
 def comm(value: Any) -> Comm | None:
-    """Where the layers live; a mesh stands for its axis "layers", or the only one it has."""
+    """Where the layers live; a mesh stands for its axis "layers"."""
     if isinstance(value, Mesh):
-        return MeshComm(value, value.axis_names[0] if len(value.axis_names) == 1 else "layers")
+        return MeshComm(value)
     if value is not None and not isinstance(value, Comm):
         raise TypeError(
             "comm must be None (one device), a mesh, MeshComm(mesh, axis=...) or MPIComm(comm); got "

@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 
-from lp_jax import _inputs
+from lp_jax import _check, _inputs
 from lp_jax._comm import Comm
 from lp_jax._types import PyTree, Stacked, State, Step
 
 
+@_check.called_right
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A deep network and the state that enters it: what `solve` solves, as one value.
@@ -30,7 +31,7 @@ class Problem:
 
     Raises:
         ValueError: for leaves of different lengths or none.
-        TypeError: for an integer state, and for a ``comm`` that is not a `Comm`.
+        TypeError: for an integer state, a step that is no function, and a ``comm`` that is not a `Comm`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -54,6 +55,8 @@ class Problem:
     has_aux: bool = False
 
     def __post_init__(self) -> None:
+        if not callable(self.step):
+            raise TypeError(f"step must be a function step(y, layer) -> y_next; got {self.step!r}.")
         object.__setattr__(self, "y0", _inputs.state(self.y0))
         object.__setattr__(self, "comm", _inputs.comm(self.comm))
         for name in ("params", "shared", "data"):

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import jax
 
+from lp_jax import _check
+
 T = TypeVar("T")
 
 
@@ -13,6 +15,7 @@ def register(*data: str) -> Callable[[type[T]], type[T]]:
     """Register a dataclass as a pytree with the fields ``data`` as its leaves."""
 
     def decorate(cls: type[T]) -> type[T]:
+        cls = _check.called_right(cls)
         fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         return jax.tree_util.register_dataclass(cls, list(data), [name for name in fields if name not in data])
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _inputs, _products
+from lp_jax import _check, _inputs, _products
 from lp_jax._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._solve import solve
@@ -20,6 +20,7 @@ Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 """The body of a scan: ``body(carry, x) -> (carry, y)``."""
 
 
+@_check.called_right
 def scan(
     body: Body,
     init: PyTree,

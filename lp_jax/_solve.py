@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from lp_jax import _tree
+from lp_jax import _check, _tree
 from lp_jax._comm import Comm, OneDevice
 from lp_jax._gradient import without_gradient
 from lp_jax._problem import Problem
@@ -41,6 +41,7 @@ class Gradients(NamedTuple):
     adjoint_trajectory: CPoints | None = None
 
 
+@_check.called_right
 def solve(
     step: Step,
     params: Stacked,
@@ -129,6 +130,7 @@ _RESTART = (
 )
 
 
+@_check.called_right
 def solve_vjp(
     step: Step,
     params: Stacked,

@@ -196,6 +196,11 @@ def _trace(
     try:
         closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, (shared, ()))
     except Exception as error:
+        if _exchanged(step, u, x, shared):
+            raise TypeError(
+                "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come first: "
+                "solve(step, params, y0)."
+            ) from error
         error.add_note(_inputs.called(step.step, u, x.params))
         raise
     programs.append(closed.jaxpr)
@@ -210,6 +215,15 @@ def _trace(
         if not known:
             closed_over.append(constant)
     return HoistedStep(closed.jaxpr, tuple(positions), jax.tree.structure(out)), jax.tree.structure(out)
+
+
+def _exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
+    """Whether a step that failed would take a slice of the state for its parameters, and the parameters for its state."""
+    try:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)
+        return _inputs.alike(x.params, jax.eval_shape(step, x.params, x._replace(params=params), (shared, ())))
+    except Exception:
+        return False
 
 
 def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:

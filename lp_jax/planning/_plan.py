@@ -74,6 +74,8 @@ def plan(
         >>> lp_jax.plan(problem, machine=gpu).solver
         Picard(sweeps=32, windows=1, rtol=0.01, atol=None, fallback=False, around='start', storage='all', at_once='auto')
     """
+    if not isinstance(problem, Problem):
+        raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = dataclasses.replace(problem, comm=None)
     if there is not None:

@@ -87,6 +87,7 @@ def classification(
         if penalty is not None and isinstance(merged.trunk, LayerParallel):
             extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
         logits, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
+        check_labels(labels, logits)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
         total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
@@ -183,8 +184,23 @@ def _residuals(
 
 def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
     """Return inputs, labels and, as keyword arguments of a solve, the random key of a batch, if it has one."""
+    if not (isinstance(batch, tuple | list) and len(batch) in (2, 3)):
+        got = "one array" if isinstance(batch, jax.Array | np.ndarray) else f"a {type(batch).__name__} of {len(batch)}"
+        raise TypeError(f"a batch must be (x, labels), or (x, labels, key) for a model with dropout; got {got}.")
     x, labels, *key = batch
     return x, labels, {"key": key[0]} if key else {}
+
+
+def check_labels(labels: jax.Array, logits: jax.Array) -> None:
+    """Refuse labels that are no class numbers, one for each answer."""
+    wanted = f"integers of shape {logits.shape[:-1]}, class numbers from 0 to {logits.shape[-1] - 1}"
+    got = f"{jnp.result_type(labels)} of shape {jnp.shape(labels)}"
+    if jnp.shape(labels) == logits.shape:
+        raise ValueError(f"labels must be {wanted}; got {got}, which looks one-hot. Take jnp.argmax(labels, axis=-1).")
+    if jnp.shape(labels) != logits.shape[:-1]:
+        raise ValueError(f"labels must be {wanted}; got {got}.")
+    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
+        raise TypeError(f"labels must be {wanted}; got {got}. Take labels.astype(int).")
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

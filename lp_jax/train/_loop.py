@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from lp_jax import _check, _inputs
 from lp_jax._result import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
@@ -133,6 +134,7 @@ def fit(
         DivergenceError: if loss, gradient or parameters are not finite; the message has advice.
         Interrupted: after SIGINT or SIGTERM, when the step is finished and saved.
         ValueError: if an epoch has another number of batches than ``steps_per_epoch``.
+        TypeError: for what is no solver, and for batches that are no function.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -150,6 +152,17 @@ def fit(
         >>> int(state.step), log.rows[-1]["loss"] < 0.1 * log.rows[0]["loss"]
         (20, True)
     """
+    _inputs.solver("solver", solver)
+    if adjoint_solver is not None:
+        _inputs.solver("adjoint_solver", adjoint_solver)
+    for name, value in (("steps_per_epoch", steps_per_epoch), ("log_every", log_every)):
+        _check.integer(name, value, least=1)
+    _check.integer("epochs", epochs, least=0)
+    if not callable(batches):
+        raise TypeError(
+            "batches must be a function batches(epoch) that gives the batches of an epoch, for a list `lambda epoch: list`; "
+            f"got {type(batches).__name__}."
+        )
     log = Log() if log is None else log
     done, last = int(state.step), steps_per_epoch * epochs
     log.rewind(done)

@@ -56,7 +56,9 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
                     "microbatches of layers with running statistics would normalise each part by itself. Use a norm "
                     "without statistics (nnx.LayerNorm), or a smaller batch."
                 )
-            counts: dict[str, Any] = {name: jnp.asarray(getattr(info, name)) for name in ("correct", "total", "outside")}
+            counts: dict[str, Any] = {
+                name: jnp.asarray(getattr(info, name)) for name in ("correct", "total", "outside")
+            }
             return loss * info.total, info._replace(**counts)
 
         def body(total: jax.Array, operands: Any) -> tuple[jax.Array, Info]:

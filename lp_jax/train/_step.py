@@ -1,6 +1,7 @@
 """The training step: from a state to the next one and metrics."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -194,9 +195,8 @@ def make_train_step(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[TrainState, Metrics]:
         def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
-            if state.restart is None:
-                return loss_fn(params, batch, solver, adjoint_solver)
-            return loss_fn(params, batch, solver, adjoint_solver, Restart(state.restart.guess, adjoint_guess))
+            given = () if state.restart is None else (Restart(state.restart.guess, adjoint_guess),)
+            return called(loss_fn, params, batch, solver, adjoint_solver, *given)
 
         adjoint_guess = None if state.restart is None else state.restart.adjoint_guess
         gradient_fn = value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
@@ -230,6 +230,32 @@ def make_train_step(
         return after, metrics._replace(trials=trials, stuck=stuck, adjoint_result=results.adjoint)
 
     return step_fn
+
+
+def called(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Info]:
+    """Call a loss; refuse one that takes or returns something else."""
+    try:
+        inspect.signature(loss_fn).bind(*args)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn is called as loss_fn(params, batch, solver, adjoint_solver{', restart' * (len(args) > 4)}), and this one "
+            f"has {inspect.signature(loss_fn)}. Take the solvers as arguments, and pass them to lp_jax.solve."
+        ) from error
+    out: Any = loss_fn(*args)
+    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Info)):
+        pair = isinstance(out, tuple) and len(out) == 2
+        got = (
+            f"a pair with {type(out[1]).__name__}"
+            if pair
+            else "a loss alone"
+            if isinstance(out, jax.Array)
+            else type(out).__name__
+        )
+        raise TypeError(
+            f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: return loss, Info(correct, "
+            "total, solution.stats, solution.result)."
+        )
+    return out
 
 
 def finished(
