@@ -8,10 +8,11 @@ import logging
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from lp_jax._check import nearest
 from lp_jax.cli._errors import CommandError, UsageError
 
 Examples = Sequence[tuple[str, str]]
@@ -57,9 +58,20 @@ class MenuParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message."""
-        error = UsageError(message)
+        error = UsageError(in_words(message, self._option_string_actions))
         error.command = self.prog
         raise error
+
+
+def in_words(message: str, options: Iterable[str]) -> str:
+    """A parser's message in the words of the command line; for an option that is not there, with the one that may be meant."""
+    if wrong := re.match(r"argument (--\w+): invalid Positive(Int|Float) value: '(.*?)'", message):
+        return f"{wrong[1]} must be a positive {'whole ' * (wrong[2] == 'Int')}number; got {wrong[3]!r}."
+    found = re.match(r"unrecognized arguments: (--?[\w-]+)", message)
+    if found is None:
+        return message
+    near = nearest(found[1].replace("-", "_").replace("__", "--", 1), options)
+    return f"there is no option {found[1]}" + (f"; did you mean {near}?" if near else ".")
 
 
 def run(args: Sequence[str]) -> None:
@@ -101,6 +113,9 @@ def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence
     menu = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, text in entries.items():
         menu.add_parser(name, help=text.replace("%", "%%"), add_help=False)
+    if args and not args[0].startswith("-") and args[0] not in entries:
+        near = nearest(args[0], entries)
+        parser.error(f"{args[0]!r} is none of {', '.join(entries)}" + (f"; did you mean {near}?" if near else "."))
     return parser.parse_args(args[:1] or ["--help"]).command, list(args[1:])
 
 

@@ -13,8 +13,9 @@ from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter,
 from jsonargparse.typing import PositiveFloat, PositiveInt, register_type
 
 import lp_jax
+from lp_jax._check import nearest
 from lp_jax._solver import Solver
-from lp_jax.cli._commands import Examples, MenuParser, description
+from lp_jax.cli._commands import Examples, MenuParser, description, in_words
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._models import Model, Pair
 from lp_jax.cli._problem import Problem, model_and_training
@@ -216,7 +217,7 @@ def parse(
         read = parser.parse_args([*before, *args])
         options = {name: value for name, value in vars(parser.instantiate(read)).items() if name != "config"}
     except (argparse.ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(_reason(str(error))) from None
+        raise UsageError(_reason(str(error), parser)) from None
     try:
         model_and_training(problem, options)
     except (TypeError, ValueError) as error:
@@ -254,7 +255,33 @@ def _coarsened(solver: Any, dims: int | None) -> Solver:
         raise UsageError(f"--spatial needs a solver with levels, like --solver MGRIT; got {code(solver)}.") from None
 
 
-def _reason(text: str) -> str:
+_SOLVERS = ("MGRIT", "Picard", "Newton", "Serial", "auto")
+
+
+def _reason(text: str, parser: ArgumentParser) -> str:
+    """Return what is wrong, in the words of the command line."""
+    told = _told(text)
+    name = told.partition(":")[0]
+    if found := re.search(r"Expected a dot import path string: (\S+)", told):
+        near = nearest(found[1], _SOLVERS)
+        hint = f"Did you mean {near}?" if near else f"It is {', '.join(_SOLVERS)}, or module.Class."
+        return f"{name}: there is no solver {found[1]!r}. {hint}"
+    if "is abstract" in told:
+        return f"{name}: fields go with a solver, like {name} MGRIT {name}.levels 3; add one of {', '.join(_SOLVERS[:-1])}."
+    if found := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", told):
+        kind: Any = getattr(lp_jax, found[1], None)  # None for a class of the user's
+        fields = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
+        near = nearest(found[2], fields)
+        hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {found[1]} lists what it has."
+        return f"{name}: {found[1]} has no {found[2]}. {hint}"
+    if found := re.search(r"could not convert string to float: '(.*?)'", told):
+        return f"{name}: must be a number; got {found[1]!r}."
+    if found := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", told):
+        return f"{name}: must be a {'whole ' * (found[1] == 'int')}number; got {found[2]!r}."
+    return in_words(told, parser._option_string_actions)
+
+
+def _told(text: str) -> str:
     """Return the part of the parser's message that tells what is wrong: it lists why each allowed type does not fit."""
     key = re.match(r'Parser key "([\w.]+)":', text)
     head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,15 @@ def new_run(folder: Path) -> None:
     make_writable(folder)
     if any(path.name != LOCK for path in folder.iterdir()):
         raise CommandError(f"{folder} is not empty and holds no run; choose another --out.")
+
+
+def drop_if_not_begun(folder: Path) -> None:
+    """Empty the folder of a new run that failed before its first step, so that the next try finds it as it was."""
+    log = folder / "metrics.jsonl"
+    if not (log.exists() and log.stat().st_size):
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from lp_jax.cli._plan import planned
 from lp_jax.cli._problem import Problem, Settings, find, prepare
 from lp_jax.cli._report import (
     CONFIG,
+    drop_if_not_begun,
     gradient_errors,
     locked,
     new_run,
@@ -74,6 +75,8 @@ def _train(
     pair = solvers(options, problem.models[kind])
     if before is None:
         processes.once(lambda: new_run(folder))
+        if processes.is_root:
+            held.callback(drop_if_not_begun, folder)
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     processes.once(lambda: held.enter_context(locked(folder, say)))
     settings, task = prepare(name, options)
