@@ -177,28 +177,35 @@ def test_short_form_of_a_solver_is_code(solver):
 
 WRONG = {
     "--layers 0": "--layers must be at least 1; got 0",
-    "--layers many": "--layers: Expected a <class 'int'>. Got value: many",
+    "--layers many": "--layers: must be a whole number; got 'many'",
     "--t1 0": "--t1 must be positive; got 0.0",
     "--learning_rate 0": "--learning_rate must be positive",
     "--model transformer": "--model must be one of dense, conv, resnet; got 'transformer'",
-    "--heads 2": "unrecognized arguments: --heads 2",
+    "--heads 2": "there is no option --heads.",
     "--solver MGRIT --solver.levels 0": "levels must be at least 1; got 0",
-    "--solver MGRIT --solver.levels two": "'lp_jax.MGRIT': Parser key \"levels\": Expected a <class 'int'>. Got value: two",
+    "--solver MGRIT --solver.levels two": "must be a whole number; got 'two'",
     "--solver MGRIT --solver.coarsening [4,1]": "coarsening must be at least 2; got 1",
     "--solver MGRIT --solver.relaxation CF": 'relaxation must be "F"',
     "--solver MGRIT --solver.cycle X": "cycle must be",
     "--solver MGRIT --solver.coarse_step.sweeps -1": "sweeps must be at least 0; got -1",
-    "--solver MGRIT --solver.coarse_step Nobody": "Expected a dot import path string: Nobody",
+    "--solver MGRIT --solver.coarse_step Nobody": "there is no solver 'Nobody'",
     "--adjoint_solver MGRIT --adjoint_solver.storage none": "storage must be",
-    "--solver Picard --solver.levels 3": "'lp_jax.Picard': Option 'levels' is not accepted",
+    "--solver Picard --solver.levels 3": "--solver: Picard has no levels.",
     "--solver nowhere.Solver": "No module named 'nowhere'",
     "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
     "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
     "--adjoint_iterations 0": "--adjoint_iterations: Not of type PositiveInt: 0",
     "--log-every 0": "--log_every: Not of type PositiveInt: 0",
-    "--devices 0": "--devices: invalid PositiveInt value: '0'",
+    "--devices 0": "--devices must be a positive whole number; got '0'",
     "--config nowhere.yaml": "File does not exist",
-    "--frobnicate": "--frobnicate",
+    "--frobnicate": "there is no option --frobnicate.",
+    "--learnin_rate 1": "there is no option --learnin_rate; did you mean --learning_rate?",
+    "--no-compar": "did you mean --no_compare?",
+    "--solver mgrit": "there is no solver 'mgrit'. Did you mean MGRIT?",
+    "--solver.levels 3": "fields go with a solver, like --solver MGRIT --solver.levels 3",
+    "--solver Picard --solver.sweep 3": "Picard has no sweep. Did you mean --solver.sweeps?",
+    "--solver Newton --solver.sweeps 3": "Newton has no sweeps. Did you mean --solver.iterations?",
+    "--solver Picard --solver.rtol abc": "must be a number; got 'abc'",
 }
 
 
@@ -209,6 +216,48 @@ def test_wrong_options_are_refused_in_one_line(cli, tmp_path, options):
     assert WRONG[options] in one_line(err)
     assert "lp-jax train digits --help" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("trian digits", "did you mean train?"),
+        ("train digit", "did you mean digits?"),
+        ("plan digit", "did you mean digits?"),
+        ("bench rank", "did you mean ranks?"),
+        ("demo --layer 3", "did you mean --layers?"),
+    ],
+)
+def test_a_menu_guesses_what_was_meant(cli, line, message):
+    code, out, err = cli(*line.split())
+    assert code == 2 and out == "" and message in one_line(err)
+
+
+def test_a_start_that_fails_leaves_no_run(cli, tmp_path):
+    for options in (["--batch-size", "5000"], ["--mesh", "a=2"], ["--method", "nested", "--depths", "[3, 8]"]):
+        assert cli("train", "digits", "--out", tmp_path / "run", *SMALL, *options)[0] != 0
+        assert not (tmp_path / "run").exists()
+
+
+def test_data_of_ones_own(cli, tmp_path):
+    x = np.random.default_rng(0).normal(size=(200, 2))
+    np.savez(tmp_path / "mine.npz", x=x, y=np.where(x[:, 0] > 0, "right", "left"))
+    options = [
+        "--data",
+        tmp_path / "mine.npz",
+        "--layers",
+        "8",
+        "--width",
+        "4",
+        "--epochs",
+        "5",
+        "--learning-rate",
+        "1e-1",
+    ]
+    code, out, _ = cli("train", "arrays", "--out", tmp_path / "run", *options, "--no-pictures")
+    assert code == 0 and "serial" in out
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
+    assert found["layer-parallel"]["test_accuracy"] > 0.9
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -388,6 +437,31 @@ def test_resuming_a_finished_run_prints_its_table(cli, finished):
     for result in summary["results"].values():
         assert f"{result['test_accuracy']:.2%}" in out and f"{result['test_loss']:.4f}" in out
     assert "exact" in out and f"{summary['results']['layer-parallel']['gradient_error']:.1e}" in out
+
+
+def test_the_exact_baseline_is_on_one_device(cli, tmp_path):
+    options = ["--devices", "2", "--no-pictures", "--epochs", "1", *SMALL]
+    code, out, err = cli("train", "digits", "--out", tmp_path / "run", *options)
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
+    assert code == 0 and (found["layer-parallel"]["devices"], found["serial"]["devices"]) == (2, 1)
+    assert "compiled, and the first step taken, in" in err and "residual" not in err
+    slower = found["layer-parallel"]["time_per_step"] > found["serial"]["time_per_step"]
+    assert ("lp-jax plan digits predicts" in out) == slower
+
+
+def test_a_run_made_exact_has_no_gradient_error_of_before(cli, tmp_path):
+    for more in (["--epochs", "1", *SMALL], ["--resume", "--serial", "--epochs", "2"]):
+        code, out, _ = cli("train", "digits", "--out", tmp_path / "run", "--no-compare", "--no-pictures", *more)
+        assert code == 0
+    assert "gradient error at the end" in out and "exact" in out
+    (found,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"].values()
+    assert "gradient_error" not in found
+
+
+def test_a_training_that_failed_says_so(cli, tmp_path):
+    options = ["--serial", "--no-pictures", "--learning-rate", "30", *SMALL]
+    code, out, _ = cli("train", "digits", "--out", tmp_path / "run", *options)
+    assert code == 0 and "serial has failed: its test loss ended at" in " ".join(out.split())
 
 
 def test_a_serial_run_and_its_continuation(cli, tmp_path):

@@ -285,3 +285,45 @@ def test_the_page_names_every_loader():
 def test_the_examples_of_the_page_run(package, standard_promotion):
     pytest.importorskip(package)
     run_page(package)
+
+
+def saved(folder, **arrays):
+    np.savez(folder / "mine.npz", **arrays)
+    return folder / "mine.npz"
+
+
+def test_arrays_of_ones_own(tmp_path):
+    x, y = np.arange(60.0).reshape(20, 3), np.array(["b", "a"] * 10)
+    got = data.arrays(saved(tmp_path, x=x, y=y), seed=1, test_fraction=0.3)
+    assert (got.classes, got.names, got.shape) == (2, ("a", "b"), (3,)) and got.test_x.shape == (6, 3)
+    rows = np.concatenate([got.train_x, got.test_x]), np.concatenate([got.train_y, got.test_y])
+    order = np.argsort(rows[0][:, 0])
+    np.testing.assert_array_equal(rows[0][order], x.astype(np.float32))
+    assert [got.names[label] for label in rows[1][order]] == y.tolist()
+    path = saved(tmp_path, x=x.astype(np.uint8), y=[7, 3] * 10, test_x=x[:2].astype(np.uint8), test_y=[3, 7])
+    got = data.arrays(path)
+    assert got.train_x.dtype == np.uint8 and len(got.train_x) == 20 and got.names == ("3", "7")
+    assert got.test_y.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "arrays, message",
+    [
+        ({"x": np.ones((4, 2))}, "has no y, but x"),
+        ({"x": np.ones(4), "y": np.ones(4, int)}, r"x has shape \(4,\)"),
+        ({"x": np.ones((4, 2)), "y": np.arange(4.0)}, "y holds float64; wanted classes"),
+        ({"x": np.full((4, 2), np.nan), "y": np.arange(4)}, "x holds numbers that are not finite"),
+        ({"x": np.ones((4, 2)), "y": np.ones(4, int)}, "y holds one class"),
+        ({"x": np.ones((4, 2)), "y": np.arange(4), "test_x": np.ones((4, 2))}, "has no test_y"),
+    ],
+)
+def test_arrays_that_are_no_data_set(tmp_path, arrays, message):
+    with pytest.raises(data.DataError, match=message):
+        data.arrays(saved(tmp_path, **arrays))
+
+
+def test_a_file_that_is_none(tmp_path):
+    (tmp_path / "text.npz").write_text("x, y")
+    for name in ("text.npz", "nowhere.npz"):
+        with pytest.raises(data.DataError, match=f"{name}.*wanted a file as numpy.savez writes it"):
+            data.arrays(tmp_path / name)

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import compiled
+from jax.sharding import AxisType
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
+from lp_jax.planning import interconnect
 
 PARAMS, Y0 = dense_params(32, 4), dense_state(2, 4)
 
@@ -238,3 +240,47 @@ def test_the_core_needs_jax_alone():
     code = f"import sys, lp_jax; print(sorted({extras} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[]"
+
+
+CALLS = {
+    "argument 'tol'. Did you mean rtol": lambda w, y: lp_jax.MGRIT(tol=1e-3),
+    "argument 'iterations'. Did you mean sweeps": lambda w, y: lp_jax.Picard(iterations=3),
+    "argument 'sweeps'. Did you mean iterations": lambda w, y: lp_jax.Newton(sweeps=3),
+    "Name it: sweeps=4": lambda w, y: lp_jax.Picard(4),
+    "Name it: solver=MGRIT": lambda w, y: lp_jax.solve(plain, w, y, lp_jax.MGRIT()),
+    "argument 'sovler'. Did you mean solver": lambda w, y: lp_jax.solve(plain, w, y, sovler=lp_jax.MGRIT()),
+    "argument 'T'. Did you mean t1": lambda w, y: lp_jax.solve(plain, w, y, T=2.0),
+    "argument 'lenght'. Did you mean length": lambda w, y: lp_jax.scan(plain, y, w, lenght=8),
+    "Problem has no argument 'times'": lambda w, y: lp_jax.solve_vjp(plain, w, y, times=2),
+    "params and y0 seem to be exchanged": lambda w, y: lp_jax.solve(plain, y, w),
+    "step must be a function": lambda w, y: lp_jax.solve(w, plain, y),
+    "problem must be a lp_jax.Problem": lambda w, y: lp_jax.plan(plain),
+    "rtol must be a number": lambda w, y: lp_jax.Picard(rtol=True),
+}
+
+
+def plain(y, layer):
+    return y + layer.dt * jnp.tanh(y @ layer.params)
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_a_wrong_call_is_told_what_may_be_meant(message):
+    with pytest.raises(TypeError, match=message):
+        CALLS[message](jnp.ones((8, 4, 4)), jnp.ones((5, 4)))
+
+
+def test_a_mesh_without_an_axis_for_layers_is_refused():
+    devices = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    for call in (
+        lambda: lp_jax.solve(plain, jnp.ones((8, 4, 4)), jnp.ones(4), comm=devices),
+        lambda: interconnect(devices),
+    ):
+        with pytest.raises(ValueError, match=r"mesh has no axis 'layers'; its axes are .'data',.. Name the one"):
+            call()
+
+
+def test_subpackages_come_with_the_package():
+    for name in ("nn", "train", "viz", "data", "planning"):
+        assert getattr(lp_jax, name).__name__ == f"lp_jax.{name}"
+    with pytest.raises(AttributeError, match="no attribute 'layers'"):
+        lp_jax.layers  # noqa: B018

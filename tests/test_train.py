@@ -590,3 +590,54 @@ def test_residuals_are_those_of_both_solves(classifier, loss_and_params, samples
     for stats, scale in ((found.forward, found.forward_scale), (found.adjoint, found.adjoint_scale)):
         # two intervals: finite termination after two cycles
         assert 1e-4 * scale < stats.residual_norms[0] < 10 * scale and stats.residual_norms[2] < 1e-6 * scale
+
+
+def fit_once(loss, params, batch, **more):
+    step_fn = train.make_train_step(loss, OPTIMIZER)
+    given = {"steps_per_epoch": 1, "epochs": 1, "solver": SOLVER} | more
+    return train.fit(step_fn, train.init_state(params, OPTIMIZER), lambda epoch: [batch], **given)
+
+
+@pytest.mark.parametrize(
+    "spoil, error, message",
+    [
+        (lambda x, y: (x, y.astype("float32")), TypeError, "Take labels.astype"),
+        (lambda x, y: (x, np.eye(3)[y]), ValueError, "looks one-hot. Take jnp.argmax"),
+        (lambda x, y: (x, y[:4]), ValueError, r"integers of shape \(10,\).*got int32 of shape \(4,\)"),
+        (lambda x, y: x, TypeError, "a batch must be .x, labels.*got one array"),
+        (lambda x, y: (x,), TypeError, "got a tuple of 1"),
+        (lambda x, y: {"x": x, "y": y}, TypeError, "got a dict of 2"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(loss_and_params, samples, spoil, error, message):
+    with pytest.raises(error, match=message):
+        fit_once(*loss_and_params, spoil(*samples))
+
+
+@pytest.mark.parametrize(
+    "more, error, message",
+    [
+        ({"solver": lp_jax.MGRIT}, TypeError, r"Call it: MGRIT\(\), not MGRIT"),
+        ({"adjoint_solver": lp_jax.MGRIT}, TypeError, r"adjoint_solver must be a solver"),
+        ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch must be at least 1; got 0"),
+        ({"log_every": 0}, ValueError, "log_every must be at least 1"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(loss_and_params, samples, more, error, message):
+    with pytest.raises(error, match=message):
+        fit_once(*loss_and_params, samples, **more)
+    with pytest.raises(TypeError, match="batches must be a function"):
+        train.fit(lambda *_: None, None, [samples], steps_per_epoch=1, epochs=1, solver=SOLVER)
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        (lambda params, batch: jnp.sum(params), r"called as loss_fn\(params, batch, solver, adjoint_solver\)"),
+        (lambda params, batch, solver, adjoint_solver: jnp.sum(params), "got a loss alone"),
+        (lambda params, batch, solver, adjoint_solver: (jnp.sum(params), {}), "got a pair with dict"),
+    ],
+)
+def test_a_loss_of_another_kind_is_refused(loss, message):
+    with pytest.raises(TypeError, match=message):
+        fit_once(loss, jnp.ones(3), jnp.ones(3))

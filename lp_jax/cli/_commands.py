@@ -36,6 +36,7 @@ _EXAMPLES: Mapping[str, Examples] = {
     ],
     "train": [
         ("lp-jax train digits", "8 x 8 pixels, from scikit-learn"),
+        ("lp-jax train arrays --data mine.npz", "your own x and y, from a file of NumPy's"),
         ("lp-jax train mnist --data FOLDER", "from the four IDX files"),
         ("lp-jax train gum --data FOLDER", "tag the words of a treebank with a transformer"),
         ("lp-jax train timeseries --data FOLDER --name BasicMotions", "a recurrent network, parallel in time"),
@@ -70,8 +71,8 @@ def in_words(message: str, options: Iterable[str]) -> str:
     found = re.match(r"unrecognized arguments: (--?[\w-]+)", message)
     if found is None:
         return message
-    near = nearest(found[1].replace("-", "_").replace("__", "--", 1), options)
-    return f"there is no option {found[1]}" + (f"; did you mean {near}?" if near else ".")
+    near = nearest(found[1].lstrip("-").replace("-", "_"), [option[2:] for option in options if option.startswith("--")])
+    return f"there is no option {found[1]}" + (f"; did you mean --{near}?" if near else ".")
 
 
 def run(args: Sequence[str]) -> None:

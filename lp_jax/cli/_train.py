@@ -75,10 +75,10 @@ def _train(
     pair = solvers(options, problem.models[kind])
     if before is None:
         processes.once(lambda: new_run(folder))
-        if processes.is_root:
-            held.callback(drop_if_not_begun, folder)
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     processes.once(lambda: held.enter_context(locked(folder, say)))
+    if before is None and processes.is_root:
+        held.callback(drop_if_not_begun, folder)
     settings, task = prepare(name, options)
     check_method(options, settings)
     if before is not None and first_difference(before["fingerprint"], settings.fingerprint()):

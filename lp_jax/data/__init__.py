@@ -3,6 +3,7 @@
 All of it is NumPy; nothing here downloads or unpickles. docs/data.md says which files each loader expects.
 """
 
+from lp_jax.data._arrays import arrays as arrays
 from lp_jax.data._batches import Sequences as Sequences
 from lp_jax.data._batches import batches as batches
 from lp_jax.data._batches import bucketed as bucketed
