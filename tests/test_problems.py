@@ -145,5 +145,5 @@ def test_settings_that_are_not_given_are_those_of_problem_and_model():
 
 
 def test_every_problem_is_a_file_with_a_line_of_help():
-    assert set(RUNS) | {"digits", "mnist"} == set(problems())
+    assert set(RUNS) | {"arrays", "digits", "mnist"} == set(problems())
     assert all(find(name).about == text and text.endswith(".") for name, text in problems().items())
