@@ -49,7 +49,8 @@ for ax, image, label in zip(axes, digits.train_x, digits.train_y, strict=False):
 # Most deep networks have layers of this kind, called residual layers. `LayerParallel` stacks 64 of them. An opening
 # layer turns an image into a state of 64 numbers, a closing layer turns the last state into scores for ten digits.
 #
-# The solver says how the 64 layers are evaluated. This one forms groups of four layers:
+# The solver says how the 64 layers are evaluated. Left out, it is one that goes on until its result is right. Here we ask
+# how little is enough, so we name one that makes a single round over groups of four layers:
 
 # %%
 solver = lp_jax.MGRIT(levels=2, coarsening=4, iterations=1)

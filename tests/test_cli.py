@@ -444,7 +444,7 @@ def test_the_exact_baseline_is_on_one_device(cli, tmp_path):
     code, out, err = cli("train", "digits", "--out", tmp_path / "run", *options)
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
     assert code == 0 and (found["layer-parallel"]["devices"], found["serial"]["devices"]) == (2, 1)
-    assert "compiled, and the first step taken, in" in err and "residual" not in err
+    assert "compiled, and the first step taken, in" in err and "  residual" not in err
     slower = found["layer-parallel"]["time_per_step"] > found["serial"]["time_per_step"]
     assert ("lp-jax plan digits predicts" in out) == slower
 

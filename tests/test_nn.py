@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 from networks import F64, BatchNormed, assert_close, mesh, normal
 from problems import relative_error
 
@@ -272,6 +273,27 @@ def make_classifier(rngs, **options):
         make_trunk(rngs=rngs, **options),
         nn.DenseClosing((5,), 3, hidden=6, param_dtype=F64, rngs=rngs),
     )
+
+
+class Placed(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.inner = nnx.Linear(4, 4, kernel_init=init, rngs=rngs)
+
+    def __call__(self, y, t, dt):
+        return y + dt * self.inner(y)
+
+
+def test_places_of_stacked_parameters_are_those_of_nnx_vmap():
+    axes = (AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((1, 2), ("layers", "model"), axis_types=axes, devices=jax.devices()[:2])):
+        trunk = nn.LayerParallel(Placed, 8, rngs=nnx.Rngs(0))
+        make = nnx.vmap(Placed, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        stacked = nnx.split_rngs(splits=8)(make)(nnx.Rngs(0))
+        spec = nnx.get_partition_spec(nnx.state(trunk))["layers"]["inner"]["kernel"].get_value()
+        assert spec == PartitionSpec("layers", None, "model")
+        assert spec == nnx.get_partition_spec(nnx.state(stacked))["inner"]["kernel"].get_value()
+        assert trunk(jnp.ones((2, 4), "float32")).shape == (2, 4)
 
 
 def test_classifier_composes_opening_trunk_and_closing():

@@ -71,7 +71,9 @@ def in_words(message: str, options: Iterable[str]) -> str:
     found = re.match(r"unrecognized arguments: (--?[\w-]+)", message)
     if found is None:
         return message
-    near = nearest(found[1].lstrip("-").replace("-", "_"), [option[2:] for option in options if option.startswith("--")])
+    near = nearest(
+        found[1].lstrip("-").replace("-", "_"), [option[2:] for option in options if option.startswith("--")]
+    )
     return f"there is no option {found[1]}" + (f"; did you mean --{near}?" if near else ".")
 
 
