@@ -174,7 +174,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         help="Number of steps between gradient probes. Default: 6 probes in a run.",
     )
     add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
-    add("--no_compare", action="store_true", help="No serial baseline to compare with.")
+    add("--no_compare", action="store_true", help="No exact baseline, on one device, to compare with.")
     add("--no_pictures", action="store_true", help="No pictures.")
 
 
