@@ -194,7 +194,7 @@ def test_a_layer_and_its_interval_are_told_apart_by_two_lengths(monkeypatch):
     """Layers of a, b and c, and what their intervals take beside them."""
     layer, interval = np.array([1.0, 2.0, 3.0]), np.array([4.0, 0.0, 8.0])
     monkeypatch.setattr(_measure, "relaxation", lambda problem, span: layer + interval / span)
-    long, short = (lp_jax.Problem(None, np.zeros(n), np.zeros(2)) for n in (64, 32))
+    long, short = (lp_jax.Problem(lambda y, at: y, np.zeros(n), np.zeros(2)) for n in (64, 32))
     for found, wanted in zip(_calibrate._intervals(long, (0.0, 0.0)), (layer, interval), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-14)
     serial = 1.5, 5.0  # of few layers: one interval of all 32, its gradient in the parts of a short one, 2 to 5
