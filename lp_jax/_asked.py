@@ -1,4 +1,4 @@
-"""A context that replaces the solvers of all solves traced inside it, or has each report what it measured.
+"""A context that replaces the solvers of all solves traced inside it, or has each tell what it measured or how it ended.
 
 The caches of ``jax.jit`` know of it, so that a function that was traced before is traced anew.
 """
@@ -16,7 +16,7 @@ from lp_jax._types import PyTree
 
 
 class Watch:
-    """Holds the array whose cotangent counts how solves end, `counts_of` of each, summed. Compared by identity."""
+    """Holds the array whose cotangent is the sum of `counts_of` over the solves. Compared by identity."""
 
     def __init__(self, counts: jax.Array) -> None:
         self.counts = counts

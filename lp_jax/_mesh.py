@@ -95,6 +95,12 @@ class MeshComm(Comm):
         self._check(stacked, common)
         if self.size == 1:
             return Local(layers=given, held=(given,))
+        if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
+            raise ValueError(
+                f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. Spread "
+                "the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device has the "
+                "gradient of its own share, and average them (jax.lax.pmean, lp_jax.train.average_gradients)."
+            )
         unit = common_unit(solvers, given)
         steps = unit * math.ceil(math.ceil(given / unit) / self.size)
         return OnMesh(

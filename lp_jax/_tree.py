@@ -46,10 +46,10 @@ def zeros_like(tree: PyTree) -> PyTree:
 
 def varying(tree: PyTree, like: PyTree) -> PyTree:
     """Within a user's ``shard_map``: ``tree``, said to differ between devices where ``like`` does."""
-    axes = frozenset().union(*(_axes(x) for x in jax.tree.leaves(like)))
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
 
     def leaf(x: jax.Array) -> jax.Array:
-        more = tuple(axis for axis in axes if axis not in _axes(x))
+        more = tuple(axis for axis in axes if axis not in varying_axes(x))
         numbers = more and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
         return lax.pcast(x, more, to="varying") if numbers else x
 
@@ -60,14 +60,14 @@ def entry_like(tree: PyTree) -> PyTree:
     """Shapes and dtypes of one entry of the leading axis, of which there may be none."""
 
     def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
-        if _axes(x):
+        if varying_axes(x):
             return jax.eval_shape(lambda x: x[0], x)
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
     return jax.tree.map(leaf, tree)
 
 
-def _axes(x: Any) -> frozenset[Any]:
+def varying_axes(x: Any) -> frozenset[Any]:
     """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
     kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x  # of what is no array, others tell the user
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())

@@ -27,6 +27,7 @@ def grid(layers, data):
 
 
 def over_data(f, mesh):
+    """Unchecked, as the gradients of copies are to stay apart; checked, that of what all hold would be their sum."""
     spec = PartitionSpec("data")
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"}, check_vma=False))
 

@@ -193,7 +193,8 @@ def test_results_are_outputs_of_the_program():
     assert "callback" not in exported.mlir_module()
 
 
-def test_a_training_step_says_how_the_adjoint_ended():
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_training_step_says_how_the_adjoint_ended(watch):
     def loss(params, batch, solver, adjoint_solver):
         solution = lp_jax.solve(dense, params, batch, solver=solver, adjoint_solver=adjoint_solver)
         info = train.Info(jnp.int32(0), jnp.int32(3), solution.stats, solution.result)
@@ -201,7 +202,7 @@ def test_a_training_step_says_how_the_adjoint_ended():
 
     optimizer = optax.sgd(1e-3)
     _, log = train.fit(
-        train.make_train_step(loss, optimizer),
+        train.make_train_step(loss, optimizer, watch=watch),
         train.init_state(WEIGHTS, optimizer),
         lambda epoch: [Y],
         steps_per_epoch=1,
@@ -209,7 +210,11 @@ def test_a_training_step_says_how_the_adjoint_ended():
         solver=lp_jax.Picard(sweeps=12),
         adjoint_solver=MISSES,
     )
-    (row,), (warning,) = log.of("train"), log.of("warning")
+    (row,), warnings = log.of("train"), log.of("warning")
+    assert ("adjoint_result" in row) == bool(warnings) == watch
+    if not watch:
+        return
+    (warning,) = warnings
     assert (row["result"], row["adjoint_result"], warning["solve"]) == (DONE, NOT_CONVERGED, "adjoint")
     assert "did not come down to the tolerance" in warning["message"]
 

@@ -494,9 +494,6 @@ def test_wires_are_measured_between_the_devices_that_there_are():
 def test_latency_and_bandwidth_are_told_apart(monkeypatch):
     """Sweeps over four workers: two states and a prefix sum's, the norm over two hops; by a made-up wire."""
 
-    class Row:
-        size = 4
-
     def sweep(comm, size):
         return 0.5 + (0 if comm is None else 4 * (3e-6 + size / 1e9) + 2 * 3e-6)
 
@@ -506,7 +503,7 @@ def test_latency_and_bandwidth_are_told_apart(monkeypatch):
     monkeypatch.setattr(_interconnect, "_sweep", sweep)
     monkeypatch.setattr(_interconnect, "_sum", total)
     assert _work.prefix_messages(4) == 3
-    found = planning.interconnect(Row(), sizes=(0, 1 << 20))
+    found = planning.interconnect(mesh(4), sizes=(0, 1 << 20))
     assert found == pytest.approx((3e-6, 1e9, 5e8))
 
 

@@ -65,3 +65,22 @@ def test_a_batch_over_two_devices(name):
     gradients = [jax.value_and_grad(functools.partial(loss, of), (0, 1, 2)) for of in (shared_out, halves)]
     got, wanted = (jax.jit(gradient)(WEIGHTS, SHARED, Y) for gradient in gradients)
     assert relative_error(got, wanted) < 1e-13
+
+
+def test_layers_over_a_mesh_inside_are_refused_in_words():
+    devices = jax.make_mesh((2, 2), ("layers", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=devices,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec("data"),
+        axis_names={"data"},
+    )
+    def share(weights, y):
+        return lp_jax.solve(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), weights, y, comm=devices).y1
+
+    with pytest.raises(
+        ValueError, match=r"check_vma=True\) does not work.*each device has the gradient of its own share"
+    ):
+        jax.jit(share)(WEIGHTS, Y)

@@ -158,9 +158,8 @@ def stacked_module(
     keys = jax.random.split(rngs.params(), num_layers)
     params = jax.vmap(make)(keys) if comm is None else comm.init(jax.vmap(make), keys, solvers)
     module = nnx.merge(graphdefs[0], params)
-    for _, variable in nnx.to_flat_state(
-        nnx.state(module)
-    ):  # as nnx.vmap: metadata of a layer do not know the layers' axis
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        # a layer's metadata do not know of the layers' axis; nnx.vmap adds it, too
         if names := variable.get_metadata().get("out_sharding"):
             variable.set_metadata(out_sharding=("layers", *names))
     return module

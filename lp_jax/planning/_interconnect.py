@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from lp_jax._comm import Comm
-from lp_jax._mesh import MeshComm
+from lp_jax import _inputs
+from lp_jax._comm import Comm, OneDevice
 from lp_jax._picard import Picard
 from lp_jax._solve import solve
 from lp_jax._types import Layer
@@ -33,14 +32,14 @@ class Interconnect(NamedTuple):
     sum_bandwidth: float
 
 
-def interconnect(comm: Comm, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
+def interconnect(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
     """Measure messages between workers, by sweeps over a chain that computes almost nothing.
 
     A sweep sends a state to the neighbour, one more for each step of a prefix sum, and the residual's norm to all. The
     same sweep without neighbours is subtracted. Sums over all of them, as of gradients, are measured apart: they add, too.
 
     Args:
-        comm: where the layers will live; all ranks of an `MPIComm` call this together.
+        comm: where the layers will live, as for `lp_jax.solve`; all ranks of an `MPIComm` call this together.
         sizes: bytes of a small and of a large state, and of what is summed.
 
     Raises:
@@ -54,7 +53,7 @@ def interconnect(comm: Comm, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> I
         >>> comm = lp_jax.MeshComm(mesh)
         >>> found = planning.interconnect(comm, sizes=(256, 1 << 16)) if len(devices) > 1 else None
     """
-    comm = MeshComm(comm) if isinstance(comm, Mesh) else comm
+    comm = _inputs.comm(comm) or OneDevice()
     if comm.size == 1:
         raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")
     messages, hops = 1 + prefix_messages(comm.size), (comm.size - 1).bit_length()

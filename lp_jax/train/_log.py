@@ -149,7 +149,6 @@ class Bar(Meter):
         self.console = Console(stderr=True) if console is None else console
         self.title = title
         self._latest: dict[str, str] = {}
-        self._compiling = False
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -163,17 +162,13 @@ class Bar(Meter):
 
     def start(self, done: int, total: int) -> None:
         """Draw the bar."""
-        self._compiling = done < total
-        if self._compiling and not self.console.is_terminal:
+        if done < total and not self.console.is_terminal:
             self._print(f"{self.title}: compiling")
         self._progress.update(self._task, total=total, completed=done)
         self._progress.start()
 
     def show(self, row: Row) -> None:
         """Move the bar to the row's step and show its main numbers."""
-        if self._compiling and row["kind"] == "train":
-            self._compiling = False
-            self._print(f"{self.title}: compiled, and the first step taken, in {row['step_time']:.1f} s")
         self._latest |= _main_numbers(row)
         latest = "  ".join(f"{name} {value}" for name, value in self._latest.items())
         self._progress.update(self._task, completed=row["step"], latest=latest)

@@ -169,7 +169,7 @@ def fit(
 
     def batch_of(step: int) -> Batch:
         epoch, number = divmod(step - 1, steps_per_epoch)
-        return next(itertools.islice(batches(epoch), number, None))
+        return next(itertools.islice(batches(epoch), number, None), None)  # None: it gave the batch only once
 
     record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints, batch_of=batch_of)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
