@@ -284,7 +284,7 @@ def pictures(problem: Digits, runs: Mapping[str, Run]) -> dict[str, Figure]:
     }
     return {
         "race.png": viz.race(rows, target=target_of(runs)),
-        "residuals.png": viz.residuals(history, iteration="sweep"),
+        "residuals.png": viz.residuals(history, iteration="sweep", solvers=(planning.code(_SIX),) * 2),
         "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="iteration", choice="solver"),
         "sweeps.png": viz.hierarchy(solver, problem.layers, t1=T1, adjoint_solver=adjoint_solver),
         "schedule.png": viz.schedule(
@@ -313,12 +313,15 @@ def gradient_errors(problem: Digits, params: PyTree) -> dict[str, list[float]]:
     }
 
 
+_SIX = Picard(sweeps=6)
+"""What residual norms are drawn of: three sweeps more than the table's row, to see how fast they fall."""
+
+
 def residual_row(problem: Digits, step: int, params: PyTree | None) -> dict[str, Any]:
     """Return the residual norms of six sweeps at some parameters, None being the first ones."""
     model = problem.network(problem.layers)
     params = train.classification(model)[1] if params is None else params
-    solver = Picard(sweeps=6)
-    found = train.residuals(model, params, next(problem.batches(0)), solver, solver)
+    found = train.residuals(model, params, next(problem.batches(0)), _SIX, _SIX)
     return {
         "kind": "probe",
         "step": step,
