@@ -60,14 +60,16 @@ class Network:
         """Return ``loss(weights, x, target)`` by these solvers, or by a scan; it also gives the last residual norm, or NaN."""
 
         def loss(weights: Weights, x: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-            norms = jnp.full(1, jnp.nan, jnp.float32)
+            norm = jnp.float32(jnp.nan)
             if solvers is None:
                 y1 = self.scan(weights, x)
             else:
                 problem = self.problem(weights, x, solvers, comm)
                 solution = lp_jax.solve(**problem, solver=solvers[0], adjoint_solver=solvers[1])
-                y1, norms = solution.y1, jnp.append(norms, solution.stats.residual_norms)
-            return self.measure(weights.closing, y1, target), norms[-1]
+                y1, stats = solution.y1, solution.stats
+                norm = jnp.append(norm, stats.residual_norms)[stats.iterations]
+                norm = jnp.where(norm < 0, jnp.nan, norm)  # of a skipped down-cycle
+            return self.measure(weights.closing, y1, target), norm
 
         return loss
 
