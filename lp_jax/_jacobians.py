@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
 from lp_jax import _tree
+from lp_jax._meetings import acts_in_place, mixes_examples
 from lp_jax._products import inside
 from lp_jax._types import State
 
@@ -93,11 +93,21 @@ class Full(Jacobians):
         units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         if transposed or _only_backward(step, u):
             _, pull, u_next = jax.vjp(joined, v, has_aux=True)
+            self._refuse_mixed(lambda unit: pull(unit)[0], v)
             return u_next, jax.vmap(lambda unit: pull(jnp.broadcast_to(unit, v.shape))[0], out_axes=-2)(units)
         if self._axes and all(len(shape) == self._axes for shape in self._shapes):
-            _refuse_mixed(step, u, self._shapes, self._axes)
+            _refuse_units(step, u, self._shapes, self._axes)
         _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
+        self._refuse_mixed(derivative, v)
         return u_next, jax.vmap(lambda unit: derivative(jnp.broadcast_to(unit, v.shape)), out_axes=-1)(units)
+
+    def _refuse_mixed(self, linear: Callable[[jax.Array], jax.Array], v: jax.Array) -> None:
+        if self._axes and mixes_examples(linear, v, self._axes):
+            raise ValueError(
+                f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step combines entries along the "
+                f"first axes of a state with leaves of shapes {self._shapes}, as a normalisation over the batch does. Say "
+                "batch_axes=0, for one Jacobian of the whole state, or take another solver."
+            )
 
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
         return damp(jacobian, True)
@@ -222,7 +232,7 @@ def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
     return axes
 
 
-def _refuse_mixed(step: StateStep, u: State, shapes: list[tuple[int, ...]], axes: int) -> None:
+def _refuse_units(step: StateStep, u: State, shapes: list[tuple[int, ...]], axes: int) -> None:
     """Refuse a state that is all examples, one number each, where the step's program combines them."""
     if not acts_in_place(jax.linearize(step, u)[1], u):
         raise ValueError(
@@ -230,43 +240,3 @@ def _refuse_mixed(step: StateStep, u: State, shapes: list[tuple[int, ...]], axes
             "step combines numbers at different places. If these are units, say batch_axes=0: inside jax.vmap a state has no "
             "axis of examples."
         )
-
-
-def acts_in_place(linear: Callable[[State], State], state: State) -> bool:
-    """Whether a linear function of states, as its program says, combines numbers with others at their own place only."""
-    program = jax.make_jaxpr(linear)(state)
-    return all(_in_place(program.jaxpr, [True] * len(program.jaxpr.invars)))
-
-
-_ONE_BY_ONE = {
-    "mul",
-    "div",
-    "neg",
-    "add",
-    "sub",
-    "add_any",
-    "convert_element_type",
-    "select_n",
-    "copy",
-    "reduce_precision",
-}
-_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
-
-
-def _in_place(jaxpr: Any, given: Sequence[bool | None]) -> list[bool]:
-    """For each result whether it is made of the inputs number by number, given which are so (None: no input at all)."""
-    made: dict[Any, bool | None] = dict(zip(jaxpr.invars, given, strict=True))
-
-    def of(atom: Any) -> bool | None:
-        return None if isinstance(atom, core.Literal) else made.get(atom)
-
-    for equation in jaxpr.eqns:
-        inputs = [of(atom) for atom in equation.invars]
-        name, inner = equation.primitive.name, equation.params.get("jaxpr")
-        if name in _CALLS and inner is not None:
-            results: Sequence[bool | None] = _in_place(getattr(inner, "jaxpr", inner), inputs)
-        else:
-            follows = name in _ONE_BY_ONE and False not in inputs
-            results = [None if all(x is None for x in inputs) else follows] * len(equation.outvars)
-        made.update(zip(equation.outvars, results, strict=True))
-    return [of(atom) is not False for atom in jaxpr.outvars]

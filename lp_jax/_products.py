@@ -133,7 +133,7 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
         if not any(flags):
             continue
         inner, name = inside(equation), equation.primitive.name
-        if _is_product(equation):
+        if is_product(equation):
             total += _flops(equation, terms)
         elif name == "scan":
             total += equation.params["length"] * _work(inner[0], _scan_outputs(equation, flags), terms)
@@ -146,14 +146,14 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
     return total
 
 
-def _is_product(equation: Any) -> bool:
+def is_product(equation: Any) -> bool:
     """Whether an equation is a product, or one of those of `lp_jax._outer`."""
     return equation.primitive.name in ("dot_general", "few_terms", "outer_terms")
 
 
 def _flops(equation: Any, terms: int | None) -> float:
     """Flops of a product; none where it is not to be counted."""
-    if not _is_product(equation):
+    if not is_product(equation):
         return 0.0
     shape = equation.invars[0].aval.shape
     (contracted, _), _ = equation.params["dimension_numbers"]
@@ -172,7 +172,7 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int
         if not any(flags):
             continue
         operands, inner, name = tuple(map(of, equation.invars)), inside(equation), equation.primitive.name
-        if _is_product(equation):
+        if is_product(equation):
             reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
         elif name == "scan":
             reached = _scan_depths(equation, inner[0], operands, flags, terms)

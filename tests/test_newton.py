@@ -417,3 +417,57 @@ def test_units_are_not_taken_for_examples():
     for step, axes in ((mixing, 0), (alone, 1)):
         got = gradient(weights, lp_jax.Newton(iterations=12, batch_axes=axes), step)
         assert relative_error(got, gradient(weights, lp_jax.Serial(), step)) < 1e-12
+
+
+@pytest.mark.parametrize("leaves", [1, 2])
+@pytest.mark.parametrize("how", ["mean", "norm", "product", "attention"])
+def test_a_step_that_combines_examples_is_refused(how, leaves):
+    """One iteration of the adjoint is then not exact."""
+    mix = jax.random.normal(jax.random.key(2), (4, 4))
+
+    def combined(y):
+        return {
+            "mean": lambda: y - jnp.mean(y, axis=0, keepdims=True),
+            "norm": lambda: y / jnp.sqrt(jnp.var(y, axis=0, keepdims=True) + 1),
+            "product": lambda: mix @ y,
+            "attention": lambda: jax.nn.softmax(y @ y.T) @ y,
+        }[how]()
+
+    def step(y, layer):
+        mixed = combined(y[0])
+        return tuple(y + layer.dt * jnp.tanh(layer.params * mixed + y) for y in y)
+
+    y0 = (jax.random.normal(jax.random.key(1), (4, 3)),) * leaves
+
+    def loss(weights, forward, adjoint):
+        solution = lp_jax.solve(step, weights, y0, solver=forward, adjoint_solver=adjoint)
+        return sum(jnp.sum(y**2) for y in solution.y1)
+
+    weights, exact = jnp.linspace(-1, 1, 8), lp_jax.Serial()
+    for solvers in ((newton(3), exact), (exact, newton(1))):
+        with pytest.raises(ValueError, match=r"batch_axes=1\).*combines entries along the first axes.*batch_axes=0"):
+            jax.grad(loss)(weights, *solvers)
+    whole = lp_jax.Newton(iterations=8, batch_axes=0)
+    assert relative_error(jax.grad(loss)(weights, whole, whole), jax.grad(loss)(weights, exact, exact)) < 1e-12
+
+
+def test_a_step_that_treats_examples_alone_is_taken():
+    """Norms, attention over other axes, convolution, transposes and loops: nothing here meets another example."""
+    mix = jax.random.normal(jax.random.key(2), (3, 3))
+
+    def step(y, layer):
+        z = (y - jnp.mean(y, axis=1, keepdims=True)) @ mix
+        z = jnp.swapaxes(jnp.swapaxes(z, 0, 2) * 2, 0, 2).reshape(-1, 6).reshape(y.shape)
+        z = z + jnp.tanh(jnp.einsum("bij,bkj,bkl->bil", z, z, z))
+        z = jnp.concatenate([z[:, 1:], z[:, :1]], axis=1)
+        z = jax.lax.fori_loop(0, 2, lambda _, z: z + 0.1 * jnp.sin(z), z)
+        return y + layer.dt * layer.params * z
+
+    y0 = jax.random.normal(jax.random.key(1), (4, 2, 3))
+
+    def loss(weights, solver):
+        return jnp.sum(lp_jax.solve(step, weights, y0, solver=solver).y1 ** 2)
+
+    weights = jnp.linspace(-1, 1, 6)
+    got, exact = (jax.grad(loss)(weights, s) for s in (lp_jax.Newton(iterations=6, batch_axes=1), lp_jax.Serial()))
+    assert relative_error(got, exact) < 1e-12
