@@ -36,7 +36,9 @@ def _identity(name: str, **rules: Callable[..., Any]) -> Primitive:
     primitive.def_abstract_eval(lambda x, message: x)
     ad.primitive_jvps[primitive] = rules.get("jvp", jvp)
     ad.primitive_transposes[primitive] = rules.get("transpose", lambda cotangent, x, message: [cotangent])
-    batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+    batching.primitive_batchers[primitive] = rules.get(
+        "batch", lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+    )
     mlir.register_lowering(primitive, rules.get("lower", lambda context, x, message: [x]))
     return primitive
 
@@ -57,5 +59,5 @@ def _mark(primals: Any, tangents: Any, message: str) -> Any:
 
 
 _untransposed = _identity("without_gradient", transpose=_not_transposed)
-_tangent = _identity("reverse_only_tangent", impl=_not_computed, lower=_not_computed)
+_tangent = _identity("reverse_only_tangent", impl=_not_computed, lower=_not_computed, batch=_not_computed)
 _marked = _identity("reverse_only", jvp=_mark)

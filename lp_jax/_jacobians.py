@@ -94,12 +94,12 @@ class Full(Jacobians):
         if transposed or _only_backward(step, u):
             _, pull, u_next = jax.vjp(joined, v, has_aux=True)
             self._refuse_mixed(lambda unit: pull(unit)[0], v)
-            return u_next, jax.vmap(lambda unit: pull(jnp.broadcast_to(unit, v.shape))[0], out_axes=-2)(units)
+            return u_next, jax.vmap(lambda unit: pull(_tree.broadcast(unit, v))[0], out_axes=-2)(units)
         if self._axes and all(len(shape) == self._axes for shape in self._shapes):
             _refuse_units(step, u, self._shapes, self._axes)
         _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
         self._refuse_mixed(derivative, v)
-        return u_next, jax.vmap(lambda unit: derivative(jnp.broadcast_to(unit, v.shape)), out_axes=-1)(units)
+        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=-1)(units)
 
     def _refuse_mixed(self, linear: Callable[[jax.Array], jax.Array], v: jax.Array) -> None:
         if self._axes and mixes_examples(linear, v, self._axes):
@@ -172,7 +172,7 @@ class Blocks(Jacobians):
 
         def entries(i: jax.Array) -> jax.Array:
             here = (jnp.arange(number) == i).astype(joined.dtype).reshape((1,) * axes + place)
-            found = [of(leaf, jnp.broadcast_to(here, batch + place)).reshape(-1, *batch, number) for leaf in leaves]
+            found = [of(leaf, _tree.broadcast(here, joined[0])).reshape(-1, *batch, number) for leaf in leaves]
             return jnp.stack(found, axis=across)[..., i]
 
         blocks = lax.map(entries, jnp.arange(number), batch_size=min(number, _AT_ONCE))

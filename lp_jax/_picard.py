@@ -310,7 +310,7 @@ def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
         one = before[None]
         left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
         squares = jnp.square(jnp.abs(left - entering)).astype(dtype)
-        return total + jnp.concatenate([squares, jnp.zeros((len(total) - len(left), *left.shape[1:]), dtype)])
+        return total + _tree.padded(squares, len(total) - len(left))
 
     def layers(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
         total, squares, before = carry
@@ -320,9 +320,7 @@ def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
         return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
 
     start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
-    squares = jax.tree.map(
-        lambda y: _tree.varying(jnp.zeros((size, *y.shape), dtype), y), start
-    )  # of each number: sums take time
+    squares = _tree.zeros_like(_tree.repeat(start, size), dtype)  # of each number: sums take time
     entered = _tree.take(u.entering, -1 if level.reverse else 0)
     operands = u.entering, (level.xs, level.rhs)
     carry = start, squares, entered

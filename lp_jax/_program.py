@@ -161,7 +161,7 @@ def _scanned(static: _Static) -> Program:
 
 
 def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
+    return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _iterated(static: _Static) -> Program:

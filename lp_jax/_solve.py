@@ -176,13 +176,18 @@ def solve_vjp(
             "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or take "
             "jax.vjp of lp_jax.solve."
         )
-    program, arrays = prepare(Problem(step, params, y0, **problem), solver, adjoint_solver, guess, adjoint_guess)
+    given = [params, y0, problem.pop("shared", None), problem.pop("data", None)]
+    params, y0, shared, data = _tree.varying(given, given)
+    whole = Problem(step, params, y0, shared=shared, data=data, **problem)
+    program, arrays = prepare(whole, solver, adjoint_solver, guess, adjoint_guess)
     (y1, aux, rest), pull = program.vjp(arrays)
 
     def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-        operands, stats, trajectory = pull(y1_cotangent, seen_of(aux, aux_cotangent))
+        cotangents = _tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1)
+        operands, stats, trajectory = pull(*cotangents)
         slices, common = jax.tree.map(_or_float0, operands, arrays.operands, is_leaf=lambda x: x is None)
-        return Gradients(slices.params, common.y0, common.shared, slices.data, trajectory), stats
+        found = _tree.summed([slices.params, common.y0, common.shared, slices.data], given)
+        return Gradients(*found, trajectory), stats
 
     return Solution(y1, *rest, aux), pullback
 

@@ -149,9 +149,8 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         for level, u in enumerate(_states_on_levels(solver, steps, y0)):
             key = (level, signature(u))
             if key not in table:
-                table[key] = _trace(
-                    LayerStep(problem.step, level), u, x, shared, problem.has_aux, closed_over, programs
-                )
+                step = LayerStep(problem.step, level)
+                table[key] = _trace(step, u, x, shared, problem, closed_over, programs)
     terms = workers.processor.terms
     if any(has_few(program, terms) for program in programs):  # a level may have states of other sizes
         table = {key: (FewTerms(step, terms), structure) for key, (step, structure) in table.items()}
@@ -185,7 +184,7 @@ def _trace(
     u: State,
     x: Slices,
     shared: PyTree,
-    has_aux: bool,
+    problem: Problem,
     closed_over: list[jax.Array],
     programs: list[jex_core.Jaxpr],
 ) -> tuple[Callable, Any]:
@@ -204,8 +203,9 @@ def _trace(
         error.add_note(_inputs.called(step.step, u, x.params))
         raise
     programs.append(closed.jaxpr)
-    _inputs.step_output(out, u, has_aux)
-    _inputs.closed_over(closed.consts)
+    _inputs.step_output(out, u, problem.has_aux)
+    if problem.comm is not None:
+        _inputs.closed_over(closed.consts)
     if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         return step, jax.tree.structure(out)
     positions = []

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax._types import PyTree
 
@@ -39,9 +40,14 @@ def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def zeros_like(tree: PyTree) -> PyTree:
-    """Zeros of the same shapes and dtypes (of arrays or of shape structs)."""
-    return jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), x), tree)
+def zeros_like(tree: PyTree, dtype: Any = None) -> PyTree:
+    """Zeros of the same shapes, and dtypes where none is given (of arrays or of shape structs)."""
+    return jax.tree.map(lambda x: varying(lax.full_like(x, 0, dtype), x), tree)
+
+
+def padded(x: jax.Array, more: int) -> jax.Array:
+    """An array with zeros after its last entry."""
+    return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
 
 
 def varying(tree: PyTree, like: PyTree) -> PyTree:
@@ -62,6 +68,10 @@ def entry_like(tree: PyTree) -> PyTree:
     def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
         if varying_axes(x):
             return jax.eval_shape(lambda x: x[0], x)
+        if explicit(x):
+            place = jax.typeof(x).sharding
+            rest = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rest)
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
     return jax.tree.map(leaf, tree)
@@ -71,6 +81,26 @@ def varying_axes(x: Any) -> frozenset[Any]:
     """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
     kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x  # of what is no array, others tell the user
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
+
+
+def summed(tree: PyTree, like: PyTree) -> PyTree:
+    """Within a user's ``shard_map``: ``tree``, summed over the axes along which ``like`` is the same everywhere."""
+
+    def leaf(x: jax.Array, y: Any) -> jax.Array:
+        more = tuple(varying_axes(x) - varying_axes(y))
+        return lax.psum(x, more) if more else x
+
+    return jax.tree.map(leaf, tree, like)
+
+
+def explicit(x: Any) -> bool:
+    """Whether an array's type holds its place on a mesh."""
+    return isinstance(x, jax.Array) and bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def broadcast(x: jax.Array, like: jax.Array) -> jax.Array:
+    """An array in the shape of another, and in its place on a mesh where types hold that."""
+    return jnp.broadcast_to(x, like.shape, out_sharding=jax.typeof(like).sharding if explicit(like) else None)
 
 
 def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
@@ -136,8 +166,7 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
         return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
     size = next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
     if size is None:
-        padded = jnp.concatenate([x, varying(jnp.zeros((-n % _GROUP, *rest), x.dtype), x)])
-        before, last = _sums(start, padded, reverse)
+        before, last = _sums(start, padded(x, -n % _GROUP), reverse)
         return before[:n], last
     groups = x.reshape(n // size, size, *rest)
     within = list(itertools.accumulate(groups[:, i] for i in (range(size)[::-1] if reverse else range(size))))

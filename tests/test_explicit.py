@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from problems import relative_error
+from test_shard_map import SOLVERS
 
 import lp_jax
 
@@ -107,3 +108,35 @@ def test_the_pullback_takes_arrays_of_an_explicit_mesh():
     assert relative_error(jax.tree.leaves(pulled(params, y0, comm=mesh)), jax.tree.leaves(wanted)) < 1e-13
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"solve_vjp does not work inside jax.set_mesh"):
         pulled(params, y0, comm=mesh)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_batch_over_devices_without_a_comm(name):
+    """Examples and units over two axes, 14 layers; the step closes over an array that has a place, too."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    rng = np.random.default_rng(2)
+    weights, scale, y0 = (jnp.asarray(rng.normal(size=shape)) for shape in ((14, 4, 4), (4,), (4, 4)))
+
+    def loss(weights, scale, y0):
+        def step(y, layer):
+            return y + layer.dt * jnp.tanh(y @ layer.params + scale[None]), y
+
+        solution = lp_jax.solve(step, weights, y0, solver=SOLVERS[name], has_aux=True)
+        return jnp.sum(solution.y1**2) + 1e-2 * jnp.sum(solution.aux)
+
+    def scanned(weights, scale, y0):
+        def body(y, w):
+            return y + jnp.tanh(y @ w + scale[None]) / 14, None
+
+        return jnp.sum(lp_jax.scan(body, y0, weights, solver=SOLVERS[name])[0] ** 2)
+
+    arrays = weights, scale, y0
+    for of in (loss, scanned) if name != "stretched" else (loss,):
+        gradient = jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2)))
+        wanted = gradient(*arrays)
+        with jax.set_mesh(mesh):
+            specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+            got = gradient(*placed)
+        assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
+        assert jax.typeof(got[1][2]).sharding.spec == PartitionSpec("data", None)

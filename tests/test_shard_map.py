@@ -67,6 +67,30 @@ def test_a_batch_over_two_devices(name):
     assert relative_error(got, wanted) < 1e-13
 
 
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_pullback_over_two_devices(name):
+    """`solve_vjp` inside: the gradient of what both devices have is summed, that of the examples is not."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def step(y, layer):
+        return y + layer.dt * jnp.tanh(y @ layer.params + layer.shared), jnp.sum(y**2)
+
+    def pulled(weights, shared, y):
+        _, pullback = lp_jax.solve_vjp(
+            step, weights, y, shared=shared[None], t1=2.0, solver=SOLVERS[name], has_aux=True
+        )
+        gradients, _ = pullback(jnp.ones(y.shape), 1e-2 * jnp.ones(14))
+        return gradients.params, gradients.shared, gradients.y0
+
+    everywhere, spread = PartitionSpec(), PartitionSpec("data")
+    share = jax.shard_map(
+        pulled, mesh=mesh, in_specs=(everywhere, everywhere, spread), out_specs=(everywhere, everywhere, spread)
+    )
+    got = jax.jit(share)(WEIGHTS, SHARED, Y)
+    weights, shared, y = zip(*(pulled(WEIGHTS, SHARED, part) for part in (Y[:2], Y[2:])), strict=True)
+    assert relative_error(got, (sum(weights), sum(shared), jnp.concatenate(y))) < 1e-13
+
+
 def test_layers_over_a_mesh_inside_are_refused_in_words():
     devices = jax.make_mesh((2, 2), ("layers", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 

@@ -91,6 +91,8 @@ FORWARD = {
     "linearize": lambda f, p: jax.linearize(f, p)[1](DIRECTION),
     "jacfwd": lambda f, p: jnp.vdot(jax.jacfwd(f)(p), DIRECTION),
     "jit of jvp": lambda f, p: jax.jit(lambda p: jax.jvp(f, (p,), (DIRECTION,))[1])(p),
+    "jit of jacfwd": lambda f, p: jnp.vdot(jax.jit(jax.jacfwd(f))(p), DIRECTION),
+    "jacfwd of jit": lambda f, p: jnp.vdot(jax.jacfwd(jax.jit(f))(p), DIRECTION),
 }
 
 
