@@ -186,14 +186,29 @@ def _length(xs: Stacked, length: Any) -> int:
 
 def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     """``init`` as the body returns it where it is weakly typed, as ``lax.scan`` takes it; refuses other differences."""
+
+    def checked(init: PyTree, carry: PyTree) -> PyTree:
+        _inputs.step_output(carry, init, has_aux=False, step="body", y="carry")
+        return init
+
+    def weak(a: Any) -> bool:
+        return bool(getattr(a, "weak_type", False))
+
+    def as_returned(a: Any, b: Any) -> Any:
+        return a.astype(b.dtype) if weak(a) and not (weak(b) and a.dtype == b.dtype) else a
+
     out = jax.eval_shape(body, init, x)
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
     same: bool = jax.tree.structure(out[0]) == jax.tree.structure(init)  # type: ignore[operator]
-    if same:
-        weak = jax.tree.map(lambda a: jax.typeof(a).weak_type, init)
-        init = jax.tree.map(lambda a, w, b: a.astype(b.dtype) if w else a, init, weak, out[0])
-    _inputs.step_output(jax.eval_shape(body, init, x)[0], init, has_aux=False, step="body", y="carry")
+    if not same or not any(map(weak, jax.tree.leaves(init))):
+        return checked(init, out[0])
+    for strengthen in (
+        as_returned,
+        lambda a, b: a.astype(a.dtype) if weak(a) else a,
+    ):  # what stays weak may widen others
+        init = jax.tree.map(strengthen, init, out[0])
+        checked(init, jax.eval_shape(body, init, x)[0])
     return init
 
 

@@ -106,3 +106,26 @@ def test_lengths_that_are_none(length, error, words):
 def test_a_traced_length_is_refused():
     with pytest.raises(TypeError, match=re.escape("length must be an integer that is known when scan is traced")):
         jax.jit(lambda n: lp_jax.scan(lambda c, x: (c, None), 0.0, None, n))(4)
+
+
+WEAK = {
+    "one input reaches all": lambda c, x: (tuple(a + x for a in c), c[0]),
+    "one carry stays": lambda c, x: ((c[0] + x, c[1] * x, 0.5 * c[2]), x),
+    "two inputs meet late": lambda c, x: ((c[0] * x, c[0], c[1]), x),
+    "round about": lambda c, x: ((c[1] + 1, c[2], c[0] + x), x),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_types_are_taken_and_refused_alike(name):
+    """Python numbers in the carry take their dtype from the body, once."""
+    xs = jnp.ones(4, jnp.float16)
+
+    def dtypes(scan):
+        try:
+            return [x.dtype for x in jax.tree.leaves(scan(WEAK[name], (0.0, 0.0, 0.0), xs))]
+        except TypeError as error:
+            return re.findall(r"float\d+\[\]", str(error))
+
+    got, wanted = dtypes(lambda *a: lp_jax.scan(*a, solver=lp_jax.Serial())), dtypes(lax.scan)
+    assert got == wanted
