@@ -113,7 +113,8 @@ class Newton(Solver):
             residual norm has grown by ten) or that gets no further is given up at once.
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
-            (examples); their Jacobians are taken one by one. None is 0, and refused where a leaf has several axes.
+            (examples); their Jacobians are taken one by one, and a step whose program combines them is refused. None is 0,
+            and refused where a leaf has several axes.
         storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "states"
             (no more than these; each layer is linearised again in every iteration).
         at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
