@@ -337,3 +337,10 @@ def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
 DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)
 ADJOINT_DEFAULT = Picard(sweeps=32, rtol=1e-2, fallback=True)
 """What solves where no solver is named: sweeps to a tolerance, and serial propagation where they do not meet it."""
+
+
+def or_default(solver: Solver | None, adjoint_solver: Solver | None) -> tuple[Solver, Solver | None]:
+    """The solvers that are named, and the default where none is."""
+    if solver is None:
+        return DEFAULT, ADJOINT_DEFAULT if adjoint_solver is None else adjoint_solver
+    return solver, adjoint_solver

@@ -17,7 +17,7 @@ from lp_jax._asked import asked, counts_of, tell
 from lp_jax._chain import Chain
 from lp_jax._comm import Workers
 from lp_jax._gradient import reverse_only, without_gradient
-from lp_jax._picard import ADJOINT_DEFAULT, DEFAULT
+from lp_jax._picard import or_default
 from lp_jax._problem import Problem
 from lp_jax._result import DONE, if_finite
 from lp_jax._serial import propagate
@@ -99,8 +99,7 @@ def prepare(
     """Refuse what does not fit, trace the step, and find the program."""
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    if solver is None:
-        solver, adjoint_solver = DEFAULT, ADJOINT_DEFAULT if adjoint_solver is None else adjoint_solver
+    solver, adjoint_solver = or_default(solver, adjoint_solver)
     _inputs.solver("solver", solver)
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     _inputs.solver("adjoint_solver", adjoint_solver)

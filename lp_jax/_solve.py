@@ -187,7 +187,7 @@ def solve_vjp(
         operands, stats, trajectory = pull(*cotangents)
         slices, common = jax.tree.map(_or_float0, operands, arrays.operands, is_leaf=lambda x: x is None)
         found = _tree.summed([slices.params, common.y0, common.shared, slices.data], given)
-        return Gradients(*found, adjoint_trajectory=trajectory), stats
+        return Gradients(found[0], found[1], found[2], found[3], trajectory), stats
 
     return Solution(y1, *rest, aux), pullback
 

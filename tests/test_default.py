@@ -5,14 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 from flax.core import freeze
 from networks import F64, mesh
 from problems import relative_error
 
 import lp_jax
-from lp_jax import nn
+from lp_jax import nn, train
+from lp_jax._picard import ADJOINT_DEFAULT, DEFAULT
 from lp_jax._result import DONE, FELL_BACK, NOT_CONVERGED
 
 WIDTH, BATCH = 64, 16
@@ -173,3 +175,28 @@ def test_settings_that_contradict_each_other():
                 make(rtol=rtol)
         with pytest.raises(TypeError, match=r"rtol must be a number.*'1e-3'"):
             make(rtol="1e-3")
+
+
+def test_training_without_a_solver_takes_what_the_model_was_built_with():
+    """And the default of `solve` where it was built with none."""
+
+    def trained(built_with, **given):
+        rngs = nnx.Rngs(0)
+        trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, solver=built_with, rngs=rngs)
+        model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
+        loss_fn, params = train.classification(model)
+        optimizer = optax.sgd(1e-1)
+        batch = jnp.ones((4, 2), jnp.float32), jnp.zeros(4, jnp.int32)
+        _, log = train.fit(
+            train.make_train_step(loss_fn, optimizer),
+            train.init_state(params, optimizer),
+            lambda epoch: [batch],
+            steps_per_epoch=1,
+            epochs=2,
+            **given,
+        )
+        return [row["loss"] for row in log.rows if row["kind"] == "train"]
+
+    one_cycle = lp_jax.MGRIT(iterations=1, coarse_step=lp_jax.Rediscretize())
+    assert trained(one_cycle) == trained(None, solver=one_cycle) != trained(None)
+    assert trained(None) == trained(one_cycle, solver=DEFAULT, adjoint_solver=ADJOINT_DEFAULT)

@@ -9,6 +9,8 @@ from lp_jax.data._dataset import Dataset, reading, stratified, wrong
 
 _WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class for each sample"
 
+_CLASSES = "classes, integers or strings (values need a loss of your own: docs/training.md)"
+
 
 def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """Inputs ``x`` and classes ``y`` from a ``.npz`` file, as ``numpy.savez("mine.npz", x=x, y=y)`` writes it.
@@ -50,7 +52,7 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
         if found[a].dtype.kind not in "iufb":
             raise wrong(path, f"{a} holds {found[a].dtype}", "numbers")
         if found[b].dtype.kind not in "iubU":
-            raise wrong(path, f"{b} holds {found[b].dtype}", "classes: integers or strings")
+            raise wrong(path, f"{b} holds {found[b].dtype}", _CLASSES)
         if found[a].dtype.kind == "f" and not np.isfinite(found[a]).all():
             raise wrong(path, f"{a} holds numbers that are not finite", "finite ones")
     classes = np.unique(np.concatenate([found[b] for _, b in names]))

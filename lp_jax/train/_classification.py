@@ -88,7 +88,7 @@ def classification(
             extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
         logits, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
         check_labels(labels, logits)
-        correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
+        correct = jnp.sum(jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32)
         total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
         return cross_entropy(logits, labels) + extra, Info(

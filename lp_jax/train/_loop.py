@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from lp_jax import _check, _inputs
+from lp_jax._picard import or_default
 from lp_jax._result import DONE
 from lp_jax._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
@@ -84,7 +85,7 @@ def fit(
     *,
     steps_per_epoch: int,
     epochs: int,
-    solver: Solver,
+    solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     controller: Rule | None = None,
     measures: Sequence[Every] = (),
@@ -110,7 +111,7 @@ def fit(
         batches: ``batches(epoch)`` gives the batches of an epoch, always the same ones in the same order.
         steps_per_epoch: number of batches of an epoch.
         epochs: number of epochs of the whole run, including those before ``state``.
-        solver: solver of the forward solve.
+        solver: solver of the forward solve. None is what the model was built with, or the default of `lp_jax.solve`.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
         controller: sets the solvers as training goes on: `Controller`, `Doubling` or any other `Rule`. Its probes are rows of
             kind "control". The state of a run to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its
@@ -152,9 +153,9 @@ def fit(
         >>> int(state.step), log.rows[-1]["loss"] < 0.1 * log.rows[0]["loss"]
         (20, True)
     """
-    _inputs.solver("solver", solver)
-    if adjoint_solver is not None:
-        _inputs.solver("adjoint_solver", adjoint_solver)
+    for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+        if each is not None:
+            _inputs.solver(name, each)
     for name, value in (("steps_per_epoch", steps_per_epoch), ("log_every", log_every)):
         _check.integer(name, value, least=1)
     _check.integer("epochs", epochs, least=0)
@@ -174,8 +175,9 @@ def fit(
     record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints, batch_of=batch_of)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     step = done
-    solvers: tuple[Solver, Solver | None] = (solver, adjoint_solver)
-    pair = (solver, solver.for_adjoint() if adjoint_solver is None else adjoint_solver)
+    solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
+    forward, adjoint = or_default(solver, adjoint_solver)
+    pair = forward, forward.for_adjoint() if adjoint is None else adjoint
     if controller is not None:
         state = state._replace(control=controller.begin(*pair)) if state.control is None else state
         solvers = controller.solvers(state.control, *pair)

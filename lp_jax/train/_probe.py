@@ -29,7 +29,7 @@ def gradient_error(
     loss_fn: LossFn,
     params: PyTree,
     batch: Batch,
-    solver: Solver,
+    solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     *,
     depth: int = 1,
@@ -38,7 +38,8 @@ def gradient_error(
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch.
 
     Costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers. The arguments are those of
-    `make_train_step` and of its training step; ``depth`` is the number of keys of a parameter's path that name its group.
+    `make_train_step` and of its training step, None for the solvers too; ``depth`` is the number of keys of a parameter's
+    path that name its group.
 
     Returns:
         A `GradientError` of scalars.
@@ -60,7 +61,9 @@ def gradient_error(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _gradient(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> PyTree:
+def _gradient(
+    loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver | None, adjoint_solver: Solver | None
+) -> PyTree:
     return jax.grad(loss_fn, has_aux=True)(params, batch, solver, adjoint_solver)[0]
 
 

@@ -102,7 +102,8 @@ class Metrics(NamedTuple):
 LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
 """``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
 
-StepFn: TypeAlias = Callable[[TrainState, Batch, Solver, Solver | None], tuple[TrainState, Metrics]]
+StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
+"""``step_fn(state, batch, solver, adjoint_solver)``; without solvers, those of the loss."""
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
@@ -168,9 +169,10 @@ def make_train_step(
             norms are then formed, which takes up to 6 % of a step where layers have 8 or 16 units; else nothing.
 
     Returns:
-        ``step_fn(state, batch, solver, adjoint_solver) -> (state, metrics)``. It donates the state it is given: parameters
-        and moments are held once, and only the state that it returns can be used afterwards. The solvers are
-        arguments: another tolerance or weight does not recompile, another number of levels or cycles does.
+        ``step_fn(state, batch, solver=None, adjoint_solver=None) -> (state, metrics)``. It donates the state it is given:
+        parameters and moments are held once, and only the state that it returns can be used afterwards. The solvers are
+        arguments: another tolerance or weight does not recompile, another number of levels or cycles does. None is handed
+        on to the loss: it is what the model was built with, or the default of `lp_jax.solve`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -195,7 +197,7 @@ def make_train_step(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
-        state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
+        state: TrainState, batch: Batch, solver: Solver | None = None, adjoint_solver: Solver | None = None
     ) -> tuple[TrainState, Metrics]:
         def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
             given = () if state.restart is None else (Restart(state.restart.guess, adjoint_guess),)
