@@ -13,7 +13,7 @@ from lp_jax import _inputs
 from lp_jax._asked import Asked, asked
 from lp_jax._result import RESULTS
 from lp_jax._serial import Serial
-from lp_jax._solver import Solver, Stats, counted
+from lp_jax._solver import Solver, Stats, code, counted
 from lp_jax._types import PyTree
 
 
@@ -126,13 +126,13 @@ def compare(
 
     Args:
         loss: as for ``jax.grad``.
-        solvers: a list of solvers; or a dict of names and solvers, pairs ``(solver, adjoint_solver)``, or None for those that
-            ``loss`` has.
+        solvers: a list, or a dict by name, of solvers, of pairs ``(solver, adjoint_solver)``, or None for those that ``loss``
+            has.
         argnums: as for ``jax.grad``.
         has_aux: as for ``jax.grad``.
 
     Returns:
-        A function of ``loss``'s arguments that returns `GradientErrors` by name; without names, by what the solvers print.
+        A function of ``loss``'s arguments that returns `GradientErrors` by name; without names, by the solvers as code.
 
     Raises:
         TypeError: for a loss that is no function, and for what is no solver.
@@ -149,7 +149,7 @@ def compare(
     """
     if not callable(loss):
         raise TypeError(f"loss must be a function, as for jax.grad; got {loss!r}.")
-    named = dict(solvers) if isinstance(solvers, Mapping) else {repr(solver): solver for solver in solvers}
+    named = dict(solvers) if isinstance(solvers, Mapping) else {_name(solver): solver for solver in solvers}
     pairs = {name: None if pair is None else _pair(pair) for name, pair in named.items()}
 
     def measure(*args: Any) -> dict[str, GradientErrors]:
@@ -165,6 +165,16 @@ def compare(
         return found
 
     return measure
+
+
+def _name(pair: Any) -> str:
+    """A solver, or two, as code."""
+    if pair is None:
+        return "its own"
+    return ", ".join(
+        code(each) if isinstance(each, Solver) else repr(each)
+        for each in (pair if isinstance(pair, tuple) else (pair,))
+    )
 
 
 def _pair(pair: Any) -> tuple[Solver, Solver | None]:

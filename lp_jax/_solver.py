@@ -230,6 +230,19 @@ def constant(level: Level, guess: CPoints | None) -> CPoints:
     return _tree.repeat(level.y0, level.intervals) if guess is None else guess
 
 
+_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
+
+
+def code(solver: Any) -> str:
+    """Return the solver as code, with the main fields and those that are not at their default."""
+    shown = [
+        f"{field.name}={code(value) if isinstance(value, Solver) else repr(value)}"
+        for field in dataclasses.fields(solver)
+        if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
+    ]
+    return f"{type(solver).__name__}({', '.join(shown)})"
+
+
 NOT_MEASURED = -1.0
 """In the place of a residual norm that was not taken."""
 

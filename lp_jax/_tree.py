@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +87,9 @@ def summed(tree: PyTree, like: PyTree) -> PyTree:
     """Within a user's ``shard_map``: ``tree``, summed over the axes along which ``like`` is the same everywhere."""
 
     def leaf(x: jax.Array, y: Any) -> jax.Array:
-        more = tuple(varying_axes(x) - varying_axes(y))
-        return lax.psum(x, more) if more else x
+        if varying_axes(x) <= varying_axes(y):
+            return x
+        return cast(jax.Array, jax.linear_transpose(lambda y: varying(y, x), y)(x)[0])
 
     return jax.tree.map(leaf, tree, like)
 

@@ -242,7 +242,8 @@ def test_a_table_of_solvers():
     assert list(table) == list(solvers)
     assert table["exact"].relative == 0 < table["own"].relative < 1e-3 < table["rough"].relative
     assert [s.iterations for s in table["pair"].solves] == [6, 2]
-    assert list(lp_jax.compare(loss, [ROUGH])(WEIGHTS, Y)) == [repr(ROUGH)]
+    table = lp_jax.compare(loss, [ROUGH, (ROUGH, lp_jax.Serial()), None])(WEIGHTS, Y)
+    assert list(table) == ["Picard(sweeps=2)", "Picard(sweeps=2), Serial()", "its own"]
 
 
 def test_what_cannot_be_compared():

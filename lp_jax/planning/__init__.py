@@ -1,5 +1,6 @@
 """Predict what a training step costs before it is run."""
 
+from lp_jax._solver import code as code
 from lp_jax._work import Batch as Batch
 from lp_jax._work import Schedule as Schedule
 from lp_jax.planning._calibrate import calibrate as calibrate
@@ -23,4 +24,3 @@ from lp_jax.planning._result import Probed as Probed
 from lp_jax.planning._result import reason as reason
 from lp_jax.planning._schedule import count as count
 from lp_jax.planning._schedule import training_step as training_step
-from lp_jax.planning._text import code as code

@@ -6,19 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lp_jax._solver import Solver
-
-_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
-
-
-def code(solver: Any) -> str:
-    """Return the solver as code, with the main fields and those that are not at their default."""
-    shown = [
-        f"{field.name}={code(value) if isinstance(value, Solver) else repr(value)}"
-        for field in dataclasses.fields(solver)
-        if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
-    ]
-    return f"{type(solver).__name__}({', '.join(shown)})"
+from lp_jax._solver import Solver, code
 
 
 def pasted(solver: Solver, adjoint_solver: Solver) -> str:
