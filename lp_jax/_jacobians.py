@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _tree
-from lp_jax._meetings import acts_in_place, mixes_examples
+from lp_jax._coupling import acts_in_place, couples_examples
 from lp_jax._products import inside
 from lp_jax._types import State
 
@@ -93,16 +93,16 @@ class Full(Jacobians):
         units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         if transposed or _only_backward(step, u):
             _, pull, u_next = jax.vjp(joined, v, has_aux=True)
-            self._refuse_mixed(lambda unit: pull(unit)[0], v)
+            self._refuse_coupled(lambda unit: pull(unit)[0], v)
             return u_next, jax.vmap(lambda unit: pull(_tree.broadcast(unit, v))[0], out_axes=-2)(units)
         if self._axes and all(len(shape) == self._axes for shape in self._shapes):
             _refuse_units(step, u, self._shapes, self._axes)
         _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
-        self._refuse_mixed(derivative, v)
+        self._refuse_coupled(derivative, v)
         return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=-1)(units)
 
-    def _refuse_mixed(self, linear: Callable[[jax.Array], jax.Array], v: jax.Array) -> None:
-        if self._axes and mixes_examples(linear, v, self._axes):
+    def _refuse_coupled(self, linear: Callable[[jax.Array], jax.Array], v: jax.Array) -> None:
+        if self._axes and couples_examples(linear, v, self._axes):
             raise ValueError(
                 f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step combines entries along the "
                 f"first axes of a state with leaves of shapes {self._shapes}, as a normalisation over the batch does. Say "

@@ -33,10 +33,10 @@ def acts_in_place(linear: Linear, state: State) -> bool:
     return all(_follow(program, [True] * len(program.invars), _in_place))
 
 
-def mixes_examples(linear: Linear, state: State, axes: int) -> bool:
+def couples_examples(linear: Linear, state: State, axes: int) -> bool:
     """Whether it combines numbers along one of the first axes of the leaves; where its program does not tell, no."""
     program = jax.make_jaxpr(linear)(state).jaxpr
-    return _MIXED in _follow(program, [tuple(range(axes))] * len(program.invars), _examples)
+    return _COUPLED in _follow(program, [tuple(range(axes))] * len(program.invars), _examples)
 
 
 def _follow(jaxpr: core.Jaxpr, given: Sequence[Any], rule: Callable[[Any, list], Any]) -> list:
@@ -63,13 +63,13 @@ def _in_place(equation: Any, inputs: list) -> bool:
     return equation.primitive.name in _ONE_BY_ONE and False not in inputs
 
 
-_MIXED, _UNKNOWN = "mixed", "unknown"
+_COUPLED, _UNKNOWN = "coupled", "unknown"
 
 
 def _examples(equation: Any, inputs: list) -> Any:
     """Which axes of the result are those of the examples, given those of the operands."""
-    if _MIXED in inputs:
-        return _MIXED
+    if _COUPLED in inputs:
+        return _COUPLED
     alike = {x for x in inputs if x is not None}
     if _UNKNOWN in alike or len(alike) > 1:
         return _UNKNOWN
@@ -81,7 +81,9 @@ def _examples(equation: Any, inputs: list) -> Any:
     x, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if name == "reduce_sum":
         gone = [i for i in params["axes"] if x[i] > 1]
-        return _MIXED if set(gone) & set(axes) else _moved(axes, [i for i in range(len(x)) if i not in params["axes"]])
+        return (
+            _COUPLED if set(gone) & set(axes) else _moved(axes, [i for i in range(len(x)) if i not in params["axes"]])
+        )
     if name == "transpose":
         return _moved(axes, params["permutation"])
     if name == "broadcast_in_dim":
@@ -101,7 +103,7 @@ def _of_product(equation: Any, inputs: list, axes: tuple[int, ...]) -> Any:
     side = 0 if inputs[0] is not None else 1
     here, shape = set(axes), equation.invars[side].aval.shape
     if any(i in here and shape[i] > 1 for i in contracted[side]):
-        return _MIXED
+        return _COUPLED
     free = [i for i in range(len(shape)) if i not in (*contracted[side], *batched[side])]
     before = len(equation.invars[0].aval.shape) - len(contracted[0]) if side else len(batched[0])
     return tuple(batched[side].index(i) if i in batched[side] else before + free.index(i) for i in axes)
