@@ -205,6 +205,11 @@ def _scan_depths(
     return history[-1] if history else (*state, *(0.0,) * (len(out) - carries))
 
 
+def switches(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program chooses between branches, of which a batch evaluates all."""
+    return any(e.primitive.name == "cond" or any(map(switches, inside(e))) for e in jaxpr.eqns)
+
+
 _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")
 
 

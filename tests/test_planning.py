@@ -513,6 +513,28 @@ def test_the_part_that_does_not_shrink_is_read_off_the_curve():
     assert _calibrate._overhead([2, 8, 64], (1.0, 1.5, 4.5, 32.5)) == pytest.approx(0.5)
 
 
+def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once():
+    """With one layer at a time it costs one of them."""
+    params, y0 = jnp.zeros((64, 2, 256, 256), jnp.float32), jnp.zeros((256, 256), jnp.float32)
+
+    def one(y, layer):
+        return y + layer.dt * jnp.tanh(y @ layer.params[0])
+
+    def either(y, layer):
+        first, second = ((lambda y, w=w: y + layer.dt * jnp.tanh(y @ w)) for w in layer.params)
+        return jax.lax.cond(layer.index % 2 == 0, first, second, y)
+
+    plain, switch = (planning.estimate(lp_jax.Problem(step, params, y0), device="H100") for step in (one, either))
+    alone, together = (s / p for s, p in zip(switch.forward[::2], plain.forward[::2], strict=True))
+    assert 0.95 < alone < 1.3 and 2 <= together < 2.6  # both, and the choice reads two states and writes one
+
+    def lowered(at_once):
+        solve = jax.jit(lambda w: lp_jax.solve(either, w, y0, solver=lp_jax.Picard(sweeps=2, at_once=at_once)).y1)
+        return solve.lower(params).as_text()
+
+    assert "stablehlo.case" in lowered(1) and "stablehlo.case" not in lowered(64)
+
+
 def test_a_step_without_a_product_has_an_estimate():
     machine = planning.estimate(lp_jax.Problem(lambda y, layer: y, jnp.zeros(8), jnp.zeros(3)), device="H100")
     assert machine.seconds("forward", 1) > 0 and machine.newton is None  # a state of one axis has no examples

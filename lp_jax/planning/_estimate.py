@@ -11,7 +11,7 @@ from lp_jax import _tree
 from lp_jax._at_once import processor
 from lp_jax._picard import Picard
 from lp_jax._problem import Problem
-from lp_jax._products import cost
+from lp_jax._products import cost, switches
 from lp_jax._serial import Serial
 from lp_jax._traced import Operands, Traced, trace
 from lp_jax._types import PyTree
@@ -93,14 +93,23 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
     step = traced.chain(*operands, traced.workers).step(0)
-    counted: Any = jax.jit(step).lower(y, first, beside).cost_analysis() or {}
-    # a step that XLA sees nothing in moves its state
-    moved = max(_FUSED * counted.get("bytes accessed", 0.0), 2 * _tree.nbytes(y))
+
+    def taken(steps: int) -> float:
+        """Seconds of a layer, of so many at once, beside its launch."""
+        several, stacked = (
+            (step, (y, first)) if steps == 1 else (jax.vmap(step, (0, 0, None)), _stacked((y, first), steps))
+        )
+        counted: Any = jax.jit(several).lower(*stacked, beside).cost_analysis() or {}
+        # a step that XLA sees nothing in moves its state
+        moved = max(_FUSED * counted.get("bytes accessed", 0.0) / steps, 2 * _tree.nbytes(y))
+        return float(max(counted.get("flops", 0.0) / steps / sheet.flops, moved / sheet.bandwidth))
+
     launched = _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
-    alone = max(counted.get("flops", 0.0) / sheet.flops, moved / sheet.bandwidth)
+    alone = taken(1)
+    beside_others = taken(2) if switches(jax.make_jaxpr(step)(y, first, beside).jaxpr) else alone
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     at_once = tuple(int(n) for n in sizes)
-    times = tuple(launched + sheet.batch * (n > 1) + n * alone for n in at_once)
+    times = tuple(launched + sheet.batch * (n > 1) + n * (beside_others if n > 1 else alone) for n in at_once)
     layers, examples = traced.workers.layers, examples_of(common.y0)
     auto = processor(sheet.platform).at_once(traced.footprint, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
@@ -122,6 +131,10 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
         kept_bytes=kept_bytes(traced, operands),
         layer_bytes=layer_bytes,
     )
+
+
+def _stacked(tree: PyTree, count: int) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), tree)
 
 
 def auto(problem: Problem, *, device: str | None = None) -> Pair:
