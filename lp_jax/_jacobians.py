@@ -128,30 +128,35 @@ class Full(Jacobians):
 class Blocks(Jacobians):
     """Of Jacobians what numbers at one place of k leaves of one shape make of each other, and nothing between places.
 
-    Blocks ``(k, k, *batch, *place)`` of states ``(k, *batch, *place)``; of one leaf, or of leaves of several shapes as one
-    vector, the diagonal, k = 1. They take k evaluations of the step's derivative where each number acts on those at its own
-    place only, which its program tells; else one for each number of an example's state.
+    Blocks ``(k, k, *batch, *place)`` of states ``(k, *batch, *place)``. Leaves of several shapes, as many of each, are k
+    vectors: parameters with their moments are three. Where there are more of one shape than of another they are one, k = 1,
+    the diagonal. They take k evaluations of the step's derivative where each number acts on those at its own place only,
+    which its program tells; else one for each number of an example's state.
     """
 
     def __init__(self, state: State, batch_axes: int | None) -> None:
         leaves, self._structure = jax.tree.flatten(state)
         self._like = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
-        self._alike = len({x.shape for x in self._like}) == 1
         self._batch_axes = batch_axes
-        self._vectors = None if self._alike else Full(state, batch_axes)
+        places: dict[tuple[int, ...], list[int]] = {}
+        for i, x in enumerate(self._like):
+            places.setdefault(x.shape, []).append(i)
+        self._paired = len(set(map(len, places.values()))) == 1
+        self._blocks = list(zip(*places.values(), strict=True)) if self._paired else [tuple(range(len(leaves)))]
+        self._vectors = None if len(places) == 1 else Full([leaves[i] for i in self._blocks[0]], batch_axes)
 
     def join(self, state: State) -> jax.Array:
+        leaves = jax.tree.leaves(state)
         if self._vectors is not None:
-            return self._vectors.join(state)[None]
+            leaves = [self._vectors.join([leaves[i] for i in block]) for block in self._blocks]
         with jax.numpy_dtype_promotion("standard"):
-            return jnp.stack(jax.tree.leaves(state))
+            return jnp.stack(leaves)
 
     def part(self, vector: jax.Array) -> State:
-        if self._vectors is not None:
-            return self._vectors.part(vector[0])
-        return jax.tree.unflatten(
-            self._structure, [x.astype(like.dtype) for x, like in zip(vector, self._like, strict=True)]
-        )
+        found = {}
+        for block, joined in zip(self._blocks, vector, strict=True):
+            found |= dict(zip(block, [joined] if self._vectors is None else self._vectors.part(joined), strict=True))
+        return jax.tree.unflatten(self._structure, [found[i].astype(x.dtype) for i, x in enumerate(self._like)])
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         transposed = transposed or _only_backward(step, u)
@@ -164,7 +169,7 @@ class Blocks(Jacobians):
             direction = [places if i == leaf else jnp.zeros_like(places) for i in leaves]
             return self.join(derivative(self.part(_tree.varying(jnp.stack(direction), joined))))
 
-        if self._alike and acts_in_place(derivative, self.part(joined)):
+        if self._paired and acts_in_place(derivative, self.part(joined)):
             return u_next, jnp.stack([of(i, jnp.ones_like(joined[0])) for i in leaves], axis=across)
         axes = _batches([x.shape for x in self._like], self._batch_axes)
         batch, place = joined.shape[1 : 1 + axes], joined.shape[1 + axes :]

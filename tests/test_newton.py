@@ -471,3 +471,37 @@ def test_a_step_that_treats_examples_alone_is_taken():
     weights = jnp.linspace(-1, 1, 6)
     got, exact = (jax.grad(loss)(weights, s) for s in (lp_jax.Newton(iterations=6, batch_axes=1), lp_jax.Serial()))
     assert relative_error(got, exact) < 1e-12
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_equal_trees_are_paired(copies):
+    """Parameters of two shapes and their moments: as many evaluations as there are trees, and exact."""
+    rng = np.random.default_rng(0)
+    y0 = [{"w": jnp.asarray(rng.normal(size=(3, 4))), "b": jnp.asarray(rng.normal(size=4))} for _ in range(copies)]
+
+    @jax.custom_jvp
+    def marked(x):
+        return jnp.sin(x)
+
+    @marked.defjvp
+    def _(primals, tangents):
+        (x,), (dx,) = primals, tangents
+        return marked(x), jax.lax.reduce_precision(jnp.cos(x) * dx, 11, 52)
+
+    def step(trees, layer):
+        total = jax.tree.map(lambda *leaves: marked(sum(leaves)), *trees)
+        return [
+            jax.tree.map(lambda a, b, i=i: a + layer.dt * (0.5 - i) * b, tree, total) for i, tree in enumerate(trees)
+        ]
+
+    def loss(data, solver):
+        y1 = lp_jax.solve(step, None, y0, data=data, t1=4.0, solver=solver).y1
+        return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(y1))
+
+    def solver(jacobian):
+        return lp_jax.Newton(jacobian=jacobian, iterations=3, batch_axes=0)
+
+    got, wanted = (jax.value_and_grad(loss)(jnp.ones(12), solver(kind)) for kind in ("diagonal", "full"))
+    assert relative_error(got, wanted) < 1e-12
+    lowered = jax.jit(functools.partial(loss, solver=lp_jax.Newton(jacobian="diagonal", iterations=1, batch_axes=0)))
+    assert lowered.lower(jnp.ones(12)).as_text().count("reduce_precision") == 2 * copies  # of two leaves each
