@@ -199,7 +199,7 @@ class Newton(Solver):
         else:
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
             change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
-        return _tree.add(u, change), _tree.sum_of_squares(residuals)
+        return jax.tree.map(_finite_or_before, _tree.add(u, change), u), _tree.sum_of_squares(residuals)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
@@ -255,6 +255,11 @@ class Newton(Solver):
             "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
         )
         return f"{steps} layers at once, {self.summary()}: no coarse level", note
+
+
+def _finite_or_before(after: jax.Array, before: jax.Array) -> jax.Array:
+    """Numbers that overflowed are set back: they would stay, and k iterations leave the first k states exact."""
+    return jnp.where(jnp.isfinite(after), after, before)
 
 
 _WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...), Serial() or Rediscretize(...) there."

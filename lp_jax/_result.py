@@ -33,13 +33,13 @@ RESULTS = {
 
 def of_norms(norms: jax.Array, met: jax.Array | bool, floor: jax.Array) -> jax.Array:
     """The code that residual norms give, -1 where none was taken; those below ``floor`` are rounding."""
-    falling = jnp.asarray(True)
-    if len(norms) > 1:
-        taken = norms >= 0
-        first, last = norms[jnp.argmax(taken)], norms[len(norms) - 1 - jnp.argmax(taken[::-1])]
-        falling = (last <= first) | (last <= floor)
+    if not len(norms):
+        return jnp.where(met, DONE, NOT_CONVERGED).astype(jnp.int32)
+    taken = ~(norms < 0)
+    first, last = norms[jnp.argmax(taken)], norms[len(norms) - 1 - jnp.argmax(taken[::-1])]
+    falling = (last <= first) | (last <= floor) | ~jnp.isfinite(first)
     code = jnp.where(met, jnp.where(falling, DONE, NOT_FALLING), NOT_CONVERGED)
-    return jnp.where(jnp.isinf(norms).any(), NON_FINITE, code).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(last), code, NON_FINITE).astype(jnp.int32)
 
 
 def if_finite(code: jax.Array, y1: State) -> jax.Array:

@@ -23,6 +23,7 @@ from lp_jax import _affine
 from lp_jax._at_once import ACCELERATOR, CPU
 from lp_jax._comm import Local
 from lp_jax._jacobians import Blocks, Full
+from lp_jax._result import DONE, NON_FINITE
 
 N, WIDTH, T1 = 13, 4, 6.0
 
@@ -505,3 +506,39 @@ def test_equal_trees_are_paired(copies):
     assert relative_error(got, wanted) < 1e-12
     lowered = jax.jit(functools.partial(loss, solver=lp_jax.Newton(jacobian="diagonal", iterations=1, batch_axes=0)))
     assert lowered.lower(jnp.ones(12)).as_text().count("reduce_precision") == 2 * copies  # of two leaves each
+
+
+@pytest.mark.parametrize("jacobian", ["full", "diagonal"])
+def test_states_that_overflow_are_set_back(jacobian):
+    """Lorenz' system, in float32: iterations overflow, and as many as there are steps are exact all the same."""
+
+    def rate(y):
+        a, b, c = y
+        return jnp.stack([10 * (b - a), a * (28 - c) - b, a * b - 8 / 3 * c])
+
+    def step(y, layer):
+        return y + layer.dt * rate(y + 0.5 * layer.dt * rate(y))
+
+    def solve(t1, solver):
+        return lp_jax.solve(step, None, jnp.ones(3, "float32"), data=jnp.zeros(64), t1=t1, solver=solver)
+
+    exact, newton = lp_jax.Serial(), lp_jax.Newton(jacobian=jacobian, iterations=64)
+    norms = solve(3.2, newton).stats.residual_norms
+    assert not np.isfinite(norms).all() and norms[-1] == 0
+    np.testing.assert_array_equal(solve(3.2, newton).y1, solve(3.2, exact).y1)
+    assert solve(3.2, newton).result == DONE
+    assert not np.isfinite(solve(6.4, exact).y1).all()  # the network's own states overflow
+    assert solve(6.4, newton).result == NON_FINITE
+
+
+def test_norms_that_overflow_on_the_way_do_not_count_in_the_end():
+    """The squares of residuals of 1e20 are infinite in float32; as many sweeps as there are layers leave none."""
+    data = jnp.asarray([1e10, 1e10, 1, 1], "float32")
+
+    def step(y, layer):
+        return layer.data * y
+
+    solution = lp_jax.solve(step, None, jnp.ones(2, "float32"), data=data, solver=lp_jax.Picard(sweeps=5))
+    norms = solution.stats.residual_norms
+    assert not np.isfinite(norms).all() and norms[-1] == 0
+    assert relative_error(solution.y1, jnp.full(2, 1e20)) < 1e-6 and solution.result == DONE
