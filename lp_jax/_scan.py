@@ -1,6 +1,7 @@
 """A scan over layers that knows nothing of depth or time: ``jax.lax.scan``, with a solver."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -185,11 +186,10 @@ def _length(xs: Stacked, length: Any) -> int:
 
 
 def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
-    """``init`` as the body returns it where it is weakly typed, as ``lax.scan`` takes it; refuses other differences."""
+    """``init`` as the body returns it where it is weakly typed, as ``lax.scan`` takes it; refuses other differences.
 
-    def checked(init: PyTree, carry: PyTree) -> PyTree:
-        _inputs.step_output(carry, init, has_aux=False, step="body", y="carry")
-        return init
+    What the body returns weakly typed, too, is made strong last, and may then widen what it meets: that is refused.
+    """
 
     def weak(a: Any) -> bool:
         return bool(getattr(a, "weak_type", False))
@@ -197,18 +197,20 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     def as_returned(a: Any, b: Any) -> Any:
         return a.astype(b.dtype) if weak(a) and not (weak(b) and a.dtype == b.dtype) else a
 
+    def strong(a: Any, b: Any) -> Any:
+        return a.astype(a.dtype) if weak(a) else a
+
+    check = functools.partial(_inputs.step_output, has_aux=False, step="body", y="carry")
     out = jax.eval_shape(body, init, x)
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
     same: bool = jax.tree.structure(out[0]) == jax.tree.structure(init)  # type: ignore[operator]
     if not same or not any(map(weak, jax.tree.leaves(init))):
-        return checked(init, out[0])
-    for strengthen in (
-        as_returned,
-        lambda a, b: a.astype(a.dtype) if weak(a) else a,
-    ):  # what stays weak may widen others
-        init = jax.tree.map(strengthen, init, out[0])
-        checked(init, jax.eval_shape(body, init, x)[0])
+        check(out[0], init)
+        return init
+    for change in (as_returned, strong):
+        init = jax.tree.map(change, init, out[0])
+        check(jax.eval_shape(body, init, x)[0], init)
     return init
 
 
