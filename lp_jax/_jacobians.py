@@ -153,7 +153,7 @@ class Blocks(Jacobians):
             return jnp.stack(leaves)
 
     def part(self, vector: jax.Array) -> State:
-        found = {}
+        found: dict[int, jax.Array] = {}
         for block, joined in zip(self._blocks, vector, strict=True):
             found |= dict(zip(block, [joined] if self._vectors is None else self._vectors.part(joined), strict=True))
         return jax.tree.unflatten(self._structure, [found[i].astype(x.dtype) for i, x in enumerate(self._like)])

@@ -535,6 +535,22 @@ def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once()
     assert "stablehlo.case" in lowered(1) and "stablehlo.case" not in lowered(64)
 
 
+def test_layers_of_different_intervals_take_a_part_of_a_sweep():
+    """Relaxation sums nothing up; a sweep over as many layers does."""
+    flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-05, 1e-05))
+    plain = planning.Machine(at_once=(1, 64), **flat)
+    machine = planning.Machine(at_once=(1, 64), across=(0.5, 0.25, 2.0), **flat)
+    assert [machine.seconds_across(kind, 16) for kind in flat] == [5e-6, 5e-6, 2.5e-6, 2e-5]
+    assert machine.seconds_across("forward", 1) == plain.seconds_across("forward", 16) == 1e-5
+    cycles, sweeps = lp_jax.MGRIT(coarsening=8), lp_jax.Picard(sweeps=3)
+    took, alone = (planning.predict(cycles, cycles, 64, m).evaluations for m in (machine, plain))
+    assert 0.25 * alone < took < alone
+    took, alone = (planning.predict(sweeps, sweeps, 64, m).evaluations for m in (machine, plain))
+    assert took == alone
+    with pytest.raises(ValueError, match="across"):
+        planning.Machine(at_once=(1,), across=(0.5, -1.0, 0.5), **dict.fromkeys(flat, (1e-05,)))
+
+
 def test_a_step_without_a_product_has_an_estimate():
     machine = planning.estimate(lp_jax.Problem(lambda y, layer: y, jnp.zeros(8), jnp.zeros(3)), device="H100")
     assert machine.seconds("forward", 1) > 0 and machine.newton is None  # a state of one axis has no examples

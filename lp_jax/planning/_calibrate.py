@@ -38,7 +38,8 @@ def calibrate(
     Where that is one, a run over as many as take 30 ms is enough. There the layers of an interval, which follow each other,
     take less than those of a sweep, which stores the states of all layers: cycles without coarse steps give their time, over
     intervals of four layers and over four intervals, and that of the interval itself. Where the latter would be short,
-    serial propagation stands for them.
+    serial propagation stands for them. Where layers are evaluated at once, one relaxation tells what those of different
+    intervals take, which no sweep sums up.
 
     Args:
         problem: the network, on one device.
@@ -82,6 +83,7 @@ def calibrate(
         for size in sorted({*_BATCHES, most // _SHORT}) if batched else ():
             if most >= size * _SHORT:
                 rows[size] = _batch(_first(problem, most // size * size), size)
+    across = None if looped else _across(problem, min(auto, count // _SPAN), rows)
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
     overhead = 0.0 if looped else _overhead(sizes, forwards)
     if fewer is not None:
@@ -96,6 +98,7 @@ def calibrate(
         serial=serial,
         relaxation=relaxation,
         interval=interval,
+        across=across,
         auto=None if auto == count else auto,
         adding=_measure.adding(problem.params) / count,
         state_bytes=_tree.nbytes(problem.y0),
@@ -173,6 +176,18 @@ def _batch(problem: Problem, size: int) -> list[float]:
     """Seconds of a number of layers at once: forward, adjoint, and of the gradient."""
     found: list[float] = (size * _measure.relaxation(problem, problem.layers // size, size)).tolist()
     return found
+
+
+_SPAN, _MOST_SPAN = 8, 16  # layers of an interval, at least and at most
+
+
+def _across(problem: Problem, size: int, rows: Mapping[int, Sequence[float]]) -> _Times | None:
+    """Of so many intervals' layers at once, the time in parts of a sweep's over as many; None for too few layers."""
+    if size < 2:
+        return None
+    span = min(problem.layers // size, _MOST_SPAN)
+    swept = [np.interp(size, [*rows], times) for times in zip(*rows.values(), strict=True)]
+    return _times(np.array(_batch(_first(problem, span * size), size)) / swept)
 
 
 def _times(seconds: np.ndarray) -> _Times:

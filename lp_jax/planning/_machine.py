@@ -28,6 +28,8 @@ class Machine:
         relaxation: seconds of a layer within an interval of multigrid, forward, its transpose for the state, and that for the
             parameters; None for those of serial propagation.
         interval: what an interval takes beside its layers, likewise; None for nothing.
+        across: of layers of different intervals at once, as relaxation evaluates them, the time in parts of that of a sweep
+            over as many, likewise; None for the same.
         auto: number of layers that ``at_once="auto"`` comes to; None for all.
         fixed: seconds of a training step beside its layers.
         adding: seconds of adding a layer's gradient to another, as each further microbatch of a pipeline has to.
@@ -65,6 +67,7 @@ class Machine:
     serial: tuple[float, float] | None = None
     relaxation: tuple[float, float, float] | None = None
     interval: tuple[float, float, float] | None = None
+    across: tuple[float, float, float] | None = None
     auto: int | None = None
     fixed: float = 0.0
     adding: float = 0.0
@@ -92,7 +95,7 @@ class Machine:
         _numbers("bandwidth", (self.bandwidth,))
         if self.sum_bandwidth is not None:
             _numbers("sum_bandwidth", (self.sum_bandwidth,))
-        for name in ("serial", "relaxation"):
+        for name in ("serial", "relaxation", "across"):
             if getattr(self, name) is not None:
                 _numbers(name, getattr(self, name))
         if self.interval is not None and not all(isinstance(x, int | float) and x >= 0 for x in self.interval):
@@ -131,6 +134,11 @@ class Machine:
         above = next(i for i, size in enumerate(sizes) if size >= layers)
         part = (layers - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         return times[above - 1] + part * (times[above] - times[above - 1])
+
+    def seconds_across(self, kind: str, layers: int) -> float:
+        """Seconds of a batch of layers of different intervals: states of a sweep are summed up besides."""
+        parts = dict(zip(KINDS, (self.across[0], *self.across), strict=True)) if self.across and layers > 1 else {}
+        return parts.get(kind, 1.0) * self.seconds(kind, layers)
 
     def in_a_row(self, kind: str) -> float:
         """Seconds of a layer that is evaluated after the one before it, as in relaxation."""
