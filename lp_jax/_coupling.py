@@ -40,7 +40,10 @@ def couples_examples(linear: Linear, state: State, axes: int) -> bool:
 
 
 def _follow(jaxpr: core.Jaxpr, given: Sequence[Any], rule: Callable[[Any, list], Any]) -> list:
-    """What is known of each result, given what is known of the inputs (None: does not depend on them)."""
+    """Go through a program by a rule ``rule(equation, known) -> known``, and return what it finds of each result.
+
+    ``known`` is whatever the rule tells of a number; ``given`` says it of the inputs. None is for what depends on none of them.
+    """
     known: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> Any:

@@ -112,7 +112,7 @@ def test_the_pullback_takes_arrays_of_an_explicit_mesh():
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_a_batch_over_devices_without_a_comm(name):
-    """Examples and units over two axes, 14 layers; the step closes over an array that has a place, too."""
+    """Examples over one of two axes, 14 layers; the step closes over an array that has a place, too."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     rng = np.random.default_rng(2)
     weights, scale, y0 = (jnp.asarray(rng.normal(size=shape)) for shape in ((14, 4, 4), (4,), (4, 4)))

@@ -128,4 +128,4 @@ def test_weak_types_are_taken_and_refused_alike(name):
             return re.findall(r"float\d+\[\]", str(error))
 
     got, wanted = dtypes(lambda *a: lp_jax.scan(*a, solver=lp_jax.Serial())), dtypes(lax.scan)
-    assert got == wanted
+    assert got == wanted != []

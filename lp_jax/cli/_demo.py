@@ -314,7 +314,7 @@ def gradient_errors(problem: Digits, params: PyTree) -> dict[str, list[float]]:
 
 
 _SIX = Picard(sweeps=6)
-"""What residual norms are drawn of: three sweeps more than the table's row, to see how fast they fall."""
+"""The solver of the picture of residual norms: six sweeps, where the table's row has three, show how fast norms fall."""
 
 
 def residual_row(problem: Digits, step: int, params: PyTree | None) -> dict[str, Any]:

@@ -238,13 +238,9 @@ def _split_outputs(out: Any, axes: Any) -> tuple[PyTree, list[Any]]:
     if axes is nnx.Carry:
         return out, []
     if not (isinstance(out, tuple) and len(out) == len(axes) and sum(a is nnx.Carry for a in axes) == 1):
-        named = (
-            ", ".join("nnx.Carry" if a is nnx.Carry else repr(a) for a in axes)
-            if isinstance(axes, tuple)
-            else repr(axes)
-        )
+        named = str(axes).replace(str(nnx.Carry), "nnx.Carry")
         raise ValueError(
-            f"out_axes=({named}) must have one nnx.Carry and an entry for every output; the function returned {out!r}. With "
+            f"out_axes={named} must have one nnx.Carry and an entry for every output; the function returned {out!r}. With "
             "out_axes=(nnx.Carry, 0) it returns a pair, `return carry, y`, and y may be None; for the carry alone say "
             "out_axes=nnx.Carry."
         )

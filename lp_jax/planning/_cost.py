@@ -93,10 +93,10 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     if solver.evaluates == "series":
         return _in_series(schedule, machine)
     in_rows = solver.most_at_once(machine.auto or math.inf) == 1 and solver.evaluates == "intervals"
-    at_once = machine.seconds_across if solver.evaluates == "intervals" else machine.seconds
+    seconds = machine.seconds_across if solver.evaluates == "intervals" else machine.seconds
     rows = sum(n * machine.row(kind) for kind, n in schedule.rows.items())
     return rows + sum(
-        n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else at_once(*batch))
+        n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else seconds(*batch))
         for batch, n in schedule.batches.items()
     )
 

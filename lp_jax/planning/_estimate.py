@@ -106,10 +106,10 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
 
     launched = _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
     alone = taken(1)
-    beside_others = taken(2) if switches(jax.make_jaxpr(step)(y, first, beside).jaxpr) else alone
+    each_of_several = taken(2) if switches(jax.make_jaxpr(step)(y, first, beside).jaxpr) else alone
     sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
     at_once = tuple(int(n) for n in sizes)
-    times = tuple(launched + sheet.batch * (n > 1) + n * (beside_others if n > 1 else alone) for n in at_once)
+    times = tuple(launched + sheet.batch * (n > 1) + n * (each_of_several if n > 1 else alone) for n in at_once)
     layers, examples = traced.workers.layers, examples_of(common.y0)
     auto = processor(sheet.platform).at_once(traced.footprint, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
