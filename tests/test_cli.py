@@ -260,6 +260,24 @@ def test_data_of_ones_own(cli, tmp_path):
     assert found["layer-parallel"]["test_accuracy"] > 0.9
 
 
+@pytest.mark.slow
+def test_values_of_ones_own(cli, tmp_path):
+    """In units far from 1, with pictures, over two devices' examples, and planned."""
+    x = np.random.default_rng(0).uniform(0, 2000, size=(300, 2))
+    np.savez(tmp_path / "mine.npz", x=x, y=5000 + 3 * x[:, 0] - x[:, 1])
+    data = ["--data", tmp_path / "mine.npz", "--layers", "8", "--width", "8"]
+    options = [*data, "--epochs", "20", "--learning-rate", "1e-2", "--mesh", "data=2"]
+    code, out, err = cli("train", "arrays", "--out", tmp_path / "run", *options)
+    assert code == 0 and "test loss" in out and "accuracy" not in out + err
+    assert "240 examples to train with, 60 held out; y: floating-point values; scaled to mean 0" in err
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]["layer-parallel"]
+    assert found["test_loss"] < 0.05 and "test_accuracy" not in found
+    for name in ("curves.png", "predictions.png"):
+        assert (tmp_path / "run" / name).stat().st_size > 10_000
+    code, out, _ = cli("plan", "arrays", *data, "--seconds", "0.1")
+    assert code == 0 and "arrays, dense" in out
+
+
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 

@@ -306,12 +306,35 @@ def test_arrays_of_ones_own(tmp_path):
     assert got.test_y.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("shape", [(20,), (20, 3)])
+def test_values_of_ones_own(tmp_path, shape):
+    x, y = np.arange(60.0).reshape(20, 3), 1e9 + np.arange(np.prod(shape)).reshape(shape) / 7
+    got = data.arrays(saved(tmp_path, x=x, y=y), seed=1)
+    assert (got.classes, got.names, got.test_y.shape) == (0, (), (4, y.size // 20))
+    inputs, values = np.concatenate([got.train_x, got.test_x]), np.concatenate([got.train_y, got.test_y])
+    np.testing.assert_array_equal(values[np.argsort(inputs[:, 0])], y.reshape(20, -1))  # as they are, to the last bit
+
+
 @pytest.mark.parametrize(
     "arrays, message",
     [
         ({"x": np.ones((4, 2))}, "has no y, but x"),
         ({"x": np.ones(4), "y": np.ones(4, int)}, r"x has shape \(4,\)"),
-        ({"x": np.ones((4, 2)), "y": np.arange(4.0)}, "y holds float64; wanted classes"),
+        ({"x": np.ones((4, 2)), "y": np.ones((4, 2), int)}, r"y \(4, 2\)"),
+        (
+            {"x": np.ones((4, 2)), "y": np.ones(4, complex)},
+            "y holds complex128; wanted classes, integers or strings, or float",
+        ),
+        ({"x": np.ones((4, 2)), "y": np.array([1, np.nan, 2, 3])}, "y holds numbers that are not finite"),
+        ({"x": np.ones((4, 2)), "y": np.full(4, 2.5)}, "y holds one value, 2.5"),
+        (
+            {"x": np.ones((4, 2)), "y": np.arange(4.0), "test_x": np.ones((4, 2)), "test_y": np.arange(4)},
+            "y holds float64 and test_y int64; wanted classes or values in both",
+        ),
+        (
+            {"x": np.ones((4, 2)), "y": np.arange(4.0), "test_x": np.ones((4, 2)), "test_y": np.ones((4, 3))},
+            r"test_y has samples of shape \(3,\) and y \(1,\)",
+        ),
         ({"x": np.full((4, 2), np.nan), "y": np.arange(4)}, "x holds numbers that are not finite"),
         ({"x": np.ones((4, 2)), "y": np.ones(4, int)}, "y holds one class"),
         ({"x": np.ones((4, 2)), "y": np.arange(4), "test_x": np.ones((4, 2))}, "has no test_y"),

@@ -262,7 +262,7 @@ def small(batch=12):
         )
         total = jnp.sum(labels >= 0, dtype=jnp.int32)
         info = train.Info(total - 1, total, solution.stats, solution.result, trajectory=solution.trajectory)
-        return train._classification.cross_entropy(solution.y1, labels), info
+        return train._supervised.cross_entropy(solution.y1, labels), info
 
     return loss_fn, params, (jnp.asarray(random.normal(size=(batch, 4))), jnp.asarray(labels, jnp.int32))
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -590,6 +591,66 @@ def test_residuals_are_those_of_both_solves(classifier, loss_and_params, samples
     for stats, scale in ((found.forward, found.forward_scale), (found.adjoint, found.adjoint_scale)):
         # two intervals: finite termination after two cycles
         assert 1e-4 * scale < stats.residual_norms[0] < 10 * scale and stats.residual_norms[2] < 1e-6 * scale
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_values():
+    rngs = nnx.Rngs(0)
+    trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(6, rngs=rngs), LAYERS, t1=2.0, rngs=rngs)
+    model = nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), trunk, nn.DenseClosing((6,), 2, rngs=rngs))
+    return model, *train.regression(model)
+
+
+@pytest.fixture(scope="module")
+def values():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(10, 4)).astype(np.float32), rng.normal(size=(10, 2)).astype(np.float32)
+
+
+def test_the_loss_of_values_is_the_mean_squared_error(of_values, values):
+    (x, y), (model, loss_fn, params) = values, of_values
+    loss, info = loss_fn(params, values, lp_jax.Serial(), None)
+    outputs = np.asarray(model.solve(x, solver=lp_jax.Serial())[0], np.float64)
+    np.testing.assert_allclose(loss, np.mean((outputs - y) ** 2), rtol=1e-5)
+    assert info.correct is None and int(info.total) == 20
+    parts = train.evaluate(loss_fn, params, [(x[:7], y[:7]), (x[7:], y[7:])])
+    np.testing.assert_allclose(parts.loss, loss, rtol=1e-6)
+    assert parts.accuracy is None
+    np.testing.assert_array_equal(train.predict(model, params, x), outputs.astype(np.float32))
+
+
+def test_values_are_learned_by_the_loop_and_in_microbatches(of_values, values):
+    _, loss_fn, params = of_values
+    state, log = fit_once(loss_fn, params, values)
+    parted, parts = fit_once(train.microbatches(loss_fn, 2), params, values)
+    assert "accuracy" not in log.rows[0] and "accuracy" not in parts.rows[0]
+    chex.assert_trees_all_close(parted.params, state.params, rtol=1e-4, atol=1e-6)
+    assert train.gradient_error(loss_fn, params, values, lp_jax.Serial()).relative < 1e-6
+
+
+def test_residuals_and_plans_of_values_take_their_loss(of_values, values):
+    model, _, params = of_values
+    found = train.residuals(model, params, values, lp_jax.Serial(), loss=train.mean_squared_error)
+    y, last = values[1], model.trunk.solve(model.opening(values[0]), solver=lp_jax.Serial()).y1
+    cotangent = jax.grad(lambda u: jnp.mean((model.closing(u) - y) ** 2))(last)
+    np.testing.assert_allclose(found.adjoint_scale, jnp.linalg.norm(cotangent), rtol=1e-4)
+    plan = train.plan(model, params, values, loss=train.mean_squared_error, seconds=0.1)
+    assert plan.error == 1e-2
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 3), (2, 10)])
+def test_values_of_another_shape_are_refused(of_values, values, shape):
+    _, loss_fn, params = of_values
+    with pytest.raises(ValueError, match=r"y must have the shape of the outputs, \(10, 2\)"):
+        loss_fn(params, (values[0], np.zeros(shape, np.float32)), lp_jax.Serial(), None)
+
+
+def test_a_column_of_values_that_lacks_its_axis_is_told():
+    with pytest.raises(ValueError, match=r"outputs, \(4, 1\); got \(4,\). Take y\[:, None\]."):
+        train.mean_squared_error(jnp.ones((4, 1)), jnp.ones(4))
 
 
 def fit_once(loss, params, batch, **more):

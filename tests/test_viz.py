@@ -90,6 +90,22 @@ def test_costs_are_drawn_against_work_and_against_depth():
         viz.costs({"serial": []})
 
 
+def test_the_pictures_of_values():
+    train = [{"kind": "train", "step": n, "loss": 1 / n, "step_time": 1.0} for n in (1, 2)]
+    log = [*train, {"kind": "test", "step": 2, "loss": 0.25, "accuracy": None}]
+    figure = viz.curves({"serial": log})
+    assert figure.get_suptitle() == "Serial training reaches a test loss of 0.25"
+    assert figure.axes[1].get_ylabel() == "test loss" and figure.axes[1].get_yscale() == "log"
+    with pytest.raises(ValueError, match="no row of kind 'test' with an accuracy"):
+        viz.race({"serial": log})
+    truth = np.stack([np.linspace(0, 10, 50), np.linspace(0, 1, 50)], axis=1)
+    both = viz.predictions(truth, truth + np.array([1.0, 0.2]))
+    assert both.get_suptitle() == "Typical errors are 0.34 to 0.68 of how far values spread"
+    assert [ax.get_title(loc="left") for ax in both.axes] == ["value 1: 1", "value 2: 0.2"]
+    with pytest.raises(ValueError, match=r"one shape, .*; got \(50, 2\) and \(50,\)"):
+        viz.predictions(truth, truth[:, 0])
+
+
 def test_curves_without_evaluations_or_with_gaps():
     gaps = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, None), (2, 1.0))]
     figure = viz.curves({"serial": gaps})

@@ -35,7 +35,6 @@ from lp_jax.train import (
     LossFn,
     StepFn,
     TrainState,
-    classification,
     evaluate,
     fit,
     flat,
@@ -102,7 +101,7 @@ def built(settings: Settings, task: Task, place: Place, solvers: Pair, layers: i
 def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: nn.Classifier) -> Experiment:
     tested: Any = nnx.clone(model)
     tested.eval()
-    loss_fn, params = classification(model)
+    loss_fn, params = task.goal.loss(model)
     return Experiment(
         settings=settings,
         task=task,
@@ -111,7 +110,7 @@ def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: 
         model=model,
         tested=tested,
         loss_fn=place.loss(loss_fn),
-        test_fn=place.loss(classification(tested)[0]),
+        test_fn=place.loss(task.goal.loss(tested)[0]),
         params=place.everywhere(params),
     )
 
@@ -150,7 +149,7 @@ class Run(NamedTuple):
             probed["gradient_error_step"] = probes[-1]["step"]
         return {
             "steps": int(self.state.step),
-            "test_accuracy": test["accuracy"],
+            **({} if test["accuracy"] is None else {"test_accuracy": test["accuracy"]}),
             "test_loss": test["loss"],
             "time_per_step": float(np.median(times)),
             "seconds": self.seconds,
@@ -352,7 +351,7 @@ def _fingerprint(made: Experiment, method: str) -> dict[str, Any]:
 
 
 def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps_per_epoch: int) -> list[Every]:
-    """Return what is measured as training goes on: accuracy, and the error of the gradient."""
+    """Return what is measured as training goes on: the test set's score, and the error of the gradient."""
     solver, adjoint_solver = solvers
     total = steps_per_epoch * made.settings.training.epochs
 
@@ -371,7 +370,7 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
         error = gradient_error(
             restarted, state.params, (batch, restart), solver, adjoint_solver, global_sums=made.place.whole
         )
-        solves = residuals(made.model, state.params, batch, *map(_longer, solvers))
+        solves = residuals(made.model, state.params, batch, *map(_longer, solvers), loss=made.task.goal.measure)
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,

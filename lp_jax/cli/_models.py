@@ -101,7 +101,7 @@ class Dense(Model):
         return nn.Classifier(
             nn.DenseOpening(site.task.shape, self.width, rngs=site.rngs),
             site.trunk(lambda rngs: nn.DenseResidual(self.width, rngs=rngs)),
-            nn.DenseClosing((self.width,), site.task.classes, rngs=site.rngs),
+            nn.DenseClosing((self.width,), site.task.outputs, rngs=site.rngs),
         )
 
 
@@ -123,7 +123,7 @@ class Conv(Model):
         return nn.Classifier(
             nn.ConvTransition(inputs, width, kernel=kernel, factor=self.stride, rngs=site.rngs),
             site.trunk(lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs)),
-            closing(state, site.task.classes, rngs=site.rngs),
+            closing(state, site.task.outputs, rngs=site.rngs),
         )
 
 
@@ -150,7 +150,7 @@ class Pooled(Model):
         return nn.Classifier(
             nn.ConvOpening(inputs, width, kernel=kernel, rngs=site.rngs),
             nn.Network(*parts),
-            nn.PoolClosing((*space, channels), site.task.classes, rngs=site.rngs),
+            nn.PoolClosing((*space, channels), site.task.outputs, rngs=site.rngs),
         )
 
 
@@ -189,7 +189,7 @@ class Transformer(Model):
         return nn.Classifier(
             nn.TokenOpening(sizes, self.width, max_length=task.length, rngs=rngs),
             nn.Network(buffer(), middle, buffer()) if self.buffers else middle,
-            nn.TokenClosing(self.width, task.classes, rngs=rngs),
+            nn.TokenClosing(self.width, task.outputs, rngs=rngs),
             context=None if task.causal else _is_token,
         )
 
@@ -217,7 +217,7 @@ class GRU(Model):
             comm=site.comm,
             rngs=site.rngs,
         )
-        return nn.Classifier(_unchanged, gru, LastUnit(self.width, site.task.classes, rngs=site.rngs))
+        return nn.Classifier(_unchanged, gru, LastUnit(self.width, site.task.outputs, rngs=site.rngs))
 
 
 class LastUnit(nnx.Module):

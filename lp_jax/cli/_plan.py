@@ -97,6 +97,7 @@ def planned(
             made.model,
             made.params,
             batch,
+            loss=task.goal.measure,
             error=error,
             workers=workers,
             machine=machine,

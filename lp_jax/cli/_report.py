@@ -115,7 +115,8 @@ def table(runs: Sequence[Run]) -> Table:
     for run in runs:
         result.add_column(run.name, justify="right")
     summaries = [run.summary() for run in runs]
-    result.add_row("test accuracy", *(f"{s['test_accuracy']:.2%}" for s in summaries))
+    if all("test_accuracy" in s for s in summaries):
+        result.add_row("test accuracy", *(f"{s['test_accuracy']:.2%}" for s in summaries))
     result.add_row("test loss", *(f"{s['test_loss']:.4f}" for s in summaries))
     result.add_row("gradient error at the end", *map(_gradient_error, summaries))
     if any(run.devices > 1 for run in runs):
@@ -197,7 +198,7 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
         return float(measured.relative)
 
     with quick_compilation():
-        solves = residuals(made.model, params, batch, solver, adjoint_solver)
+        solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.goal.measure)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
         variants, adjoints = solver.variants(), adjoint_solver.variants()
         most = ITERATIONS if len(variants) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)

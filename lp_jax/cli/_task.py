@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from lp_jax import _check, data
+from lp_jax.data._dataset import scaler
+from lp_jax.train import classification, cross_entropy, mean_squared_error, regression
+from lp_jax.train._supervised import Measure
 
 Predict = Callable[[Any], np.ndarray]
-"""From a batch of inputs to logits."""
+"""From a batch of inputs to outputs."""
 
 _EVALUATION_BATCH = 500
 
@@ -39,14 +42,29 @@ class Training:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What training makes small."""
+
+    loss: Callable[..., Any]  # from a model to its loss and parameters
+    measure: Measure  # the same, from outputs and what they should be
+
+
+CLASSES = Goal(loss=classification, measure=cross_entropy)
+VALUES = Goal(loss=regression, measure=mean_squared_error)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned, as batches ``(x, labels)``."""
+    """What is learned, as batches ``(x, labels)``, or ``(x, values)``."""
 
     batches: Callable[[int], Iterable[Any]]  # batches of training, by epoch
     steps_per_epoch: int  # number of them
     test_batches: list[Any]  # the test set
     shape: tuple[int, ...]  # shape of one input, without the batch: of an image, a point, or one time of a sequence
-    classes: int
+    outputs: int  # number of classes, or of values
+    goal: Goal = CLASSES
+    unscaled: Callable[[np.ndarray], np.ndarray] | None = None  # outputs in the units of the file; of values
+    about: str = ""  # a line on what was found in the data
     names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
     length: int = 0  # largest number of positions of a sequence; 0 for other inputs
     sizes: tuple[int, ...] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
@@ -54,8 +72,15 @@ class Task:
     samples: Callable[[Predict], str] | None = None  # makes a text of a few answers, to read; None shows nothing
 
 
-def classification(dataset: data.Dataset, training: Training) -> Task:
-    """Return the task of a data set: batches in the order that the seed gives, pixels scaled to [0, 1]."""
+def task_of(dataset: data.Dataset, training: Training) -> Task:
+    """Return the task of a data set: batches in the order that the seed gives, pixels scaled to [0, 1].
+
+    Where it has no classes, each of its values is scaled to mean 0 and standard deviation 1.
+    """
+    unscaled = None
+    if not dataset.classes:
+        scale = scaler(dataset.train_y)
+        dataset, unscaled = dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)), scale.back
 
     def cut(x: Any, start: int) -> Any:
         part = slice(start, start + _EVALUATION_BATCH)
@@ -74,7 +99,9 @@ def classification(dataset: data.Dataset, training: Training) -> Task:
         steps_per_epoch=steps_per_epoch(len(dataset.train_y), training),
         test_batches=test,
         shape=dataset.shape,
-        classes=dataset.classes,
+        outputs=dataset.classes or dataset.train_y.shape[-1],
+        goal=CLASSES if unscaled is None else VALUES,
+        unscaled=unscaled,
         names=dataset.names,
     )
 

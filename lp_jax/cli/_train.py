@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from lp_jax import Serial, planning, viz
+from lp_jax._types import PyTree
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import Experiment, Run, check_method, experiment, train_one
 from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
@@ -96,8 +98,8 @@ def _train(
         kept = {option: value for option, value in kept.items() if option not in elsewhere}
         write_json(folder / CONFIG, {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts})
     size = settings.describe(made.place.size(made.params))
-    for line in (size, place.describe(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
-        if line is not None:
+    for line in (size, task.about, place.describe(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
+        if line:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     _report(made, _runs(made, options, console, processes, say), options, console, processes)
 
@@ -159,7 +161,7 @@ def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Co
         with console.status("a few answers, to read"):
             samples = task.samples(lambda x: np.array(predict(made.tested, params, x)))
     if not options["no_pictures"]:
-        answers = confusion_matrix(made.tested, params, task.test_batches, classes=task.classes)
+        answers = _answers(made, params)
         if not all(solver.exact for solver in made.solvers):
             with console.status("for a picture, other solvers are compiled and their gradients measured"):
                 errors = gradient_errors(made, params)
@@ -167,9 +169,7 @@ def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Co
         return
     write_json(folder / "summary.json", summary(made, runs))
     if not options["no_pictures"]:
-        figures = pictures(made, runs, errors)
-        if len(answers) <= _MOST_CLASSES:
-            figures["confusion.png"] = viz.confusion(answers, task.names)
+        figures = pictures(made, runs, errors) | answers
     out = Console()
     out.print(table(runs))
     for remark in remarks(runs, made.settings.problem):
@@ -180,3 +180,14 @@ def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Co
         (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
         names.append("samples.txt")
     out.print(f"In {folder}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _answers(made: Experiment, params: PyTree) -> dict[str, Figure]:
+    """Return the picture of what the network answers on the test set, by file name."""
+    task = made.task
+    if task.unscaled is not None:
+        pairs = [(y, np.asarray(predict(made.tested, params, x))) for x, y in task.test_batches]
+        truth, found = (task.unscaled(np.concatenate(column)) for column in zip(*pairs, strict=True))
+        return {"predictions.png": viz.predictions(truth, found)}
+    matrix = confusion_matrix(made.tested, params, task.test_batches, classes=task.outputs)
+    return {"confusion.png": viz.confusion(matrix, task.names)} if len(matrix) <= _MOST_CLASSES else {}

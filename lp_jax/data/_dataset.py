@@ -3,7 +3,7 @@
 import gzip
 import importlib
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -14,16 +14,16 @@ Arrays: TypeAlias = np.ndarray | tuple[np.ndarray, ...]
 
 
 class Dataset(NamedTuple):
-    """Labelled samples, split into those to train with and those held out.
+    """Samples with a class or values each, split into those to train with and those held out.
 
     Attributes:
         train_x: inputs, ``(train samples, *shape)``, float32 unless the loader says otherwise. Samples of different
             lengths are a tuple of arrays, padded inputs and their lengths.
         train_y: their classes, int32 in [0, classes), ``(train samples,)``; where every place of an input has a class of
-            its own, ``(train samples, length)``.
+            its own, ``(train samples, length)``. Values in the place of classes, as they are: ``(train samples, values)``.
         test_x: inputs held out, of the same form.
         test_y: their classes.
-        classes: number of classes.
+        classes: number of classes; 0 where samples have values.
         shape: shape of one input, channels last.
         names: of the classes, by their numbers; empty where they have none.
     """
@@ -67,16 +67,26 @@ def stratified(
     return generator.permutation(np.concatenate(train)), generator.permutation(np.concatenate(test))
 
 
-def scaler(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that takes the channels of ``values``, the last axis, to mean 0 and standard deviation 1.
+class Scaler(NamedTuple):
+    """Takes channels, the last axis, to mean 0 and standard deviation 1, as float32, and back."""
 
-    It returns float32. Channels that never change stay at 0.
-    """
+    mean: np.ndarray
+    deviation: np.ndarray
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        return ((values - self.mean) / self.deviation).astype(np.float32)
+
+    def back(self, scaled: np.ndarray) -> np.ndarray:
+        return scaled * self.deviation + self.mean
+
+
+def scaler(values: np.ndarray) -> Scaler:
+    """Return the scaler of channels like those of ``values``. Channels that never change stay at 0."""
     axes = tuple(range(values.ndim - 1))
-    mean, deviation = (statistic(values, axis=axes, dtype=np.float64) for statistic in (np.mean, np.std))
+    mean, deviation = (np.asarray(moment(values, axis=axes, dtype=np.float64)) for moment in (np.mean, np.std))
     # of a constant, rounding leaves more than nothing
     deviation = np.where(deviation <= 1e-7 * np.abs(mean), 1.0, deviation)
-    return lambda other: ((other - mean) / deviation).astype(np.float32)
+    return Scaler(mean, deviation)
 
 
 def wrong(place: object, got: str, wanted: str) -> DataError:

@@ -18,13 +18,6 @@ from lp_jax.train._average import eight_bits as eight_bits
 from lp_jax.train._average import top_k as top_k
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
-from lp_jax.train._classification import Evaluation as Evaluation
-from lp_jax.train._classification import Residuals as Residuals
-from lp_jax.train._classification import classification as classification
-from lp_jax.train._classification import confusion_matrix as confusion_matrix
-from lp_jax.train._classification import evaluate as evaluate
-from lp_jax.train._classification import predict as predict
-from lp_jax.train._classification import residuals as residuals
 from lp_jax.train._controller import Control as Control
 from lp_jax.train._controller import Controller as Controller
 from lp_jax.train._controller import Doubling as Doubling
@@ -66,3 +59,13 @@ from lp_jax.train._step import StepFn as StepFn
 from lp_jax.train._step import TrainState as TrainState
 from lp_jax.train._step import init_state as init_state
 from lp_jax.train._step import make_train_step as make_train_step
+from lp_jax.train._supervised import Evaluation as Evaluation
+from lp_jax.train._supervised import Residuals as Residuals
+from lp_jax.train._supervised import classification as classification
+from lp_jax.train._supervised import confusion_matrix as confusion_matrix
+from lp_jax.train._supervised import cross_entropy as cross_entropy
+from lp_jax.train._supervised import evaluate as evaluate
+from lp_jax.train._supervised import mean_squared_error as mean_squared_error
+from lp_jax.train._supervised import predict as predict
+from lp_jax.train._supervised import regression as regression
+from lp_jax.train._supervised import residuals as residuals

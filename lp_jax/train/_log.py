@@ -188,10 +188,11 @@ class Bar(Meter):
 
 
 def _main_numbers(row: Row) -> dict[str, str]:
-    if row["kind"] == "train":
-        return {"loss": f"{row['loss']:.3g}"} if row["loss"] is not None else {}
-    if row["kind"] == "test":
+    if row["kind"] == "test" and row.get("accuracy") is not None:
         return {"test accuracy": f"{row['accuracy']:.1%}"}
+    if row["kind"] in ("train", "test"):
+        name = "loss" if row["kind"] == "train" else "test loss"
+        return {} if row["loss"] is None else {name: f"{row['loss']:.3g}"}
     if row["kind"] == "probe":
         return {"gradient error": f"{row['gradient_error']:.1e}"}
     return {}

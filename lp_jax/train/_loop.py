@@ -118,9 +118,9 @@ def fit(
             ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
-            accuracy, gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of `mgopt`), result,
-            adjoint_result, time
-            (seconds since the start) and step_time (seconds per step, the mean since the host last waited).
+            accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of
+            `mgopt`), result, adjoint_result, time (seconds since the start) and step_time (seconds per step, the mean since
+            the host last waited).
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
@@ -263,7 +263,7 @@ class _Recorder:
                 number,
                 epoch=epoch,
                 loss=metrics.loss,
-                accuracy=int(info.correct) / int(info.total),
+                **({} if info.correct is None else {"accuracy": int(info.correct) / int(info.total)}),
                 gradient_norm=metrics.gradient_norm,
                 **measured("forward_residual", norms),
                 **{n: x for n in ("trials", "gradients") if (x := getattr(metrics, n)) is not None},

@@ -15,10 +15,10 @@ from lp_jax import _check, nn
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.nn._refine import staying
-from lp_jax.train._classification import classification
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk
 from lp_jax.train._step import Batch, Info, LossFn, Metrics, StepFn, TrainState, finished, init_state, together
+from lp_jax.train._supervised import classification
 
 _VISITS = {"V": 1, "W": 2}
 

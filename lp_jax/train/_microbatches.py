@@ -56,10 +56,7 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
                     "microbatches of layers with running statistics would normalise each part by itself. Use a norm "
                     "without statistics (nnx.LayerNorm), or a smaller batch."
                 )
-            counts: dict[str, Any] = {
-                name: jnp.asarray(getattr(info, name)) for name in ("correct", "total", "outside")
-            }
-            return loss * info.total, info._replace(**counts)
+            return loss * info.total, info._replace(**jax.tree.map(jnp.asarray, _counts(info)))
 
         def body(total: jax.Array, operands: Any) -> tuple[jax.Array, Info]:
             loss, info = part(params, operands)
@@ -96,5 +93,9 @@ def _together(infos: Info) -> Info:
         jnp.max(infos.stats.result),
     )
     scale = jnp.sqrt(jnp.sum(jnp.asarray(infos.scale) ** 2))
-    sums = {name: jnp.sum(getattr(infos, name)) for name in ("correct", "total", "outside")}
+    sums = jax.tree.map(jnp.sum, _counts(infos))
     return infos._replace(**sums, stats=stats, result=jnp.max(infos.result), scale=scale)
+
+
+def _counts(info: Info) -> dict[str, Any]:
+    return {name: getattr(info, name) for name in ("correct", "total", "outside")}

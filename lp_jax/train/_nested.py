@@ -22,11 +22,11 @@ from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.nn._refine import staying
 from lp_jax.train._checkpoint import Checkpoints
-from lp_jax.train._classification import classification
 from lp_jax.train._log import Log
 from lp_jax.train._loop import Every, fit
 from lp_jax.train._ranks import Ranks
 from lp_jax.train._step import Batch, LossFn, TrainState, init_state, make_train_step, map_slots, together
+from lp_jax.train._supervised import classification
 
 
 class Depth(NamedTuple):

@@ -10,8 +10,8 @@ from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._types import PyTree, State
 from lp_jax.nn import Classifier
-from lp_jax.train._classification import cross_entropy
 from lp_jax.train._step import Batch
+from lp_jax.train._supervised import Measure, cross_entropy
 
 
 class Inner(NamedTuple):
@@ -22,13 +22,13 @@ class Inner(NamedTuple):
     fewer: dict[str, Any] | None  # what a quarter of the examples makes smaller; None below eight examples
 
 
-def inner(model: Classifier, params: PyTree, batch: Batch) -> Inner:
+def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> Inner:
     """The layers of a classifier: of the longest block, if there are several."""
     merged = nnx.merge(nnx.graphdef(model), params)
-    x, labels, *key = batch
+    x, targets, *key = batch
     problem, y1, rest = _reached(merged, x, key)
-    cotangent = jax.grad(lambda y: cross_entropy(merged.closing(rest(y)), labels))(y1)
-    quarter = len(labels) // 4
+    cotangent = jax.grad(lambda y: loss(merged.closing(rest(y)), targets))(y1)
+    quarter = len(targets) // 4
     fewer = None
     if quarter >= 2:
         smaller, _, _ = _reached(merged, jax.tree.map(lambda leaf: leaf[:quarter], x), key)
@@ -58,6 +58,7 @@ def plan(
     params: PyTree,
     batch: Batch,
     *,
+    loss: Measure = cross_entropy,
     error: float = 1e-2,
     workers: int = 1,
     machine: planning.Machine | None = None,
@@ -66,8 +67,9 @@ def plan(
 ) -> planning.Plan:
     """`lp_jax.plan` for a classifier as a batch reaches its layers, with the cotangent that its loss gives.
 
-    ``params`` are those that `classification` returns, a batch is ``(x, labels)`` or ``(x, labels, key)``; all other arguments
-    are those of `lp_jax.plan`.
+    ``params`` are those that `classification` or `regression` returns, a batch is ``(x, labels)`` or ``(x, labels, key)``, and
+    ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``; all other arguments are those of
+    `lp_jax.plan`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -81,7 +83,7 @@ def plan(
         >>> train.plan(model, params, batch, seconds=1.0).error
         0.01
     """
-    problem, cotangent, fewer = inner(model, params, batch)
+    problem, cotangent, fewer = inner(model, params, batch, loss)
     return planning.plan(
         problem,
         cotangent=cotangent,

@@ -54,7 +54,7 @@ class Info(NamedTuple):
     """The auxiliary output of a loss function.
 
     Attributes:
-        correct: number of right answers in the batch.
+        correct: number of right answers in the batch; None where none is right or wrong, as of values.
         total: number of answers in the batch; the loss is their mean.
         stats: stats of the forward solve.
         result: result code of the forward solve, one of `lp_jax.RESULTS`.
@@ -65,7 +65,7 @@ class Info(NamedTuple):
         outside: number of labels that are none of the classes: the first thing to look at where a loss is not finite.
     """
 
-    correct: jax.Array
+    correct: jax.Array | None
     total: jax.Array
     stats: Stats
     result: jax.Array

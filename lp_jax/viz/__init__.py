@@ -11,11 +11,12 @@ except ModuleNotFoundError as error:
         f"lp_jax.viz needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
+from lp_jax.viz._answers import confusion as confusion
+from lp_jax.viz._answers import predictions as predictions
 from lp_jax.viz._hierarchy import hierarchy as hierarchy
 from lp_jax.viz._plan import plan as plan
 from lp_jax.viz._race import race as race
 from lp_jax.viz._schedule import schedule as schedule
-from lp_jax.viz._training import confusion as confusion
 from lp_jax.viz._training import costs as costs
 from lp_jax.viz._training import curves as curves
 from lp_jax.viz._training import gradient_errors as gradient_errors

@@ -62,9 +62,10 @@ def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of training before each evaluation, and its accuracy."""
     steps, times = columns(rows, "train", "step_time")
     evaluated, accuracies = columns(rows, "test", "accuracy")
-    for kind, found in (("train", steps), ("test", evaluated)):
+    for kind, found in (("train", steps), ("test", accuracies[np.isfinite(accuracies)])):
         if not found.size:
-            raise ValueError(f"the run {name!r} has no row of kind {kind!r}.")
+            what = "" if kind == "train" else " with an accuracy"
+            raise ValueError(f"the run {name!r} has no row of kind {kind!r}{what}.")
     total = np.concatenate([np.zeros(1), np.cumsum(np.nan_to_num(times))])
     return total[np.searchsorted(steps, evaluated, side="right")], accuracies
 

@@ -1,4 +1,4 @@
-"""How training went: curves, residuals, gradient errors, and which classes the model takes for which."""
+"""How training went: curves, residuals and gradient errors."""
 
 import math
 import textwrap
@@ -11,13 +11,15 @@ from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
 
 from lp_jax.train import unflat
 from lp_jax.train._divergence import convergence_warning
-from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, TICK, dress, figure, legend, logarithmic
+from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, dress, figure, legend, logarithmic
 
 Rows = Sequence[Mapping[str, object]]
 
 
 def curves(runs: Mapping[str, Rows]) -> Figure:
     """Training loss and test accuracy against steps, a line for each run: rows of its `lp_jax.train.Log`, by its name.
+
+    Where no row has an accuracy, as of values, the test loss takes its place.
 
     Raises:
         ValueError: for no runs, or one without a step of training.
@@ -30,9 +32,11 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     """
     if not runs:
         raise ValueError("runs is empty; give the rows of at least one run.")
-    final = {name: _last_accuracy(rows) for name, rows in runs.items()}
-    fig = figure(_curves_title(final))
-    loss_ax, accuracy_ax = fig.subplots(1, 2)
+    of_classes = any(np.isfinite(columns(rows, "test", "accuracy")[1]).any() for rows in runs.values())
+    score, shown = ("accuracy", "{:.1%}") if of_classes else ("loss", "{:.3g}")
+    final = {name: _last(rows, score) for name, rows in runs.items()}
+    fig = figure(_curves_title(final, score, shown))
+    loss_ax, test_ax = fig.subplots(1, 2)
     for i, (name, rows) in enumerate(runs.items()):
         style = {"color": COLOURS[i], "linestyle": ("-", "--", ":")[i % 3]}
         steps, losses = columns(rows, "train", "loss")
@@ -40,15 +44,18 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
             raise ValueError(f"the run {name!r} has no row of kind 'train'.")
         loss_ax.plot(steps, losses, color=COLOURS[i], linewidth=0.7, alpha=0.3)
         loss_ax.plot(steps, _smooth(losses), linewidth=2.2, label=name, **style)
-        steps, accuracies = columns(rows, "test", "accuracy")
-        ends = f"{name}: {final[name]:.1%}" if final[name] is not None else name
-        accuracy_ax.plot(steps, accuracies, linewidth=2.2, label=ends, **style)
+        steps, scores = columns(rows, "test", score)
+        ends = name if final[name] is None else f"{name}: {shown.format(final[name])}"
+        test_ax.plot(steps, scores, linewidth=2.2, label=ends, **style)
     logarithmic(loss_ax)
     dress(loss_ax, x="training step", y="training loss", title="Loss of each batch, and its running mean")
-    dress(accuracy_ax, x="training step", y="test accuracy", title="Test accuracy of the exact network")
-    accuracy_axis(accuracy_ax, runs)
+    dress(test_ax, x="training step", y=f"test {score}", title=f"Test {score} of the exact network")
+    if of_classes:
+        accuracy_axis(test_ax, runs)
+    else:
+        logarithmic(test_ax)
     legend(loss_ax, loc="upper right")
-    legend(accuracy_ax, loc="lower right")
+    legend(test_ax, loc="lower right" if of_classes else "upper right")
     return fig
 
 
@@ -232,14 +239,14 @@ def gradient_errors(
 
 
 def columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of the rows of a kind, and a value of each."""
-    pairs = [(row["step"], row[name]) for row in rows if row["kind"] == kind]
+    """Steps of the rows of a kind that have a value of this name, and the values."""
+    pairs = [(row["step"], row[name]) for row in rows if row["kind"] == kind and name in row]
     steps = np.array([step for step, _ in pairs], dtype=float)
     return steps, np.array([math.nan if value is None else value for _, value in pairs], dtype=float)
 
 
-def _last_accuracy(rows: Rows) -> float | None:
-    _, values = columns(rows, "test", "accuracy")
+def _last(rows: Rows, score: str) -> float | None:
+    _, values = columns(rows, "test", score)
     return float(values[-1]) if values.size else None
 
 
@@ -260,13 +267,13 @@ def accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _curves_title(final: Mapping[str, float | None]) -> str:
-    known = {name: accuracy for name, accuracy in final.items() if accuracy is not None}
+def _curves_title(final: Mapping[str, float | None], score: str, shown: str) -> str:
+    known = {name: shown.format(value) for name, value in final.items() if value is not None}
     if not known:
         return "Training"
     first, *others = known
-    title = f"{first.capitalize()} training reaches {known[first]:.1%} test accuracy"
-    return title + "".join(f", {name} {known[name]:.1%}" for name in others)
+    reached = f"{known[first]} test accuracy" if score == "accuracy" else f"a test loss of {known[first]}"
+    return f"{first.capitalize()} training reaches {reached}" + "".join(f", {name} {known[name]}" for name in others)
 
 
 def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
@@ -314,51 +321,3 @@ def _number(value: float) -> str:
         return f"{float(f'{value:.2g}'):g}"
     digit, exponent = f"{value:.0e}".split("e")
     return f"{digit}×10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
-
-
-_MOST_NAMES = 40  # that can be told apart along an axis
-
-
-def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
-    """Right and wrong answers, class by class.
-
-    Args:
-        matrix: counts ``(classes, classes)``: a row for each true class, a column for each answer.
-        names: of the classes; their numbers if there are none.
-
-    Raises:
-        ValueError: for a matrix that is not square, without a count, or with another number of names.
-
-    Example:
-        >>> import numpy as np
-        >>> from lp_jax import viz
-        >>> viz.confusion(np.diag([9, 8]) + 1, ["cat", "dog"]).axes[0].get_title(loc="left")
-        '19 of 21 right; per row, in percent of the true class'
-    """
-    matrix = np.asarray(matrix)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.sum() == 0:
-        raise ValueError(f"matrix must be square and hold a count; got shape {matrix.shape}, sum {matrix.sum()}.")
-    if names and len(names) != len(matrix):
-        raise ValueError(f"names must be {len(matrix)}, one for each class; got {len(names)}.")
-    shares = 100 * matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
-    classes, right = len(matrix), int(np.trace(matrix))
-    size = min(14.0, 5.5 + 0.35 * classes)
-    fig = figure(f"Accuracy {right / matrix.sum():.1%}", width=size + 1.5, height=size)
-    ax = fig.subplots()
-    image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=100)
-    dress(
-        ax, x="answer", y="truth", title=f"{right:,} of {matrix.sum():,} right; per row, in percent of the true class"
-    )
-    ax.grid(False)
-    if classes <= _MOST_NAMES:
-        labels = list(names) or [str(i) for i in range(classes)]
-        ax.set_xticks(range(classes), labels, rotation=90 if max(map(len, labels)) > 2 else 0)
-        ax.set_yticks(range(classes), labels)
-        for i, j in zip(*np.nonzero(shares >= 0.5), strict=True):
-            colour = "white" if shares[i, j] > 55 else INK
-            ax.text(
-                j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=min(NOTE, 200 / classes), color=colour
-            )
-    bar = fig.colorbar(image, ax=ax, shrink=0.8)
-    bar.ax.tick_params(labelsize=TICK)
-    return fig

@@ -3,10 +3,10 @@
 from lp_jax import data
 from lp_jax.cli._models import Conv, Dense
 from lp_jax.cli._problem import Problem
-from lp_jax.cli._task import Training, classification
+from lp_jax.cli._task import Training, task_of
 
 PROBLEM = Problem(
-    load=lambda training: classification(data.digits(seed=training.seed), training),
+    load=lambda training: task_of(data.digits(seed=training.seed), training),
     models={"dense": Dense(width=64), "conv": Conv(width=8)},
     training=Training(epochs=30),
     examples=(

@@ -29,7 +29,7 @@ def load(training: Training, data: Path) -> Task:
         steps_per_epoch=steps_per_epoch(len(tagging.train.x), training),
         test_batches=list(test),
         shape=(),
-        classes=tagging.classes,
+        outputs=tagging.classes,
         names=tuple(tagging.tags),
         length=_LENGTHS[-1],
         sizes=tuple(tagging.sizes),

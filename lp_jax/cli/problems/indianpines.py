@@ -3,10 +3,10 @@
 from lp_jax import data as datasets
 from lp_jax.cli._models import Dense
 from lp_jax.cli._problem import Problem
-from lp_jax.cli._task import Training, classification
+from lp_jax.cli._task import Training, task_of
 
 PROBLEM = Problem(
-    load=lambda training, data: classification(datasets.indian_pines(data, seed=training.seed), training),
+    load=lambda training, data: task_of(datasets.indian_pines(data, seed=training.seed), training),
     models={"dense": Dense(width=128)},
     training=Training(epochs=30),
     sources={"data": "Folder of Indian_pines_corrected.mat and Indian_pines_gt.mat."},

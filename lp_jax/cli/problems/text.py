@@ -9,7 +9,7 @@ import numpy as np
 from lp_jax import data as datasets
 from lp_jax.cli._models import Transformer
 from lp_jax.cli._problem import Problem
-from lp_jax.cli._task import Predict, Task, Training, classification
+from lp_jax.cli._task import Predict, Task, Training, task_of
 
 _PROMPT, _WRITTEN, _TEMPERATURE = 32, 200, 0.7
 
@@ -18,7 +18,7 @@ def load(training: Training, data: Path) -> Task:
     """Return windows of the text; every position's label is the character after it."""
     dataset = datasets.characters(data)
     return dataclasses.replace(
-        classification(dataset, training),
+        task_of(dataset, training),
         shape=(),
         length=dataset.shape[0],
         sizes=(dataset.classes,),

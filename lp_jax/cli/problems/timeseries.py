@@ -6,14 +6,14 @@ from pathlib import Path
 from lp_jax import data as datasets
 from lp_jax.cli._models import GRU
 from lp_jax.cli._problem import Problem
-from lp_jax.cli._task import Task, Training, classification
+from lp_jax.cli._task import Task, Training, task_of
 
 
 def load(training: Training, data: Path, name: str) -> Task:
     """Return the series of a data set."""
     dataset = datasets.timeseries(data, name)
     length, channels = dataset.shape
-    return dataclasses.replace(classification(dataset, training), shape=(channels,), length=length)
+    return dataclasses.replace(task_of(dataset, training), shape=(channels,), length=length)
 
 
 PROBLEM = Problem(

@@ -1,8 +1,8 @@
-"""Classification with an NNX model that is solved layer-parallel."""
+"""Classes and values learned by an NNX model that is solved layer-parallel."""
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,30 @@ from lp_jax._types import PyTree
 from lp_jax.nn import Classifier, LayerParallel
 from lp_jax.train._step import Batch, Info, LossFn, Restart
 
+Measure: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+"""From outputs and what they should be, ``(outputs, y)``, to a scalar."""
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the softmax cross-entropy, a mean over the labels that are not negative: the loss of `classification`."""
+    counts = labels >= 0
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, labels, 0))
+    return jnp.sum(jnp.where(counts, losses, 0)) / jnp.sum(counts).astype(losses.dtype)
+
+
+def mean_squared_error(outputs: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the mean of the squared differences, of arrays of one shape: the loss of `regression`."""
+    if jnp.shape(outputs) != jnp.shape(y):
+        hint = " Take y[:, None]." if jnp.shape(outputs) == (*jnp.shape(y), 1) else ""
+        raise ValueError(f"y must have the shape of the outputs, {jnp.shape(outputs)}; got {jnp.shape(y)}.{hint}")
+    return jnp.mean((outputs - jnp.asarray(y).astype(outputs.dtype)) ** 2)
+
 
 class Evaluation(NamedTuple):
-    """Mean loss, and accuracy, the fraction of right answers, of a model on a data set."""
+    """Mean loss, and accuracy, the fraction of right answers, of a model on a data set; None where none is right or wrong."""
 
     loss: float
-    accuracy: float
+    accuracy: float | None
 
 
 class Residuals(NamedTuple):
@@ -70,6 +88,69 @@ def classification(
         >>> int(info.total)
         4
     """
+
+    def scored(logits: jax.Array, labels: jax.Array) -> Score:
+        check_labels(labels, logits)
+        return Score(
+            cross_entropy(logits, labels),
+            jnp.sum(jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32),
+            jnp.sum(labels >= 0, dtype=jnp.int32),
+            jnp.sum(labels >= logits.shape[-1], dtype=jnp.int32),
+        )
+
+    return _supervised(model, scored, penalty)
+
+
+def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None) -> tuple[LossFn, PyTree]:
+    """Return the mean squared error of a model of values as a pure function of its parameters.
+
+    Args:
+        model: an `lp_jax.nn.Classifier` whose closing layer has as many outputs as there are values, or any NNX module with
+            the same ``solve``.
+        penalty: what is added to the loss, as for `classification`.
+
+    Returns:
+        ``(loss_fn, params)``, as `classification` does. Batches are ``(x, y)`` or ``(x, y, key)``; y has the shape of the
+        outputs, ``(examples, values)``. Scale it: a network at its start answers numbers around 1. No answer is right or
+        wrong: ``Info.correct`` and `Evaluation.accuracy` are None.
+
+    Raises:
+        TypeError: as for `classification`.
+        ValueError: when called, for a y of another shape than the outputs.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn, train
+        >>> rngs = nnx.Rngs(0)
+        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs)
+        >>> model = nn.Classifier(nn.DenseOpening((4,), 16, rngs=rngs), trunk, nn.DenseClosing((16,), 1, rngs=rngs))
+        >>> loss_fn, params = train.regression(model)
+        >>> loss, info = loss_fn(params, (jnp.ones((4, 4), "float32"), jnp.zeros((4, 1), "float32")), lp_jax.MGRIT(), None)
+        >>> loss.shape, info.correct
+        ((), None)
+    """
+
+    def scored(outputs: jax.Array, y: jax.Array) -> Score:
+        return Score(mean_squared_error(outputs, y), None, jnp.int32(y.size), jnp.int32(0))
+
+    return _supervised(model, scored, penalty)
+
+
+class Score(NamedTuple):
+    """What a batch's outputs are worth: the loss, and the fields of `Info` that are read off them."""
+
+    loss: jax.Array
+    correct: jax.Array | None
+    total: jax.Array
+    outside: jax.Array
+
+
+def _supervised(
+    model: Classifier,
+    scored: Callable[[jax.Array, jax.Array], Score],
+    penalty: Callable[[Problem], jax.Array] | None,
+) -> tuple[LossFn, PyTree]:
     if penalty is not None and not isinstance(model.trunk, LayerParallel):
         raise TypeError(
             f"penalty is of one block of layers: the trunk must be a LayerParallel; got {type(model.trunk).__name__}. Add that "
@@ -80,26 +161,24 @@ def classification(
     def loss_fn(
         params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None, restart: Restart | None = None
     ) -> tuple[jax.Array, Info]:
-        x, labels, keys = split_batch(batch)
+        x, y, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
         given = keys if restart is None else keys | restart._asdict()
         extra: jax.Array | float = 0.0
         if penalty is not None and isinstance(merged.trunk, LayerParallel):
             extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
-        logits, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
-        check_labels(labels, logits)
-        correct = jnp.sum(jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32)
-        total, scale = jnp.sum(labels >= 0, dtype=jnp.int32), _tree.norm(solution.y1)
+        outputs, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
+        score = scored(outputs, y)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
-        return cross_entropy(logits, labels) + extra, Info(
-            correct,
-            total,
+        return score.loss + extra, Info(
+            score.correct,
+            score.total,
             solution.stats,
             solution.result,
-            scale,
+            _tree.norm(solution.y1),
             replace or None,
             solution.trajectory,
-            outside=jnp.sum(labels >= logits.shape[-1], dtype=jnp.int32),
+            outside=score.outside,
         )
 
     return loss_fn, nnx.to_pure_dict(state)
@@ -110,24 +189,26 @@ def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Batch], *, solve
 
     The loss is a mean over the batch, as for `make_train_step`. Batches may differ in size; each size compiles once.
     """
-    results = [_evaluate(loss_fn, params, batch, solver) for batch in batches]
-    loss, correct, total = (sum(column) for column in zip(*jax.device_get(results), strict=True))
-    return Evaluation(float(loss / total), float(correct / total))
+    results = jax.device_get([_evaluate(loss_fn, params, batch, solver) for batch in batches])
+    loss, correct, total = jax.tree.map(lambda *parts: sum(parts), *results)
+    return Evaluation(float(loss / total), None if correct is None else float(correct / total))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _evaluate(
+    loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     loss, info = loss_fn(params, batch, solver, None)
     return loss * info.total.astype(loss.dtype), info.correct, info.total
 
 
 def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Serial()) -> jax.Array:
-    """Return the logits of a classifier for a batch of inputs, by default of the exact network.
+    """Return the outputs of a model for a batch of inputs, the logits of a classifier, by default of the exact network.
 
-    The parameters are those that `classification` returns; the model's own are not used, and it may be in training or
-    ``eval()`` mode. Each shape of ``x`` compiles once.
+    The parameters are those that `classification` or `regression` returns; the model's own are not used, and it may be in
+    training or ``eval()`` mode. Each shape of ``x`` compiles once.
     """
-    return _logits(nnx.graphdef(model), params, x, solver)
+    return _outputs(nnx.graphdef(model), params, x, solver)
 
 
 def confusion_matrix(
@@ -148,36 +229,48 @@ def confusion_matrix(
     graphdef = nnx.graphdef(model)
     counts = np.zeros((classes, classes), int)
     for x, labels in batches:
-        answers, labels = np.asarray(_logits(graphdef, params, x, solver)).argmax(axis=-1), np.asarray(labels)
+        answers, labels = np.asarray(_outputs(graphdef, params, x, solver)).argmax(axis=-1), np.asarray(labels)
         np.add.at(counts, (labels[labels >= 0], answers[labels >= 0]), 1)
     return counts
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
+def _outputs(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
     return nnx.merge(graphdef, params).solve(x, solver=solver)[0]
 
 
 def residuals(
-    model: Classifier, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None = None
+    model: Classifier,
+    params: PyTree,
+    batch: Batch,
+    solver: Solver,
+    adjoint_solver: Solver | None = None,
+    *,
+    loss: Measure = cross_entropy,
 ) -> Residuals:
     """Return the stats of the forward and the adjoint solve of a training step; model and parameters as for `predict`.
 
-    A batch is ``(x, labels)`` or ``(x, labels, key)``. ``adjoint_solver`` None means the settings of ``solver``.
+    A batch is ``(x, labels)`` or ``(x, labels, key)``. ``adjoint_solver`` None means the settings of ``solver``. ``loss``
+    gives the cotangent: `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)`` of your own.
     """
-    return _residuals(nnx.graphdef(model), params, batch, solver, adjoint_solver)
+    return _residuals(nnx.graphdef(model), loss, params, batch, solver, adjoint_solver)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _residuals(
-    graphdef: nnx.GraphDef, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None
+    graphdef: nnx.GraphDef,
+    loss: Measure,
+    params: PyTree,
+    batch: Batch,
+    solver: Solver,
+    adjoint_solver: Solver | None,
 ) -> Residuals:
     model = nnx.merge(graphdef, params)
-    x, labels, keys = split_batch(batch)
+    x, y, keys = split_batch(batch)
     solution, pullback = model.trunk.solve_vjp(
         model.opening(x), **model.context_of(x), **keys, solver=solver, adjoint_solver=adjoint_solver
     )
-    cotangent = jax.grad(lambda y1: cross_entropy(model.closing(y1), labels))(solution.y1)
+    cotangent = jax.grad(lambda y1: loss(model.closing(y1), y))(solution.y1)
     _, adjoint = pullback(cotangent)
     return Residuals(solution.stats, adjoint, _tree.norm(solution.y1), _tree.norm(cotangent))
 
@@ -201,10 +294,3 @@ def check_labels(labels: jax.Array, logits: jax.Array) -> None:
         raise ValueError(f"labels must be {wanted}; got {got}.")
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         raise TypeError(f"labels must be {wanted}; got {got}. Take labels.astype(int).")
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean over the labels that are not negative."""
-    counts = labels >= 0
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, labels, 0))
-    return jnp.sum(jnp.where(counts, losses, 0)) / jnp.sum(counts).astype(losses.dtype)

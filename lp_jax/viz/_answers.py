@@ -1,0 +1,105 @@
+"""What a trained model answers: which classes it takes for which, and values beside the true ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lp_jax.viz._style import BLUE, GREY, INK, NOTE, TICK, dress, figure
+
+_MOST_NAMES = 40  # that can be told apart along an axis
+
+
+def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
+    """Right and wrong answers, class by class.
+
+    Args:
+        matrix: counts ``(classes, classes)``: a row for each true class, a column for each answer.
+        names: of the classes; their numbers if there are none.
+
+    Raises:
+        ValueError: for a matrix that is not square, without a count, or with another number of names.
+
+    Example:
+        >>> import numpy as np
+        >>> from lp_jax import viz
+        >>> viz.confusion(np.diag([9, 8]) + 1, ["cat", "dog"]).axes[0].get_title(loc="left")
+        '19 of 21 right; per row, in percent of the true class'
+    """
+    matrix = np.asarray(matrix)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.sum() == 0:
+        raise ValueError(f"matrix must be square and hold a count; got shape {matrix.shape}, sum {matrix.sum()}.")
+    if names and len(names) != len(matrix):
+        raise ValueError(f"names must be {len(matrix)}, one for each class; got {len(names)}.")
+    shares = 100 * matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
+    classes, right = len(matrix), int(np.trace(matrix))
+    size = min(14.0, 5.5 + 0.35 * classes)
+    fig = figure(f"Accuracy {right / matrix.sum():.1%}", width=size + 1.5, height=size)
+    ax = fig.subplots()
+    image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+    dress(
+        ax, x="answer", y="truth", title=f"{right:,} of {matrix.sum():,} right; per row, in percent of the true class"
+    )
+    ax.grid(False)
+    if classes <= _MOST_NAMES:
+        labels = list(names) or [str(i) for i in range(classes)]
+        ax.set_xticks(range(classes), labels, rotation=90 if max(map(len, labels)) > 2 else 0)
+        ax.set_yticks(range(classes), labels)
+        for i, j in zip(*np.nonzero(shares >= 0.5), strict=True):
+            colour = "white" if shares[i, j] > 55 else INK
+            ax.text(
+                j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=min(NOTE, 200 / classes), color=colour
+            )
+    bar = fig.colorbar(image, ax=ax, shrink=0.8)
+    bar.ax.tick_params(labelsize=TICK)
+    return fig
+
+
+_MOST_PANELS = 4
+
+
+def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
+    """Answers against true values, a panel for each value; the first four, if there are more.
+
+    Args:
+        truth: true values, ``(samples,)`` or ``(samples, values)``.
+        answers: what the model answered, of the same shape.
+
+    Raises:
+        ValueError: for arrays of different shapes, of another number of axes, or without a sample.
+
+    Example:
+        >>> import numpy as np
+        >>> from lp_jax import viz
+        >>> truth = np.arange(10.0)
+        >>> viz.predictions(truth, truth + 0.1).get_suptitle()
+        'Typical error 0.1, of values that spread by 2.9'
+    """
+    truth, answers = np.asarray(truth, float), np.asarray(answers, float)
+    if truth.shape != answers.shape or truth.ndim not in (1, 2) or truth.size == 0:
+        raise ValueError(
+            f"truth and answers must have one shape, (samples,) or (samples, values); got {truth.shape} and {answers.shape}."
+        )
+    columns = list(zip(truth.reshape(len(truth), -1).T, answers.reshape(len(truth), -1).T, strict=True))
+    errors = [(float(np.sqrt(np.mean((a - t) ** 2))), float(np.std(t))) for t, a in columns]
+    said = [f"typical error {error:.2g}, of values that spread by {spread:.2g}" for error, spread in errors]
+    count = min(len(columns), _MOST_PANELS)
+    alone = count == 1
+    shares = [f"{error / spread:.2g}" for error, spread in errors if spread]
+    ends = [min(shares, key=float), max(shares, key=float)] if shares else []
+    many = f"Typical errors are {' to '.join(dict.fromkeys(ends))} of how far values spread" if ends else "Answers"
+    fig = figure(
+        said[0].capitalize() if alone else many, width=6.5 if alone else 4.8 * count, height=6.5 if alone else 6
+    )
+    for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
+        line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
+        ax.plot(line, line, color=GREY, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+        ax.plot(t, a, "o", color=BLUE, markersize=4, alpha=min(1.0, 30 / np.sqrt(len(t))), markeredgewidth=0)
+        ax.set_aspect("equal")
+        title = (
+            "On the dashed line, the answer is the true value"
+            if alone
+            else f"value {number + 1}: {errors[number][0]:.2g}"
+        )
+        dress(ax, x="true value", y="answer" if number == 0 else "", title=title)
+    return fig
