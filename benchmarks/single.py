@@ -48,7 +48,7 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
         "Picard 1, 2 levels, 2/1": _mgrit(2, 1, coarsening=8, coarse_step=one),
         "Picard 2, 2 levels, 1/1": _mgrit(1, 1, coarsening=8, coarse_step=two),
         "Picard 1, 3 levels, 2/1": _mgrit(2, 1, levels=3, coarsening=8, coarse_step=one),
-        "Picard to 1e-3/1e-2": planning.RECOMMENDED,
+        TO_A_TOLERANCE: planning.RECOMMENDED,
         "Picard, 8 windows, 3/2": (lp_jax.Picard(sweeps=3, windows=8), lp_jax.Picard(sweeps=2, windows=8)),
     }
     if network == "voxels":
@@ -61,6 +61,8 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
             found[f"Newton, {jacobian}, {iterations}"] = solver, solver.for_adjoint()
     return found
 
+
+TO_A_TOLERANCE = "Picard to 1e-3/1e-2"
 
 MOST_JACOBIANS = 2 * 2**30
 """Bytes of full Jacobians above which Newton's method sits out: its prefix products take several times as much."""
