@@ -57,6 +57,7 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
         more = {}
     if network == "gru":
         more["Newton, 5 after 16 relaxations"] = lp_jax.Newton(iterations=5, relaxations=16, batch_axes=1)
+        more["Newton, shared, 5/5"] = lp_jax.Newton(jacobian="shared", iterations=5)
     loops = {"lax.scan": 1, "lax.scan, unroll=8": 8}
     if network == "mlp" and layers <= WRITTEN_OUT:
         loops["every layer written out"] = layers

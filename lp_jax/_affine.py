@@ -19,7 +19,9 @@ from lp_jax._comm import Compose, Workers
 
 
 class Product(Protocol):
-    """How matrices of some kind multiply, vectors and each other."""
+    """How matrices of some kind multiply, vectors and each other, and how many are composed at a time."""
+
+    group: int
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         """The matrix times the vector."""
@@ -66,15 +68,12 @@ def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> j
     return _down(levels[0], states, product, reverse, leaving=True)[:n]
 
 
-_GROUP = 8
-
-
 def _grouped(maps: Maps, product: Product) -> Maps:
     """Leaves ``(n, ...)`` as ``(groups, size, ...)``, with maps that change nothing behind where no size fits."""
     n = len(maps.vector)
-    size = n if n <= 2 * _GROUP else next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
+    size = n if n <= 2 * product.group else next((size for size in range(product.group, 1, -1) if n % size == 0), None)
     if size is None:
-        size = _GROUP
+        size = product.group
         nothing = Maps(product.identity(maps.matrix.shape[1:], maps.matrix.dtype), _tree.zeros_like(maps.vector[0]))
         nothing = _tree.varying(nothing, maps)
         maps = jax.tree.map(lambda x, y: jnp.concatenate([x, _tree.repeat(y, -n % size)]), maps, nothing)

@@ -32,6 +32,7 @@ class Chain:
         differentiable: which leaves of ``slices`` have a gradient.
         recurrent: whether all other leaves that have one are in ``shared``: the weights of a recurrent network.
         footprint: what a layer costs and holds.
+        alone: whether ``call`` is at hand for a single example, too.
     """
 
     call: "Call"
@@ -44,6 +45,7 @@ class Chain:
     differentiable: tuple[bool, ...] = ()
     recurrent: bool = False
     footprint: Footprint = Footprint(0, 0, 0.0)
+    alone: bool = False
 
     def at_once(self, setting: int | float | str) -> int:
         """How many layers a solver with this setting evaluates at once, on each worker."""
@@ -92,6 +94,7 @@ class Chain:
             workers=self.workers,
             at_once=at_once,
             transfer=transfer,
+            alone=self.alone,
         )
 
     def interval(self, level: int, slices: Slices, shared: PyTree, y0: State, unit: int) -> "Chain":

@@ -35,8 +35,19 @@ def acts_in_place(linear: Linear, state: State) -> bool:
 
 def couples_examples(linear: Linear, state: State, axes: int) -> bool:
     """Whether it combines numbers along one of the first axes of the leaves; where its program does not tell, no."""
-    program = jax.make_jaxpr(linear)(state).jaxpr
-    return _COUPLED in _follow(program, [tuple(range(axes))] * len(program.invars), _examples)
+    return COUPLED in example_axes(linear, (), state, axes)
+
+
+def example_axes(linear: Callable[..., Any], fixed: Sequence[Any], state: State, axes: int) -> list:
+    """Where the first axes of a state's leaves, those of examples, are in the leaves of ``linear(*fixed, state)``.
+
+    Tuples of axes; `COUPLED` for a leaf that combines numbers along them, `UNKNOWN` where the program does not tell, None for
+    what does not depend on the state.
+    """
+    program = jax.make_jaxpr(linear)(*fixed, state).jaxpr
+    of_state = len(jax.tree.leaves(state))
+    given = [None] * (len(program.invars) - of_state) + [tuple(range(axes))] * of_state
+    return _follow(program, given, _examples)
 
 
 def _follow(jaxpr: core.Jaxpr, given: Sequence[Any], rule: Callable[[Any, list], Any]) -> list:
@@ -66,16 +77,16 @@ def _in_place(equation: Any, inputs: list) -> bool:
     return equation.primitive.name in _ONE_BY_ONE and False not in inputs
 
 
-_COUPLED, _UNKNOWN = "coupled", "unknown"
+COUPLED, UNKNOWN = "coupled", "unknown"
 
 
 def _examples(equation: Any, inputs: list) -> Any:
     """Which axes of the result are those of the examples, given those of the operands."""
-    if _COUPLED in inputs:
-        return _COUPLED
+    if COUPLED in inputs:
+        return COUPLED
     alike = {x for x in inputs if x is not None}
-    if _UNKNOWN in alike or len(alike) > 1:
-        return _UNKNOWN
+    if UNKNOWN in alike or len(alike) > 1:
+        return UNKNOWN
     axes, name, params = alike.pop(), equation.primitive.name, equation.params
     if name in _ONE_BY_ONE:
         return axes
@@ -84,9 +95,7 @@ def _examples(equation: Any, inputs: list) -> Any:
     x, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if name == "reduce_sum":
         gone = [i for i in params["axes"] if x[i] > 1]
-        return (
-            _COUPLED if set(gone) & set(axes) else _moved(axes, [i for i in range(len(x)) if i not in params["axes"]])
-        )
+        return COUPLED if set(gone) & set(axes) else _moved(axes, [i for i in range(len(x)) if i not in params["axes"]])
     if name == "transpose":
         return _moved(axes, params["permutation"])
     if name == "broadcast_in_dim":
@@ -95,10 +104,10 @@ def _examples(equation: Any, inputs: list) -> Any:
         begins = {math.prod(out[:i]): i for i in reversed(range(len(out))) if out[i] > 1}
         found = [begins.get(math.prod(x[:i])) for i in axes]
         same = all(i is not None and out[i] == x[k] for i, k in zip(found, axes, strict=True))
-        return tuple(found) if same else _UNKNOWN
+        return tuple(found) if same else UNKNOWN
     if name in ("slice", "split", "pad", "concatenate") and all(x[i] == out[i] for i in axes):
         return axes
-    return _UNKNOWN
+    return UNKNOWN
 
 
 def _of_product(equation: Any, inputs: list, axes: tuple[int, ...]) -> Any:
@@ -106,7 +115,7 @@ def _of_product(equation: Any, inputs: list, axes: tuple[int, ...]) -> Any:
     side = 0 if inputs[0] is not None else 1
     here, shape = set(axes), equation.invars[side].aval.shape
     if any(i in here and shape[i] > 1 for i in contracted[side]):
-        return _COUPLED
+        return COUPLED
     free = [i for i in range(len(shape)) if i not in (*contracted[side], *batched[side])]
     before = len(equation.invars[0].aval.shape) - len(contracted[0]) if side else len(batched[0])
     return tuple(batched[side].index(i) if i in batched[side] else before + free.index(i) for i in axes)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _tree
-from lp_jax._coupling import acts_in_place, couples_examples
+from lp_jax._coupling import UNKNOWN, acts_in_place, couples_examples, example_axes
 from lp_jax._products import inside
-from lp_jax._types import State
+from lp_jax._types import PyTree, State
 
 StateStep = Callable[[State], State]
+Step = Callable[[State, PyTree], State]
 
 
 class Jacobians(abc.ABC):
@@ -58,6 +59,9 @@ class Jacobians(abc.ABC):
     def flops(self, shape: Sequence[int]) -> float:
         """Of `compose`, for Jacobians of one layer of a shape."""
 
+    group = 8
+    """How many are composed at a time: many, where matrices are most of what is moved."""
+
 
 class Full(Jacobians):
     """Whole Jacobians ``(*batch, d, d)`` of states as vectors ``(*batch, d)``, all leaves side by side.
@@ -85,21 +89,31 @@ class Full(Jacobians):
         return jax.tree.unflatten(self._structure, leaves)
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        v = self.join(u)
+        units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
+        u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
+        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
+
+    def derivative(
+        self, step: StateStep, u: State, *, transposed: bool
+    ) -> tuple[State, Callable[[jax.Array], jax.Array], int]:
+        """The state after the step, and what makes of a unit vector a column of the Jacobian (-1), or a row (-2)."""
+
         def joined(v: jax.Array) -> tuple[jax.Array, State]:
             u_next = step(self.part(v))
             return self.join(u_next), u_next
 
         v = self.join(u)
-        units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         if transposed or _only_backward(step, u):
             _, pull, u_next = jax.vjp(joined, v, has_aux=True)
-            self._refuse_coupled(lambda unit: pull(unit)[0], v)
-            return u_next, jax.vmap(lambda unit: pull(_tree.broadcast(unit, v))[0], out_axes=-2)(units)
-        if self._axes and all(len(shape) == self._axes for shape in self._shapes):
-            _refuse_units(step, u, self._shapes, self._axes)
-        _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
+            derivative, axis = (lambda unit: pull(unit)[0]), -2
+        else:
+            if self._axes and all(len(shape) == self._axes for shape in self._shapes):
+                _refuse_units(step, u, self._shapes, self._axes)
+            _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
+            axis = -1
         self._refuse_coupled(derivative, v)
-        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=-1)(units)
+        return u_next, derivative, axis
 
     def _refuse_coupled(self, linear: Callable[[jax.Array], jax.Array], v: jax.Array) -> None:
         if self._axes and couples_examples(linear, v, self._axes):
@@ -123,6 +137,74 @@ class Full(Jacobians):
 
     def flops(self, shape: Sequence[int]) -> float:
         return 2.0 * math.prod(shape) * shape[-1]
+
+
+class Shared(Full):
+    """One whole Jacobian for all examples, transposed, ``(d, d)``: at the mean of their states and of their operands.
+
+    The step is evaluated for a single example, at the mean, where its program is at hand for one (``alone``). Where not, every
+    example is at the mean and takes a unit vector of its own, so that as many columns as there are examples are found at once.
+    """
+
+    group = 2
+
+    def __init__(self, state: State, batch_axes: int, *, alone: bool) -> None:
+        super().__init__(state, batch_axes)
+        self._mean = functools.partial(mean_example, axes=self._axes, alone=alone)
+
+    def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
+        """The operands of all layers, ``(N, ...)``, with the mean of those that every example has its own of."""
+        x = _tree.entry_like(xs)
+        jax.eval_shape(lambda u, x: self.derivative(lambda u: step(u, x), u, transposed=False)[0], u, x)  # refuses
+        own = own_operands(step, u, x, self._shapes[0][: self._axes])
+        return jax.tree.map(lambda x, own: jax.vmap(self._mean)(x) if own else x, xs, own)
+
+    def at_mean(self, step: StateStep, u: State) -> jax.Array:
+        """The Jacobian of a step that has the mean operands, at the mean of the states."""
+        state = jax.tree.map(self._mean, u)
+        one = Full(state, self._axes)
+        _, derivative, axis = one.derivative(step, state, transposed=False)
+        center = one.join(state)
+        batch, size = center.shape[:-1], center.shape[-1]
+        turns = -(-size // math.prod(batch))
+        units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(turns, *batch, size)
+        found = jax.vmap(derivative)(_tree.varying(units, center)).reshape(-1, size)[:size]
+        transpose = found.T if axis == -2 else found
+        return jnp.where(jnp.isfinite(transpose), transpose, 0)
+
+    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        return damp(jacobian.T, True).T
+
+    def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
+        return jnp.matmul(vector, matrix, precision=lax.Precision.HIGHEST)
+
+    def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        return jnp.matmul(first, second, precision=lax.Precision.HIGHEST)
+
+
+def mean_example(x: jax.Array, *, axes: int, alone: bool) -> jax.Array:
+    """The mean over the examples: a single one, or in the place of each of them."""
+    mean = jnp.mean(_tree.wide(x), axis=tuple(range(axes)), keepdims=True).astype(x.dtype)
+    return mean if alone else _tree.broadcast(mean, x)
+
+
+def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyTree:
+    """Which leaves of a step's operand hold a part for each example, as their shapes and the step's program say."""
+    leaves, structure = jax.tree.flatten(x)
+    axes, floating = len(batch), [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    alike = [i for i, leaf in enumerate(leaves) if floating[i] and leaf.shape[:axes] == batch]
+
+    def pull(u: State, leaves: list[Any], cotangent: State) -> list[jax.Array]:
+        def of_some(some: list[jax.Array]) -> State:
+            given = dict(zip(alike, some, strict=True))
+            return step(u, jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+        gradients: list[jax.Array] = jax.vjp(of_some, [leaves[i] for i in alike])[1](cotangent)[0]
+        return gradients
+
+    found = dict(zip(alike, example_axes(pull, (u, leaves), u, axes), strict=True))
+    kinds = (tuple(range(axes)), UNKNOWN)
+    return jax.tree.unflatten(structure, [found.get(i) in kinds for i in range(len(leaves))])
 
 
 class Blocks(Jacobians):

@@ -40,6 +40,8 @@ from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Tr
         "transfer",
         "expand",
         "around",
+        "alone",
+        "origin",
         "driven",
     ],
 )
@@ -65,6 +67,9 @@ class Level:
         around: ``around(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
             does not ask for them.
         gathered: operands of all workers' steps, where the level is solved on every worker; else None.
+        alone: whether ``step`` is at hand for a single example, too.
+        origin: of an adjoint, the step that its own transposes: ``origin(u, x, shared)``, of u and x in its own operands
+            ``(x, u, ...)``.
         driven: whether steps take a state of zeros to something else: an adjoint with sources.
     """
 
@@ -84,6 +89,8 @@ class Level:
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
     around: Callable[[PyTree, Points], PyTree] | None = None
     gathered: PyTree = None
+    alone: bool = False
+    origin: SliceStep | None = None
     driven: bool = False
 
     @property

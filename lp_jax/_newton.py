@@ -3,8 +3,8 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from lp_jax import _affine, _check, _tree
 from lp_jax._affine import Maps
 from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
-from lp_jax._jacobians import Blocks, Full, Jacobians
-from lp_jax._level import Level, sweep, written_out
+from lp_jax._jacobians import Blocks, Full, Jacobians, Shared
+from lp_jax._level import Level, each, sweep, written_out
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant, counted
-from lp_jax._types import Advance, CPoints, PyTree, Scalar, State
+from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._work import Held, Sizes, Work
 
-JACOBIANS = ("full", "diagonal", "identity")
+JACOBIANS = ("full", "shared", "diagonal", "identity")
 
 
 class Damping(abc.ABC):
@@ -83,6 +83,20 @@ class Clip(Damping):
         return jacobian * (limit / jnp.maximum(sums, limit)).astype(jacobian.dtype)
 
 
+class Iterate(NamedTuple):
+    """States that leave the layers, and what is the same in every iteration; leaves ``(N, ...)``.
+
+    Attributes:
+        states: the states.
+        operands: those that a shared Jacobian is taken at.
+        jacobians: those of an adjoint system.
+    """
+
+    states: CPoints
+    operands: PyTree = None
+    jacobians: jax.Array | None = None
+
+
 @register("rtol", "atol", "damping")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Newton(Solver):
@@ -92,13 +106,15 @@ class Newton(Solver):
     :math:`\delta_{n+1} = A_n \delta_n + \Phi_n(y_n) - y_{n+1}`, :math:`\delta_0 = 0`, by an associative scan, of depth
     :math:`\log_2 N`, and adds :math:`\delta` to the states. Far fewer iterations than `Picard` needs, each of which costs more:
     a full Jacobian of d numbers takes d evaluations, :math:`d^2` numbers per layer and example, and products of such
-    matrices. Worth it for small states and many layers: recurrent networks with up to some 64 units.
+    matrices. Worth it for small states and many layers: recurrent networks with up to some 64 units. With
+    ``jacobian="shared"`` a batch of examples shares its matrices.
 
     The adjoint system is linear: with full Jacobians one iteration solves it, and one is what it gets where no
     ``adjoint_solver`` is named.
 
     Args:
-        jacobian: "full"; "diagonal", what numbers at the same place of k leaves of one shape make of each other, k x k at each
+        jacobian: "full"; "shared", one for all examples, taken at the mean of their states and inputs: memory and products of a
+            single example, for more iterations, in the adjoint too, which then starts from zeros; "diagonal", what numbers at the same place of k leaves of one shape make of each other, k x k at each
             place (of one leaf the diagonal); or "identity", no evaluations, which is `Picard`. Parameters of several shapes
             with k - 1 trees like theirs, such as the moments of an optimizer, count as k leaves. Layers in which a number
             acts on nothing else, such as `nn.ParaGRU` and `nn.ParaLSTM`, take k evaluations with "diagonal", and converge as
@@ -114,8 +130,8 @@ class Newton(Solver):
             residual norm has grown by ten) or that gets no further is given up at once.
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
-            (examples); their Jacobians are taken one by one, and a step whose program combines them is refused. None is 0,
-            and refused where a leaf has several axes.
+            (examples); their Jacobians are taken one by one, and a step whose program combines them is refused. None is 1
+            with "shared"; else it is 0, and refused where a leaf has several axes.
         storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "states"
             (no more than these; each layer is linearised again in every iteration).
         at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
@@ -175,11 +191,26 @@ class Newton(Solver):
     def most_at_once(self, auto: float) -> float:
         return super().most_at_once(math.inf)  # an iteration holds the Jacobians of all layers anyway
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
-        level, u = levels[0], constant(levels[0], guess)
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Iterate, int]:
+        level = levels[0]
+        shared = self.jacobian == "shared"
+        if guess is None and level.reverse and shared:  # it is for cotangents that fade away
+            guess = _tree.zeros_like(_tree.repeat(level.y0, level.intervals))
+        u = Iterate(self._relaxed(level, constant(level, guess)))
+        if shared:
+            operands = level.xs[0] if level.reverse else level.xs
+            u = u._replace(operands=self._shared(level).operands(_forward(level), level.y0, operands))
+        if level.reverse and self.iterations > 1 and self.jacobian != "identity":
+            return Iterate(u.states, jacobians=self._linearised(level, u)[1]), 0
+        return u, 0
+
+    def c_points(self, levels: Sequence[Level], u: Iterate) -> CPoints:
+        return u.states
+
+    def _relaxed(self, level: Level, u: CPoints) -> CPoints:
         relaxations = min(self.relaxations, level.workers.total(level.span))
         if not relaxations:
-            return u, 0
+            return u
 
         def relaxed(_: int, entering: CPoints) -> CPoints:
             return level.incoming(sweep(level, entering)[0])
@@ -187,38 +218,64 @@ class Newton(Solver):
         entering = level.incoming(u)
         unroll = written_out(level, relaxations, relaxed, 0, entering)
         entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
-        return sweep(level, entering)[0], 0
+        return sweep(level, entering)[0]
 
-    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
-        level = levels[0]
-        kind = self._jacobians(level.y0)
-        stepped, jacobians = sweep(level, level.incoming(u), advance=self._linearised(level, kind))
-        residuals = _tree.sub(stepped, u)
-        if kind is None:
+    def improve(self, levels: Sequence[Level], u: Iterate) -> tuple[Iterate, Scalar]:
+        level, before = levels[0], u.states
+        if self.jacobian == "identity" or u.jacobians is not None:
+            stepped, jacobians = sweep(level, level.incoming(before))[0], u.jacobians
+        else:
+            stepped, jacobians = self._linearised(level, u)
+        residuals = _tree.sub(stepped, before)
+        if jacobians is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
         else:
+            kind = self._kind(level)
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
             change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
-        return jax.tree.map(_finite_or_before, _tree.add(u, change), u), _tree.sum_of_squares(residuals)
+        after = jax.tree.map(_finite_or_before, _tree.add(before, change), before)
+        return u._replace(states=after), _tree.sum_of_squares(residuals)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
-    def _jacobians(self, state: State) -> Jacobians | None:
-        if self.jacobian == "identity":
-            return None
-        return (Full if self.jacobian == "full" else Blocks)(state, self.batch_axes)
+    @property
+    def averaged_axes(self) -> int:
+        if self.jacobian != "shared":
+            return 0
+        return 1 if self.batch_axes is None else self.batch_axes
 
-    def _linearised(self, level: Level, kind: Jacobians | None) -> Advance:
-        """The step of ``level``, emitting its Jacobian."""
-        if kind is None:
-            return level.advance
+    def _kind(self, level: Level) -> Jacobians:
+        if self.jacobian == "shared":
+            return self._shared(level)
+        return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
+
+    def _shared(self, level: Level) -> Shared:
+        return Shared(level.y0, self.averaged_axes, alone=level.alone)
+
+    def _linearised(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
+        """The states after all layers, and the layers' Jacobians."""
+        entering = level.incoming(u.states)
+        if self.jacobian == "shared":
+            return sweep(level, entering)[0], self._at_mean(level, entering, u.operands)
+        kind = self._kind(level)
 
         def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
             u_next, jacobian = kind.linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
             return u_next, jacobian if self.damping is None else kind.damped(jacobian, self.damping)
 
-        return advance
+        return sweep(level, entering, advance=advance)
+
+    def _at_mean(self, level: Level, entering: Stacked, operands: PyTree) -> jax.Array:
+        """One Jacobian for all examples; those of an adjoint are of the layers at the states that these were linearised at."""
+        kind, step = self._shared(level), _forward(level)
+
+        def one(u: State, x: PyTree) -> jax.Array:
+            jacobian = kind.at_mean(lambda u: step(u, x), u)
+            jacobian = jacobian.T if level.reverse else jacobian
+            return jacobian if self.damping is None else kind.damped(jacobian, self.damping)
+
+        return each(level, one, level.xs[1] if level.reverse else entering, operands)
 
     def summary(self) -> str:
         kind = "" if self.jacobian == "full" else f" with {self.jacobian} Jacobians"
@@ -236,8 +293,8 @@ class Newton(Solver):
         for _ in range(self.iterations):
             if self.jacobian == "full":
                 iteration.add("newton", 1, work.mine)
-            else:  # of layers that act in place: the states, and their derivative
-                iteration.steps(1 + (self.jacobian == "diagonal"), work.mine)
+            else:  # the states; their derivative where layers act in place, or the mean's, and the chain of its Jacobians
+                iteration.steps(1 + (self.jacobian != "identity"), work.mine)
             iteration.sent(1 + work.prefix)
         work.last_evaluation()
 
@@ -246,8 +303,8 @@ class Newton(Solver):
 
     def held(self, sizes: Sizes) -> Held:
         example = sizes.state / sizes.examples
-        jacobian = example * example / _BYTES if self.jacobian == "full" else 0
-        jacobians = _OF_A_SCAN * sizes.mine * sizes.examples * jacobian
+        jacobian = example * example / _BYTES if self.jacobian in ("full", "shared") else 0
+        jacobians = _OF_A_SCAN * sizes.mine * (1 if self.jacobian == "shared" else sizes.examples) * jacobian
         return Held(super().held(sizes).kept, _OF_NEWTON * sizes.mine * sizes.state + math.ceil(jacobians))
 
     def describe(self, steps: int) -> tuple[str, str]:
@@ -260,6 +317,12 @@ class Newton(Solver):
 def _finite_or_before(after: jax.Array, before: jax.Array) -> jax.Array:
     """Numbers that overflowed are set back: they would stay, and k iterations leave the first k states exact."""
     return jnp.where(jnp.isfinite(after), after, before)
+
+
+def _forward(level: Level) -> Callable[[State, PyTree], State]:
+    """The layers' own step, of an adjoint level too."""
+    step = level.origin or level.step
+    return lambda u, x: step(u, x, level.shared)
 
 
 _WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...), Serial() or Rediscretize(...) there."

@@ -65,6 +65,11 @@ class Solver(CoarseStep):
         """First C-points, and how many of the iterations they cost. The guess, or ``y0`` at every C-point."""
         return constant(levels[0], guess), 0
 
+    @property
+    def averaged_axes(self) -> int:
+        """Number of leading axes of examples, where the solver evaluates the step for one at their mean, too; else 0."""
+        return 0
+
     def c_points(self, levels: Sequence[Level], u: Any) -> CPoints:
         """The C-points, of what `start` and `improve` return, where that is something else."""
         return u

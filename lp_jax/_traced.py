@@ -16,6 +16,7 @@ from lp_jax import _inputs, _tree
 from lp_jax._at_once import Footprint, footprint, processor
 from lp_jax._chain import Chain, guarded, pad_slices
 from lp_jax._comm import OneDevice, Workers
+from lp_jax._jacobians import mean_example, own_operands
 from lp_jax._level import Level
 from lp_jax._outer import FewTerms, has_few
 from lp_jax._problem import Problem
@@ -83,6 +84,7 @@ class Traced:
         recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
             network. Their gradient is then one contraction over all steps.
         footprint: what a layer costs and holds.
+        alone: whether the table has the step for a single example, too, for a solver that averages examples.
     """
 
     table: tuple[tuple[Signature, tuple[Callable, Any]], ...]
@@ -92,6 +94,7 @@ class Traced:
     has_aux: bool
     recurrent: bool
     footprint: Footprint
+    alone: bool
 
     def call(self, level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
@@ -117,6 +120,7 @@ class Traced:
             differentiable=self.differentiable,
             recurrent=self.recurrent,
             footprint=self.footprint,
+            alone=self.alone,
         )
 
 
@@ -151,6 +155,14 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
             if key not in table:
                 step = LayerStep(problem.step, level)
                 table[key] = _trace(step, u, x, shared, problem, closed_over, programs)
+    alone = False
+    for axes in {solver.averaged_axes for solver in solvers} - {0}:
+        one = _single_example(problem, y0, x, shared, axes)
+        if one is not None:
+            alone = True
+            table[0, signature(one[0])] = _trace(
+                LayerStep(problem.step, 0), *one, shared, problem, closed_over, programs
+            )
     terms = workers.processor.terms
     if any(has_few(program, terms) for program in programs):  # a level may have states of other sizes
         table = {key: (FewTerms(step, terms), structure) for key, (step, structure) in table.items()}
@@ -164,8 +176,29 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
         footprint=footprint(programs[0], x, terms=terms),
+        alone=alone,
     )
     return traced, Operands(slices, common)
+
+
+def _single_example(problem: Problem, y0: State, x: Slices, shared: PyTree, axes: int) -> tuple[State, Slices] | None:
+    """State and slice of a batch of one, if the step takes that: it may know the batch's size, or close over arrays of it."""
+
+    def call(u: State, x: Slices) -> State:
+        out = LayerStep(problem.step, 0)(u, x, (shared, ()))
+        return out[0] if problem.has_aux else out
+
+    one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, alone=True))
+    u = jax.eval_shape(lambda y: y, y0)
+    if len({leaf.shape[:axes] for leaf in jax.tree.leaves(u)}) > 1:
+        return None  # refused by the solver
+    own = own_operands(call, u, x, jax.tree.leaves(u)[0].shape[:axes])
+    u, x = jax.tree.map(one, u), jax.tree.map(lambda leaf, own: one(leaf) if own else leaf, x, own)
+    try:
+        out = jax.eval_shape(call, u, x)
+    except Exception:
+        return None
+    return (u, x) if signature(out) == signature(u) else None
 
 
 def _is_inexact(x: jax.Array) -> bool:

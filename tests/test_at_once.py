@@ -52,6 +52,7 @@ SOLVERS = {
     "Picard, states": lp_jax.Picard(sweeps=2, storage="states"),
     "Picard, windows": lp_jax.Picard(sweeps=2, windows=2),
     "Newton": lp_jax.Newton(iterations=2, batch_axes=1),
+    "Newton, shared": lp_jax.Newton(iterations=2, jacobian="shared"),
     "Newton, diagonal": lp_jax.Newton(iterations=2, batch_axes=1, jacobian="diagonal", storage="states"),
     "MGRIT": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2),
     "MGRIT, all kept": lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=lp_jax.Picard(sweeps=2), storage="all"),

@@ -47,6 +47,7 @@ SOLVERS = {
     "picard": lp_jax.Picard(sweeps=N),
     "picard-c-points": lp_jax.Picard(sweeps=N, storage="states"),
     "newton": lp_jax.Newton(iterations=N, atol=1e-15, batch_axes=0),
+    "newton-shared": lp_jax.Newton(jacobian="shared", iterations=N, atol=1e-15, batch_axes=0),
     "mgrit-1": lp_jax.MGRIT(levels=1),
     "mgrit-inject": lp_jax.MGRIT(levels=3, coarsening=3, coarse_step=INJECT, **EXACT),
     "mgrit-mean": lp_jax.MGRIT(levels=2, coarsening=5, coarse_step=lp_jax.Rediscretize(params="mean"), **EXACT),

@@ -37,6 +37,7 @@ SOLVERS = {
     "cycles fall back": lp_jax.MGRIT(iterations=1, rtol=1e-12, skip_downcycle=False, fallback=True, coarse_step=INJECT),
     "windows": lp_jax.Picard(sweeps=3, windows=3),
     "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
+    "Newton, shared": lp_jax.Newton(jacobian="shared", iterations=3, batch_axes=0),
     "serial": lp_jax.Serial(),
     "serial checkpointed": lp_jax.Serial(checkpoint_every=5),
     "Picard coarsest": lp_jax.MGRIT(coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=3)),
@@ -116,6 +117,7 @@ EXACT = {
     "serial checkpointed": lp_jax.Serial(checkpoint_every=3),
     "Picard": lp_jax.Picard(sweeps=13),
     "Newton": lp_jax.Newton(iterations=13, batch_axes=1),
+    "Newton, shared": lp_jax.Newton(jacobian="shared", iterations=13),
     "identity": lp_jax.MGRIT(coarsening=4, iterations=5, coarse_step=lp_jax.Picard(sweeps=0)),
     "cycles": lp_jax.MGRIT(coarsening=2, iterations=8, storage="all"),
 }

@@ -73,6 +73,7 @@ EXACT = {
     "sweeps, states kept": Picard(sweeps=N, storage="states"),
     "windows": Picard(sweeps=N, windows=3),
     "Newton": Newton(iterations=8, batch_axes=1),
+    "Newton, shared": Newton(jacobian="shared", iterations=16),
     "Newton, states kept": Newton(iterations=8, batch_axes=1, storage="states"),
     "looped": MGRIT(iterations=5, at_once=1),
     "looped, all kept": MGRIT(iterations=5, at_once=1, storage="all", coarse_step=INJECT),

@@ -21,6 +21,7 @@ SOLVERS = {
     "3 levels": MGRIT(levels=3, coarsening=4, iterations=2, relaxation="FCF"),
     "sweeps": Picard(sweeps=3),
     "Newton": Newton(batch_axes=1),
+    "Newton, shared": Newton(jacobian="shared"),
     "serial": Serial(checkpoint_every=4),
 }
 

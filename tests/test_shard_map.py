@@ -27,6 +27,7 @@ SOLVERS = {
     "identity": lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=0)),
     "stretched": lp_jax.MGRIT(coarse_step=lp_jax.Rediscretize(), rtol=1e-6, iterations=9),
     "Newton": lp_jax.Newton(batch_axes=1, iterations=3, relaxations=2),
+    "shared": lp_jax.Newton(jacobian="shared", iterations=14),
     "diagonal": lp_jax.Newton(batch_axes=1, iterations=3, jacobian="diagonal"),
 }
 WEIGHTS, SHARED, Y = normal((14, 4, 4)), normal((4,), seed=2), normal((4, 4), seed=3)

@@ -23,6 +23,7 @@ EXACT = {"Serial": Serial(), "Serial, checkpoints": Serial(checkpoint_every=3)}
 FIXED = {
     "Picard": Picard(sweeps=9),
     "Newton": Newton(iterations=6, batch_axes=0),
+    "Newton, shared": Newton(jacobian="shared", iterations=12, batch_axes=0),
     "MGRIT": MGRIT(coarsening=2, iterations=5),
     "MGRIT, all kept": MGRIT(coarsening=2, iterations=5, storage="all"),
 }

@@ -1,0 +1,156 @@
+"""`Newton(jacobian="shared")`: one Jacobian for the batch, against its recursions written out in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import recurrent
+from problems import relative_error
+
+import lp_jax
+from lp_jax._jacobians import own_operands
+
+N, BATCH, WIDTH = 13, 4, 4  # as many examples as units: weights have the shape of a state
+SOLVERS = {"all": {}, "states": {"storage": "states"}}
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(WIDTH, WIDTH)) * 0.7, rng.normal(size=WIDTH)
+
+
+def inputs():
+    return np.random.default_rng(1).normal(size=(N, BATCH, WIDTH))
+
+
+def step(y, layer):
+    w, b = layer.shared
+    return jnp.tanh(y @ w + layer.data + b[None])
+
+
+def knows_the_batch(y, layer):
+    """The same for batches of this size only."""
+    return step(y.reshape(BATCH, WIDTH), layer)
+
+
+def shared(iterations, **fields):
+    return lp_jax.Newton(jacobian="shared", iterations=iterations, **fields)
+
+
+def mean_jacobians(entries):
+    """Of every layer, at the mean of what enters it and of its inputs: ``d out_i / d in_j``."""
+    (w, b), x = weights(), inputs()
+    slopes = 1 - np.tanh(entries.mean(axis=1) @ w + x.mean(axis=1) + b) ** 2
+    return slopes[:, :, None] * w.T
+
+
+@pytest.mark.parametrize("body", [step, knows_the_batch])
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_iterates(body, iterations):
+    (w, b), x, y0 = weights(), inputs(), np.random.default_rng(2).normal(size=(BATCH, WIDTH))
+    u = np.repeat(y0[None], N, axis=0)
+    for _ in range(iterations):
+        entries = np.concatenate([y0[None], u[:-1]])
+        residuals, delta = np.tanh(entries @ w + x + b) - u, np.zeros_like(y0)
+        for n, jacobian in enumerate(mean_jacobians(entries)):
+            delta = delta @ jacobian.T + residuals[n]
+            u[n] = u[n] + delta
+    got = lp_jax.solve(body, None, y0, shared=(w, b), data=x, solver=shared(iterations)).trajectory
+    np.testing.assert_allclose(got, u, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("storage", ["all", "states"])
+def test_adjoint_iterates(storage, iterations):
+    """From zeros, with the transposed mean; the states are exact, so that all Jacobians are what they were."""
+    (w, b), x, y0 = weights(), inputs(), np.random.default_rng(2).normal(size=(BATCH, WIDTH))
+    cotangent, states = np.random.default_rng(3).normal(size=(BATCH, WIDTH)), [y0]
+    for n in range(N):
+        states.append(np.tanh(states[-1] @ w + x[n] + b))
+    entries = np.stack(states[:-1])
+    slopes = 1 - np.stack(states[1:]) ** 2
+    lam = np.zeros((N, BATCH, WIDTH))  # of the states that enter the layers
+    for _ in range(iterations):
+        leaving = np.concatenate([lam[1:], cotangent[None]])
+        residuals, delta = (leaving * slopes) @ w.T - lam, np.zeros_like(y0)
+        for n in reversed(range(N)):
+            delta = delta @ mean_jacobians(entries)[n] + residuals[n]
+            lam[n] = lam[n] + delta
+    _, pullback = lp_jax.solve_vjp(
+        step,
+        None,
+        y0,
+        shared=(w, b),
+        data=x,
+        solver=lp_jax.Picard(sweeps=N, storage=storage),
+        adjoint_solver=shared(iterations),
+    )
+    gradients, _ = pullback(cotangent)
+    np.testing.assert_allclose(gradients.adjoint_trajectory, lam, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(gradients.y0, lam[0], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("body", [step, knows_the_batch])
+@pytest.mark.parametrize("fields", SOLVERS.values(), ids=SOLVERS)
+def test_as_many_iterations_as_layers_are_exact(body, fields):
+    given = tuple(map(jnp.asarray, weights())), jnp.asarray(inputs())
+    y0 = jnp.ones((BATCH, WIDTH))
+
+    def gradient(solver):
+        def loss(weights, x):
+            return jnp.sum(lp_jax.solve(body, None, y0, shared=weights, data=x, solver=solver).y1 ** 2)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(*given)
+
+    assert relative_error(gradient(shared(N, **fields)), gradient(lp_jax.Serial())) < 1e-12
+    assert relative_error(gradient(shared(2, **fields)), gradient(lp_jax.Serial())) > 1e-6
+
+
+def test_each_example_has_a_part_of_its_inputs_only():
+    """Weights, biases and tables may have as many rows as there are examples."""
+    operands = {
+        "input": jnp.ones((BATCH, WIDTH)),
+        "scale": jnp.ones((BATCH, 1)),
+        "other width": jnp.ones((BATCH, 7)),
+        "weights": jnp.ones((BATCH, WIDTH)),
+        "bias": jnp.ones(WIDTH),
+        "tokens": jnp.zeros(BATCH, int),
+        "table": jnp.ones((BATCH, WIDTH)),
+        "short": jnp.ones(3),
+    }
+
+    def all_of_them(u, x):
+        mixed = u @ x["weights"] + x["bias"][None] + x["table"][x["tokens"]] + jnp.sum(x["short"])
+        return jnp.tanh(mixed * x["scale"] + x["input"] + x["other width"] @ jnp.ones((7, WIDTH)))
+
+    own = own_operands(all_of_them, jnp.ones((BATCH, WIDTH)), operands, (BATCH,))
+    assert {name for name, mine in own.items() if mine} - {"table"} == {"input", "scale", "other width"}
+
+
+def test_a_recurrent_network_needs_fewer_iterations_than_layers():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 200, recurrent.FEATURES)))
+    exact, got = (jax.jit(recurrent.make(False, solver=s))(x) for s in (lp_jax.Serial(), shared(14)))
+    assert relative_error(got, exact) < 1e-6
+
+
+def test_a_jacobian_that_overflows_is_left_out():
+    """The mean of what the examples hold is where the step has no derivative: iterations are sweeps there."""
+
+    def body(y, layer):
+        return y + layer.dt * jnp.sqrt(jnp.abs(y)) * layer.params
+
+    y0, params = jnp.array([[1.0], [-1.0]]), jnp.ones(6)
+    got = lp_jax.solve(body, params, y0, solver=shared(6)).y1
+    np.testing.assert_allclose(got, lp_jax.solve(body, params, y0, solver=lp_jax.Serial()).y1, rtol=1e-14)
+
+
+def test_examples_must_not_meet():
+    def body(y, layer):
+        return y - layer.dt * jnp.mean(y, axis=0, keepdims=True)
+
+    with pytest.raises(ValueError, match=r"combines entries along the first axes"):
+        lp_jax.solve(body, jnp.ones(6), jnp.ones((3, 2)), solver=shared(2))
+    with pytest.raises(ValueError, match=r"batch_axes=1\) needs leaves that agree in their first 1 axes"):
+        lp_jax.solve(lambda y, layer: y, jnp.ones(6), (jnp.ones(()), jnp.ones((3, 2))), solver=shared(2))
+    with pytest.raises(ValueError, match="say batch_axes=0"):
+        lp_jax.solve(lambda y, layer: y @ layer.params, jnp.ones((6, 3, 3)), jnp.ones(3), solver=shared(2))
