@@ -114,11 +114,12 @@ class Newton(Solver):
 
     Args:
         jacobian: "full"; "shared", one for all examples, taken at the mean of their states and inputs: memory and products of a
-            single example, for more iterations, in the adjoint too, which then starts from zeros; "diagonal", what numbers at the same place of k leaves of one shape make of each other, k x k at each
-            place (of one leaf the diagonal); or "identity", no evaluations, which is `Picard`. Parameters of several shapes
-            with k - 1 trees like theirs, such as the moments of an optimizer, count as k leaves. Layers in which a number
-            acts on nothing else, such as `nn.ParaGRU` and `nn.ParaLSTM`, take k evaluations with "diagonal", and converge as
-            with "full"; other layers take as many as with "full", for less memory and smaller products.
+            single example, for more iterations, in the adjoint too, which then starts from zeros; "diagonal", what numbers at
+            the same place of k leaves of one shape make of each other, k x k at each place (of one leaf the diagonal); or
+            "identity", no evaluations, which is `Picard`. Parameters of several shapes with k - 1 trees like theirs, such as
+            the moments of an optimizer, count as k leaves. Layers in which a number acts on nothing else, such as `nn.ParaGRU`
+            and `nn.ParaLSTM`, take k evaluations with "diagonal", and converge as with "full"; other layers take as many as
+            with "full", for less memory and smaller products.
         iterations: number of iterations; with a tolerance their largest number. As many as there are layers are exact.
         relaxations: sweeps before the first iteration, in which every layer takes the state that entered it before: one
             evaluation of all layers each, where an iteration takes many. They forget the guess as fast as the network forgets
