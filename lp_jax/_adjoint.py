@@ -212,7 +212,7 @@ def _transpose_linearised(
 def _reversed(level: Level, cotangent: State) -> Level:
     """What the adjoint of a level has in common with it."""
     transfer = None if level.transfer is None else _transposed_transfer(level)
-    return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.step)
+    return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.origin or level.step)
 
 
 def _transposed_transfer(level: Level) -> Transfer:

@@ -63,8 +63,8 @@ class Chain:
         """Number of slices on this worker."""
         return self.slices.index.shape[0]
 
-    def step(self, level: int) -> SliceStep:
-        """The layer on ``level``, aux dropped."""
+    def step(self, level: "int | Callable") -> SliceStep:
+        """The layer on ``level``, or as another of the user's steps, aux dropped."""
         return lambda u, x, shared: self.call(level, u, x, shared)[0]
 
     def emitting(self, seen: Sequence[bool]) -> Advance:
@@ -114,13 +114,13 @@ class Chain:
         )
 
 
-Call = Callable[[int, State, Slices, PyTree], tuple[State, PyTree]]
+Call = Callable[[Any, State, Slices, PyTree], tuple[State, PyTree]]
 
 
 def guarded(call: Call, layers: int) -> Call:
     """``call``, as the identity on what only pads: slices whose index is not below the number of layers."""
 
-    def guard(level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+    def guard(level: Any, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         u_next, aux = call(level, u, x, shared)
         return _tree.where(x.index < layers, u_next, u), aux
 

@@ -68,8 +68,8 @@ class Level:
             does not ask for them.
         gathered: operands of all workers' steps, where the level is solved on every worker; else None.
         alone: whether ``step`` is at hand for a single example, too.
-        origin: of an adjoint, the step that its own transposes: ``origin(u, x, shared)``, of u and x in its own operands
-            ``(x, u, ...)``.
+        origin: the step whose Jacobian stands for that of ``step``, where it is another one; of an adjoint, the one to be
+            transposed: ``origin(u, x, shared)``, of u and x in its operands ``(x, u, ...)``.
         driven: whether steps take a state of zeros to something else: an adjoint with sources.
     """
 

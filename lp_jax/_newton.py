@@ -133,6 +133,9 @@ class Newton(Solver):
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
             (examples); their Jacobians are taken one by one, and a step whose program combines them is refused. None is 1
             with "shared"; else it is 0, and refused where a leaf has several axes.
+        jacobian_of: another step, or body of a `scan`, of the same form, whose Jacobian is taken in the place of the solved
+            one's: one that is cheaper to differentiate, with a ``stop_gradient`` on a part that matters little. It decides how
+            fast iterations converge, not to what. The adjoint then takes several iterations, too. None is the step itself.
         storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "states"
             (no more than these; each layer is linearised again in every iteration).
         at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
@@ -163,6 +166,7 @@ class Newton(Solver):
     fallback: bool = False
     damping: Damping | None = None
     batch_axes: int | None = None
+    jacobian_of: Callable[..., Any] | None = None
     storage: str = "all"
     at_once: int | float | str = "auto"
 
@@ -181,13 +185,19 @@ class Newton(Solver):
         return self.storage == "all"
 
     def for_adjoint(self) -> Solver:
-        if self.jacobian != "full" or self.damping is not None:
+        if self.jacobian != "full" or self.damping is not None or self.jacobian_of is not None:
             return self
         return dataclasses.replace(self.with_effort(1), relaxations=0)  # type: ignore[type-var]
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         everything = self.at_once == "auto" and chain.footprint.counted
-        return (chain.finest(1, at_once=chain.at_once(math.inf if everything else self.at_once)),)
+        level = chain.finest(1, at_once=chain.at_once(math.inf if everything else self.at_once))
+        origin = None if self.jacobian_of is None else chain.step(self.jacobian_of)
+        return (dataclasses.replace(level, origin=origin),)
+
+    @property
+    def other_steps(self) -> tuple[Callable, ...]:
+        return () if self.jacobian_of is None else (self.jacobian_of,)
 
     def most_at_once(self, auto: float) -> float:
         return super().most_at_once(math.inf)  # an iteration holds the Jacobians of all layers anyway
@@ -262,8 +272,21 @@ class Newton(Solver):
         kind = self._kind(level)
 
         def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
-            u_next, jacobian = kind.linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
+            if self.jacobian_of is None:
+                u_next, jacobian = kind.linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
+            else:
+                u_next = level.step(u, x, shared)
+                jacobian = kind.linearise(lambda v: other(v, x, shared), u, transposed=level.reverse)[1]
             return u_next, jacobian if self.damping is None else kind.damped(jacobian, self.damping)
+
+        origin = level.origin or level.step
+
+        def other(u: State, x: PyTree, shared: PyTree) -> State:
+            if not level.reverse:
+                return origin(u, x, shared)
+            operand, state = x[:2]
+            pulled: State = jax.vjp(lambda state: origin(state, operand, shared), state)[1](u)[0]
+            return pulled
 
         return sweep(level, entering, advance=advance)
 

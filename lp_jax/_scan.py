@@ -92,7 +92,7 @@ def scan(
                 "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as lp_jax.solve(step, ...), whose "
                 "step is told its dt."
             )
-    solvers: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
+    solvers = {"solver": _of_body(solver), "adjoint_solver": _of_body(adjoint_solver)}
     solution = solve(**vars(problem), **solvers, guess=guess, adjoint_guess=adjoint_guess)
     return _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
 
@@ -138,6 +138,12 @@ class _BodyStep:
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
         carry, out = self.body(_join(y, layer.data.fixed), layer.params)
         return _inexact(jax.tree.map(jnp.asarray, carry)), out
+
+
+def _of_body(solver: Solver | None) -> Any:
+    """The solver with its own step a body, too."""
+    other = getattr(solver, "jacobian_of", None)
+    return solver if other is None else dataclasses.replace(solver, jacobian_of=_BodyStep(other))  # type: ignore[type-var]
 
 
 class _Data(NamedTuple):

@@ -6,7 +6,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
@@ -69,6 +69,11 @@ class Solver(CoarseStep):
     def averaged_axes(self) -> int:
         """Number of leading axes of examples, where the solver evaluates the step for one at their mean, too; else 0."""
         return 0
+
+    @property
+    def other_steps(self) -> tuple[Callable, ...]:
+        """Steps of the user's beside the one that is solved, which the solver evaluates."""
+        return ()
 
     def c_points(self, levels: Sequence[Level], u: Any) -> CPoints:
         """The C-points, of what `start` and `improve` return, where that is something else."""

@@ -68,7 +68,7 @@ class HoistedStep:
         return jax.tree.unflatten(self.out_tree, call(*jax.tree.leaves((u, x, shared[0]))))
 
 
-Signature = tuple[int, tuple]  # level, and the shapes and dtypes of the state there
+Signature = tuple[Any, tuple]  # level, or another step of a solver's; and the shapes and dtypes of the state there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Traced:
     footprint: Footprint
     alone: bool
 
-    def call(self, level: int, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
-        """The step on ``level``, returning ``(y_next, aux)``; aux is None for a step that has none."""
+    def call(self, level: Any, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+        """The step on ``level``, or another one, returning ``(y_next, aux)``; aux is None for a step that has none."""
         step, structure = dict(self.table)[level, signature(u)]
         out = step(u, x, shared)
         _inputs.same_output(out, structure)
@@ -155,14 +155,15 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
             if key not in table:
                 step = LayerStep(problem.step, level)
                 table[key] = _trace(step, u, x, shared, problem, closed_over, programs)
-    alone = False
-    for axes in {solver.averaged_axes for solver in solvers} - {0}:
-        one = _single_example(problem, y0, x, shared, axes)
-        if one is not None:
-            alone = True
-            table[0, signature(one[0])] = _trace(
-                LayerStep(problem.step, 0), *one, shared, problem, closed_over, programs
-            )
+    whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for solver in solvers for other in solver.other_steps]
+    alone, axes = None, max(solver.averaged_axes for solver in solvers)
+    if axes:
+        alone = _single_example(problem, y0, x, shared, axes)
+    for which, other in [(0, problem.step), *((other, other) for other in others)]:
+        for u, own in filter(None, (whole, alone)):
+            if (which, signature(u)) not in table:
+                step = LayerStep(other, 0)
+                table[which, signature(u)] = _trace(step, u, own, shared, problem, closed_over, programs)
     terms = workers.processor.terms
     if any(has_few(program, terms) for program in programs):  # a level may have states of other sizes
         table = {key: (FewTerms(step, terms), structure) for key, (step, structure) in table.items()}
@@ -176,7 +177,7 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
         footprint=footprint(programs[0], x, terms=terms),
-        alone=alone,
+        alone=alone is not None,
     )
     return traced, Operands(slices, common)
 

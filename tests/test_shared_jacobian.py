@@ -1,5 +1,7 @@
 """`Newton(jacobian="shared")`: one Jacobian for the batch, against its recursions written out in NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +156,91 @@ def test_examples_must_not_meet():
         lp_jax.solve(lambda y, layer: y, jnp.ones(6), (jnp.ones(()), jnp.ones((3, 2))), solver=shared(2))
     with pytest.raises(ValueError, match="say batch_axes=0"):
         lp_jax.solve(lambda y, layer: y @ layer.params, jnp.ones((6, 3, 3)), jnp.ones(3), solver=shared(2))
+
+
+# --- the Jacobian of another step ------------------------------------------------------------------------------------
+
+
+def gradient_of(body, solver, adjoint_solver, y0=None, has_aux=False):
+    y0 = jnp.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH) if y0 is None else y0
+
+    def loss(weights, x, scale):
+        def scaled(y, layer):
+            y = scale * body(y, layer)
+            return (y, y) if has_aux else y
+
+        def other(y, layer):
+            y = (
+                scale * jnp.tanh(jax.lax.stop_gradient(y @ layer.shared[0]) + layer.data + layer.shared[1][None])
+                + 0.1 * y
+            )
+            return (y, y) if has_aux else y
+
+        solvers = {
+            name: dataclasses.replace(given, jacobian_of=other) if getattr(given, "jacobian_of", None) else given
+            for name, given in (("solver", solver), ("adjoint_solver", adjoint_solver))
+        }
+        solution = lp_jax.solve(scaled, None, y0, shared=weights, data=x, has_aux=has_aux, **solvers)
+        return jnp.sum(solution.y1**2) + (jnp.sum(solution.aux**3) if has_aux else 0)
+
+    given = tuple(map(jnp.asarray, weights())), jnp.asarray(inputs()), jnp.asarray(0.9)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("jacobian", ["full", "shared", "diagonal"])
+def test_the_jacobian_of_another_step_leads_to_the_same_states(jacobian, has_aux):
+    """Steps that close over a traced number; forward and adjoint, as many iterations as layers."""
+    solver = lp_jax.Newton(jacobian=jacobian, iterations=N, batch_axes=1, jacobian_of=step)
+    exact = gradient_of(step, lp_jax.Serial(), lp_jax.Serial(), has_aux=has_aux)
+    assert relative_error(gradient_of(step, solver, solver, has_aux=has_aux), exact) < 1e-12
+
+
+@pytest.mark.parametrize("fields", [{"jacobian": "full"}, {"jacobian": "diagonal"}, {"jacobian": "shared"}], ids=str)
+def test_iterates_are_those_of_that_jacobian(fields):
+    """Of the step itself they are the usual ones; of one that changes nothing, those of sweeps."""
+    (w, b), x, y0 = weights(), inputs(), jnp.ones((BATCH, WIDTH))
+
+    def solved(solver, adjoint_solver):
+        given = {"shared": (w, b), "data": x, "solver": solver, "adjoint_solver": adjoint_solver}
+        solution, pullback = lp_jax.solve_vjp(step, None, y0, adjoint_guess=jnp.ones((N, BATCH, WIDTH)), **given)
+        return solution.trajectory, pullback(y0)[0].adjoint_trajectory
+
+    def newton(**more):
+        return lp_jax.Newton(iterations=3, batch_axes=1, **more)
+
+    itself = newton(jacobian_of=step, **fields)
+    for got, wanted in zip(solved(itself, itself), solved(newton(**fields), newton(**fields)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
+    nothing, sweeps = newton(jacobian_of=lambda y, layer: y, **fields), lp_jax.Picard(sweeps=3)
+    for got, wanted in zip(solved(nothing, nothing), solved(sweeps, sweeps), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_another_body_of_a_scan():
+    """A stop_gradient in the body changes the gradient in silence; as ``jacobian_of`` it does not."""
+    xs, (w, b) = jnp.asarray(inputs()), map(jnp.asarray, weights())
+
+    def body(stop):
+        def cell(carry, x):
+            count, h = carry
+            h = jnp.tanh(stop(h @ w) + x + b[None])
+            return (count + 1, h), h
+
+        return cell
+
+    def gradient(body, solver):
+        init = jnp.int32(0), jnp.ones((BATCH, WIDTH))
+        return jax.grad(lambda xs: jnp.sum(lp_jax.scan(body, init, xs, solver=solver)[1] ** 2))(xs)
+
+    exact = gradient(body(lambda x: x), lp_jax.Serial())
+    other = lp_jax.Newton(iterations=N, batch_axes=1, jacobian_of=body(jax.lax.stop_gradient))
+    assert relative_error(gradient(body(lambda x: x), other), exact) < 1e-12
+    assert relative_error(gradient(body(jax.lax.stop_gradient), lp_jax.Serial()), exact) > 1e-2
+
+
+def test_another_step_of_another_shape_is_refused():
+    with pytest.raises(TypeError, match="step must return a state of the same shapes"):
+        lp_jax.solve(step, None, jnp.ones((BATCH, WIDTH)), shared=weights(), data=inputs(), solver=lp_jax.Newton(
+            batch_axes=1, jacobian_of=lambda y, layer: y[0]
+        ))  # fmt: skip
