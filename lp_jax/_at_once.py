@@ -17,7 +17,7 @@ from jax.extend import core
 
 from lp_jax import _check, _tree
 from lp_jax._outer import has_few
-from lp_jax._products import cost_of, most_alive, opaque
+from lp_jax._products import cost_of, inside, most_alive, opaque
 from lp_jax._types import PyTree
 
 
@@ -103,6 +103,26 @@ class Processor:
     def multiplies(self, flops: float) -> bool:
         """Whether a chain of linear maps is solved by products of maps, each of ``flops``, or map after map."""
         return self.turn is None or flops <= self.turn
+
+    def written_out(self, count: int, body: Callable[..., Any], *arguments: Any) -> int:
+        """How many of ``count`` turns of a loop are written out.
+
+        All of a short loop, some of a longer one; fewer where they are so large that they take long to compile.
+        """
+        if not self.launches:
+            return 1
+        most = max(1, _MOST // _operations(jax.make_jaxpr(body)(*arguments).jaxpr))
+        if count > self.short:
+            return min(self.some, most)
+        return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
+
+
+_MOST = 2048  # operations of all turns that are written out
+
+
+def _operations(jaxpr: core.Jaxpr) -> int:
+    """Number of operations of a program, loops counted once."""
+    return 1 + sum(sum(map(_operations, inside(equation))) or 1 for equation in jaxpr.eqns)
 
 
 _SOME = 8

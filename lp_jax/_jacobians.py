@@ -31,15 +31,6 @@ class Jacobians(abc.ABC):
         """Undo `join`."""
 
     @abc.abstractmethod
-    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        """The state after the step, and the step's Jacobian.
-
-        ``transposed``: the step is an adjoint one. Whole Jacobians are then taken by its transpose, which is the derivative
-        that the network's own step has: its first products are those of unit vectors, the same for all layers that share
-        weights.
-        """
-
-    @abc.abstractmethod
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
         """The Jacobian as ``damp(jacobian, is_matrix)`` changes it; see `Damping`."""
 
@@ -63,11 +54,21 @@ class Jacobians(abc.ABC):
     """How many are composed at a time: many, where matrices are most of what is moved."""
 
 
-class Full(Jacobians):
-    """Whole Jacobians ``(*batch, d, d)`` of states as vectors ``(*batch, d)``, all leaves side by side.
+class OwnJacobians(Jacobians):
+    """Jacobians of each example, at its own state."""
 
-    A Jacobian takes d evaluations of the step's derivative.
-    """
+    @abc.abstractmethod
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """The state after the step, and the step's Jacobian.
+
+        ``transposed``: the step is an adjoint one. Whole Jacobians are then taken by its transpose, which is the derivative
+        that the network's own step has: its first products are those of unit vectors, the same for all layers that share
+        weights.
+        """
+
+
+class Whole(Jacobians):
+    """Whole Jacobians of states as vectors ``(*batch, d)``, all leaves side by side."""
 
     def __init__(self, state: State, batch_axes: int | None) -> None:
         leaves, self._structure = jax.tree.flatten(state)
@@ -87,12 +88,6 @@ class Full(Jacobians):
             leaves.append(vector[..., begin : begin + size].reshape(shape).astype(dtype))
             begin += size
         return jax.tree.unflatten(self._structure, leaves)
-
-    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        v = self.join(u)
-        units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
-        u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
-        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
 
     def derivative(
         self, step: StateStep, u: State, *, transposed: bool
@@ -123,6 +118,22 @@ class Full(Jacobians):
                 "batch_axes=0, for one Jacobian of the whole state, or take another solver."
             )
 
+    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
+
+    def flops(self, shape: Sequence[int]) -> float:
+        return 2.0 * math.prod(shape) * shape[-1]
+
+
+class Full(Whole, OwnJacobians):
+    """One ``(*batch, d, d)`` for each example, by d evaluations of the step's derivative."""
+
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        v = self.join(u)
+        units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
+        u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
+        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
+
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
         return damp(jacobian, True)
 
@@ -132,14 +143,8 @@ class Full(Jacobians):
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         return jnp.matmul(second, first, precision=lax.Precision.HIGHEST)
 
-    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
-        return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
 
-    def flops(self, shape: Sequence[int]) -> float:
-        return 2.0 * math.prod(shape) * shape[-1]
-
-
-class Shared(Full):
+class Shared(Whole):
     """One whole Jacobian for all examples, transposed, ``(d, d)``: at the mean of their states and of their operands.
 
     The step is evaluated for a single example, at the mean, where its program is at hand for one (``alone``). Where not, every
@@ -207,7 +212,7 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
     return jax.tree.unflatten(structure, [found.get(i) in kinds for i in range(len(leaves))])
 
 
-class Blocks(Jacobians):
+class Blocks(OwnJacobians):
     """Of Jacobians what numbers at one place of k leaves of one shape make of each other, and nothing between places.
 
     Blocks ``(k, k, *batch, *place)`` of states ``(k, *batch, *place)``. Leaves of several shapes, as many of each, are k

@@ -21,7 +21,6 @@ from jax import lax
 from lp_jax import _tree
 from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._comm import Run, Workers, select
-from lp_jax._products import inside
 from lp_jax._types import Advance, CPoints, Points, PyTree, SliceStep, State, Transfer
 
 
@@ -282,7 +281,7 @@ def _at_once(
         new = lax.expand_dims(new, (1,))
         return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
 
-    turns = written_out(level, count, body, 0, (u, emitted))
+    turns = level.workers.processor.written_out(count, body, 0, (u, emitted))
     if turns < level.factor or not whole:
         return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
     found = []
@@ -290,31 +289,6 @@ def _at_once(
         u, new = step(u, n)
         found.append(new)
     return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(found[::-1] if level.reverse else found))
-
-
-_MOST = 2048
-"""Operations of all turns of a loop that are written out, at most."""
-
-
-def written_out(level: Level, count: int, body: Callable[..., Any], *arguments: Any) -> int:
-    """How many of ``count`` turns of a loop are written out.
-
-    All of a short loop, some of a longer one, as the processor has it; fewer where they are so large that they take long to
-    compile.
-    """
-    processor = level.workers.processor
-    if not processor.launches:
-        return 1
-    operations = _operations(jax.make_jaxpr(body)(*arguments).jaxpr)
-    most = max(1, _MOST // operations)
-    if count > processor.short:
-        return min(processor.some, most)
-    return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
-
-
-def _operations(jaxpr: Any) -> int:
-    """Number of operations of a program, loops counted once."""
-    return 1 + sum(sum(map(_operations, inside(equation))) or 1 for equation in jaxpr.eqns)
 
 
 def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any]:
@@ -345,7 +319,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     def marched(y0: State) -> tuple[CPoints, Any]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
-        unroll = written_out(level, level.intervals, body, y0, first)
+        unroll = level.workers.processor.written_out(level.intervals, body, y0, first)
         return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
 
     return marched
@@ -389,7 +363,7 @@ def _interval(
 
     if count == 1:
         return body(0, (u, emitted))
-    unroll = written_out(level, count, body, 0, (u, emitted))
+    unroll = level.workers.processor.written_out(count, body, 0, (u, emitted))
     return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
 
 

@@ -14,8 +14,8 @@ from lp_jax import _affine, _check, _tree
 from lp_jax._affine import Maps
 from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
-from lp_jax._jacobians import Blocks, Full, Jacobians, Shared
-from lp_jax._level import Level, each, sweep, written_out
+from lp_jax._jacobians import Blocks, Full, Jacobians, OwnJacobians, Shared
+from lp_jax._level import Level, each, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant, counted
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
@@ -227,7 +227,7 @@ class Newton(Solver):
             return level.incoming(sweep(level, entering)[0])
 
         entering = level.incoming(u)
-        unroll = written_out(level, relaxations, relaxed, 0, entering)
+        unroll = level.workers.processor.written_out(relaxations, relaxed, 0, entering)
         entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
         return sweep(level, entering)[0]
 
@@ -259,6 +259,9 @@ class Newton(Solver):
     def _kind(self, level: Level) -> Jacobians:
         if self.jacobian == "shared":
             return self._shared(level)
+        return self._own(level)
+
+    def _own(self, level: Level) -> OwnJacobians:
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
     def _shared(self, level: Level) -> Shared:
@@ -269,7 +272,7 @@ class Newton(Solver):
         entering = level.incoming(u.states)
         if self.jacobian == "shared":
             return sweep(level, entering)[0], self._at_mean(level, entering, u.operands)
-        kind = self._kind(level)
+        kind = self._own(level)
 
         def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
             if self.jacobian_of is None:

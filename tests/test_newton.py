@@ -22,7 +22,7 @@ import lp_jax
 from lp_jax import _affine
 from lp_jax._at_once import ACCELERATOR, CPU
 from lp_jax._comm import Local
-from lp_jax._jacobians import Blocks, Full
+from lp_jax._jacobians import Blocks, Full, Shared
 from lp_jax._result import DONE, NON_FINITE
 
 N, WIDTH, T1 = 13, 4, 6.0
@@ -298,6 +298,8 @@ def test_chains_of_affine_maps(n, reverse, processor):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
     wanted = states(order, matrices)
     close(solved(Full(jnp.zeros((2, 3)), 1), matrices, vectors), wanted)
+    shared = Shared(jnp.zeros((2, 3)), 1, alone=False)
+    close(solved(shared, matrices[:, 0].swapaxes(1, 2), vectors), states(order, matrices[:, :1].repeat(2, axis=1)))
     blocks = np.moveaxis(matrices, 1, -1), np.moveaxis(vectors, 1, -1)  # of three leaves (2,)
     close(solved(Blocks([jnp.zeros(2)] * 3, 1), *blocks), np.moveaxis(wanted, 1, -1))
     entries = np.einsum("nbii->nbi", matrices)
