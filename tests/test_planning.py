@@ -176,6 +176,22 @@ def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
 
 
 @pytest.mark.usefixtures("few_samples")
+def test_newton_is_not_measured_further_where_it_is_hopeless(monkeypatch):
+    """A second for a few layers, where serial propagation through all takes milliseconds."""
+    measured = []
+
+    def newton(problem):
+        measured.append(problem.layers)
+        return 1.0 * problem.layers
+
+    monkeypatch.setattr(planning._measure, "newton", newton)
+    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+    problem = lp_jax.Problem(step, jnp.zeros((64, 4, 4)), jnp.ones((2, 4)))
+    machine = planning.calibrate(problem, newton=True)
+    assert measured == [2, 2] and machine.at_once == (1, 2, 8, 64)
+    assert machine.newton == (1.0, 2.0, 8.0, 64.0)
+
+
 def test_calibration_tells_what_an_interval_takes_beside_its_layers(monkeypatch):
     params = jax.random.normal(jax.random.key(0), (128, 4, 4))
     problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))

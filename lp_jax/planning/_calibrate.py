@@ -94,7 +94,7 @@ def calibrate(
         linearise=forwards,
         adjoint=adjoints,
         gradient=gradients,
-        newton=_newton(problem, sizes, tuple(rows), looped) if newton else None,
+        newton=_newton(problem, sizes, tuple(rows), looped, sum(serial)) if newton else None,
         serial=serial,
         relaxation=relaxation,
         interval=interval,
@@ -148,10 +148,18 @@ def _overhead_of(problem: Problem, layers: int, fewer: Mapping[str, Any], whole:
     return min(1.0, max(0.0, (ratio - share) / (1 - share)))
 
 
-def _newton(problem: Problem, sizes: Sequence[int], at_once: Sequence[int], looped: bool) -> tuple[float, ...]:
-    """Seconds of a Newton iteration on so many layers at once."""
+def _newton(
+    problem: Problem, sizes: Sequence[int], at_once: Sequence[int], looped: bool, serial: float
+) -> tuple[float, ...]:
+    """Seconds of a Newton iteration on so many layers at once.
+
+    Where one on some of the layers takes longer than serial propagation through all, that on more is not measured.
+    """
     times = {1: _measure.newton(_first(problem, 2)) / 2}
-    times |= {size: _measure.newton(_first(problem, size)) for size in sizes}
+    for size in sizes:
+        before = max(times)
+        hopeless = before > 1 and times[before] > serial
+        times[size] = times[before] * size / before if hopeless else _measure.newton(_first(problem, size))
     return tuple(times[sizes[-1]] / sizes[-1] * size if looped else times[size] for size in at_once)
 
 
