@@ -142,6 +142,7 @@ class Newton(Solver):
             or "auto": by what a layer holds. Numbers change by rounding only.
 
     Raises:
+        TypeError: for a ``jacobian_of`` that is no function.
         ValueError: for values out of range, and for states that ``batch_axes`` does not fit.
 
     Example:
@@ -176,6 +177,10 @@ class Newton(Solver):
         _check.integer("relaxations", self.relaxations, least=0)
         if self.batch_axes is not None:
             _check.integer("batch_axes", self.batch_axes, least=0)
+        if self.jacobian_of is not None and not callable(self.jacobian_of):
+            raise TypeError(f"jacobian_of must be a function of the form of the step; got {self.jacobian_of!r}.")
+        if self.jacobian_of is not None and self.jacobian == "identity":
+            raise ValueError('jacobian="identity" takes no Jacobian, of no step. Leave jacobian_of out.')
         _check.one_of("storage", self.storage, ("states", "all"))
         check_at_once("at_once", self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)

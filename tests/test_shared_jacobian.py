@@ -239,8 +239,12 @@ def test_another_body_of_a_scan():
     assert relative_error(gradient(body(jax.lax.stop_gradient), lp_jax.Serial()), exact) > 1e-2
 
 
-def test_another_step_of_another_shape_is_refused():
+def test_another_step_that_is_none_is_refused():
     with pytest.raises(TypeError, match="step must return a state of the same shapes"):
         lp_jax.solve(step, None, jnp.ones((BATCH, WIDTH)), shared=weights(), data=inputs(), solver=lp_jax.Newton(
             batch_axes=1, jacobian_of=lambda y, layer: y[0]
         ))  # fmt: skip
+    with pytest.raises(TypeError, match="jacobian_of must be a function of the form of the step; got 'full'"):
+        lp_jax.Newton(jacobian_of="full")
+    with pytest.raises(ValueError, match="Leave jacobian_of out"):
+        lp_jax.Newton(jacobian="identity", jacobian_of=step)
