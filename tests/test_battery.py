@@ -47,6 +47,7 @@ SOLVERS = {
     "picard": lp_jax.Picard(sweeps=N),
     "picard-c-points": lp_jax.Picard(sweeps=N, storage="states"),
     "newton": lp_jax.Newton(iterations=N, atol=1e-15, batch_axes=0),
+    # without an axis of examples the mean is the state itself; means are tested in test_shared_jacobian.py
     "newton-shared": lp_jax.Newton(jacobian="shared", iterations=N, atol=1e-15, batch_axes=0),
     "mgrit-1": lp_jax.MGRIT(levels=1),
     "mgrit-inject": lp_jax.MGRIT(levels=3, coarsening=3, coarse_step=INJECT, **EXACT),

@@ -211,10 +211,10 @@ def test_iterates_are_those_of_that_jacobian(fields):
 
     itself = newton(jacobian_of=step, **fields)
     for got, wanted in zip(solved(itself, itself), solved(newton(**fields), newton(**fields)), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)
     nothing, sweeps = newton(jacobian_of=lambda y, layer: y, **fields), lp_jax.Picard(sweeps=3)
     for got, wanted in zip(solved(nothing, nothing), solved(sweeps, sweeps), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)
 
 
 def test_another_body_of_a_scan():

@@ -101,7 +101,7 @@ def test_the_pictures_of_values():
     truth = np.stack([np.linspace(0, 10, 50), np.linspace(0, 1, 50)], axis=1)
     both = viz.predictions(truth, truth + np.array([1.0, 0.2]))
     assert both.get_suptitle() == "Typical errors are 0.34 to 0.68 of how far values spread"
-    assert [ax.get_title(loc="left") for ax in both.axes] == ["value 1: 1", "value 2: 0.2"]
+    assert [ax.get_title(loc="left") for ax in both.axes] == ["Value 1: typical error 1", "Value 2: typical error 0.2"]
     with pytest.raises(ValueError, match=r"one shape, .*; got \(50, 2\) and \(50,\)"):
         viz.predictions(truth, truth[:, 0])
 

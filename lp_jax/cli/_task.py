@@ -43,10 +43,10 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What training makes small."""
+    """A loss: as training takes it, and as a function of outputs and targets."""
 
     loss: Callable[..., Any]  # from a model to its loss and parameters
-    measure: Measure  # the same, from outputs and what they should be
+    measure: Measure  # the same, of outputs and targets
 
 
 CLASSES = Goal(loss=classification, measure=cross_entropy)
@@ -55,7 +55,7 @@ VALUES = Goal(loss=regression, measure=mean_squared_error)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned, as batches ``(x, labels)``, or ``(x, values)``."""
+    """Data as batches ``(x, labels)`` or ``(x, values)``, and the sizes that a network for them needs."""
 
     batches: Callable[[int], Iterable[Any]]  # batches of training, by epoch
     steps_per_epoch: int  # number of them

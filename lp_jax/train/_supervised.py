@@ -19,7 +19,7 @@ from lp_jax.nn import Classifier, LayerParallel
 from lp_jax.train._step import Batch, Info, LossFn, Restart
 
 Measure: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-"""From outputs and what they should be, ``(outputs, y)``, to a scalar."""
+"""A loss as a function of outputs and targets, ``(outputs, y)``; returns a scalar."""
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | N
 
 
 class Score(NamedTuple):
-    """What a batch's outputs are worth: the loss, and the fields of `Info` that are read off them."""
+    """Loss of a batch, with its numbers of right answers, of answers, and of labels outside the classes."""
 
     loss: jax.Array
     correct: jax.Array | None

@@ -1,4 +1,4 @@
-"""What a trained model answers: which classes it takes for which, and values beside the true ones."""
+"""Pictures of a trained model's answers: confusion matrices of classes, answers against true values."""
 
 from collections.abc import Sequence
 
@@ -89,7 +89,7 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
     ends = [min(shares, key=float), max(shares, key=float)] if shares else []
     many = f"Typical errors are {' to '.join(dict.fromkeys(ends))} of how far values spread" if ends else "Answers"
     fig = figure(
-        said[0].capitalize() if alone else many, width=6.5 if alone else 4.8 * count, height=6.5 if alone else 6
+        said[0].capitalize() if alone else many, width=6.5 if alone else 4.8 * count, height=6.5 if alone else 5.2
     )
     for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
@@ -99,7 +99,7 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         title = (
             "On the dashed line, the answer is the true value"
             if alone
-            else f"value {number + 1}: {errors[number][0]:.2g}"
+            else f"Value {number + 1}: typical error {errors[number][0]:.2g}"
         )
         dress(ax, x="true value", y="answer" if number == 0 else "", title=title)
     return fig
