@@ -3,20 +3,22 @@
 XLA compiles for a named device without it. Kernels, bytes, products, loops, CUDA graphs and messages are read off the
 compiled program (benchmarks/hlo.py), beside those of the same network by ``lax.scan``, as it is and with eight layers to a turn,
 which is how a scan is fast on a GPU. Times are by a model, stated below the table; nothing is run, and nothing autotuned.
+On a machine that has the GPU, ``--run`` times every program as well, and takes the error of its gradient.
 """
 
 import argparse
 import dataclasses
 import functools
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -24,8 +26,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import lp_jax
 from benchmarks import report
 from benchmarks.command import Progress, Row, common_parser, network_row, positive, results_folder
+from benchmarks.harness import Contender, Tell, measure, relative_error, spread
 from benchmarks.hlo import Program, Target
-from benchmarks.manifest import manifest
+from benchmarks.manifest import cores, manifest
 from benchmarks.networks import NETWORKS, RECURRENT, Network, Pair
 from benchmarks.single import TO_A_TOLERANCE, pairs
 from benchmarks.training import LEARNING_RATE, MOMENTUM
@@ -102,15 +105,15 @@ def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, upda
     return traced.lower()
 
 
-def compiled(program: Any, options: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
-    """What XLA makes of it, and how much memory and time it takes."""
+def compiled(program: Any, options: Mapping[str, Any]) -> tuple[Any, Program, dict[str, Any]]:
+    """What XLA makes of it, what that reads as, and how much memory and time it takes."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         found = program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
         seconds = time.perf_counter() - start
         text, launches = (_dumped(Path(folder), name) for name in ("_after_optimizations.txt", "thunk_sequence"))
     temporary = found.memory_analysis().temp_size_in_bytes
-    return Program(text, launches), {"compile_seconds": seconds, "temporary_bytes": temporary}
+    return found, Program(text, launches), {"compile_seconds": seconds, "temporary_bytes": temporary}
 
 
 def _dumped(folder: Path, name: str) -> str:
@@ -118,6 +121,36 @@ def _dumped(folder: Path, name: str) -> str:
     found = [path for path in folder.iterdir() if name in path.name and "buffer" not in path.name]
     last = [path for path in found if "after_thunk_passes" in path.name] or found
     return max(last, key=lambda path: path.stat().st_size).read_text()
+
+
+def timed(network: Network, programs: Mapping[str, Any], rounds: int, tell: Tell) -> dict[str, dict[str, Any]]:
+    """Seconds of each program on the device that is here, side by side, and the error of its gradient.
+
+    A sample is of calls that are dispatched in a row and waited for together, as the steps of a training loop are. The error is
+    that of the layers' gradient, relative to a scan whose products are float32's in full.
+    """
+    weights, *batch = jax.tree.map(jnp.asarray, (network.weights, network.x, network.target))
+
+    def call(program: Any) -> Callable[[], Any]:
+        return lambda: [program(weights, *batch) for _ in range(IN_A_ROW)][-1]
+
+    gradients = {
+        name: jax.tree.map(np.asarray, program(weights, *batch)[1].layers) for name, program in programs.items()
+    }
+    entries = [Contender(name=name, call=call(program)) for name, program in programs.items() if name != EXACT]
+    timings = measure(entries, rounds=rounds, min_time=0.02, budget=2.0, tell=tell)
+    return {
+        entry.name: {
+            "seconds": spread([s / IN_A_ROW for s in timing.seconds]),
+            "rounds": len(timing.rounds),
+            "gradient_error": relative_error(gradients[entry.name], gradients[EXACT]),
+        }
+        for entry, timing in zip(entries, timings, strict=True)
+    }
+
+
+IN_A_ROW = 8
+EXACT = "lax.scan, all of float32"
 
 
 def facts(program: Program, target: Target) -> dict[str, Any]:
@@ -161,9 +194,11 @@ def table(result: dict[str, Any]) -> str:
         "compile s",
     ]
     head += ["ms, model", "of unroll=8"]
+    head += ["ms, measured", "IQR", "of unroll=8", "error"] if settings["run"] else []
     for row in result["rows"]:
         lines.append(f"## {row['title']}, {what}, {settings['devices']} x {settings['target'].upper()}")
-        best = next((one["model_seconds"] for one in row["contenders"] if one["name"] == "lax.scan, unroll=8"), None)
+        baseline = next((one for one in row["contenders"] if one["name"] == "lax.scan, unroll=8"), None)
+        best = baseline and baseline["model_seconds"]
         cells = [head]
         for one in row["contenders"]:
             loops = ", ".join(f"{loop['kernels']} x {loop['trips'] or '?'}" for loop in one["loops"]) or "none"
@@ -174,12 +209,25 @@ def table(result: dict[str, Any]) -> str:
                 report.number(one["bytes"] / 1e9, 3) + mark, report.number(one["flops"] / 1e9, 3) + mark,
                 report.number(one["temporary_bytes"] / 1e6, 3),
                 report.number(one["trace_seconds"], 2), report.number(one["compile_seconds"], 2),
-                report.number(1e3 * one["model_seconds"], 3) + mark, ratio,
+                report.number(1e3 * one["model_seconds"], 3) + mark, ratio, *_measured(one, baseline),
             ])  # fmt: skip
         lines.append(report.pipes(cells))
         lines += [f"Messages of {one['name']}: {_messages(one)}." for one in row["contenders"] if one["collectives"]]
     model = _MODEL.format(bandwidth=target.bandwidth / 1e12, flops=target.flops / 1e12)
     return "\n\n".join([*lines, model]) + "\n"
+
+
+def _measured(one: dict[str, Any], baseline: dict[str, Any] | None) -> list[str]:
+    """The cells of a program that was run."""
+    if "seconds" not in one or baseline is None:
+        return []
+    seconds = one["seconds"]
+    return [
+        report.number(1e3 * seconds["median"], 3),
+        report.number(1e3 * (seconds["q3"] - seconds["q1"])),
+        report.number(seconds["median"] / baseline["seconds"]["median"], 2),
+        report.scientific(one["gradient_error"]),
+    ]
 
 
 def _messages(one: dict[str, Any]) -> str:
@@ -197,6 +245,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", choices=TARGETS, default="h200", help="device to compile for (default: h200)")
     add("--devices", type=positive, default=1, metavar="N", help="devices that the layers are spread over (default: 1)")
     add("--updates", action="store_true", help="training steps, SGD with momentum (default: loss and gradient)")
+    add("--run", action="store_true", help="time the programs, too, on the GPU that is here; one device")
+    add("--rounds", type=positive, default=10, metavar="N", help="of timing each program, with --run (default: 10)")
     add(
         "--xla",
         nargs="+",
@@ -220,55 +270,93 @@ def _options(given: Sequence[str]) -> dict[str, Any]:
     return {name: known.get(value, int(value) if value.lstrip("-").isdigit() else value) for name, value in pairs}
 
 
+def _absent(target: str, count: int) -> Any:
+    """Devices that need not be here."""
+    jax.config.update("jax_platforms", "cpu")  # else the plugin asks for a driver
+    spec = (_SPECS / f"{target}.txtpb").read_text()
+    shape = f"1x1x{count}"
+    return topologies.get_topology_desc("", "cuda", target_config=spec, topology=shape).devices
+
+
+def _wanted(row: Row, options: argparse.Namespace) -> dict[str, Pair | int]:
+    """The contenders of a row that were asked for."""
+    name, _, layers, _ = row
+    return {
+        title: which
+        for title, which in contenders(name, layers).items()
+        if (
+            options.devices == 1
+            if isinstance(which, int)
+            else not options.only or any(t in title for t in options.only)
+        )
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")  # else the plugin asks for a driver
+    if options.run and (options.devices > 1 or options.updates):
+        parser.error("--run times loss and gradient on one device. Leave --devices and --updates out.")
     several = f"x{options.devices}" if options.devices > 1 else ""
     folder = results_folder(parser, options, options.target + several)
     try:
-        spec = (_SPECS / f"{options.target}.txtpb").read_text()
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="", target_config=spec, topology=f"1x1x{options.devices}"
-        )
+        devices = jax.devices() if options.run else _absent(options.target, options.devices)
     except Exception as error:  # of the runtime, which has no class of its own
-        parser.error(f"XLA cannot compile for a GPU here ({error}); pip install -e '.[gpu-program]'.")
+        what = "There is no GPU here" if options.run else "XLA cannot compile for a GPU here"
+        remedy = "leave --run out" if options.run else "pip install -e '.[gpu-program]'"
+        parser.error(f"{what} ({error}); {remedy}.")
     rows: list[Row] = options.rows or [
         network_row(NETWORKS)(text) for text in (ROWS if not options.quick else QUICK).split()
     ]
     target, progress = TARGETS[options.target], Progress()
     result: report.Result = {
-        "suite": "program",
-        "title": "Programs for a GPU",
+        "suite": "program_run" if options.run else "program",
+        "title": "Programs on a GPU" if options.run else "Programs for a GPU",
         "manifest": manifest("benchmarks.program", sys.argv[1:] if arguments is None else arguments),
         "settings": {
             "target": options.target,
             "devices": options.devices,
             "updates": options.updates,
+            "run": options.run,
             "xla": options.xla,
         },
         "rows": [],
         "left_out": [],
     }
-    for name, width, layers, batch in rows:
-        details = {"formulation": "xla"} if name == "conv" else {}
-        network = NETWORKS[name](width, layers, batch, **details)
-        found: list[dict[str, Any]] = []
-        result["rows"].append(
-            {"title": f"{name}, {width} wide, {layers} layers, {batch} examples", "contenders": found}
-        )
-        for title, which in contenders(name, layers).items():
-            scan = isinstance(which, int)
-            if not scan and options.only and not any(text in title for text in options.only):
-                continue
-            if scan and options.devices > 1:
-                continue
-            progress(f"{result['rows'][-1]['title']}: compiling {title}")
-            start = time.perf_counter()
-            program = lowered(network, which, topology.devices, updates=options.updates)
-            traced = time.perf_counter() - start
-            read, costs = compiled(program, _options(options.xla))
-            found.append({"name": title, "trace_seconds": traced, **costs, **facts(read, target)})
+    with ThreadPoolExecutor(cores() if options.run else 1) as pool:
+
+        def begin(row: Row) -> tuple[str, Network, dict[str, dict[str, Any]], dict[str, Future[Any]]]:
+            """Trace a row's programs, and have them compiled."""
+            name, width, layers, batch = row
+            network = NETWORKS[name](width, layers, batch, **({"formulation": "xla"} if name == "conv" else {}))
+            title, found, programs = f"{name}, {width} wide, {layers} layers, {batch} examples", {}, {}
+            for each, which in _wanted(row, options).items():
+                progress(f"{title}: tracing {each}")
+                start = time.perf_counter()
+                program = lowered(network, which, devices[: options.devices], updates=options.updates)
+                found[each] = {"name": each, "trace_seconds": time.perf_counter() - start}
+                programs[each] = pool.submit(compiled, program, _options(options.xla))
+            if options.run:
+                with jax.default_matmul_precision("highest"):
+                    program = lowered(network, 8, devices[:1], updates=False)
+                programs[EXACT] = pool.submit(compiled, program, {})
+            return title, network, found, programs
+
+        begun = map(begin, rows)
+        if options.run:  # nothing is compiled while programs are timed
+            begun = iter(list(begun))
+            progress("compiling")
+            pool.shutdown()
+        for title, network, found, programs in begun:
+            for each, one in found.items():
+                progress(f"{title}: compiling {each}")
+                _, read, costs = programs[each].result()
+                one |= costs | facts(read, target)
+            if options.run:
+                ready = {each: future.result()[0] for each, future in programs.items()}
+                times = timed(network, ready, options.rounds, lambda text, title=title: progress(f"{title}: {text}"))
+                found = {each: one | times[each] for each, one in found.items()}
+            result["rows"].append({"title": title, "contenders": list(found.values())})
             report.save(result, folder, text=table)
     progress.clear()
     print(table(result))
@@ -278,5 +366,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 QUICK = "dense,4,64,4"
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.exit(main())
