@@ -157,7 +157,8 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
     """`prefix_sums` of an array: within groups of a few entries, and between them by the same.
 
     Memory is passed over three times. A product with a triangle of ones would take as long, and spread what is infinite
-    far behind to all of its block.
+    far behind to all of its block. Each level is computed before the next one reads it: a GPU's compiler would sum the groups
+    anew for every entry above them, which takes half as long again (docs/gpu.md).
     """
     n, rest = x.shape[0], x.shape[1:]
     if n == 0:
@@ -171,7 +172,7 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
         return before[:n], last
     groups = x.reshape(n // size, size, *rest)
     within = list(itertools.accumulate(groups[:, i] for i in (range(size)[::-1] if reverse else range(size))))
-    before, last = _sums(start, within[-1], reverse)
+    before, last = _sums(start, lax.optimization_barrier(within[-1]), reverse)
     entries = [before, *(before + sums for sums in within[:-1])]
     return jnp.stack(entries[::-1] if reverse else entries, axis=1).reshape(n, *rest), last
 

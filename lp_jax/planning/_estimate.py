@@ -21,7 +21,8 @@ from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays, examples_of, kept_bytes, small
 
 # Read off programs that XLA compiled for an H200 (benchmarks/results/h200), whose loops are graphs of kernels:
-_LAUNCH = 1e-6  # seconds of a kernel that has nothing to do
+_LAUNCH = 1.4e-6  # seconds of a kernel that has nothing to do, measured on an H200 (docs/gpu.md)
+_REACHED = 2 / 3  # of a data sheet's bandwidth, measured there
 _BESIDE = 2  # kernels beside each product, and one more
 _FUSED = 0.5  # of the bytes that the operations of a layer would move one by one
 _PASSES = 10  # of an iteration of Newton's method over its Jacobians
@@ -49,7 +50,7 @@ DEVICES = {
     "V100": Device(1.57e13, 9.0e11),
     "TPU v4": Device(2.75e14, 1.2e12),
     "TPU v5": Device(1.97e14, 8.1e11),
-    "cpu": Device(1e11, 2e10, "cpu", 5e-5),  # two cores
+    "cpu": Device(1e11, 3e10, "cpu", 5e-5),  # two cores
 }
 _UNKNOWN = Device(2e13, 1e12)
 
@@ -89,7 +90,7 @@ def _estimated(problem: Problem, device: str | None) -> tuple[Machine, int]:
 
 
 def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
-    common = operands.common
+    common, bandwidth = operands.common, _REACHED * sheet.bandwidth
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
     y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
     step = traced.chain(*operands, traced.workers).step(0)
@@ -102,7 +103,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
         counted: Any = jax.jit(several).lower(*stacked, beside).cost_analysis() or {}
         # a step that XLA sees nothing in moves its state
         moved = max(_FUSED * counted.get("bytes accessed", 0.0) / steps, 2 * _tree.nbytes(y))
-        return float(max(counted.get("flops", 0.0) / steps / sheet.flops, moved / sheet.bandwidth))
+        return float(max(counted.get("flops", 0.0) / steps / sheet.flops, moved / bandwidth))
 
     launched = _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
     alone = taken(1)
@@ -113,7 +114,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
     layers, examples = traced.workers.layers, examples_of(common.y0)
     auto = processor(sheet.platform).at_once(traced.footprint, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    solved = _PASSES * examples * 4 * numbers**2 / sheet.bandwidth + 2 * examples * numbers**3 / sheet.flops
+    solved = _PASSES * examples * 4 * numbers**2 / bandwidth + 2 * examples * numbers**3 / sheet.flops
     newton = tuple(_LAUNCH * _NEWTON + t + n * solved for n, t in zip(at_once, times, strict=True))
     layer_bytes = _tree.nbytes(first.params)
     return Machine(
@@ -126,7 +127,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
         auto=None if auto >= layers else auto,
         examples=examples,
         overhead=launched / (launched + alone),
-        adding=3 * layer_bytes / sheet.bandwidth,  # two are read, one is written
+        adding=3 * layer_bytes / bandwidth,  # two are read, one is written
         state_bytes=_tree.nbytes(y),
         kept_bytes=kept_bytes(traced, operands),
         layer_bytes=layer_bytes,
