@@ -36,13 +36,13 @@ from lp_jax import planning
 
 _SPECS = Path(__file__).parent / "targets"
 TARGETS = {"h200": Target(3.2e12, 200e12), "h100": Target(2.2e12, 200e12), "a100": Target(1.4e12, 80e12)}
-"""Bandwidth as it was measured on an H200, two thirds of the data sheet's, and as much of the others'; products of TF32 at some two
-fifths of their peak, as small ones reach no more."""
+"""Bandwidth as it was measured on an H200, two thirds of the data sheet's, and as much of the others'; products of TF32 at some
+two fifths of their peak, as small ones reach no more."""
 
 _MODEL = (
-    "Time by a model: a kernel takes its launch (1.4 us within a CUDA graph, 2.5 us alone), and its bytes at {bandwidth:.3g} TB/s, and "
-    "its products at {flops:.3g} TFLOP/s, one after another. A loop of unknown length (marked +) counts as one turn; where a tolerance "
-    "is met, no serial propagation follows, and none is counted."
+    "Time by a model: a kernel takes its launch (1.4 us within a CUDA graph, 2.5 us alone), and its bytes at {bandwidth:.3g} "
+    "TB/s, and its products at {flops:.3g} TFLOP/s, one after another. A loop of unknown length (marked +) counts as one turn; "
+    "where a tolerance is met, no serial propagation follows, and none is counted."
 )
 ROWS = "dense,64,1024,64 dense,64,4096,64 mlp,256,64,256 mlp,256,256,256 gru,16,1024,64 paragru,64,1024,64 paralstm,64,1024,64"
 WRITTEN_OUT = 64  # layers at most whose loop is written out whole, as a loop in Python is

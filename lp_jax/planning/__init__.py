@@ -10,6 +10,9 @@ from lp_jax.planning._cost import Time as Time
 from lp_jax.planning._cost import memory as memory
 from lp_jax.planning._cost import pipeline as pipeline
 from lp_jax.planning._cost import predict as predict
+from lp_jax.planning._diagnose import Diagnosis as Diagnosis
+from lp_jax.planning._diagnose import Rehearsal as Rehearsal
+from lp_jax.planning._diagnose import diagnose as diagnose
 from lp_jax.planning._estimate import auto as auto
 from lp_jax.planning._estimate import estimate as estimate
 from lp_jax.planning._interconnect import Interconnect as Interconnect

@@ -20,6 +20,7 @@ from lp_jax._types import State
 from lp_jax.planning._calibrate import calibrate
 from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
 from lp_jax.planning._cost import memory, predict
+from lp_jax.planning._diagnose import diagnose
 from lp_jax.planning._interconnect import Interconnect
 from lp_jax.planning._interconnect import interconnect as measure_messages
 from lp_jax.planning._machine import Machine
@@ -90,7 +91,8 @@ def plan(
         machine = dataclasses.replace(machine, **interconnect._asdict())
     probe = _probe(problem, cotangent)
     found = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
-    return found if counted_layers(problem) else dataclasses.replace(found, note=_UNCOUNTED)
+    note = "" if counted_layers(problem) else _UNCOUNTED
+    return dataclasses.replace(found, note=note, diagnosis=diagnose(problem, solvers=()))
 
 
 _UNCOUNTED = (

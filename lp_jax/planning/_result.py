@@ -10,6 +10,7 @@ from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax.planning._candidates import Pair, exact_cycles
 from lp_jax.planning._cost import Memory, Time, pipeline, predict
+from lp_jax.planning._diagnose import Diagnosis
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._text import aligned, milliseconds, pair, pasted, times
 
@@ -85,6 +86,7 @@ class Plan:
         error: largest error of the gradient that was asked for.
         unprobed: number of solvers that would be faster than ``best`` and were not probed for lack of time.
         note: what else is to be said, or nothing.
+        diagnosis: how the layers behave, by `diagnose`; None where only their times are known.
     """
 
     choices: tuple[Choice, ...]
@@ -96,6 +98,7 @@ class Plan:
     error: float
     unprobed: int
     note: str = ""
+    diagnosis: Diagnosis | None = None
 
     @property
     def solver(self) -> Solver:
@@ -158,6 +161,8 @@ class Plan:
 
     def __str__(self) -> str:
         note = [f"  {self.note}"] if self.note else []
+        if self.diagnosis is not None:
+            note.append(f"  {self.diagnosis.behaviour}")
         return "\n".join(
             [*_solvers(self), "", f"Use {self.code}", f"  {reason(self)}", *note, "", *_more_devices(self)]
         )

@@ -1,0 +1,263 @@
+"""Do predicted numbers of iterations hold? `planning.diagnose` on four examples, beside what solvers take on the batch.
+
+Networks of the suite `frontier`, a pre-norm stack, blocks of reinforcement learning, recurrent cells and a chain of Monte
+Carlo, each twice: at its start and trained (the chain: with two step sizes). Predicted and taken is the number of iterations
+to residuals of 1e-3 forward and 1e-2 adjoint; "no" where a solver gives up. A prediction holds that is off by at most two, or by
+a quarter.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import lp_jax
+from benchmarks import frontier, networks, report
+from benchmarks.command import Progress, common_parser, results_folder
+from benchmarks.manifest import manifest
+from benchmarks.problems import load
+from lp_jax import planning
+from lp_jax.train._plan import inner
+
+Case = tuple[str, str, lp_jax.Problem, Any]
+"""A network's name, its state of training, what is solved, and the cotangent of the last state."""
+
+EXAMPLES, TRAINED = 4, 100
+
+
+def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Case]:
+    """Networks of the command line, at their start and trained."""
+    stack = frontier.Network(
+        "GUM, pre-norm, 48 layers, h = 1",
+        "gum",
+        "transformer",
+        (0, TRAINED),
+        "gum",
+        {"layers": 48, "width": 32, "t1": 48.0, "batch_size": 16},
+        16,
+    )
+    for network in (*frontier.NETWORKS, stack):
+        if network.data is not None and data is None:
+            continue
+        tell(f"{network.name}: training")
+        made = load(network.problem, network.model, (data or Path()) / (network.data or ""), seed=0, **network.options)
+        unseen = next(iter(made.batches(1000)))
+        batch = jax.tree.map(lambda x, most=network.examples: x[:most], unseen)
+        steps = (0, min(max(network.steps), 400)) if len(network.steps) < 3 else network.steps[:2]
+        for count, params in frontier.trained(made, sorted({0, *steps})):
+            problem, cotangent, _ = inner(made.model, params, batch, made.task.goal.measure)
+            yield network.name, f"{count} updates" if count else "at its start", problem, cotangent
+
+
+def blocks(tell: Callable[[str], object]) -> Iterator[Case]:
+    """Blocks of four dense layers that learn digits."""
+    tell("RL blocks: training")
+    pixels, labels = load_digits(return_X_y=True)
+    x = jnp.asarray(pixels[:64] / 8 - 1, jnp.float32)
+    target = jax.nn.one_hot(jnp.asarray(labels[:64]), 64)
+    network = networks.mlp(64, 64, 64)
+    yield from _regression("RL blocks, 64 of width 64", network, x, target, TRAINED)
+
+
+def cells(tell: Callable[[str], object]) -> Iterator[Case]:
+    """Recurrent cells that learn whether they have seen an odd number of ones, and what a random target is."""
+    rng = np.random.default_rng(0)
+    tell("GRU: training")
+    gru = networks.gru(16, 256, 32)
+    yield from _classes("GRU, 2 units of 16, 256 steps", gru, 200)
+    tell("ParaGRU: training")
+    para = networks.NETWORKS["paragru"](16, 256, 32)
+    yield from _regression("ParaGRU of 16, 256 steps", para, para.x, rng.normal(size=para.target.shape), 200)
+    tell("ParaGRU: learning parity")
+    yield from _parity("ParaGRU, parity of 128 bits")
+
+
+def _regression(name: str, network: networks.Network, x: Any, target: Any, updates: int) -> Iterator[Case]:
+    network = dataclasses.replace(network, x=np.asarray(x), target=np.asarray(target, np.float32))
+    yield from _classes(name, network, updates)
+
+
+def _classes(name: str, network: networks.Network, updates: int) -> Iterator[Case]:
+    """A network of the suites before and after updates by Adam, with exact gradients, on its one batch."""
+    weights, x, target = jax.tree.map(jnp.asarray, (network.weights, network.x, network.target))
+    optimizer = optax.adam(3e-3)
+    loss = network.loss()
+
+    @jax.jit
+    def update(weights: Any, state: Any) -> Any:
+        gradient = jax.grad(lambda w: loss(w, x, target)[0])(weights)
+        changes, state = optimizer.update(gradient, state)
+        return optax.apply_updates(weights, changes), state
+
+    state = optimizer.init(weights)
+    for count in (0, updates):
+        for _ in range(count):
+            weights, state = update(weights, state)
+        problem = lp_jax.Problem(**network.problem(weights, x, networks.SERIAL))
+        y1 = lp_jax.solve(**vars(problem), solver=lp_jax.Serial()).y1
+        cotangent = jax.grad(network.measure, argnums=1)(weights.closing, y1, target)
+        yield name, f"{count} updates" if count else "at its start", problem, cotangent
+
+
+def _parity(name: str) -> Iterator[Case]:
+    """A cell of 8 units that reads 128 bits, one after another, and says of each prefix whether its ones are odd."""
+    from flax import nnx
+
+    from lp_jax import nn
+
+    class Counter(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.cell = nn.ParaGRU(1, 8, rngs=rngs)
+            self.head = nnx.Linear(8, 1, rngs=rngs)
+
+        def __call__(self, bits: jax.Array) -> jax.Array:
+            return self.head(self.cell(2 * bits[..., None] - 1))[..., 0]
+
+    model = Counter(nnx.Rngs(0))
+    model.cell.solver = nnx.static(lp_jax.Serial())
+    optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-2)), wrt=nnx.Param)
+
+    @nnx.jit
+    def update(model: Any, optimizer: Any, bits: jax.Array) -> None:
+        def loss(model: Any) -> jax.Array:
+            return jnp.mean(optax.sigmoid_binary_cross_entropy(model(bits), jnp.cumsum(bits, axis=1) % 2))
+
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    rng = np.random.default_rng(0)
+    for count in (0, 500):
+        for _ in range(count):
+            update(model, optimizer, rng.integers(0, 2, size=(32, 128)).astype(np.float32))
+        bits = rng.integers(0, 2, size=(32, 128)).astype(np.float32)
+        problem = model.cell.problem(2 * bits[..., None] - 1)
+        yield name, f"{count} updates" if count else "at its start", problem, None
+
+
+def chain(tell: Callable[[str], object]) -> Iterator[Case]:
+    """MALA on the posterior of a logistic regression, 16 chains of 1,000 steps, with two step sizes."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(100, 4)), jnp.float32)
+    sign = jnp.asarray(np.sign(np.asarray(x) @ [1.0, -1.0, 0.5, 0.0] + rng.logistic(size=100)), jnp.float32)
+
+    def logp(w: jax.Array) -> jax.Array:
+        return -jnp.sum(jax.nn.softplus(-sign * (x @ w))) - 0.5 * jnp.sum(w * w)
+
+    noise = jnp.asarray(rng.normal(size=(1000, 16, 4)), jnp.float32)
+    uniform = jnp.log(jnp.asarray(rng.uniform(size=(1000, 16)), jnp.float32))
+    for size in (0.01, 0.05):
+
+        def step(w: jax.Array, layer: lp_jax.Layer, size: float = size) -> jax.Array:
+            def one(w: jax.Array, z: jax.Array, log_u: jax.Array) -> jax.Array:
+                there = w + size * jax.grad(logp)(w) + jnp.sqrt(2 * size) * z
+                back = w - there - size * jax.grad(logp)(there)
+                ratio = logp(there) - logp(w) - jnp.sum(back**2) / (4 * size) + jnp.sum(z**2) / 2
+                return jnp.where(log_u < ratio, there, w)
+
+            return jax.vmap(one)(w, *layer.data)
+
+        problem = lp_jax.Problem(step, None, jnp.zeros((16, 4)), data=(noise, uniform))
+        yield "MALA, logistic regression, 1,000 steps", f"step size {size}", problem, None
+
+
+def compared(name: str, state: str, problem: lp_jax.Problem, cotangent: Any) -> dict[str, Any]:
+    """A row: what was predicted, and what the same solvers take on the whole batch."""
+    found = planning.diagnose(problem, cotangent=cotangent, examples=EXAMPLES)
+    whole = planning.diagnose(
+        problem,
+        cotangent=cotangent,
+        examples=10**6,
+        solvers=[(r.solver, r.adjoint_solver) for r in found.rehearsals],
+    )
+    pairs = zip(found.rehearsals, whole.rehearsals, strict=True)
+    return {
+        "network": name,
+        "state": state,
+        "layers": found.layers,
+        "lipschitz": found.lipschitz,
+        "lyapunov": found.lyapunov,
+        "growth": found.growth,
+        "solvers": {type(p.solver).__name__: [_ended(p), _ended(t)] for p, t in pairs},
+    }
+
+
+def _ended(r: planning.Rehearsal) -> list[int | None]:
+    """Iterations forward and adjoint; None where a solver gave up."""
+    sides = ((r.iterations, r.result), (r.adjoint_iterations, r.adjoint_result))
+    return [iterations if result == 0 else None for iterations, result in sides]
+
+
+def holds(predicted: int | None, taken: int | None) -> bool:
+    """Whether a prediction is off by at most two, or by a quarter; of what does not converge, whether it says so."""
+    if predicted is None or taken is None:
+        return predicted is taken
+    return abs(predicted - taken) <= max(2, 0.25 * taken)
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> list[tuple[int | None, int | None]]:
+    """All predictions, each with what was taken."""
+    pairs = [pair for row in rows for pair in row["solvers"].values()]
+    return [both for predicted, taken in pairs for both in zip(predicted, taken, strict=True)]
+
+
+def table(result: report.Result) -> str:
+    rows = result["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in row["solvers"]))
+    cells = [["network", "", "layers", "L T", "Lyapunov", *names]]
+    for row in rows:
+        solved = [_cell(row["solvers"].get(name)) for name in names]
+        numbers = [f"{row['layers']}", f"{row['lipschitz']:.3g}", f"{row['lyapunov']:+.1e}"]
+        cells.append([row["network"], row["state"], *numbers, *solved])
+    every = judged(rows)
+    right = sum(holds(*both) for both in every)
+    wrong = sum(predicted is not None and taken is None for predicted, taken in every)
+    last = (
+        f"{right} of {len(every)} predictions hold. {wrong} say that a solver converges where it does not. "
+        "L T: Lipschitz constant times T. Lyapunov: exponent per layer. Solvers: iterations forward/adjoint, predicted from "
+        f"{EXAMPLES} examples -> taken on the batch; no: gives up."
+    )
+    return "\n\n".join([f"# {result['title']}", report.origin(result), report.pipes(cells), last]) + "\n"
+
+
+def _cell(found: list[list[int | None]] | None) -> str:
+    if found is None:
+        return ""
+    predicted, taken = ("/".join("no" if n is None else str(n) for n in side) for side in found)
+    return f"{predicted} -> {taken}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = common_parser("diagnosis", __doc__ or "")
+    parser.add_argument(
+        "--data", type=Path, help="folder with mnist10k/, gum/ and ucr/; without it, networks that need none"
+    )
+    options = parser.parse_args(arguments)
+    folder, progress = results_folder(parser, options), Progress()
+    result: report.Result = {
+        "suite": "diagnosis",
+        "title": "Iterations predicted and taken",
+        "manifest": manifest("benchmarks.diagnosis", sys.argv[1:] if arguments is None else arguments),
+        "rows": [],
+        "left_out": [],
+    }
+    parts = [chain(progress)] if options.quick else [experiments(options.data, progress), blocks(progress)]
+    if not options.quick:
+        parts += [cells(progress), chain(progress)]
+    for case in (case for part in parts for case in part):
+        progress(f"{case[0]}, {case[1]}: solving")
+        result["rows"].append(compared(*case))
+        report.save(result, folder, text=table)
+        jax.clear_caches()
+    progress.clear()
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

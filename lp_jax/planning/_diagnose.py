@@ -1,0 +1,318 @@
+"""Does it converge, and how fast: numbers of a chain of layers, and solvers rehearsed on a few examples."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax import _check, _inputs, _tree
+from lp_jax._mgrit import MGRIT
+from lp_jax._newton import Newton
+from lp_jax._picard import Picard
+from lp_jax._problem import Problem
+from lp_jax._result import DONE
+from lp_jax._serial import Serial
+from lp_jax._solve import solve, solve_vjp
+from lp_jax._solver import Solver, code
+from lp_jax._traced import trace
+from lp_jax._types import PyTree, State
+from lp_jax.planning._candidates import Pair
+from lp_jax.planning._measure import arrays, examples_of, small
+from lp_jax.planning._text import aligned
+
+
+class Rehearsal(NamedTuple):
+    """What a pair of solvers took on a few examples.
+
+    Attributes:
+        solver: the forward solver.
+        adjoint_solver: the adjoint solver.
+        iterations: of the forward solver, until its tolerance was met or it gave up.
+        adjoint_iterations: of the adjoint solver.
+        result: how the forward solve ended, a code of `lp_jax.RESULTS`.
+        adjoint_result: how the adjoint solve ended.
+    """
+
+    solver: Solver
+    adjoint_solver: Solver
+    iterations: int
+    adjoint_iterations: int
+    result: int
+    adjoint_result: int
+
+    @property
+    def converges(self) -> bool:
+        """Whether both tolerances were met."""
+        return self.result == self.adjoint_result == DONE
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """How a chain of layers behaves, and what solvers take on it. ``print(diagnosis)`` shows it.
+
+    Attributes:
+        layers: number of layers.
+        examples: number of examples that were looked at.
+        lipschitz: Lipschitz constant of the right-hand side times T: the sum over the layers of the 2-norm of ``J - I``, J the
+            Jacobian of a layer at the states of a forward pass. Sweeps contract by ``lipschitz / s`` or better in sweep s.
+        lyapunov: largest Lyapunov exponent, per layer: a disturbance grows by ``exp(lyapunov)`` from one layer to the next, on
+            average. Below zero, layers forget.
+        rehearsals: what solvers took, by their iteration's name.
+    """
+
+    layers: int
+    examples: int
+    lipschitz: float
+    lyapunov: float
+    rehearsals: tuple[Rehearsal, ...]
+
+    @property
+    def growth(self) -> float:
+        """How many times a disturbance grows on its way through all layers."""
+        return math.exp(min(self.lyapunov * self.layers, _LARGEST))
+
+    @property
+    def behaviour(self) -> str:
+        """What the chain does to a disturbance, in a sentence."""
+        return self._told()[0]
+
+    @property
+    def verdict(self) -> str:
+        """That, and which solvers converge: the rehearsed ones, else what is known of such chains."""
+        behaviour, advice = self._told()
+        return f"{behaviour} {self._outcome() if self.rehearsals else advice}"
+
+    def _told(self) -> tuple[str, str]:
+        growth = f"{self.growth:.1e}" if not 0.01 <= self.growth < 100 else f"{self.growth:.2g}"
+        if self.growth < _FORGOTTEN:
+            return (
+                f"This chain forgets: {growth} of a disturbance is left after the last layer.",
+                "Newton's method converges on such chains, however long. Sweeps do where Lipschitz constant x T is small.",
+            )
+        if self.growth > _AMPLIFIED:
+            return (
+                f"This chain amplifies: a disturbance is {growth} times as large after the last layer.",
+                "Iterations take nearly as many turns as layers on such chains, or fail: take Serial().",
+            )
+        return (
+            f"This chain keeps what enters it: a disturbance is {growth} times as large after the last layer.",
+            "Sweeps and cycles converge on such chains where Lipschitz constant x T is small.",
+        )
+
+    def _outcome(self) -> str:
+        """Which of the rehearsed solvers converge."""
+        names = [type(r.solver).__name__ for r in self.rehearsals]
+        good = [name for name, r in zip(names, self.rehearsals, strict=True) if r.converges]
+        bad = [name for name, r in zip(names, self.rehearsals, strict=True) if not r.converges]
+        if not good:
+            return "None of the solvers converges: take Serial()."
+        return f"Converges: {', '.join(good)}." + (f" Does not: {', '.join(bad)}." if bad else "")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.layers} layers, looked at with {self.examples} example{'s' * (self.examples != 1)}",
+            "",
+            f"  Lipschitz constant x T  {self.lipschitz:.3g}",
+            f"  Lyapunov exponent       {self.lyapunov:+.2g} a layer",
+        ]
+        if self.rehearsals:
+            rows: list[tuple[str, ...]] = [("forward", "adjoint", "solver")]
+            rows += [(*_taken(r), code(r.solver)) for r in self.rehearsals]
+            lines += ["", *(f"  {line}" for line in aligned(rows))]
+        return "\n".join([*lines, "", self.verdict])
+
+    def __repr__(self) -> str:
+        """The same table, so that a terminal and a notebook show it."""
+        return str(self)
+
+
+_FORGOTTEN, _AMPLIFIED = 0.1, 1e3  # growth through all layers
+_LARGEST = 700.0  # of an exponent
+
+
+def _taken(r: Rehearsal) -> tuple[str, str]:
+    """Iterations as text; a dash for those that did not converge."""
+    sides = ((r.iterations, r.result), (r.adjoint_iterations, r.adjoint_result))
+    forward, adjoint = (str(iterations) if result == DONE else "-" for iterations, result in sides)
+    return forward, adjoint
+
+
+def diagnose(
+    problem: Problem,
+    *,
+    cotangent: State | None = None,
+    rtol: float = 1e-3,
+    adjoint_rtol: float = 1e-2,
+    examples: int = 4,
+    solvers: Sequence[Solver | Pair] | None = None,
+) -> Diagnosis:
+    """Tell how fast solvers will converge on a network, before it is solved or trained.
+
+    Two numbers come from one trajectory of a few examples: the Lipschitz constant times T by power iteration with products of
+    Jacobians and vectors, and the largest Lyapunov exponent by propagating a cotangent, which grows as a tangent does. The
+    number of iterations comes from a rehearsal: each solver runs to its tolerance on these examples, forward and adjoint.
+
+    Args:
+        problem: the network, and a typical batch.
+        cotangent: of the last state, as a loss gives it; None is that state itself, as a sum of squares gives it.
+        rtol: tolerance of the forward solves: residual norm over the first one.
+        adjoint_rtol: tolerance of the adjoint solves.
+        examples: number of examples that are looked at, of the first axis of the state. All of them where the step does not
+            take fewer.
+        solvers: what is rehearsed, solvers or pairs (solver, adjoint solver) with tolerances of their own. None means sweeps,
+            cycles of two levels and, where examples have at most 256 numbers, Newton's method; at most 64 iterations each. An
+            empty list rehearses nothing, which takes a second.
+
+    Returns:
+        The `Diagnosis`.
+
+    Raises:
+        TypeError: for a problem that is no `Problem`.
+        ValueError: for a tolerance that is not positive, and less than one example.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from lp_jax import planning
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
+        >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((8, 4)))
+        >>> found = planning.diagnose(problem, solvers=[lp_jax.Picard(sweeps=32, rtol=1e-3)])
+        >>> found.rehearsals[0].converges, found.lipschitz < 1
+        (True, True)
+
+    References:
+        Gander, "50 years of time parallel time integration", 2015, for sweeps; Gonzalez et al., "Predictability enables
+        parallelization of nonlinear state space models", 2025, for the Lyapunov exponent.
+    """
+    if not isinstance(problem, Problem):
+        raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
+    for name, value in (("rtol", rtol), ("adjoint_rtol", adjoint_rtol)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive; got {value!r}.")
+    _check.integer("examples", examples, least=1)
+    problem = _few(dataclasses.replace(problem, comm=None), examples)
+    if cotangent is not None:
+        cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
+    if solvers is None:
+        solvers = _usual(problem, rtol, adjoint_rtol)
+    pairs = [given if isinstance(given, tuple) else (given, given.for_adjoint()) for given in solvers]
+    for name, solver in (("solvers", solver) for given in pairs for solver in given):
+        _inputs.solver(name, solver)
+    lipschitz, lyapunov = _numbers(problem)
+    rehearsals = tuple(_rehearse(problem, cotangent, *given) for given in pairs)
+    return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, rehearsals)
+
+
+_MOST = 64  # iterations
+
+
+def _usual(problem: Problem, rtol: float, adjoint_rtol: float) -> list[Pair]:
+    """Sweeps, cycles and, for small states, Newton's method; of less iterations than layers, which would be exact."""
+    most = max(1, min(_MOST, problem.layers - 1))
+    solvers: list[Any] = [
+        Picard(sweeps=most, rtol=rtol, fallback=True),
+        MGRIT(iterations=most, rtol=rtol, fallback=True),
+    ]
+    pairs: list[Pair] = [(s, dataclasses.replace(s, rtol=adjoint_rtol)) for s in solvers]
+    if small(problem.y0):  # a residual of Newton's method may rise on the way: it does not give up
+        pairs.append((Newton(iterations=most, rtol=rtol, batch_axes=1), Newton(iterations=1, batch_axes=1)))
+    return pairs
+
+
+def _few(problem: Problem, count: int) -> Problem:
+    """The problem with its first examples only, if its step takes them without the others."""
+    all_of_them = examples_of(problem.y0)
+    if all_of_them <= count:
+        return problem
+
+    def cut(tree: PyTree, axis: int) -> PyTree:
+        def leaf(x: Any) -> Any:
+            if not (hasattr(x, "ndim") and x.ndim > axis and x.shape[axis] == all_of_them):
+                return x
+            return x[(slice(None),) * axis + (slice(count),)]
+
+        return jax.tree.map(leaf, tree)
+
+    few = dataclasses.replace(problem, y0=cut(problem.y0, 0))
+    for candidate in (
+        dataclasses.replace(few, data=cut(problem.data, 1)),
+        dataclasses.replace(few, data=cut(problem.data, 1), shared=cut(problem.shared, 0)),
+        few,
+    ):
+        try:
+            jax.eval_shape(lambda p=candidate: solve(**vars(p), solver=Serial()).y1)
+        except Exception:  # the user's step raises what it likes for shapes that it does not take
+            continue
+        return candidate
+    return problem
+
+
+def _numbers(problem: Problem) -> tuple[float, float]:
+    """Lipschitz constant times T, and the largest Lyapunov exponent per layer."""
+
+    @jax.jit
+    def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, jax.Array]:
+        traced, operands = trace(dataclasses.replace(problem, **arrays), (Serial(),))
+        chain = traced.chain(*operands, traced.workers)
+        step, shared = chain.step(0), chain.shared
+
+        def transposed(y: State, x: Any) -> Callable[[State], State]:
+            """The transposed Jacobian. A step with a derivative of its own has this one, and may have no other."""
+            pull = jax.vjp(lambda y: step(y, x, shared), y)[1]
+            return lambda w: pull(w)[0]
+
+        def grow(w: State, at: tuple[State, Any]) -> tuple[State, jax.Array]:
+            return _normal(transposed(*at)(w))
+
+        def norm(y: State, x: Any, w: State) -> jax.Array:
+            """Of J - I."""
+            pull = transposed(y, x)
+            push = jax.linear_transpose(pull, w)
+
+            def turn(_: Any, at: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+                v, size = _normal(_tree.sub(pull(at[0]), at[0]))
+                return _normal(_tree.sub(push(v)[0], v))[0], size
+
+            return lax.fori_loop(0, _ROUNDS, turn, (w, _tree.norm(w)))[1]
+
+        _, entering = lax.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
+        start, _ = _normal(_noise(chain.y0))
+        sizes = lax.scan(grow, start, (entering, chain.slices), reverse=True)[1]
+        norms = jax.vmap(norm, (0, 0, None))(entering, chain.slices, start)
+        return jnp.sum(norms), jnp.mean(jnp.log(sizes))
+
+    lipschitz, lyapunov = along(arrays(problem))
+    return float(lipschitz), float(lyapunov)
+
+
+_ROUNDS = 10
+
+
+def _normal(v: State) -> tuple[State, jax.Array]:
+    """A state divided by its norm, and the norm."""
+    size = _tree.norm(v)
+    size = jnp.maximum(size, jnp.finfo(size.dtype).tiny)
+    return jax.tree.map(lambda x: x / size.astype(jnp.finfo(x.dtype).dtype), v), size
+
+
+def _noise(like: State) -> State:
+    leaves, structure = jax.tree.flatten(like)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return jax.tree.unflatten(
+        structure, [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    )
+
+
+def _rehearse(problem: Problem, cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Rehearsal:
+    """Both solvers on these examples, to their tolerances."""
+
+    @jax.jit
+    def both(arrays: dict[str, PyTree]) -> Any:
+        solution, pullback = solve_vjp(**(vars(problem) | arrays), solver=solver, adjoint_solver=adjoint_solver)
+        stats = pullback(solution.y1 if cotangent is None else cotangent)[1]
+        return solution.stats.iterations, stats.iterations, solution.stats.result, stats.result
+
+    return Rehearsal(solver, adjoint_solver, *map(int, both(arrays(problem))))
