@@ -198,12 +198,16 @@ def diagnose(
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
     if solvers is None:
         solvers = _usual(problem, rtol, adjoint_rtol)
-    pairs = [given if isinstance(given, tuple) else (given, given.for_adjoint()) for given in solvers]
-    for name, solver in (("solvers", solver) for given in pairs for solver in given):
-        _inputs.solver(name, solver)
+    pairs = [_pair(given) for given in solvers]
     lipschitz, lyapunov = _numbers(problem)
     rehearsals = tuple(_rehearse(problem, cotangent, *given) for given in pairs)
     return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, rehearsals)
+
+
+def _pair(given: Any) -> Pair:
+    for solver in given if isinstance(given, tuple) else (given,):
+        _inputs.solver("solvers", solver)
+    return given if isinstance(given, tuple) else (given, given.for_adjoint())
 
 
 _MOST = 64  # iterations

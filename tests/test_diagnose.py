@@ -1,0 +1,157 @@
+"""Numbers of a chain against NumPy's, and predicted numbers of iterations against those that solvers take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+import lp_jax
+from lp_jax import planning
+
+N, D, BATCH = 24, 3, 6
+
+
+def linear(y, layer):
+    return y + layer.dt * (y @ layer.params)
+
+
+def dense(y, layer):
+    w, b = layer.params
+    return y + layer.dt * jnp.tanh(y @ w + b[None])
+
+
+def matrices(scale, seed=0):
+    return scale * np.random.default_rng(seed).normal(size=(N, D, D))
+
+
+def states(seed=1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, D)))
+
+
+def test_the_numbers_are_those_of_the_jacobians():
+    """A linear chain: singular values of every ``J - I``, and the norm of the whole product, to what a random start gives."""
+    a = matrices(2.0)
+    found = planning.diagnose(lp_jax.Problem(linear, jnp.asarray(a), states()), solvers=())
+    norms = [np.linalg.norm(m / N, 2) for m in a]
+    assert found.lipschitz == pytest.approx(sum(norms), rel=0.02)
+    product = np.linalg.multi_dot([np.eye(D) + m / N for m in a])
+    largest = np.log(np.linalg.norm(product, 2)) / N
+    assert largest - 2 / N < found.lyapunov <= largest + 1e-12
+    assert found.growth == pytest.approx(np.exp(N * found.lyapunov))
+
+
+@pytest.mark.parametrize("rate", [-12.0, 0.0, 12.0])
+def test_a_scalar_chain_has_its_exponent(rate):
+    problem = lp_jax.Problem(lambda y, x: y + x.dt * rate * y, None, jnp.ones((BATCH, 1)), data=jnp.zeros((N, BATCH)))
+    found = planning.diagnose(problem, solvers=())
+    assert found.lyapunov == pytest.approx(np.log(abs(1 + rate / N)), abs=1e-12)
+    assert found.lipschitz == pytest.approx(abs(rate), abs=1e-12)
+    word = {-12.0: "forgets", 0.0: "keeps", 12.0: "amplifies"}[rate]
+    assert f"This chain {word}" in found.verdict
+
+
+@jax.custom_vjp
+def damped(y):
+    return 0.5 * y
+
+
+damped.defvjp(lambda y: (damped(y), None), lambda _, w: (0.5 * w,))
+
+
+def test_a_step_with_a_derivative_of_its_own():
+    """It has no forward mode; its transposed derivative is enough."""
+    problem = lp_jax.Problem(lambda y, layer: damped(y), None, states(), data=jnp.zeros((N, 1)))
+    found = planning.diagnose(problem, solvers=())
+    assert found.lyapunov == pytest.approx(np.log(0.5))
+    assert found.lipschitz == pytest.approx(N * 0.5)
+
+
+def gru(batch=16, width=8):
+    cell = linen.GRUCell(width, dtype=float, param_dtype=float)
+    inputs = jax.random.normal(jax.random.key(0), (64, batch, 4))
+    weights = cell.init(jax.random.key(1), jnp.zeros((batch, width)), inputs[0])
+
+    def step(y, layer):
+        return cell.apply(layer.shared, y, layer.data)[0]
+
+    return lp_jax.Problem(step, None, jnp.zeros((batch, width)), shared=weights, data=inputs)
+
+
+def network(t1):
+    params = jnp.asarray(matrices(1.0)), jnp.zeros((N, D))
+    return lp_jax.Problem(dense, params, states(), t1=t1)
+
+
+@pytest.mark.parametrize("problem", [network(1.0), network(6.0), gru()], ids=["T = 1", "T = 6", "GRU"])
+def test_what_is_predicted_is_what_is_taken(problem):
+    """Within two, on the whole batch; what does not converge is not said to."""
+    cotangent = jnp.cos(lp_jax.solve(**vars(problem), solver=lp_jax.Serial()).y1)
+    found = planning.diagnose(problem, cotangent=cotangent, rtol=1e-4, adjoint_rtol=1e-3)
+    assert found.examples == 4
+    assert [type(r.solver) for r in found.rehearsals] == [lp_jax.Picard, lp_jax.MGRIT, lp_jax.Newton]
+    for r in found.rehearsals:
+        solution, pullback = lp_jax.solve_vjp(**vars(problem), solver=r.solver, adjoint_solver=r.adjoint_solver)
+        stats = pullback(cotangent)[1]
+        assert (r.result == 0) == (int(solution.result) == 0)
+        assert (r.adjoint_result == 0) == (int(stats.result) == 0)
+        if r.converges:
+            assert abs(r.iterations - int(solution.stats.iterations)) <= 2
+            assert abs(r.adjoint_iterations - int(stats.iterations)) <= 2
+
+
+def test_a_recurrent_network_forgets_and_sweeps_do_not_converge():
+    found = planning.diagnose(gru())
+    assert [r.converges for r in found.rehearsals] == [False, False, True]
+    assert found.verdict.endswith("Converges: Newton. Does not: Picard, MGRIT.")
+    text = str(found)
+    assert repr(found) == text
+    assert "Lyapunov exponent       -" in text
+    assert f"-        -  {lp_jax.planning.code(found.rehearsals[0].solver)}" in text
+
+
+def test_examples_are_cut_where_the_step_takes_fewer():
+    """Inputs (N, B, ...) and masks (B, ...) go with the state; where the step knows the batch, it stays whole."""
+    inputs, mask = jnp.ones((N, BATCH, D)), jnp.ones((BATCH, D))
+
+    def given(y, layer):
+        return y + layer.dt * layer.data * layer.shared
+
+    def knows(y, layer):
+        return y + layer.dt * jnp.ones((BATCH, D))
+
+    for step, arrays, count in (
+        (given, {"data": inputs, "shared": mask}, 2),
+        (given, {"data": inputs, "shared": jnp.ones((1, D))}, 2),
+        (knows, {"data": jnp.zeros((N, 1))}, BATCH),
+    ):
+        problem = lp_jax.Problem(step, None, states(), **arrays)
+        assert planning.diagnose(problem, examples=2, solvers=()).examples == count
+    alone = lp_jax.Problem(linear, jnp.asarray(matrices(1.0)), jnp.ones(D))
+    assert planning.diagnose(alone, solvers=()).examples == 1
+
+
+def test_a_solver_of_your_own_is_rehearsed():
+    solver = lp_jax.Picard(sweeps=20, rtol=1e-6)
+    cotangent = jnp.ones((BATCH, D))
+    (first,) = planning.diagnose(network(1.0), cotangent=cotangent, solvers=[solver]).rehearsals
+    (second,) = planning.diagnose(network(1.0), solvers=[(solver, lp_jax.Serial())]).rehearsals
+    assert first.iterations == second.iterations > 3
+    assert first.adjoint_iterations > 3
+    assert second.adjoint_solver == lp_jax.Serial()
+
+
+def test_a_plan_says_how_the_layers_behave():
+    plan = lp_jax.plan(network(1.0), seconds=0.1, machine=planning.estimate(network(1.0), device="H100"))
+    assert plan.diagnosis.lipschitz == pytest.approx(planning.diagnose(network(1.0), solvers=()).lipschitz)
+    assert plan.diagnosis.behaviour in str(plan)
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"lp_jax\.Problem"):
+        planning.diagnose(linear)
+    for wrong in ({"rtol": 0.0}, {"adjoint_rtol": -1.0}, {"examples": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            planning.diagnose(network(1.0), **wrong)
+    with pytest.raises(TypeError, match="solver"):
+        planning.diagnose(network(1.0), solvers=["Picard"])
