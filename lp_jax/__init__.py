@@ -20,6 +20,7 @@ from lp_jax._gradient_error import GradientErrors as GradientErrors
 from lp_jax._gradient_error import Solved as Solved
 from lp_jax._gradient_error import compare as compare
 from lp_jax._gradient_error import gradient_error as gradient_error
+from lp_jax._interpolate import interpolate as interpolate
 from lp_jax._level import Level as Level
 from lp_jax._mesh import MeshComm as MeshComm
 from lp_jax._mgrit import MGRIT as MGRIT
