@@ -287,6 +287,22 @@ class Stats(NamedTuple):
 _MOST_NORMS = 12  # that are told
 
 
+class Begun(NamedTuple):
+    """What a solver starts with.
+
+    Attributes:
+        u: what it iterates on.
+        spent: how many of its iterations the start cost.
+        taken: how many are reported for it, where that depends on the data.
+        first: the first residual norm, where the start measured it; else that of the first iteration.
+    """
+
+    u: Any
+    spent: int = 0
+    taken: jax.Array | None = None
+    first: Scalar | None = None
+
+
 def rounding(level: Level) -> jax.Array:
     """Residual norm that rounding alone leaves, for states about as large as the one that enters: no solve gets below."""
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
@@ -311,7 +327,8 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         The C-points, and what was measured; its result does not look at the states.
     """
     workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
-    u, spent = solver.start(levels, guess)
+    u, spent, taken, first = Begun(*solver.start(levels, guess))
+    taken = spent if taken is None else taken
     cycles = solver.iterations - spent
     least, floor = rounding(levels[0]), _ROUNDING * rounding(levels[0])
 
@@ -320,7 +337,7 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, floor))
 
     if cycles <= 0:
-        u, found = solver.c_points(levels, u), stats(spent, jnp.zeros((0,), dtype), not solver.has_tolerance)
+        u, found = solver.c_points(levels, u), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
         if not solver.fallback:
             return u, found
         return march(levels[0])[0], found._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
@@ -332,7 +349,8 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
 
     def tolerance(norms: jax.Array) -> jax.Array:
-        asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * norms[0])
+        reference = norms[0] if first is None else first
+        asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * reference)
         return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
     def unfinished(carry: tuple[CPoints, jax.Array, jax.Array]) -> jax.Array:
@@ -351,13 +369,13 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     u, k, norms = lax.while_loop(unfinished, body, (u, *_tree.varying(begin, (u, levels[0].y0))))
     u, met = solver.c_points(levels, u), norms[k - 1] <= tolerance(norms)
     if not solver.fallback:
-        return u, stats(k + spent, norms, met)
+        return u, stats(k + taken, norms, met)
     met |= norms[k - 1] <= floor
     # a loop of one turn at most: under vmap a cond would propagate serially whether one has to or not
     u, _ = lax.while_loop(
         lambda carry: ~carry[1], lambda _: (march(levels[0])[0], _tree.varying(jnp.asarray(True), met)), (u, met)
     )
-    return u, stats(k + spent, norms, met)._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
+    return u, stats(k + taken, norms, met)._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
 
 
 def _hopeless(norms: jax.Array, k: jax.Array) -> jax.Array:

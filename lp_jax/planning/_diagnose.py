@@ -87,7 +87,7 @@ class Diagnosis:
         return f"{behaviour} {self._outcome() if self.rehearsals else advice}"
 
     def _told(self) -> tuple[str, str]:
-        growth = f"{self.growth:.1e}" if not 0.01 <= self.growth < 100 else f"{self.growth:.2g}"
+        growth = f"{self.growth:.1e}" if not 0.01 <= self.growth < 100 else f"{self.growth:.1f}"
         if self.growth < _FORGOTTEN:
             return (
                 f"This chain forgets: {growth} of a disturbance is left after the last layer.",
