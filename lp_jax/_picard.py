@@ -16,8 +16,9 @@ from lp_jax._coarse_step import Coarse
 from lp_jax._comm import Local
 from lp_jax._level import Level, identity, single, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import WITHOUT_TOLERANCE, Solver, constant, require_fixed_effort, solve_intervals
+from lp_jax._solver import WITHOUT_TOLERANCE, Begun, Solver, constant, require_fixed_effort, solve_intervals
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
+from lp_jax._windows import slide
 from lp_jax._work import Work
 
 
@@ -67,7 +68,8 @@ class Picard(Solver):
         windows: number of windows that the layers are cut into: all sweeps but the last go over one window after the other,
             each from the state that leaves the one before; the last one goes over all layers. With W windows a sweep sees a
             W-th of the time, so that fewer are enough, a W-th of the layers is evaluated at once, and W (sweeps - 1) + 1
-            evaluations wait for each other. Windows are solved one by one on several workers, too.
+            evaluations wait for each other. Windows are solved one by one on several workers, too. With a tolerance one window
+            of a W-th of the layers slides: converged layers leave it, later ones enter, in W (sweeps - 1) sweeps at most.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
         fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
@@ -81,8 +83,8 @@ class Picard(Solver):
             or "auto": by what a layer holds. Numbers change by rounding only.
 
     Raises:
-        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows without a
-            sweep or with a tolerance.
+        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows with less than one
+            sweep, or two with a tolerance.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -106,11 +108,9 @@ class Picard(Solver):
     def __post_init__(self) -> None:
         _check.integer("sweeps", self.sweeps, least=0)
         _check.integer("windows", self.windows, least=1)
-        if self.windows > 1 and (self.sweeps < 1 or self.rtol is not None or self.atol is not None):
-            raise ValueError(
-                f"Picard(windows={self.windows}) takes a fixed number of sweeps, at least 1, and no tolerance; got "
-                f"sweeps={self.sweeps}, rtol={self.rtol}, atol={self.atol}."
-            )
+        if self.windows > 1 and self.sweeps < 1 + self.has_tolerance:
+            least = "2 with a tolerance" if self.has_tolerance else "1"
+            raise ValueError(f"Picard(windows={self.windows}) takes at least {least} sweeps; got sweeps={self.sweeps}.")
         _check.one_of("around", self.around, ("start", "trajectory"))
         _check.one_of("storage", self.storage, ("states", "all"))
         check_at_once("at_once", self.at_once)
@@ -146,15 +146,19 @@ class Picard(Solver):
     def unit(self, steps: int) -> int:
         return -(-steps // self.windows) if self.windows > 1 else 1
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[_Swept, int]:
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> Begun:
         level = levels[0]
         if self.windows == 1 and guess is None:
-            return _Swept(constant(level, None), level.y0), 0
+            return Begun(_Swept(constant(level, None), level.y0))
         if self.windows == 1:
-            return _swept(level, guess), 0
+            return Begun(_swept(level, guess))
         if level.number > 0:
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
-        return _swept(level, self._march(level)), self.sweeps - 1
+        if self.has_tolerance:
+            size = self.unit(level.workers.total(level.span))
+            slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
+            return Begun(_swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+        return Begun(_swept(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
@@ -253,6 +257,8 @@ class Picard(Solver):
     iteration_name = "sweep"
 
     def with_effort(self, iterations: int) -> Solver:
+        if self.windows > 1 and self.has_tolerance:  # all sweeps of the window, and one over all layers
+            iterations = 1 + max(1, round((iterations - 1) / self.windows))
         return dataclasses.replace(self, sweeps=iterations, **WITHOUT_TOLERANCE)
 
     def summary(self) -> str:
@@ -286,6 +292,11 @@ class Picard(Solver):
         sweeps = super().summary()
         if self.windows > 1:
             note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
+            if self.has_tolerance:
+                note = (
+                    "sweeps go over a window that slides to where its states still change, the last one over all layers"
+                )
+                return f"{steps} layers, a window of {self.unit(steps)}, at most {self.windows} times {sweeps}", note
             return f"{steps} layers in {self.windows} windows, {sweeps}", note
         most = f"{sweeps} at most" if self.has_tolerance else sweeps
         note = "each sweep evaluates every layer at once and adds the increments up"

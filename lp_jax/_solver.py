@@ -61,7 +61,7 @@ class Solver(CoarseStep):
             corrected.
         """
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
+    def start(self, levels: Sequence[Level], guess: CPoints | None) -> "tuple[CPoints, int] | Begun":
         """First C-points, and how many of the iterations they cost. The guess, or ``y0`` at every C-point."""
         return constant(levels[0], guess), 0
 
@@ -327,8 +327,9 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         The C-points, and what was measured; its result does not look at the states.
     """
     workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
-    u, spent, taken, first = Begun(*solver.start(levels, guess))
-    taken = spent if taken is None else taken
+    begun = Begun(*solver.start(levels, guess))
+    u, spent, first = begun.u, begun.spent, begun.first
+    taken = spent if begun.taken is None else begun.taken
     cycles = solver.iterations - spent
     least, floor = rounding(levels[0]), _ROUNDING * rounding(levels[0])
 

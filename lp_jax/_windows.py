@@ -26,8 +26,8 @@ def slide(level: Level, size: int, most: int, rtol: Any, atol: Any) -> Slid:
     """Sweep over ``size`` steps at a time until the chain is through, in at most ``most`` sweeps of every worker.
 
     After each sweep the window moves on by the steps whose entering states it did not change by more than a limit, one at least.
-    The limit for each step is such that all of them together meet the tolerances. States that are first seen start from the
-    state that left the window before.
+    The limit for each step is such that all of them together meet the tolerances; a last sweep over all steps measures it. States
+    that are first seen start from the state that left the window before.
 
     Source: Shih, Belkhale, Ermon, Sadigh, Anari, "Parallel sampling of diffusion models", 2023, algorithm 1.
     """
@@ -77,7 +77,7 @@ def _slide(level: Level, y0: State, size: int, most: int, rtol: Any, atol: Any) 
         if rtol is not None:
             each = at.first / jnp.maximum(at.reached, 1).astype(dtype)
             asked = jnp.maximum(asked, jnp.square(jnp.asarray(rtol, dtype)) * each)
-        return asked * _SAFETY
+        return asked
 
     def turn(at: _Window) -> _Window:
         begin = jnp.minimum(at.done, n - size)
@@ -110,9 +110,6 @@ def _slide(level: Level, y0: State, size: int, most: int, rtol: Any, atol: Any) 
     number = jnp.arange(n, dtype=jnp.int32)[:: -1 if level.reverse else 1]
     entering = _choose(number < end.reached, end.entering, end.after)
     return Slid(_next(entering, end.after, level.reverse), end.sweeps, end.first)
-
-
-_SAFETY = 0.25  # of the squared tolerance: changes add up, and a last sweep measures what they leave
 
 
 def _rows(tree: PyTree, first: jax.Array, size: int) -> PyTree:

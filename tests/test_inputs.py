@@ -86,9 +86,8 @@ def test_settings_of_the_wrong_type():
         lp_jax.MGRIT(iterations=True)
     with refused(ValueError, "sweeps", "at least 0"):
         lp_jax.Picard(sweeps=-1)
-    for fields in ({"sweeps": 0}, {"sweeps": 3, "rtol": 1e-3}):
-        with refused(ValueError, "windows=4", "at least 1", "no tolerance"):
-            lp_jax.Picard(windows=4, **fields)
+    with refused(ValueError, "windows=4", "at least 1", "sweeps=0"):
+        lp_jax.Picard(windows=4, sweeps=0)
     with refused(ValueError, "around", "'start' or 'trajectory'"):
         lp_jax.Picard(around="end")
     with refused(ValueError, "checkpoint_every", "at least 1"):

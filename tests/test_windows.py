@@ -1,0 +1,151 @@
+"""A window of sweeps that slides: to a tolerance, forward and adjoint, on one worker and on several."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import mesh
+
+import lp_jax
+
+N, D, BATCH = 50, 4, 3
+
+
+def dense(y, layer):
+    w, b = layer.params
+    return y + layer.dt * jnp.tanh(y @ w + b[None])
+
+
+def network(t1=6.0, layers=N, dtype=float):
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = jax.random.normal(keys[0], (layers, D, D), dtype), 0.1 * jax.random.normal(keys[1], (layers, D), dtype)
+    return lp_jax.Problem(dense, params, jax.random.normal(keys[2], (BATCH, D), dtype), t1=t1)
+
+
+def solved(problem, solver, **more):
+    solution, pullback = lp_jax.solve_vjp(**(vars(problem) | more), solver=solver)
+    gradients, stats = pullback(jnp.cos(solution.y1))
+    return solution, gradients, stats
+
+
+def distance(a, b):
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return float(jnp.sqrt(sum(jnp.sum((x - y) ** 2) for x, y in pairs) / sum(jnp.sum(y**2) for _, y in pairs)))
+
+
+@pytest.mark.parametrize("storage", ["all", "states"])
+@pytest.mark.parametrize("windows", [2, 7, 25, 50])
+def test_the_tolerance_is_met_both_ways(windows, storage):
+    """Also where windows do not divide the layers, and down to one layer at a time, which is serial propagation."""
+    problem = network()
+    exact, gradient, _ = solved(problem, lp_jax.Serial())
+    errors = []
+    for rtol in (1e-3, 1e-6, 1e-9):
+        solver = lp_jax.Picard(sweeps=40, windows=windows, rtol=rtol, storage=storage)
+        solution, gradients, stats = solved(problem, solver)
+        assert int(solution.result) == int(stats.result) == 0
+        assert windows <= int(solution.stats.iterations) <= 39 * windows + 1
+        errors += [distance(solution.y1, exact.y1), distance(gradients.params, gradient.params)]
+        assert max(errors[-2:]) < rtol
+    if windows == 50:
+        assert max(errors) < 1e-14
+
+
+def test_an_absolute_tolerance_and_one_that_is_not_met():
+    problem = network()
+    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial())
+    solution = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=40, windows=5, atol=1e-7))
+    assert int(solution.result) == 0
+    assert 0 < float(solution.stats.residual_norms[-1]) <= 1e-7
+    few = lp_jax.Picard(sweeps=2, windows=5, rtol=1e-9)
+    missed = lp_jax.solve(**vars(problem), solver=few)
+    assert lp_jax.RESULTS[int(missed.result)].startswith("the residual norm did not come down")
+    assert int(missed.stats.iterations) == 5 + 1
+    with pytest.raises(RuntimeError):
+        missed.raise_if_failed()
+    kept = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=2, windows=5, rtol=1e-9, fallback=True))
+    assert int(kept.result) == 1
+    np.testing.assert_allclose(kept.y1, exact.y1, rtol=1e-14)
+
+
+def test_windows_converge_where_sweeps_over_all_layers_do_not():
+    """A chain that contracts over a long time: residuals of sweeps over all of it grow by far more than ten."""
+    problem = lp_jax.Problem(
+        lambda y, x: y + x.dt * (x.data - y), None, jnp.ones(2), data=jnp.sin(jnp.arange(400.0)), t1=60.0
+    )
+    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial())
+    whole = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=60, rtol=1e-6, fallback=True))
+    assert int(whole.result) == 1
+    solution = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=60, windows=20, rtol=1e-6))
+    assert int(solution.result) == 0
+    assert int(solution.stats.iterations) < 200
+    assert distance(solution.y1, exact.y1) < 1e-6
+
+
+def test_fewer_sweeps_than_one_window_after_the_other():
+    """Converged layers make room at once: as exact as five sweeps of eight windows each, in fewer evaluations in a row."""
+    problem = network(3.0, 128)
+    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial())
+    fixed = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=5, windows=8))
+    error = distance(fixed.y1, exact.y1)
+    slid = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=40, windows=8, rtol=1e-3))
+    assert distance(slid.y1, exact.y1) < 10 * error
+    assert int(slid.stats.iterations) < 8 * 4 + 1
+
+
+@pytest.mark.parametrize("solver", [lp_jax.Picard(sweeps=40, windows=8, rtol=1e-8, at_once=n) for n in (1, 3)])
+def test_some_of_a_window_at_once(solver):
+    """The same numbers to rounding."""
+    whole, _, _ = solved(network(), lp_jax.Picard(sweeps=40, windows=8, rtol=1e-8))
+    some, _, _ = solved(network(), solver)
+    np.testing.assert_allclose(some.y1, whole.y1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_windows_on_several_devices(devices):
+    """One device after the other slides its own window; all of them know the sweeps and meet the tolerance."""
+    problem = network(layers=52)
+    exact, gradient, _ = solved(problem, lp_jax.Serial())
+    comm = mesh(devices)
+    solver = lp_jax.Picard(sweeps=40, windows=8, rtol=1e-6)
+    solution, gradients, stats = solved(problem, solver, comm=comm)
+    assert int(solution.result) == int(stats.result) == 0
+    assert int(solution.stats.iterations) > 8
+    assert distance(solution.y1, exact.y1) < 1e-6
+    assert distance(gradients.params, gradient.params) < 1e-6
+
+
+def test_it_compiles_once_for_all_tolerances_and_is_batched():
+    problem, traces = network(), []
+
+    @jax.jit
+    def y1(y0, rtol):
+        traces.append(1)
+        return lp_jax.solve(**(vars(problem) | {"y0": y0}), solver=lp_jax.Picard(sweeps=40, windows=5, rtol=rtol)).y1
+
+    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial()).y1
+    errors = [distance(y1(problem.y0, jnp.asarray(rtol)), exact) for rtol in (1e-2, 1e-5, 1e-8)]
+    assert errors[0] > errors[1] > errors[2]
+    assert len(traces) == 1
+    several = jax.vmap(lambda scale: y1(scale * problem.y0, jnp.asarray(1e-8)))(jnp.asarray([1.0, 0.5]))
+    np.testing.assert_allclose(several[0], exact, rtol=1e-7)
+
+
+def test_single_precision():
+    problem = network(dtype=jnp.float32)
+    exact, gradient, _ = solved(problem, lp_jax.Serial())
+    solution, gradients, stats = solved(problem, lp_jax.Picard(sweeps=40, windows=5, rtol=1e-8))
+    assert int(solution.result) == int(stats.result) == 0
+    assert distance(solution.y1, exact.y1) < 1e-5
+    assert distance(gradients.params, gradient.params) < 1e-5
+
+
+def test_a_planner_counts_what_was_taken():
+    solver = lp_jax.Picard(sweeps=40, windows=8, rtol=1e-3)
+    assert solver.with_effort(25) == lp_jax.Picard(sweeps=4, windows=8)
+    assert "slides" in " ".join(solver.describe(64))
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"windows=4.*at least 2 with a tolerance.*sweeps=1"):
+        lp_jax.Picard(sweeps=1, windows=4, rtol=1e-3)
