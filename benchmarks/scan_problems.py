@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.scipy.optimize import minimize
 from jax.scipy.special import logsumexp
+from scipy.optimize import minimize
 from sklearn.datasets import load_breast_cancer
 from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
@@ -125,7 +125,8 @@ def logistic(dimensions: int = 5) -> tuple[LogDensity, jax.Array]:
     def log_density(w: jax.Array) -> jax.Array:
         return jnp.sum(jax.nn.log_sigmoid(signs * (x @ w))) - jnp.sum(w**2) / 2
 
-    return log_density, minimize(lambda w: -log_density(w), jnp.zeros(dimensions), method="BFGS").x
+    downhill = jax.jit(jax.value_and_grad(lambda w: -log_density(w)))
+    return log_density, jnp.asarray(minimize(downhill, jnp.zeros(dimensions), jac=True).x)
 
 
 def banana(x: jax.Array) -> jax.Array:

@@ -175,6 +175,10 @@ def cases() -> list[Case]:
     ]
 
 
+def names() -> list[str]:
+    return list(dict.fromkeys(case.name for case in cases()))
+
+
 def problem(made: Made) -> lp_jax.Problem:
     if isinstance(made, lp_jax.Problem):
         return made
@@ -325,6 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: report.Result = {"suite": "scans", "title": "Scans that are not layers", "rows": []}
     result |= {"manifest": manifest("benchmarks.scans", given), "settings": {"float": "float64"}, "left_out": []}
     chosen = [case for case in cases() if not options.only or any(part in case.name for part in options.only)]
+    if not chosen:
+        parser.error(f"no problem has one of {', '.join(options.only)} in its name; there are {', '.join(names())}.")
     progress = Progress()
     for number, case in enumerate(chosen, 1):
         progress(f"{number} of {len(chosen)}: {case.name}")

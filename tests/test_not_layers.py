@@ -48,22 +48,11 @@ def assert_gradients_agree(made, solver, rtol):
         np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol * float(jnp.abs(exact).max()))
 
 
-@pytest.mark.parametrize(("eta", "sweeps", "steps"), [(0.0, 9, 64), (0.0, 9, 512), (1.0, 28, 256)])
+@pytest.mark.parametrize(("eta", "sweeps", "steps"), [(0.0, 9, 64), (0.0, 9, 512), (1.0, 28, 128)])
 def test_a_sampler_takes_as_many_sweeps_whatever_its_steps(eta, sweeps, steps):
     made = scan_problems.diffusion(steps, eta=eta, samples=4)
     taken, code, error = solved(made, lp_jax.Picard(sweeps=40, rtol=1e-3))
     assert taken <= sweeps and code == 0 and error < 1e-2
-
-
-def test_the_gradient_through_a_sampler():
-    made = scan_problems.diffusion(32, eta=0.0, samples=2)
-    assert_gradients_agree(made._replace(xs=made.xs[2], body=_levels_inside(made)), lp_jax.Picard(sweeps=20), 1e-6)
-
-
-def _levels_inside(made):
-    """The body with noise levels that are scanned over with the noise: no gradient is wanted of these."""
-    level = made.xs[0][10], made.xs[1][10]
-    return lambda x, normal: made.body(x, (*level, normal))
 
 
 def test_advantages_are_exact_after_one_iteration():
