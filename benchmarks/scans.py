@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result |= {"manifest": manifest("benchmarks.scans", given), "settings": {"float": "float64"}, "left_out": []}
     chosen = [case for case in cases() if not options.only or any(part in case.name for part in options.only)]
     if not chosen:
-        parser.error(f"no problem has one of {', '.join(options.only)} in its name; there are {', '.join(names())}.")
+        parser.error(f"no name has {' or '.join(options.only)} in it; there are: {'; '.join(names())}.")
     progress = Progress()
     for number, case in enumerate(chosen, 1):
         progress(f"{number} of {len(chosen)}: {case.name}")
