@@ -1,0 +1,197 @@
+"""Scans that are not layers of a network: iterations that theory or measurement allows, states and gradients of the scan."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lp_jax
+from benchmarks import scan_problems, scans
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "free_ranks")
+
+
+@pytest.fixture
+def free_ranks():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def solved(made, solver):
+    """Iterations, the result's code, and the largest error of any state against the scan."""
+    solution, exact = scans.solved(made, solver)
+    return int(solution.stats.iterations), int(solution.result), scans.largest_error(solution.aux, exact)
+
+
+def gradients(made, solver):
+    """Of a sum over all states, by the first carry and what is scanned over: through a solver, and through the scan."""
+
+    def loss(scan, init, xs):
+        states = jax.tree.leaves(scan(made.body, init, xs, reverse=made.reverse)[1])
+        return sum(jnp.sum(jnp.sin(x)) for x in states)
+
+    found = jax.jit(jax.grad(functools.partial(loss, functools.partial(lp_jax.scan, solver=solver)), argnums=(0, 1)))
+    exact = jax.jit(jax.grad(functools.partial(loss, jax.lax.scan), argnums=(0, 1)))
+    return jax.tree.leaves(found(made.init, made.xs)), jax.tree.leaves(exact(made.init, made.xs))
+
+
+def assert_gradients_agree(made, solver, rtol):
+    for found, exact in zip(*gradients(made, solver), strict=True):
+        np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol * float(jnp.abs(exact).max()))
+
+
+@pytest.mark.parametrize(("eta", "sweeps", "steps"), [(0.0, 9, 64), (0.0, 9, 512), (1.0, 28, 128)])
+def test_a_sampler_takes_as_many_sweeps_whatever_its_steps(eta, sweeps, steps):
+    made = scan_problems.diffusion(steps, eta=eta, samples=4)
+    taken, code, error = solved(made, lp_jax.Picard(sweeps=40, rtol=1e-3))
+    assert taken <= sweeps and code == 0 and error < 1e-2
+
+
+def test_advantages_are_exact_after_one_iteration():
+    """A linear recurrence whose Jacobian is a diagonal: Newton's method solves it, and its gradient, in one."""
+    made = scan_problems.advantages(200)
+    solver = lp_jax.Newton(jacobian="diagonal", iterations=1)
+    assert solved(made, solver)[2] < 1e-13
+    assert_gradients_agree(made, solver, 1e-12)
+
+
+def test_a_kalman_filter_takes_few_iterations():
+    solver = lp_jax.Newton(iterations=30, rtol=1e-6, batch_axes=0)
+    taken, code, error = solved(scan_problems.kalman(512, axes=1), solver)
+    assert taken <= 9 and code == 0 and error < 1e-8
+    assert_gradients_agree(scan_problems.kalman(64, axes=1), solver.with_effort(8), 1e-8)
+
+
+def test_sweeps_over_a_kalman_filter_diverge():
+    """A step replaces the state, which a prefix sum of changes does not forget."""
+    _, code, error = solved(scan_problems.kalman(64, axes=1), lp_jax.Picard(sweeps=20, rtol=1e-6))
+    assert code != 0 and error > 1e3
+
+
+def chain(density, steps=128, **fields):
+    start, size = jnp.ones(2), 0.1
+    make = scan_problems.hmc if "path" in fields else scan_problems.mala
+    return make(steps, density, start, **{"size": size} | fields)
+
+
+NEWTON = lp_jax.Newton(iterations=128, rtol=1e-8, batch_axes=0)
+
+
+def test_a_chain_on_a_log_concave_target_takes_few_iterations():
+    log_density, mode = scan_problems.logistic(2)
+    assert float(jnp.abs(jax.grad(log_density)(mode)).max()) < 1e-3
+    made = scan_problems.mala(128, log_density, mode, size=0.02)
+    moved = jnp.any(jnp.diff(jax.lax.scan(made.body, made.init, made.xs)[1], axis=0) != 0, axis=1)
+    assert 0.5 < float(moved.mean()) < 1  # some proposals are refused
+    taken, code, error = solved(made, NEWTON)
+    assert taken <= 12 and code == 0 and error < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("made", "least"),
+    [
+        (lambda: chain(scan_problems.banana, size=0.1), 32),
+        (lambda: chain(functools.partial(scan_problems.two_modes, half=1.5), size=0.2, path=40), 64),
+    ],
+    ids=["banana", "long paths of HMC"],
+)
+def test_chains_that_spread_small_differences_gain_nothing(made, least):
+    """States are right after as many iterations as steps, but a large part of them is needed."""
+    taken, _, error = solved(made(), NEWTON)
+    assert least <= taken <= 128 and error < 1e-8
+
+
+def test_short_paths_of_hmc_take_few_iterations():
+    made = chain(functools.partial(scan_problems.two_modes, half=1.5), size=0.2, path=2)
+    taken, code, error = solved(made, NEWTON)
+    assert taken <= 12 and code == 0 and error < 1e-8
+
+
+def test_adam_takes_more_iterations_the_larger_its_rate():
+    """Three numbers at each place; the gradient is no part of the Jacobian, and all of what is solved."""
+    solver = lp_jax.Newton(jacobian="diagonal", iterations=24, rtol=1e-3, batch_axes=0)
+    taken = []
+    for rate in (3e-4, 1e-2):
+        made = scan_problems.training(24, optax.adam(rate, eps_root=1e-10), batch=8, units=8)
+        count, code, error = solved(made, solver)
+        assert code == 0 and error < 1e-3
+        taken.append(count)
+    assert taken[0] < taken[1] and taken[0] <= 9
+
+
+def test_gradient_descent_at_its_best_rate_gains_nothing():
+    taken, _, error = solved(scan_problems.training(24, optax.sgd(1.0), batch=8, units=8), scans.sweeps())
+    assert taken > 16 and error < 1e-3
+
+
+def factor(solution):
+    norms = [norm for norm in solution.stats.residual_norms.tolist() if norm >= 0]
+    return (norms[-1] / norms[0]) ** (1 / (len(norms) - 1))
+
+
+@pytest.mark.parametrize(("relaxation", "bound"), [("F", 0.3), ("FCF", 0.12)])
+def test_cycles_on_the_heat_equation_converge_as_theory_says(relaxation, bound):
+    """Two levels, implicit Euler on both: factors of 0.3 with F- and about 0.1 with FCF-relaxation.
+
+    Dobrev, Kolev, Petersson, Schroder, "Two-level convergence theory for multigrid reduction in time", SIAM J. Sci. Comput. 39
+    (2017).
+    """
+    problem = scan_problems.heat(256, points=31)
+    solution, exact = scans.solved(problem, scans.cycles(levels=2, relaxation=relaxation))
+    assert factor(solution) < bound
+    assert int(solution.result) == 0 and scans.largest_error(solution.aux, exact) < 1e-6
+
+
+def test_the_default_coarse_step_diverges_on_the_heat_equation():
+    """One sweep over an interval is an explicit method, and the equation is stiff."""
+    problem = scan_problems.heat(256, points=31)
+    solution, exact = scans.solved(problem, scans.cycles(levels=2, coarse_step=lp_jax.Picard(sweeps=1)))
+    assert scans.largest_error(solution.aux, exact) > 1e3
+
+
+def test_the_gradient_through_the_heat_equation():
+    problem = scan_problems.heat(64, points=15)
+
+    def loss(source, solver):
+        return jnp.sum(lp_jax.solve(**vars(problem) | {"params": source}, solver=solver).y1 ** 2)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    exact = gradient(problem.params, lp_jax.Serial())
+    found = gradient(problem.params, scans.cycles(levels=2, rtol=1e-10))
+    np.testing.assert_allclose(found, exact, rtol=1e-7, atol=1e-7 * float(jnp.abs(exact).max()))
+
+
+def test_a_guess_from_coarse_steps_saves_iterations_on_lorenz():
+    solver = lp_jax.Newton(iterations=50, atol=1e-6, batch_axes=0)
+    taken = [solved(scan_problems.lorenz(256, time=2.0, coarse=coarse), solver) for coarse in (0, 64)]
+    assert taken[1][0] <= 3 < taken[0][0] <= 10
+    assert all(code == 0 and error < 1e-8 for _, code, error in taken)
+
+
+def test_lorenz_overflows_over_a_long_time():
+    _, code, error = solved(scan_problems.lorenz(256, time=10.0), lp_jax.Newton(iterations=256, rtol=1e-6))
+    assert code != 0 and error > 1
+
+
+def test_the_table_that_is_kept_is_that_of_the_suite_and_of_the_page():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "scans.json").read_text())["rows"]
+    assert [(row["problem"], row["steps"]) for row in rows] == [(case.name, case.steps) for case in scans.cases()]
+    assert scans.table(rows) in (ROOT / "docs" / "not_layers.md").read_text()
+    for row in rows:
+        converged = not row["verdict"].startswith("fails")
+        assert row["verdict"] == scans.verdict(converged, row["in_a_row"], row["steps"])
+
+
+def test_the_command_runs(tmp_path, capsys):
+    scans.main(["--quick", "--only", "advantages", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "scans.json").read_text())["rows"]
+    assert row["iterations"] == 1 and row["error"] < 1e-13 and "works" in row["verdict"]
+    assert scans.table([row]) in capsys.readouterr().out
+    assert scans.table([row]) in (tmp_path / "scans.md").read_text()
