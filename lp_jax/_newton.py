@@ -220,6 +220,8 @@ class Newton(Solver):
             return Iterate(u.states, jacobians=self._linearised(level, u)[1]), 0
         return u, 0
 
+    recovers = True
+
     def c_points(self, levels: Sequence[Level], u: Iterate) -> CPoints:
         return u.states
 
@@ -285,6 +287,8 @@ class Newton(Solver):
             else:
                 u_next = level.step(u, x, shared)
                 jacobian = kind.linearise(lambda v: other(v, x, shared), u, transposed=level.reverse)[1]
+            if not level.reverse:  # an infinite derivative would spoil the states of all later layers
+                jacobian = jnp.where(jnp.isfinite(jacobian), jacobian, 0)
             return u_next, jacobian if self.damping is None else kind.damped(jacobian, self.damping)
 
         origin = level.origin or level.step

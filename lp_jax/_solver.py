@@ -19,6 +19,7 @@ from lp_jax._coarse_step import Coarse, CoarseStep
 from lp_jax._level import Level, march, sweep
 from lp_jax._path import Stop
 from lp_jax._result import DONE, FELL_BACK, of_norms
+from lp_jax._tolerance import ROUNDING, believed, hopeless, rounding
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
 from lp_jax._work import Held, Sizes, Uncounted, Work
 
@@ -142,6 +143,7 @@ class Solver(CoarseStep):
         return solve_intervals(self, chain, level, span)
 
     iteration_name: ClassVar[str] = "iteration"
+    recovers: ClassVar[bool] = False  # whether iterations go on from states that overflowed
 
     def with_effort(self, iterations: int) -> "Solver":
         """Return this solver with a fixed number of iterations and no tolerance.
@@ -303,18 +305,6 @@ class Begun(NamedTuple):
     first: Scalar | None = None
 
 
-def rounding(level: Level) -> jax.Array:
-    """Residual norm that rounding alone leaves, for states about as large as the one that enters: no solve gets below."""
-    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    each = [(float(jnp.finfo(x.dtype).eps) * _tree.norm(x)).astype(dtype) for x in jax.tree.leaves(level.y0)]
-    return jnp.sqrt(level.workers.total(level.interval_span) * sum(x**2 for x in each))
-
-
-_ROUNDING = 10  # times the norm that rounding leaves: residual norms below this may go up and down
-_GROWN = 10  # times the first residual norm: sweeps that converge stay below 3 on the way, those that do not pass by
-_STALLED = 4  # iterations that do not halve a residual norm which had come down by ten: rounding, or a limit
-
-
 def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
     """Run ``solver`` on ``levels``, to a fixed number of iterations or to a tolerance.
 
@@ -331,7 +321,7 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     u, spent, first = begun.u, begun.spent, begun.first
     taken = spent if begun.taken is None else begun.taken
     cycles = solver.iterations - spent
-    least, floor = rounding(levels[0]), _ROUNDING * rounding(levels[0])
+    least, floor = rounding(levels[0]), ROUNDING * rounding(levels[0])
 
     def stats(iterations: Any, norms: jax.Array, met: jax.Array | bool) -> Stats:
         norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
@@ -349,16 +339,20 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
 
     atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
 
+    most = believed(levels[0]).astype(dtype) if spent and first is None else jnp.inf
+
     def tolerance(norms: jax.Array) -> jax.Array:
-        reference = norms[0] if first is None else first
+        reference = jnp.minimum(norms[0] if first is None else first, most)
         asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * reference)
         return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
     def unfinished(carry: tuple[CPoints, jax.Array, jax.Array]) -> jax.Array:
         _, k, norms = carry
-        wanted = norms[k - 1] > tolerance(norms)  # a NaN compares false, so a diverged solve stops at once
+        last, limit = norms[k - 1], tolerance(norms)
+        # a NaN stops a solve that would keep it
+        wanted = ~(last <= limit) if solver.recovers and not solver.fallback else last > limit
         if solver.fallback:
-            wanted &= ~_hopeless(norms, k)
+            wanted &= ~hopeless(norms, k)
         return (k < cycles) & ((k == 0) | wanted)
 
     def body(carry: tuple[CPoints, jax.Array, jax.Array]) -> tuple[CPoints, jax.Array, jax.Array]:
@@ -377,10 +371,3 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         lambda carry: ~carry[1], lambda _: (march(levels[0])[0], _tree.varying(jnp.asarray(True), met)), (u, met)
     )
     return u, stats(k + taken, norms, met)._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
-
-
-def _hopeless(norms: jax.Array, k: jax.Array) -> jax.Array:
-    """Whether ``k`` residual norms show that the iteration diverges, or that it gets no further."""
-    last = norms[k - 1]
-    stalled = (k > _STALLED) & (last < norms[0] / 10) & (last > norms[k - 1 - _STALLED] / 2)
-    return (last > _GROWN * norms[0]) | stalled
