@@ -200,3 +200,18 @@ def test_training_without_a_solver_takes_what_the_model_was_built_with():
     one_cycle = lp_jax.MGRIT(iterations=1, coarse_step=lp_jax.Rediscretize())
     assert trained(one_cycle) == trained(None, solver=one_cycle) != trained(None)
     assert trained(None) == trained(one_cycle, solver=DEFAULT, adjoint_solver=ADJOINT_DEFAULT)
+
+
+def test_a_start_that_diverges_does_not_make_its_own_tolerance():
+    """Explicit coarse steps of a stiff equation: the first norm is 1e20 or so, and a millionth of it is no tolerance."""
+    rates = 10 * jnp.linspace(1.0, 40.0, 16) ** 2
+    problem = lp_jax.Problem(
+        lambda y, layer: y / (1 + layer.dt * rates), None, jnp.ones(16), data=jnp.zeros(128), t1=1.0
+    )
+    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial()).y1
+    for fallback, code in ((False, 2), (True, 1)):
+        solver = lp_jax.MGRIT(iterations=8, rtol=1e-6, relaxation="FCF", fallback=fallback)
+        solution = lp_jax.solve(**vars(problem), solver=solver)
+        assert float(solution.stats.residual_norms[1]) > 1e6
+        assert int(solution.result) == code
+    np.testing.assert_allclose(solution.y1, exact, rtol=1e-12, atol=1e-300)

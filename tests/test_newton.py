@@ -541,3 +541,37 @@ def test_norms_that_overflow_on_the_way_do_not_count_in_the_end():
     norms = solution.stats.residual_norms
     assert not np.isfinite(norms).all() and norms[-1] == 0
     assert relative_error(solution.y1, jnp.full(2, 1e20)) < 1e-6 and solution.result == DONE
+
+
+@pytest.mark.parametrize("jacobian", ["full", "diagonal", "shared"])
+def test_infinite_derivatives_do_not_stop_it(jacobian):
+    """The root of zero has one: as many iterations as layers are exact all the same."""
+
+    def body(y, x):
+        y = jnp.sqrt(y) + x
+        return y, y
+
+    xs = jnp.asarray([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0])[:, None, None]
+    problem = lp_jax.scanned(body, jnp.zeros((1, 1)), xs)
+    exact = jax.lax.scan(body, jnp.zeros((1, 1)), xs)[1]
+    solver = lp_jax.Newton(jacobian=jacobian, iterations=8, batch_axes=1)
+    np.testing.assert_allclose(lp_jax.solve(**vars(problem), solver=solver).aux, exact, rtol=1e-14)
+
+
+def test_a_tolerance_outlasts_states_that_overflow():
+    """Each iteration makes one more state exact, and the next residual norms are NaN on the way."""
+
+    def euler(y, _):
+        x, y, z = y
+        slope = jnp.stack([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z])
+        y = jnp.stack([x, y, z]) + slope / 50
+        return y, y
+
+    begin, steps = jnp.asarray([-7.0, -8.0, 25.0]), 128
+    problem = lp_jax.scanned(euler, begin, None, length=steps)
+    solution = lp_jax.solve(**vars(problem), solver=lp_jax.Newton(iterations=steps, rtol=1e-8, batch_axes=0))
+    norms = np.asarray(solution.stats.residual_norms)
+    taken = int(solution.stats.iterations)
+    assert not np.isfinite(norms[:taken]).all()
+    assert int(solution.result) == 0
+    np.testing.assert_allclose(solution.y1, jax.lax.scan(euler, begin, None, length=steps)[0], rtol=1e-7)
