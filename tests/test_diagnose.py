@@ -1,5 +1,8 @@
 """Numbers of a chain against NumPy's, and predicted numbers of iterations against those that solvers take."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 from flax import linen
 
 import lp_jax
+from benchmarks import diagnosis
 from lp_jax import planning
 
 N, D, BATCH = 24, 3, 6
@@ -155,3 +159,23 @@ def test_what_is_refused():
             planning.diagnose(network(1.0), **wrong)
     with pytest.raises(TypeError, match="solver"):
         planning.diagnose(network(1.0), solvers=["Picard"])
+
+
+def test_predictions_of_the_committed_table_hold():
+    """A dozen networks, twice each: nine of ten within two or a quarter, and none said to converge that does not."""
+    folder = Path(lp_jax.__file__).parents[1] / "benchmarks" / "results" / "cpu"
+    rows = json.loads((folder / "diagnosis.json").read_text())["rows"]
+    assert len({row["network"] for row in rows}) >= 12
+    every = diagnosis.judged(rows)
+    assert sum(diagnosis.holds(*both) for both in every) > 0.9 * len(every)
+    assert not any(predicted is not None and taken is None for predicted, taken in every)
+
+
+def test_when_a_prediction_holds():
+    assert diagnosis.holds(3, 5)
+    assert not diagnosis.holds(3, 6)
+    assert diagnosis.holds(20, 16)
+    assert not diagnosis.holds(21, 16)
+    assert diagnosis.holds(None, None)
+    assert not diagnosis.holds(None, 30)
+    assert not diagnosis.holds(5, None)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import lp_jax
@@ -188,3 +190,35 @@ def _run(*arguments):
     return subprocess.run(
         command, cwd=BENCHMARKS.parent, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def test_the_model_tells_most_of_what_was_measured():
+    """Of the programs that ran on an H200, loops of unknown length and convolutions aside."""
+    rows = json.loads((BENCHMARKS / "results" / "h200" / "program_run.json").read_text())["rows"]
+    programs = [one for row in rows if "conv" not in row["title"] for one in row["contenders"] if not one["unknown"]]
+    ratios = np.array([one["model_seconds"] / one["seconds"]["median"] for one in programs])
+    assert len(ratios) == 25
+    assert np.sum((ratios > 0.8) & (ratios < 1.25)) == 19
+    assert ratios.min() > 0.5
+    assert ratios.max() < 1.6
+
+
+def test_programs_are_timed_with_their_errors():
+    """Here on a CPU, where what it compiles runs as well."""
+    network = networks.NETWORKS["dense"](4, 8, 4)
+    sweeps = lp_jax.Picard(sweeps=2)
+    wanted = {"lax.scan": 1, "two sweeps": (sweeps, sweeps), program.EXACT: 8}
+    compiled = {
+        name: program.lowered(network, which, jax.devices()[:1], updates=False).compile()
+        for name, which in wanted.items()
+    }
+    times = program.timed(network, compiled, 3, lambda text: None)
+    assert set(times) == {"lax.scan", "two sweeps"}
+    assert times["lax.scan"]["gradient_error"] < 1e-6 < times["two sweeps"]["gradient_error"] < 0.1
+    assert all(one["rounds"] == 3 and one["seconds"]["median"] > 0 for one in times.values())
+
+
+def test_what_is_said_of_run():
+    done = _run("--run", "--devices", "2")
+    assert done.returncode == 2
+    assert "Leave --devices and --updates out" in done.stderr
