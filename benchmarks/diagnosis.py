@@ -237,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--data", type=Path, help="folder with mnist10k/, gum/ and ucr/; without it, networks that need none"
     )
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="networks with one of these in their names")
     options = parser.parse_args(arguments)
     folder, progress = results_folder(parser, options), Progress()
     result: report.Result = {
@@ -250,6 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.quick:
         parts += [cells(progress), chain(progress)]
     for case in (case for part in parts for case in part):
+        if options.only and not any(text in case[0] for text in options.only):
+            continue
         progress(f"{case[0]}, {case[1]}: solving")
         result["rows"].append(compared(*case))
         report.save(result, folder, text=table)

@@ -134,8 +134,8 @@ def processor(platform: str) -> Processor:
     """The numbers for a kind of device.
 
     Those of a CPU: the grid of the suite ``at_once`` on two cores with 32 MB of cache, jax 0.10.2 and 0.12 (docs/internals.md,
-    "Layers at once on a CPU"). Those of an accelerator: an H200 (docs/gpu.md), on which sweeps over 256, 128 and 64 of 1,024 layers
-    at a time took 1.6, 2.0 and 2.7 times as long as over all of them.
+    "Layers at once on a CPU"). Those of an accelerator: an H200 (docs/gpu.md), on which sweeps over 256, 128 and 64 of 1,024
+    layers at a time took 1.6, 2.0 and 2.7 times as long as over all of them.
     """
     return CPU if platform == "cpu" else ACCELERATOR
 

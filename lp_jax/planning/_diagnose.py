@@ -91,16 +91,16 @@ class Diagnosis:
         if self.growth < _FORGOTTEN:
             return (
                 f"This chain forgets: {growth} of a disturbance is left after the last layer.",
-                "Newton's method converges on such chains, however long. Sweeps do where Lipschitz constant x T is small.",
+                "Newton's method mostly converges on such chains, however long. Sweeps do where Lipschitz constant x T is small.",
             )
         if self.growth > _AMPLIFIED:
             return (
                 f"This chain amplifies: a disturbance is {growth} times as large after the last layer.",
-                "Iterations take nearly as many turns as layers on such chains, or fail: take Serial().",
+                "Iterations mostly take nearly as many turns as layers on such chains, or fail: take Serial().",
             )
         return (
             f"This chain keeps what enters it: a disturbance is {growth} times as large after the last layer.",
-            "Sweeps and cycles converge on such chains where Lipschitz constant x T is small.",
+            "Sweeps and cycles mostly converge on such chains where Lipschitz constant x T is a few dozen at most.",
         )
 
     def _outcome(self) -> str:
@@ -164,7 +164,7 @@ def diagnose(
         examples: number of examples that are looked at, of the first axis of the state. All of them where the step does not
             take fewer.
         solvers: what is rehearsed, solvers or pairs (solver, adjoint solver) with tolerances of their own. None means sweeps,
-            cycles of two levels and, where examples have at most 256 numbers, Newton's method; at most 64 iterations each. An
+            cycles of two levels and, where examples have at most 256 numbers, Newton's method; at most 32 iterations each. An
             empty list rehearses nothing, which takes a second.
 
     Returns:
@@ -210,7 +210,7 @@ def _pair(given: Any) -> Pair:
     return given if isinstance(given, tuple) else (given, given.for_adjoint())
 
 
-_MOST = 64  # iterations
+_MOST = 32  # iterations, as of the default solver
 
 
 def _usual(problem: Problem, rtol: float, adjoint_rtol: float) -> list[Pair]:
