@@ -148,7 +148,8 @@ def test_a_solver_of_your_own_is_rehearsed():
 def test_a_plan_says_how_the_layers_behave():
     plan = lp_jax.plan(network(1.0), seconds=0.1, machine=planning.estimate(network(1.0), device="H100"))
     assert plan.diagnosis.lipschitz == pytest.approx(planning.diagnose(network(1.0), solvers=()).lipschitz)
-    assert plan.diagnosis.behaviour in str(plan)
+    assert f"{plan.diagnosis.numbers}. {plan.diagnosis.behaviour}" in str(plan)
+    assert plan.diagnosis.numbers.startswith("Lipschitz constant x T ")
 
 
 def test_what_is_refused():

@@ -76,6 +76,11 @@ class Diagnosis:
         return math.exp(min(self.lyapunov * self.layers, _LARGEST))
 
     @property
+    def numbers(self) -> str:
+        """Both numbers, in a line."""
+        return f"Lipschitz constant x T {self.lipschitz:.3g}, Lyapunov exponent {self.lyapunov:+.2g} a layer"
+
+    @property
     def behaviour(self) -> str:
         """What the chain does to a disturbance, in a sentence."""
         return self._told()[0]

@@ -162,7 +162,7 @@ class Plan:
     def __str__(self) -> str:
         note = [f"  {self.note}"] if self.note else []
         if self.diagnosis is not None:
-            note.append(f"  {self.diagnosis.behaviour}")
+            note.append(f"  {self.diagnosis.numbers}. {self.diagnosis.behaviour}")
         return "\n".join(
             [*_solvers(self), "", f"Use {self.code}", f"  {reason(self)}", *note, "", *_more_devices(self)]
         )
