@@ -226,7 +226,7 @@ def _solvers(plan: Plan) -> list[str]:
     rows = sorted({id(c): c for c in shown}.values(), key=lambda c: c.time.seconds)
     title = f"{plan.layers} layers on {plan.workers} worker{'s' * (plan.workers > 1)}"
     name = f" of {plan.machine.name}" if plan.machine.name else ""
-    head = ("ms", "speedup", "gradient error", "MB", "solver")
+    head = ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
     lines = aligned([head, *(_row(plan.alone, choice) for choice in rows)])
     return [f"{title}{name}, gradient error at most {plan.error:.0e}", "", *lines]
 
@@ -235,7 +235,8 @@ def _row(alone: float, choice: Choice) -> tuple[str, ...]:
     error = "?" if choice.error is None else "exact" if choice.error == 0 else f"{choice.error:.1e}"
     error = error if choice.error is None or math.isfinite(choice.error) else "diverges"
     seconds, megabytes = choice.time.seconds, choice.memory.bytes / 1e6
-    return milliseconds(seconds), f"{alone / seconds:.2f}", error, f"{megabytes:.3g}", pair(*choice[:2])
+    taken = "" if choice.probed is None else f"{choice.probed.iterations}/{choice.probed.adjoint_iterations}"
+    return milliseconds(seconds), f"{alone / seconds:.2f}", error, f"{megabytes:.3g}", taken, pair(*choice[:2])
 
 
 def _more_devices(plan: Plan) -> list[str]:
