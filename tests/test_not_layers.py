@@ -175,9 +175,11 @@ def test_a_guess_from_coarse_steps_saves_iterations_on_lorenz():
     assert all(code == 0 and error < 1e-8 for _, code, error in taken)
 
 
-def test_lorenz_overflows_over_a_long_time():
-    _, code, error = solved(scan_problems.lorenz(256, time=10.0), lp_jax.Newton(iterations=256, rtol=1e-6))
-    assert code != 0 and error > 1
+def test_lorenz_over_a_long_time_gains_nothing():
+    """States overflow on the way; as one more of them is exact after each iteration, it ends right, and late."""
+    taken, code, error = solved(scan_problems.lorenz(256, time=10.0), lp_jax.Newton(iterations=256, rtol=1e-6))
+    assert code == 0 and error < 1e-8
+    assert taken > 100
 
 
 def test_the_table_that_is_kept_is_that_of_the_suite_and_of_the_page():

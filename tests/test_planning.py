@@ -470,12 +470,12 @@ def dense(width, layers=256):
 
 def test_an_estimate_counts_operations():
     step, params = dense(512)
-    machine = planning.estimate(lp_jax.Problem(step, params, jnp.zeros((64, 512), "float32")), device="V100")
+    machine = planning.estimate(lp_jax.Problem(step, params, jnp.zeros((256, 512), "float32")), device="V100")
     slope = (machine.seconds("forward", 256) - machine.seconds("forward", 1)) / 255
-    product = 2 * 64 * 512 * 512 / 1.57e13
+    product = 2 * 256 * 512 * 512 / 1.57e13
     assert product <= slope < 1.5 * product
-    assert (machine.state_bytes, machine.layer_bytes) == (64 * 512 * 4, 512 * 512 * 4)
-    assert machine.adding == 3 * machine.layer_bytes / 9.0e11
+    assert (machine.state_bytes, machine.layer_bytes) == (256 * 512 * 4, 512 * 512 * 4)
+    assert machine.adding == pytest.approx(3 * machine.layer_bytes / (9.0e11 * 2 / 3))  # what is reached of the data sheet's
 
 
 def test_auto_sweeps_where_a_layer_leaves_the_device_idle_and_says_where_not():
