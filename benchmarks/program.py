@@ -107,7 +107,7 @@ def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, upda
 
 
 def compiled(program: Any, options: Mapping[str, Any]) -> tuple[Any, Program, dict[str, Any]]:
-    """What XLA makes of it, what that reads as, and how much memory and time it takes."""
+    """Compile a program: returns it, its text as read, and its memory and compile time."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         found = program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})

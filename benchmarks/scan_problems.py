@@ -22,7 +22,7 @@ from lp_jax import data
 
 
 class Scan(NamedTuple):
-    """What `jax.lax.scan` takes; every body emits its carry."""
+    """Arguments of `jax.lax.scan`; every body emits its carry."""
 
     body: Callable[[Any, Any], tuple[Any, Any]]
     init: Any

@@ -290,7 +290,7 @@ _MOST_NORMS = 12  # that are told
 
 
 class Begun(NamedTuple):
-    """What a solver starts with.
+    """Start of a solve, as `Solver.start` returns it.
 
     Attributes:
         u: what it iterates on.

@@ -1,4 +1,4 @@
-"""Picard sweeps over a window of the layers: one window after the other, or one that slides."""
+"""Picard sweeps over a window of the layers that slides to a tolerance."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lp_jax._types import Points, PyTree, Scalar, State
 
 
 class Slid(NamedTuple):
-    """What a window that slid leaves: the states after every step, its sweeps, and the squared first residual norm."""
+    """Result of a sliding window: states after every step, number of sweeps, squared first residual norm."""
 
     points: Points
     sweeps: jax.Array

@@ -26,7 +26,7 @@ from lp_jax.planning._text import aligned
 
 
 class Rehearsal(NamedTuple):
-    """What a pair of solvers took on a few examples.
+    """Iterations of a pair of solvers on a few examples, and how they ended.
 
     Attributes:
         solver: the forward solver.
@@ -82,7 +82,7 @@ class Diagnosis:
 
     @property
     def behaviour(self) -> str:
-        """What the chain does to a disturbance, in a sentence."""
+        """The fate of a small disturbance, in a sentence."""
         return self._told()[0]
 
     @property
