@@ -1,0 +1,29 @@
+"""Old public names, which work for one more release and say what they are called now."""
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
+    """Warn that a public name has changed; ``stacklevel`` counts from the function that calls this one."""
+    message = f"{old} is called {new} now. The old name works in this release and goes in the next."
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module: each old name in it is the object with the new full name, after a warning.
+
+    Raises:
+        AttributeError: for a name that is not among them.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_renamed(f"{module}.{name}", names[name])
+        home, _, new = names[name].rpartition(".")
+        return getattr(importlib.import_module(home), new)
+
+    return __getattr__
