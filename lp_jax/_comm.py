@@ -265,11 +265,35 @@ class Workers(abc.ABC):
         start = self._before(increments, y0, reverse=reverse)
         return _tree.cumsum(increments, start, reverse=reverse)
 
-    def prefix_sums(self, increments: Stacked, y0: State, *, reverse: bool) -> tuple[Stacked, State]:
-        """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus those and its own."""
-        start = self._before(increments, y0, reverse=reverse)
-        before, last = _tree.prefix_sums(increments, start, reverse=reverse)
+    def prefix_sums(
+        self, increments: Stacked, y0: State, *, reverse: bool, factor: Scalar | None = None
+    ) -> tuple[Stacked, State]:
+        """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus those and its own.
+
+        With a ``factor`` the sum so far is multiplied by it before an increment is added.
+        """
+        if factor is None:
+            start = self._before(increments, y0, reverse=reverse)
+        else:
+            start = self._decayed_before(increments, y0, factor, reverse=reverse)
+        before, last = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
         return before, _tree.narrow(last, y0)
+
+    def _decayed_before(self, increments: Stacked, y0: State, factor: Scalar, *, reverse: bool) -> State:
+        """The sum that enters this worker. A worker maps it to ``power * sum + total``; the first one starts from ``y0``."""
+        if self.active == 1 or not _tree.leading(increments):
+            return y0
+        y0, here = _tree.wide(y0), self.index() == self.first(reverse)
+        start = select(here, y0, _tree.zeros_like(y0))
+        _, total = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
+        power = jnp.where(here, 0, factor ** _tree.leading(increments))
+
+        def compose(first: tuple[Scalar, State], second: tuple[Scalar, State]) -> tuple[Scalar, State]:
+            power, total = second
+            return first[0] * power, jax.tree.map(lambda x, y: power.astype(x.dtype) * x + y, first[1], total)
+
+        _, total = self.exclusive_scan((power, total), reverse=reverse, compose=compose)
+        return select(here, y0, total)
 
     def _before(self, increments: Stacked, y0: State, *, reverse: bool) -> State:
         """``y0`` plus the increments of all workers before this one."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,39 +14,13 @@ from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._chain import Chain
 from lp_jax._coarse_step import Coarse
 from lp_jax._comm import Local
-from lp_jax._level import Level, identity, single, sweep
+from lp_jax._level import Level, identity, sweep
 from lp_jax._pytree import register
 from lp_jax._solver import WITHOUT_TOLERANCE, Begun, Solver, constant, require_fixed_effort, solve_intervals
+from lp_jax._sweeps import Swept, plain_sweep, secant_sweep, swept, unmoved
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._windows import slide
 from lp_jax._work import Work
-
-
-class _Swept(NamedTuple):
-    """What sweeps work on: the states that enter the layers, ``(n, ...)``, and the one that leaves this worker's last.
-
-    Sums of increments are these states: nothing has to be shifted by a layer between two sweeps.
-    """
-
-    entering: Points
-    last: State
-
-    def points(self, level: Level) -> Points:
-        """The states that leave the layers."""
-
-        def leaf(x: jax.Array, last: jax.Array) -> jax.Array:
-            if not x.shape[0]:
-                return x
-            return jnp.concatenate([last[None], x[:-1]] if level.reverse else [x[1:], last[None]])
-
-        return jax.tree.map(leaf, self.entering, self.last)
-
-
-def _swept(level: Level, points: Points) -> _Swept:
-    """From the states that leave the layers."""
-    edge = 0 if level.reverse else -1
-    last = jax.tree.map(lambda x, y: x[edge] if x.shape[0] else y, points, level.y0)
-    return _Swept(level.incoming(points), last)
 
 
 @register("rtol", "atol")
@@ -74,6 +48,10 @@ class Picard(Solver):
         atol: stop when the residual norm is at most this.
         fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
             residual norm has grown by ten) or that gets no further is given up at once.
+        secant: whether a sweep also learns how the layers answer a change: :math:`y_{n+1} \leftarrow \Phi_n(u_n) +
+            (1 + a) (y_n - u_n)` for the states u of the sweep before, with one slope a in [-1, 0] for all layers, that of the
+            last two sweeps. Plain sweeps have a = 0. Chains that contract, such as a GRU, take a quarter of the sweeps; others
+            take as many.
         around: where a coarse step takes its increments: "start", the state that enters the interval, or "trajectory",
             the states of the last relaxation, shifted by the change of the state that enters. The latter is more
             accurate far from an ODE and stores all states.
@@ -83,8 +61,8 @@ class Picard(Solver):
             or "auto": by what a layer holds. Numbers change by rounding only.
 
     Raises:
-        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, and for windows with less than one
-            sweep, or two with a tolerance.
+        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, for windows with less than one
+            sweep, or two with a tolerance, and for ``secant`` with windows or in a coarse step.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -101,6 +79,7 @@ class Picard(Solver):
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
     fallback: bool = False
+    secant: bool = False
     around: str = "start"
     storage: str = "all"
     at_once: int | float | str = "auto"
@@ -111,6 +90,8 @@ class Picard(Solver):
         if self.windows > 1 and self.sweeps < 1 + self.has_tolerance:
             least = "2 with a tolerance" if self.has_tolerance else "1"
             raise ValueError(f"Picard(windows={self.windows}) takes at least {least} sweeps; got sweeps={self.sweeps}.")
+        if self.windows > 1 and self.secant:
+            raise ValueError(f"Picard(secant=True) sweeps over all layers; got windows={self.windows}. Leave one out.")
         _check.one_of("around", self.around, ("start", "trajectory"))
         _check.one_of("storage", self.storage, ("states", "all"))
         check_at_once("at_once", self.at_once)
@@ -148,17 +129,16 @@ class Picard(Solver):
 
     def start(self, levels: Sequence[Level], guess: CPoints | None) -> Begun:
         level = levels[0]
-        if self.windows == 1 and guess is None:
-            return Begun(_Swept(constant(level, None), level.y0))
         if self.windows == 1:
-            return Begun(_swept(level, guess))
+            begun = Swept(constant(level, None), level.y0) if guess is None else swept(level, guess)
+            return Begun(unmoved(begun) if self.secant else begun)
         if level.number > 0:
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
         if self.has_tolerance:
             size = self.unit(level.workers.total(level.span))
             slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
-            return Begun(_swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
-        return Begun(_swept(level, self._march(level)), self.sweeps - 1)
+            return Begun(swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+        return Begun(swept(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
@@ -168,10 +148,10 @@ class Picard(Solver):
         def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
             xs, rhs = operands
             inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=alone)
-            swept = _Swept(constant(inside, None), u)
+            at = Swept(constant(inside, None), u)
             for _ in range(self.sweeps - 1):
-                swept, _ = self.improve((inside,), swept)
-            return swept.last, (swept.last, swept.points(inside))
+                at, _ = self.improve((inside,), at)
+            return at.last, (at.last, at.points(inside))
 
         windows = _tree.split((level.xs, level.rhs), size)
 
@@ -181,15 +161,10 @@ class Picard(Solver):
         _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
         return _tree.merge(points)
 
-    def improve(self, levels: Sequence[Level], u: _Swept) -> tuple[_Swept, Scalar]:
-        level = levels[0]
-        if chunk(level.steps, level.at_once) < level.steps:
-            return _by_chunks(level, u)
-        stepped, _ = sweep(level, u.entering)
-        entering, last = level.workers.prefix_sums(_tree.sub(stepped, u.entering), level.y0, reverse=level.reverse)
-        return _Swept(entering, last), _tree.sum_of_squares(_tree.sub(stepped, u.points(level)))
+    def improve(self, levels: Sequence[Level], u: Swept) -> tuple[Swept, Scalar]:
+        return (secant_sweep if self.secant else plain_sweep)(levels[0], u)
 
-    def c_points(self, levels: Sequence[Level], u: _Swept) -> CPoints:
+    def c_points(self, levels: Sequence[Level], u: Swept) -> CPoints:
         return u.points(levels[0])
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
@@ -199,6 +174,8 @@ class Picard(Solver):
         if self.windows > 1:
             return solve_intervals(self, chain, level, span)
         require_fixed_effort(self)
+        if self.secant:
+            raise ValueError(f"coarse_step={self!r} would depend on the sweeps before it; leave secant out.")
         xs, step = _tree.split(chain.slices, span), chain.step(level)
         if self.sweeps == 0:
             return Coarse(identity, xs)
@@ -301,48 +278,6 @@ class Picard(Solver):
         most = f"{sweeps} at most" if self.has_tolerance else sweeps
         note = "each sweep evaluates every layer at once and adds the increments up"
         return f"{steps} layers at once, {most}: no coarse level", note
-
-
-def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
-    """A sweep over so many layers at once as the level says, and as many after these.
-
-    Increments are added up, and residuals squared, on the way: the states of all layers pass through memory once, not four
-    times. A layer's residual is known when its successor's entering state is.
-    """
-    first, n = level.workers.active == 1, level.steps
-    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    if not n:
-        return u, jnp.zeros((), dtype)
-    size = chunk(n, level.at_once)
-    stepped_from = several(single(level, level.advance), size)
-
-    def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
-        """Squares of what each layer's predecessor leaves, less what enters it."""
-        one = before[None]
-        left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
-        squares = jnp.square(jnp.abs(left - entering)).astype(dtype)
-        return total + _tree.padded(squares, len(total) - len(left))
-
-    def layers(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
-        total, squares, before = carry
-        stepped, _ = stepped_from(*operands)
-        squares = jax.tree.map(square, squares, before, stepped, operands[0])
-        entering, total = _tree.prefix_sums(_tree.sub(stepped, operands[0]), total, reverse=level.reverse)
-        return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
-
-    start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
-    squares = _tree.zeros_like(_tree.repeat(start, size), dtype)  # of each number: sums take time
-    entered = _tree.take(u.entering, -1 if level.reverse else 0)
-    operands = u.entering, (level.xs, level.rhs)
-    carry = start, squares, entered
-    (total, squares, stepped), entering = in_chunks(layers, carry, operands, size, reverse=level.reverse)
-    squares = [jnp.sum(x) for x in jax.tree.leaves(squares)]
-    squares.append(_tree.sum_of_squares(_tree.sub(stepped, u.last)).astype(dtype))
-    if not first:
-        before = _tree.add(_tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse))
-        entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
-        total = _tree.add(total, before)
-    return _Swept(entering, _tree.narrow(total, level.y0)), sum(squares[1:], squares[0])
 
 
 DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)

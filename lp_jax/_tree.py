@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lp_jax._types import PyTree
+from lp_jax._types import PyTree, Scalar
 
 
 def add(a: PyTree, b: PyTree | None) -> PyTree:
@@ -145,10 +145,17 @@ def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:
     return narrow(add(before, wide(tree)), tree)
 
 
-def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool) -> tuple[PyTree, PyTree]:
-    """``start`` plus what comes before each entry (after it, if ``reverse``), and ``start`` plus all."""
+def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | None = None) -> tuple[PyTree, PyTree]:
+    """``start`` plus what comes before each entry (after it, if ``reverse``), and ``start`` plus all.
+
+    With a ``factor`` the sum so far is multiplied by it before an entry is added: ``v[n+1] = factor v[n] + x[n]``.
+    """
     leaves, structure = jax.tree.flatten(wide(tree))
-    sums = [_sums(y, x, reverse) for y, x in zip(jax.tree.leaves(wide(start)), leaves, strict=True)]
+    starts = jax.tree.leaves(wide(start))
+    if factor is None:
+        sums = [_sums(y, x, reverse) for y, x in zip(starts, leaves, strict=True)]
+    else:
+        sums = [_decaying(y, x, factor.astype(x.dtype), reverse) for y, x in zip(starts, leaves, strict=True)]
     before, last = (jax.tree.unflatten(structure, part) for part in zip(*sums, strict=True))
     return narrow(before, tree), last
 
@@ -175,6 +182,33 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
     before, last = _sums(start, lax.optimization_barrier(within[-1]), reverse)
     entries = [before, *(before + sums for sums in within[:-1])]
     return jnp.stack(entries[::-1] if reverse else entries, axis=1).reshape(n, *rest), last
+
+
+def _decaying(start: jax.Array, x: jax.Array, factor: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
+    """`_sums` with a factor; entries that fill no group come last."""
+
+    def then(total: jax.Array, entry: jax.Array) -> jax.Array:
+        return factor * total + entry
+
+    if reverse:
+        before, last = _decaying(start, x[::-1], factor, False)
+        return before[::-1], last
+    n, rest = x.shape[0], x.shape[1:]
+    if n == 0:
+        return x, start
+    if n < 2 * _GROUP:
+        *sums, last = itertools.accumulate([start, *x], then)
+        return jnp.stack(sums), last
+    whole = n - n % _GROUP
+    groups = x[:whole].reshape(whole // _GROUP, _GROUP, *rest)
+    within = list(itertools.accumulate((groups[:, i] for i in range(_GROUP)), then))
+    before, last = _decaying(start, lax.optimization_barrier(within[-1]), factor**_GROUP, False)
+    entries = [before, *(factor**i * before + sums for i, sums in enumerate(within[:-1], 1))]
+    entering = jnp.stack(entries, axis=1).reshape(whole, *rest)
+    if whole == n:
+        return entering, last
+    left, last = _decaying(last, x[whole:], factor, False)
+    return jnp.concatenate([entering, left]), last
 
 
 _GROUP = 8
@@ -237,6 +271,13 @@ def sum_of_squares(tree: PyTree) -> jax.Array:
     """Sum of squared magnitudes over all leaves, in at least single precision."""
     zero = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
     return jax.tree.reduce(jnp.add, leaf_squares(tree), zero)
+
+
+def inner(a: PyTree, b: PyTree) -> jax.Array:
+    """Real part of the inner product over all leaves, in at least single precision."""
+    dtype = real_dtype(a, at_least=jnp.float32)
+    products = jax.tree.map(lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), a, b)
+    return jax.tree.reduce(jnp.add, products, jnp.zeros((), dtype))
 
 
 def norm(tree: PyTree) -> jax.Array:
