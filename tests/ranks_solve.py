@@ -254,6 +254,7 @@ def depths(_=None):
 
     from lp_jax import nn, train
     from lp_jax.nn._refine import staying
+    from lp_jax.train import contrib
 
     solver = lp_jax.MGRIT(coarsening=2, iterations=1)
     rng, real = np.random.default_rng(0), {"param_dtype": jnp.float64}
@@ -273,7 +274,7 @@ def depths(_=None):
         return state, [row["loss"] for row in log.of("train")]
 
     def mgopt(comm, **options):
-        step_fn, state = train.mgopt(network(16, comm), optax.adam(1e-2), coarsest=1, **options)
+        step_fn, state = contrib.mgopt(network(16, comm), optax.adam(1e-2), coarsest=1, **options)
         losses = []
         for _ in range(3):
             state, metrics = step_fn(state, batch, solver, None)
@@ -301,7 +302,7 @@ def depths(_=None):
     with pytest.raises(ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"):
         staying(network(6, COMM).trunk, 12)
     with pytest.raises(ValueError, match="each has only its run"):
-        train.mgopt(network(16, COMM), optax.adam(1e-2), how="linear")
+        contrib.mgopt(network(16, COMM), optax.adam(1e-2), how="linear")
 
 
 @case

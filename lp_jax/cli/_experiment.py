@@ -42,12 +42,12 @@ from lp_jax.train import (
     init_state,
     make_train_step,
     measured,
-    mgopt,
     nested,
     one_shot,
     residuals,
     scale_by_lbfgs,
 )
+from lp_jax.train.contrib import mgopt
 
 Optimizer: TypeAlias = optax.GradientTransformation
 

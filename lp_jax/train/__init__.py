@@ -12,15 +12,12 @@ except ModuleNotFoundError as error:
         f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
+from lp_jax._renamed import old_names as _old_names
 from lp_jax.train._average import average_gradients as average_gradients
-from lp_jax.train._average import bfloat16 as bfloat16
-from lp_jax.train._average import eight_bits as eight_bits
-from lp_jax.train._average import top_k as top_k
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
 from lp_jax.train._controller import Control as Control
 from lp_jax.train._controller import Controller as Controller
-from lp_jax.train._controller import Doubling as Doubling
 from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
@@ -38,7 +35,6 @@ from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
-from lp_jax.train._mgopt import mgopt as mgopt
 from lp_jax.train._microbatches import microbatches as microbatches
 from lp_jax.train._nested import Depth as Depth
 from lp_jax.train._nested import deepen as deepen
@@ -69,3 +65,14 @@ from lp_jax.train._supervised import mean_squared_error as mean_squared_error
 from lp_jax.train._supervised import predict as predict
 from lp_jax.train._supervised import regression as regression
 from lp_jax.train._supervised import residuals as residuals
+
+__getattr__ = _old_names(
+    __name__,
+    {
+        "Doubling": "lp_jax.train.contrib.Doubling",
+        "bfloat16": "lp_jax.train.contrib.bfloat16",
+        "eight_bits": "lp_jax.train.contrib.eight_bits",
+        "mgopt": "lp_jax.train.contrib.mgopt",
+        "top_k": "lp_jax.train.contrib.top_k",
+    },
+)

@@ -113,14 +113,14 @@ def fit(
         epochs: number of epochs of the whole run, including those before ``state``.
         solver: solver of the forward solve. None is what the model was built with, or the default of `lp_jax.solve`.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-        controller: sets the solvers as training goes on: `Controller`, `Doubling` or any other `Rule`. Its probes are rows of
+        controller: sets the solvers as training goes on: `Controller` or any other `Rule`. Its probes are rows of
             kind "control". The state of a run to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its
             ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
-            accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of
-            `mgopt`), result, adjoint_result, time (seconds since the start) and step_time (seconds per step, the mean since
-            the host last waited).
+            accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (where a step
+            takes more than one), result, adjoint_result, time (seconds since the start) and step_time (seconds per step, the
+            mean since the host last waited).
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.

@@ -25,8 +25,8 @@ _VISITS = {"V": 1, "W": 2}
 _TRIAL = 1 / 3  # of a gradient: one evaluation of a layer forward, two back
 
 
-class Memory(NamedTuple):
-    """What a level carries from step to step.
+class LevelState(NamedTuple):
+    """State of a level from step to step.
 
     Attributes:
         optimizer: the optimizer's state.
@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What a visit of a level took."""
+    """Cost of a visit of a level."""
 
     gradients: jax.Array | float  # in gradients of the finest level
     trials: jax.Array | int  # of this level's line search
@@ -98,12 +98,12 @@ def mgopt(
             before the correction. None is all the way.
         how: "constant" or "linear", as for `lp_jax.nn.refine`.
         loss: ``loss(model) -> (loss_fn, params)``, for the network of each level.
-        global_sums: as for `make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
+        global_sums: as for `lp_jax.train.make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
 
     Returns:
-        ``(step_fn, state)``, for `fit`. The step's solvers are those of all levels. Of its metrics, ``gradients`` is all that a
-        cycle took, in gradients of the fine network: those of coarse levels by their layers, a trial of a line search as a
-        third.
+        ``(step_fn, state)``, for `lp_jax.train.fit`. All levels use the solvers that the step is given. ``Metrics.gradients``
+        counts the whole cycle in gradients of the fine network: one of a coarse level by its layers, a trial of a line search
+        as a third.
 
     Raises:
         ValueError: if a number is out of range, the layers cannot be divided so often, or layers would have to
@@ -114,11 +114,12 @@ def mgopt(
         >>> import jax.numpy as jnp, lp_jax, optax
         >>> from flax import nnx
         >>> from lp_jax import nn, train
+        >>> from lp_jax.train import contrib
         >>> rngs, solver = nnx.Rngs(0), lp_jax.Serial()
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, rngs=rngs)
         >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
         >>> batch = jnp.eye(2), jnp.arange(2)
-        >>> step_fn, state = train.mgopt(model, optax.sgd(0.1), levels=3)
+        >>> step_fn, state = contrib.mgopt(model, optax.sgd(0.1), levels=3)
         >>> state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=10, solver=solver)
         >>> first, *_, last = log.of("train")
         >>> last["loss"] < first["loss"], first["gradients"]
@@ -171,7 +172,7 @@ def mgopt(
     memory = None
     for each in reversed(params):
         own = init_state(each, correction).opt_state if memory else None
-        memory = Memory(init_state(each, optimizer).opt_state, own, memory)
+        memory = LevelState(init_state(each, optimizer).opt_state, own, memory)
     return step_fn, together(init_state(params[0], optimizer)._replace(opt_state=memory))
 
 
@@ -219,7 +220,9 @@ class _Levels:
 
         return lax.fori_loop(0, number, body, (params, opt_state, at))
 
-    def visit(self, level: int, v: PyTree, params: PyTree, memory: Memory, at: Point) -> tuple[PyTree, Memory, Spent]:
+    def visit(
+        self, level: int, v: PyTree, params: PyTree, memory: LevelState, at: Point
+    ) -> tuple[PyTree, LevelState, Spent]:
         """Improve the parameters of a level, where its objective is known to be ``at``."""
         if level == len(self.losses) - 1:
             params, opt_state, at = self.steps(level, v, self.coarsest - 1, params, memory.optimizer, at)
@@ -237,8 +240,8 @@ class _Levels:
         return params, memory._replace(optimizer=opt_state), spent
 
     def corrected(
-        self, level: int, v: PyTree, params: PyTree, memory: Memory, at: Point
-    ) -> tuple[PyTree, Memory, Spent]:
+        self, level: int, v: PyTree, params: PyTree, memory: LevelState, at: Point
+    ) -> tuple[PyTree, LevelState, Spent]:
         """Add what the coarser levels learn."""
         below, coarser = level + 1, memory.coarser
         start = self.restricted(below, params)
