@@ -27,7 +27,7 @@ def step(y, layer):
 def loss_fn(params, batch, solver, adjoint_solver, t1=4.0):
     x, target, *_ = batch
     solution = lp_jax.solve(step, params, x, t1=t1, solver=solver, adjoint_solver=adjoint_solver)
-    info = train.Info(jnp.int32(0), jnp.int32(len(x)), solution.stats, solution.result)
+    info = train.Info(jnp.int32(len(x)), solution.stats, solution.result)
     return jnp.mean((solution.y1 - target) ** 2), info
 
 

@@ -206,7 +206,7 @@ def test_where_the_gradient_is_zero_nothing_moves():
         target = jnp.linspace(0.0, 1.0, model.trunk.num_layers, dtype=F64) ** 2
 
         def loss_fn(params, batch, solver, adjoint_solver):
-            info = train.Info(jnp.int32(0), jnp.int32(1), solved.stats, solved.result)
+            info = train.Info(jnp.int32(1), solved.stats, solved.result)
             return jnp.sum((params["layers"] - target) ** 2) / len(target), info
 
         return loss_fn, params

@@ -28,10 +28,6 @@ from lp_jax.train._log import Bar as Bar
 from lp_jax.train._log import Log as Log
 from lp_jax.train._log import Meter as Meter
 from lp_jax.train._log import Silent as Silent
-from lp_jax.train._log import flat as flat
-from lp_jax.train._log import measured as measured
-from lp_jax.train._log import read_rows as read_rows
-from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
@@ -46,13 +42,6 @@ from lp_jax.train._probe import GradientError as GradientError
 from lp_jax.train._probe import gradient_error as gradient_error
 from lp_jax.train._ranks import RankCheckpoints as RankCheckpoints
 from lp_jax.train._ranks import Ranks as Ranks
-from lp_jax.train._step import Batch as Batch
-from lp_jax.train._step import Info as Info
-from lp_jax.train._step import LossFn as LossFn
-from lp_jax.train._step import Metrics as Metrics
-from lp_jax.train._step import Restart as Restart
-from lp_jax.train._step import StepFn as StepFn
-from lp_jax.train._step import TrainState as TrainState
 from lp_jax.train._step import init_state as init_state
 from lp_jax.train._step import make_train_step as make_train_step
 from lp_jax.train._supervised import Evaluation as Evaluation
@@ -65,13 +54,24 @@ from lp_jax.train._supervised import mean_squared_error as mean_squared_error
 from lp_jax.train._supervised import predict as predict
 from lp_jax.train._supervised import regression as regression
 from lp_jax.train._supervised import residuals as residuals
+from lp_jax.train._types import Info as Info
+from lp_jax.train._types import LossFn as LossFn
+from lp_jax.train._types import Metrics as Metrics
+from lp_jax.train._types import Restart as Restart
+from lp_jax.train._types import StepFn as StepFn
+from lp_jax.train._types import TrainState as TrainState
 
 __getattr__ = _old_names(
     __name__,
     {
+        "Batch": "typing.Any",
         "Doubling": "lp_jax.train.contrib.Doubling",
         "bfloat16": "lp_jax.train.contrib.bfloat16",
         "eight_bits": "lp_jax.train.contrib.eight_bits",
+        "flat": "lp_jax.train._log.flat",
+        "measured": "lp_jax.train._log.measured",
+        "read_rows": "lp_jax.train._log.read_rows",
+        "unflat": "lp_jax.train._log.unflat",
         "mgopt": "lp_jax.train.contrib.mgopt",
         "top_k": "lp_jax.train.contrib.top_k",
     },

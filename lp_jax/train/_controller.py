@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,7 +14,8 @@ from lp_jax._result import DONE
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.train._step import Batch, LossFn
+from lp_jax.train._ranks import Ranks, ranks_of, total
+from lp_jax.train._types import Batch, LossFn
 
 Pair = tuple[Solver, Solver]
 
@@ -74,7 +75,7 @@ class Controller:
         probe_every: number of steps between two probes. Early probes come sooner: at steps 0, 8 and 64.
         least: smallest tolerance. Where it does not hold the bound, nothing does but serial propagation.
         most: largest tolerance.
-        global_sums: as for `make_train_step`.
+        ranks: as for `make_train_step`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -85,7 +86,7 @@ class Controller:
         >>> def loss_fn(params, batch, solver, adjoint_solver):
         ...     step = lambda u, layer: u + layer.dt * jnp.tanh(layer.params * u)
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(0.1)
         >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(16), optimizer)
@@ -110,9 +111,12 @@ class Controller:
     probe_every: int = 250
     least: float = 1e-6
     most: float = 0.5
-    global_sums: Callable[[PyTree], PyTree] | None = None
+    ranks: Ranks | None = None
+    global_sums: dataclasses.InitVar[Any] = None  # the old name
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, global_sums: Any) -> None:
+        if global_sums is not None:
+            object.__setattr__(self, "ranks", ranks_of(global_sums, stacklevel=3))
         _check.integer("probe_every", self.probe_every, least=1)
         _check.one_of("of", self.of, ("noise", "gradient"))
         if not self.bound > 0:
@@ -167,9 +171,7 @@ class Controller:
             gradients += _GRADIENTS
             tried = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(False))
             pair = self.solvers(tried, solver, adjoint_solver)
-            found = {
-                name: float(x) for name, x in _measured(self.loss_fn, self.global_sums, params, batch, *pair).items()
-            }
+            found = {name: float(x) for name, x in _measured(self.loss_fn, self.ranks, params, batch, *pair).items()}
             allowed = self.bound * (found["noise"] if self.of == "noise" else 1.0)
             done = found.pop("result") == DONE
             held = done and found["error"] <= allowed
@@ -199,7 +201,7 @@ _ATTEMPTS, _GRADIENTS = 5, 4  # of a probe, at most; in each of them
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measured(
     loss_fn: LossFn,
-    global_sums: Callable[[PyTree], PyTree] | None,
+    ranks: Ranks | None,
     params: PyTree,
     batch: Batch,
     solver: Solver,
@@ -214,7 +216,7 @@ def _measured(
 
     def distance(a: PyTree, b: PyTree) -> jax.Array:
         squares = jax.tree.map(lambda x, y: jnp.sum(jnp.abs(x - y) ** 2), a, b)
-        return jnp.sqrt(jax.tree.reduce(jnp.add, squares if global_sums is None else global_sums(squares)))
+        return jnp.sqrt(total(ranks, squares))
 
     norm = distance(exact, jax.tree.map(jnp.zeros_like, exact))
     return {

@@ -20,7 +20,7 @@ from lp_jax.train._controller import Rule
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message, search_warning
 from lp_jax.train._log import Log, Meter, Silent, measured, unflat
 from lp_jax.train._ranks import RankCheckpoints
-from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
+from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
 class Interrupted(RuntimeError):
@@ -143,7 +143,7 @@ def fit(
         >>> def loss_fn(params, batch, solver, adjoint_solver):
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(1.0)
         >>> step_fn = train.make_train_step(loss_fn, optimizer)

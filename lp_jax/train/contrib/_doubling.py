@@ -14,7 +14,7 @@ from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.train._controller import Pair
-from lp_jax.train._step import Batch, LossFn
+from lp_jax.train._types import Batch, LossFn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Doubling:
         >>> def loss_fn(params, batch, solver, adjoint_solver):
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     return solution.y1.sum(), train.Info(0, len(batch), solution.stats, solution.result)
+        ...     return solution.y1.sum(), train.Info(len(batch), solution.stats, solution.result)
         >>> rule, solver = contrib.Doubling(loss_fn), lp_jax.MGRIT(iterations=2)
         >>> control = rule.begin(solver, solver)
         >>> control, row = rule.probe(control, jnp.ones(16), jnp.ones(4), solver, solver)

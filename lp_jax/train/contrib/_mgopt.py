@@ -17,8 +17,10 @@ from lp_jax._types import PyTree
 from lp_jax.nn._refine import staying
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk
-from lp_jax.train._step import Batch, Info, LossFn, Metrics, StepFn, TrainState, finished, init_state, together
+from lp_jax.train._ranks import Ranks, takes_global_sums, total
+from lp_jax.train._step import finished, init_state, replicate_rest
 from lp_jax.train._supervised import classification
+from lp_jax.train._types import Batch, Info, LossFn, Metrics, StepFn, TrainState
 
 _VISITS = {"V": 1, "W": 2}
 
@@ -57,6 +59,7 @@ class Spent(NamedTuple):
 _NOTHING = Spent(0.0, 0, False)
 
 
+@takes_global_sums
 def mgopt(
     model: nn.Classifier,
     optimizer: optax.GradientTransformation,
@@ -71,7 +74,7 @@ def mgopt(
     line_search: Backtracking | None = Backtracking(trials=5),
     how: str = "constant",
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
-    global_sums: Callable[[PyTree], PyTree] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[StepFn, TrainState]:
     r"""Train a deep network with the help of shallower ones: multigrid, with the parameters as unknowns.
 
@@ -98,7 +101,7 @@ def mgopt(
             before the correction. None is all the way.
         how: "constant" or "linear", as for `lp_jax.nn.refine`.
         loss: ``loss(model) -> (loss_fn, params)``, for the network of each level.
-        global_sums: as for `lp_jax.train.make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
+        ranks: as for `lp_jax.train.make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
 
     Returns:
         ``(step_fn, state)``, for `lp_jax.train.fit`. All levels use the solvers that the step is given. ``Metrics.gradients``
@@ -139,10 +142,6 @@ def mgopt(
     losses, params = zip(*map(loss, networks), strict=True)
     shapes = tuple(jax.tree.map(jnp.shape, each) for each in params)
 
-    def total(sums: PyTree) -> jax.Array:
-        """The sum over all parameters, of all processes."""
-        return jax.tree.reduce(jnp.add, sums if global_sums is None else global_sums(sums))
-
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
@@ -160,11 +159,11 @@ def mgopt(
             post,
             coarsest,
             _VISITS[cycle],
-            total,
+            functools.partial(total, ranks),
         )
         at, info = levels.at(0, optax.tree.zeros_like(state.params), state.params)
         params, memory, spent = levels.visit(0, optax.tree.zeros_like(state.params), state.params, state.opt_state, at)
-        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info, total)
+        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info, ranks)
         if line_search is not None:
             metrics = metrics._replace(trials=jnp.asarray(spent.trials), stuck=jnp.asarray(spent.stuck))
         return after, metrics._replace(gradients=jnp.float32(1) + spent.gradients)
@@ -173,7 +172,7 @@ def mgopt(
     for each in reversed(params):
         own = init_state(each, correction).opt_state if memory else None
         memory = LevelState(init_state(each, optimizer).opt_state, own, memory)
-    return step_fn, together(init_state(params[0], optimizer)._replace(opt_state=memory))
+    return step_fn, replicate_rest(init_state(params[0], optimizer)._replace(opt_state=memory))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
