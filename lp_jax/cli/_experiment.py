@@ -26,7 +26,6 @@ from lp_jax.cli._workers import OneDevice, Place
 from lp_jax.train import (
     Backtracking,
     Bar,
-    Batch,
     Controller,
     Depth,
     Every,
@@ -46,6 +45,7 @@ from lp_jax.train import (
     scale_by_lbfgs,
 )
 from lp_jax.train._log import flat, measured
+from lp_jax.train._types import Batch
 from lp_jax.train.contrib import mgopt
 
 Optimizer: TypeAlias = optax.GradientTransformation
