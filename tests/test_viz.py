@@ -17,7 +17,7 @@ from relaxation import Relaxation
 
 import lp_jax
 from lp_jax import _serial, planning, viz
-from lp_jax.train import flat
+from lp_jax.train._log import flat
 from lp_jax.viz._hierarchy import batches
 from lp_jax.viz._schedule import timelines
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax import _check, _inputs, _tree
-from lp_jax._mpi import MPIComm
 from lp_jax._problem import Problem
 from lp_jax._types import Layer, Points, State
 
@@ -51,7 +50,7 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
     _check.integer("sweeps", sweeps, least=2)
     if not 0 < rtol < 1:
         raise ValueError(f"rtol must lie between 0 and 1; got {rtol!r}.")
-    if isinstance(problem.comm, MPIComm) and problem.comm.size > 1:
+    if problem.comm is not None and problem.comm.splits:
         raise ValueError(
             f"depth_penalty sums over all layers, and they are spread over {problem.comm.size} ranks. Use a mesh (MeshComm) "
             "instead."
