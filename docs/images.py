@@ -50,6 +50,14 @@ def plan():
     return viz.plan(lp_jax.plan(problem, machine=machine, error=1e-3))
 
 
+def scaling():
+    """Return the picture of docs/faq.md: layers that fill an H100, on more of them; messages as above."""
+    shapes = jax.ShapeDtypeStruct((64, 8192, 8192), "float32"), jax.ShapeDtypeStruct((4096, 8192), "float32")
+    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), *shapes)
+    machine = dataclasses.replace(planning.estimate(problem, device="H100"), latency=5e-6, bandwidth=4e11)
+    return viz.plan(planning.choose(64, machine))
+
+
 def drift():
     """Return the picture of the measurements that benchmarks/drift.py keeps."""
     sys.path.insert(0, str(ROOT))
@@ -93,7 +101,12 @@ if __name__ == "__main__":
     for name, figure in drawn.items():
         figure.savefig(IMAGES / name)
     (IMAGES / "data.json").write_text(json.dumps({name: data(figure) for name, figure in drawn.items()}) + "\n")
-    for name, figure in {"plan.png": plan(), "drift.png": drift(), "at_once.png": at_once()}.items():
+    for name, figure in {
+        "plan.png": plan(),
+        "scaling.png": scaling(),
+        "drift.png": drift(),
+        "at_once.png": at_once(),
+    }.items():
         figure.savefig(IMAGES / name)
     if "--measure" in sys.argv[1:]:
         measure()
