@@ -611,7 +611,7 @@ def test_controllers_are_compared_with_the_solvers_that_they_set():
     for row in controlled:
         fixed = [r for r in rows if (r["case"], r["solver"]) == (row["case"], "recommended")]
         assert {r["steps"] for r in fixed} == {row["steps"]}
-        part = 0.81 if row["case"] == "peaks, dense" else 0.75  # there the aim is missed, as docs/training.md says
+        part = 0.81 if row["case"] == "peaks, dense" else 0.75  # there the aim is missed, as docs/benchmarks.md says
         assert row["evaluations"] < part * np.mean([r["evaluations"] for r in fixed])
         assert len(row["over_bound"]) == len(row["gradient_errors"]) > row["steps"] // accuracy.WATCHED
     assert accuracy.controlled([row for row in rows if row["solver"] == "serial"]) == ""

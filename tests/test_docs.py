@@ -32,7 +32,6 @@ ELSEWHERE = {"docs/extending.md", "docs/data.md"}
 CHANGES = {
     'jax.config.update("jax_num_cpu_devices", 4)': "",
     "machine=gpu": "machine=gpu, seconds=0.1",
-    "error=1e-2)": "error=1e-2, seconds=0.1)",
 }
 # jax 0.12 keeps one array of a tanh for the adjoint where 0.10 keeps two; docs/planning.md says so.
 MEGABYTES = {} if jax.__version__.startswith("0.10.") else {"  21.1  ": "  19  ", "  14.8  ": "  12.7  "}

@@ -46,7 +46,7 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         >>> gradient = nnx.grad(loss)(trunk, jnp.ones((4, 8), "float32"))
 
     Reference:
-        A penalty on the squared defect of one sweep, which does less (docs/training.md): arXiv:2605.17842.
+        A penalty on the squared defect of one sweep, which does less (docs/benchmarks.md): arXiv:2605.17842.
     """
     _check.integer("sweeps", sweeps, least=2)
     if not 0 < rtol < 1:
