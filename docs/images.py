@@ -50,6 +50,14 @@ def plan():
     return viz.plan(lp_jax.plan(problem, machine=machine, error=1e-3))
 
 
+def scaling():
+    """Return the picture of docs/planning.md for several devices: layers that fill an H100, messages of 10 us at 200 GB/s."""
+    shapes = jax.ShapeDtypeStruct((64, 8192, 8192), "float32"), jax.ShapeDtypeStruct((4096, 8192), "float32")
+    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), *shapes)
+    machine = dataclasses.replace(planning.estimate(problem, device="H100"), latency=1e-5, bandwidth=2e11)
+    return viz.plan(planning.choose(64, machine, workers=8))
+
+
 # Runs of benchmarks/results/cpu/drift.json whose lines lie on others.
 ALIKE = ("serial, penalty 0.01", "serial, penalty 0.05", "sweeps to 1e-3, penalty 0.02", "sweeps to 1e-3")
 ALIKE += ("sweeps to 1e-3, buffers", "sweeps, controller 0.1", "sweeps, controller 0.03")
@@ -115,7 +123,12 @@ if __name__ == "__main__":
     for name, figure in drawn.items():
         figure.savefig(IMAGES / name)
     (IMAGES / "data.json").write_text(json.dumps({name: data(figure) for name, figure in drawn.items()}) + "\n")
-    for name, figure in {"plan.png": plan(), "drift.png": drift(), "at_once.png": at_once()}.items():
+    for name, figure in {
+        "plan.png": plan(),
+        "scaling.png": scaling(),
+        "drift.png": drift(),
+        "at_once.png": at_once(),
+    }.items():
         figure.savefig(IMAGES / name)
     if "--measure" in sys.argv[1:]:
         measure()
