@@ -1,6 +1,6 @@
 """Do predicted numbers of iterations hold? `planning.diagnose` on four examples, beside what solvers take on the batch.
 
-Networks of the suite `frontier`, a pre-norm stack, blocks of reinforcement learning, recurrent cells and a chain of Monte
+Networks of the command line, a pre-norm stack, blocks of reinforcement learning, recurrent cells and a chain of Monte
 Carlo, each twice: at its start and trained (the chain: with two step sizes). Predicted and taken is the number of iterations
 to residuals of 1e-3 forward and 1e-2 adjoint; "no" where a solver gives up. A prediction holds that is off by at most two, or by
 a quarter.
@@ -19,10 +19,10 @@ import optax
 from sklearn.datasets import load_digits
 
 import lp_jax
-from benchmarks import frontier, networks, report
+from benchmarks import networks, report
 from benchmarks.command import Progress, common_parser, results_folder
 from benchmarks.manifest import manifest
-from benchmarks.problems import load
+from benchmarks.problems import NETWORKS, Network, load, trained
 from lp_jax import planning
 from lp_jax.train._plan import inner
 
@@ -34,7 +34,7 @@ EXAMPLES, TRAINED = 4, 100
 
 def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Case]:
     """Networks of the command line, at their start and trained."""
-    stack = frontier.Network(
+    stack = Network(
         "GUM, pre-norm, 48 layers, h = 1",
         "gum",
         "transformer",
@@ -43,7 +43,7 @@ def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Ca
         {"layers": 48, "width": 32, "t1": 48.0, "batch_size": 16},
         16,
     )
-    for network in (*frontier.NETWORKS, stack):
+    for network in (*NETWORKS, stack):
         if network.data is not None and data is None:
             continue
         tell(f"{network.name}: training")
@@ -51,7 +51,7 @@ def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Ca
         unseen = next(iter(made.batches(1000)))
         batch = jax.tree.map(lambda x, most=network.examples: x[:most], unseen)
         steps = (0, min(max(network.steps), 400)) if len(network.steps) < 3 else network.steps[:2]
-        for count, params in frontier.trained(made, sorted({0, *steps})):
+        for count, params in trained(made, sorted({0, *steps})):
             problem, cotangent, _ = inner(made.model, params, batch, made.task.goal.measure)
             yield network.name, f"{count} updates" if count else "at its start", problem, cotangent
 

@@ -1,8 +1,8 @@
 """Prediction against measurement: what `lp_jax.planning` says of every committed row of the suites that measure time.
 
 The layers of each row are calibrated here and now, in a process with as many threads as the row's; ratios to serial
-propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, resnet, single,
-ranks and pipeline. With two workers all takes as much longer as the gradient of half of the layers on each of them, at the
+propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, single and
+ranks. With two workers all takes as much longer as the gradient of half of the layers on each of them, at the
 same time, takes longer than on one alone; messages are measured between such workers. What a training step does beside its
 layers is the difference of the baseline and serial propagation.
 """
@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks import dense, pipeline, report, resnet, single
+from benchmarks import dense, report, single
 from benchmarks.command import Progress, common_parser, results_folder
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, measure, ratios
@@ -47,34 +47,31 @@ class Measured(NamedTuple):
     ratios: list[tuple[str, Predict, int, float]]
 
 
-def solved(pair: Pair, layers: int, workers: int = 1, **spread: Any) -> Predict:
-    """By solvers, with so many workers; ``spread`` is for `planning.predict`."""
-    return lambda machine: planning.predict(*pair, layers, machine, workers=workers, **spread).seconds
+def solved(pair: Pair, layers: int, workers: int = 1) -> Predict:
+    """The time that solvers take with this number of workers."""
+    return lambda machine: planning.predict(*pair, layers, machine, workers=workers).seconds
 
 
 def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
-    for suite in ("dense", "resnet", "single", "ranks", "pipeline"):
+    for suite in ("dense", "single", "ranks"):
         for row in report.kept(folder, suite):
-            network = row.get("network", "conv" if suite == "resnet" else "dense")
-            batch = row.get("batch", resnet.BATCH if suite == "resnet" else dense.BATCH)
+            network = row.get("network", "dense")
+            batch = row.get("batch", dense.BATCH)
             sizes = network, row.get("width", row.get("channels")), row["layers"], batch
             times = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
             serial = times.get("Serial", times.get("Serial, 1 thread", 1.0))
             found = []
             for name in list(times)[1:]:
-                setting, workers = _workers(suite, name)
+                setting, workers = _workers(name)
                 seconds = _predictor(suite, sizes, setting, workers)
                 if seconds is not None:
-                    ratio = min(times[name], times.get(f"{name}, unrolled", math.inf))  # of GPipe's
-                    found.append((name, seconds, workers, ratio / serial))
+                    found.append((name, seconds, workers, times[name] / serial))
             yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
 
 
-def _workers(suite: str, name: str) -> tuple[str, int]:
+def _workers(name: str) -> tuple[str, int]:
     """The setting, and the workers, of a contender's name."""
-    if suite == "pipeline":
-        return name.removeprefix("layer-parallel, "), pipeline.WORKERS
     match = re.fullmatch(r"(.*), (\d+) (devices|ranks)", name)
     return (match[1], int(match[2])) if match else (name, 1)
 
@@ -82,15 +79,9 @@ def _workers(suite: str, name: str) -> tuple[str, int]:
 def _predictor(suite: str, sizes: tuple[str, int, int, int], setting: str, workers: int) -> Predict | None:
     """What predicts the seconds; None for what is no setting of the suite, or takes an effort that depends on the problem."""
     network, _, layers, _ = sizes
-    if suite in ("ranks", "pipeline"):
-        if setting in SETTINGS:
-            return solved(SETTINGS[setting](layers, workers), layers, workers)
-        if setting == "data parallel":
-            return solved(SERIAL, layers, data_workers=workers)
-        if match := re.fullmatch(r"pipeline, (\d+) microbatches", setting):
-            return functools.partial(planning.pipeline, layers, workers=workers, microbatches=int(match[1]))
-        return None
-    pairs = {"dense": dense.PAIRS, "resnet": resnet.PAIRS}.get(suite) or single.pairs(network, layers)
+    if suite == "ranks":
+        return solved(SETTINGS[setting](layers, workers), layers, workers) if setting in SETTINGS else None
+    pairs = dense.PAIRS if suite == "dense" else single.pairs(network, layers)
     pair = pairs.get(setting)
     return None if pair is None or any(s.has_tolerance for s in pair) else solved(pair, layers)
 
@@ -103,7 +94,6 @@ class Machines:
         self._what = {
             "sizes": row.sizes,
             "updates": row.suite != "dense" and (row.suite, row.sizes[0]) != ("ranks", "dense"),
-            "fewer": row.suite == "pipeline",
             "batched": row.suite == "dense",
         }
         self._found: dict[str, planning.Machine] = {}
@@ -148,9 +138,7 @@ class Machines:
         return slowed(self.alone(), float(np.median(ratios(together, alone))), wires)
 
     def _one(self) -> Any:
-        """The process of the baseline: that of the suite's other contenders, or one for itself."""
-        if self._row.suite == "pipeline":
-            return _group("devices", pipeline.WORKERS, pipeline.WORKERS)
+        """A process like that of the baseline."""
         return _group("jax", self._row.threads, 1)
 
 

@@ -1,12 +1,19 @@
 """Problems of `lp-jax train`, for the suites that train: the one module here that knows the command line's own."""
 
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.networks import Pair
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.networks import SERIAL
 from lp_jax.cli._experiment import Experiment, experiment
 from lp_jax.cli._problem import prepare
-from lp_jax.train import residuals
+from lp_jax.train import init_state, make_train_step
 
 
 def load(problem: str, model: str, path: Path, *, seed: int, **options: Any) -> Experiment:
@@ -14,10 +21,41 @@ def load(problem: str, model: str, path: Path, *, seed: int, **options: Any) -> 
     return experiment(*prepare(problem, {"model": model, "data": path, "seed": seed} | options))
 
 
-def taken(made: Experiment, params: Any, batch: Any, solvers: Pair) -> Pair:
-    """Return the solvers with the iterations that their tolerances take on a batch, and no tolerance."""
-    if not any(solver.has_tolerance for solver in solvers):
-        return solvers
-    solves = residuals(made.model, params, batch, *solvers)
-    forward, adjoint = (s.with_effort(int(found.iterations)) for s, found in zip(solvers, solves[:2], strict=True))
-    return forward, adjoint
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network, the numbers of exact training steps after which it is looked at, and the number of examples."""
+
+    name: str
+    problem: str
+    model: str
+    steps: tuple[int, ...]
+    data: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    examples: int | None = None
+
+
+_GUM = "gum/en_gum-ud-train.conllu.gz"
+_ENCODER = {"layers": 32, "width": 32, "t1": 1.0}
+_DECODER = {"layers": 16, "width": 64, "t1": 16.0, "batch_size": 16}
+_GRU = {"name": "BasicMotions"}
+
+NETWORKS = [
+    *(Network(f"digits, dense, T = {t1}", "digits", "dense", (0, 840), options={"t1": t1}) for t1 in (1.0, 4.0, 16.0)),
+    Network("peaks, dense, T = 5", "peaks", "dense", (5000,)),
+    Network("MNIST, convolutions, T = 1", "mnist", "conv", (0, 400), "mnist10k", {"width": 4}, 10),
+    Network("GUM, encoder, T = 1", "gum", "transformer", (0, 200), "gum", _ENCODER),
+    Network("text, decoder, h = 1", "text", "transformer", (0, 200, 1200), _GUM, _DECODER, 4),
+    Network("BasicMotions, implicit GRU", "timeseries", "gru", (0, 240), "ucr", _GRU),
+]
+
+
+def trained(made: Experiment, steps: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Numbers of training steps, and the parameters after them."""
+    optimizer = optax.adam(made.settings.training.learning_rate)
+    step_fn = make_train_step(made.loss_fn, optimizer)
+    state = init_state(made.params, optimizer)
+    batches = itertools.chain.from_iterable(map(made.batches, itertools.count()))
+    for wanted in steps:
+        for batch in itertools.islice(batches, wanted - int(state.step)):
+            state, _ = step_fn(state, batch, *SERIAL)
+        yield wanted, jax.tree.map(jnp.copy, state.params)

@@ -55,8 +55,6 @@ COLUMNS = [
     Column("ratio", lambda c: number(c["ratio"]["median"], 3)),
     Column("IQR", lambda c: number(c["ratio"]["q3"] - c["ratio"]["q1"])),
     Column("by count", lambda c: number(c.get("counted_ratio"), 3)),
-    Column("bubble", lambda c: f"{c['bubble']:.0%}" if "bubble" in c else "–"),
-    Column("kB sent", lambda c: number(c["bytes"] / 1e3, 3) if "bytes" in c else "–"),
     Column("cores", lambda c: f"{c['cores']:.1f}"),
     Column("error", lambda c: scientific(c["gradient_error"])),
     Column("residual", lambda c: scientific(c["residual_norm"])),
@@ -65,7 +63,7 @@ COLUMNS = [
     Column("temp MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
 ]
 
-_NEEDS = {"by count": "counted_ratio", "bubble": "bubble", "kB sent": "bytes"}
+_NEEDS = {"by count": "counted_ratio"}
 """Columns that are there only if a contender has such a fact."""
 
 LEGEND = (

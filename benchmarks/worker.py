@@ -38,14 +38,10 @@ def problem(network: str, width: int, layers: int, batch: int) -> Problem:
     return Problem(**drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x))))
 
 
-def machine(sizes: Sizes, updates: bool, fewer: bool, *, batched: bool = False) -> planning.Machine:
+def machine(sizes: Sizes, updates: bool, *, batched: bool = False) -> planning.Machine:
     """Calibrate in this process, on its first device; what a step with a scan takes besides the layers is ``fixed``."""
-    network, width, layers, batch = sizes
-    parts = None
-    if fewer:
-        quarter = problem(network, width, layers, max(1, batch // 4))
-        parts = {name: getattr(quarter, name) for name in ("y0", "shared", "data")}
-    found = planning.calibrate(problem(*sizes), fewer=parts, batched=batched, name=", ".join(map(str, sizes)))
+    network, _, layers, _ = sizes
+    found = planning.calibrate(problem(*sizes), batched=batched, name=", ".join(map(str, sizes)))
     scanned = Contender(name="lax.scan", call=trainer(NETWORKS[network](*sizes[1:]), updates=updates))
     (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
     update = _UPDATE * found.adding if updates else 0.0

@@ -50,12 +50,42 @@ def plan():
     return viz.plan(lp_jax.plan(problem, machine=machine, error=1e-3))
 
 
-def drift():
-    """Return the picture of the measurements that benchmarks/drift.py keeps."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.drift import draw
+def scaling():
+    """Return the picture of docs/planning.md for several devices: layers that fill an H100, messages of 10 us at 200 GB/s."""
+    shapes = jax.ShapeDtypeStruct((64, 8192, 8192), "float32"), jax.ShapeDtypeStruct((4096, 8192), "float32")
+    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), *shapes)
+    machine = dataclasses.replace(planning.estimate(problem, device="H100"), latency=1e-5, bandwidth=2e11)
+    return viz.plan(planning.choose(64, machine, workers=8))
 
-    return draw(json.loads((ROOT / "benchmarks" / "results" / "cpu" / "drift.json").read_text()))
+
+# Runs of benchmarks/results/cpu/drift.json whose lines lie on others.
+ALIKE = ("serial, penalty 0.01", "serial, penalty 0.05", "sweeps to 1e-3, penalty 0.02", "sweeps to 1e-3")
+ALIKE += ("sweeps to 1e-3, buffers", "sweeps, controller 0.1", "sweeps, controller 0.03")
+
+
+def drift():
+    """Return the picture of a decoder's drift: sweeps and gradient errors against steps, and the loss by a few sweeps."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import report
+
+    result = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "drift.json").read_text())
+    fig = report.figure(result, width=17, height=5.2)
+    needed, errors, quality = fig.subplots(1, 3)
+    for number, row in enumerate(row for row in result["rows"] if row["run"] not in ALIKE):
+        steps = [mark["step"] for mark in row["marks"]]
+        look = {"color": f"C{number}", "marker": "os^DvP*X"[number % 8], "label": row["run"]}
+        needed.plot(steps, [mark["sweeps"] for mark in row["marks"]], **look)
+        errors.plot(steps, [mark["injection_error"] for mark in row["marks"]], **look)
+        quality.plot(range(1, 9), [abs(x - row["test_loss"]) for x in row["by_sweeps"]], **look)
+    errors.set_yscale("log")
+    quality.set(yscale="log", ylim=(1e-5, 10))
+    report.dress(needed, title="Sweeps to 1e-3", x="training step", y="sweeps")
+    report.dress(errors, title="Gradient error of injection, 2/1", x="training step", y="relative error")
+    report.dress(
+        quality, title="Trained networks, evaluated by a few sweeps", x="sweeps", y="distance from the exact test loss"
+    )
+    quality.legend(fontsize=9, frameon=False, loc="lower left")
+    return fig
 
 
 def at_once():
@@ -93,7 +123,12 @@ if __name__ == "__main__":
     for name, figure in drawn.items():
         figure.savefig(IMAGES / name)
     (IMAGES / "data.json").write_text(json.dumps({name: data(figure) for name, figure in drawn.items()}) + "\n")
-    for name, figure in {"plan.png": plan(), "drift.png": drift(), "at_once.png": at_once()}.items():
+    for name, figure in {
+        "plan.png": plan(),
+        "scaling.png": scaling(),
+        "drift.png": drift(),
+        "at_once.png": at_once(),
+    }.items():
         figure.savefig(IMAGES / name)
     if "--measure" in sys.argv[1:]:
         measure()

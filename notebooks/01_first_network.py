@@ -10,133 +10,181 @@
 #     name: python3
 # ---
 
+
 # %% [markdown]
 # # 1. A first network
 #
 # A deep network evaluates its layers one after another: layer 40 waits for layer 39. Adding processors does not
-# change that.
+# change that. `lp_jax.solve` evaluates all layers at the same time, again and again, until the result is that of one
+# after another.
 #
-# `lp_jax` works differently. It guesses what enters each group of layers, evaluates all groups at the same time, and
-# corrects the guesses. A few rounds of this give nearly what the layers give one after another, and the remaining
-# error can be measured.
+# **Question.** Does a network learn the same that way?
 #
-# **Question.** Does a network still learn if its gradients come from one such round?
-#
-# We train a network of 64 layers on handwritten digits, once layer-parallel and once exactly. You need `pip install
-# 'lp_jax[train]'` and a minute.
+# You need `pip install '.[train]'` and a minute. Here are 64 layers and a gradient:
 
 # %%
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
-from flax import nnx
+from jax.flatten_util import ravel_pytree
 
 import lp_jax
-from lp_jax import data, nn, train, viz
+
+plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+
+
+def step(y, layer):  # one layer: as for lax.scan, but the layer has its weights in layer.params
+    w, b = layer.params
+    return y + layer.dt * jnp.tanh(y @ w + b)
+
+
+keys = jax.random.split(jax.random.key(0), 2)
+params = (0.3 * jax.random.normal(keys[0], (64, 8, 8)), jnp.zeros((64, 8)))  # 64 layers, stacked
+x = jax.random.normal(keys[1], (16, 8))
+
+
+@jax.jit
+def loss(params, solver=None):
+    return jnp.mean(lp_jax.solve(step, params, x, t1=2.0, solver=solver).y1 ** 2)
+
+
+gradient = jax.grad(loss)(params)
+exact = jax.grad(loss)(params, lp_jax.Serial())  # one layer after another
+print(f"relative error {jnp.linalg.norm(gradient[0] - exact[0]) / jnp.linalg.norm(exact[0]):.0e}")
+
+# %% [markdown]
+# The two gradients agree, to a tolerance. `layer.dt` is 2/64 here: `t1` divided by the number of layers. So every
+# layer adds a little to the state.
+#
+# ## Train it
+#
+# The loss is a function like any other, so training is plain optax. The network reads handwritten digits: a matrix
+# turns the 64 pixels of an image into a state, the 64 layers follow, and another matrix gives scores for ten digits.
+
+# %%
+from lp_jax import data
 
 digits = data.digits(seed=0)
-print(f"{len(digits.train_y)} images to train with, {len(digits.test_y)} to test with")
+images, test_images = digits.train_x.reshape(-1, 64), digits.test_x.reshape(-1, 64)
+print(f"{len(images)} images to train with, {len(test_images)} to test with")
 
-fig, axes = plt.subplots(1, 8, figsize=(9, 1.6), layout="constrained")
+fig, axes = plt.subplots(1, 8, figsize=(9, 1.6))
 for ax, image, label in zip(axes, digits.train_x, digits.train_y, strict=False):
     ax.imshow(image[..., 0], cmap="gray_r")
     ax.set_title(label)
     ax.axis("off")
 
+# %%
+WIDTH, LAYERS = 32, 64
+keys = jax.random.split(jax.random.key(1), 3)
+start = {
+    "opening": jax.random.normal(keys[0], (64, WIDTH)) / 8,
+    "layers": (jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, jnp.zeros((LAYERS, WIDTH))),
+    "closing": jax.random.normal(keys[2], (WIDTH, 10)) / WIDTH**0.5,
+}
+optimizer = optax.adam(3e-3)
+
+
+def scores(params, x, solver=None):
+    return lp_jax.solve(step, params["layers"], x @ params["opening"], t1=2.0, solver=solver).y1 @ params["closing"]
+
+
+def loss(params, x, y, solver=None):
+    return optax.losses.softmax_cross_entropy_with_integer_labels(scores(params, x, solver), y).mean()
+
+
+@jax.jit
+def update(params, state, x, y, solver):
+    value, gradient = jax.value_and_grad(loss)(params, x, y, solver)
+    change, state = optimizer.update(gradient, state)
+    return optax.apply_updates(params, change), state, value
+
+
+def train(solver, epochs=6):
+    params, state, losses = start, optimizer.init(start), []
+    for epoch in range(epochs):
+        for x, y in data.batches((images, digits.train_y), 50, seed=0, epoch=epoch):
+            params, state, value = update(params, state, x, y, solver)
+            losses.append(float(value))
+    return params, losses
+
+
+exact_params, exact_losses = train(lp_jax.Serial())
+params, losses = train(None)
+
+fig, ax = plt.subplots()
+ax.semilogy(exact_losses, linewidth=4, alpha=0.4, label="one layer after another")
+ax.semilogy(losses, linewidth=1.2, color="black", label="all layers at once")
+ax.set(xlabel="training step", ylabel="loss of the batch", title="The same network learns the same")
+ax.grid(alpha=0.3)
+ax.legend()
+plt.show()
+
 # %% [markdown]
-# ## The network
-#
-# Every layer adds a little to the state $y$: $y_{n+1} = y_n + h \, \sigma(W_n y_n + b_n)$, with a small number $h$.
-# Most deep networks have layers of this kind, called residual layers. `LayerParallel` stacks 64 of them. An opening
-# layer turns an image into a state of 64 numbers, a closing layer turns the last state into scores for ten digits.
-#
-# The solver says how the 64 layers are evaluated. Left out, it is one that goes on until its result is right. Here we ask
-# how little is enough, so we name one that makes a single round over groups of four layers:
+# **What it shows.** The curves lie on each other. The network is an ordinary one: both ways of evaluating it give the
+# same answers.
 
 # %%
-solver = lp_jax.MGRIT(levels=2, coarsening=4, iterations=1)
+for name, solver in {"one layer after another": lp_jax.Serial(), "all layers at once": None}.items():
+    right = scores(params, test_images, solver).argmax(axis=1) == digits.test_y
+    print(f"{name:24} test accuracy {right.mean():.1%}")
+
+# %% [markdown]
+# ## How little is enough?
+#
+# A *solver* says how the layers are evaluated. The default makes *sweeps*: each evaluates all layers at once, at the
+# states that the sweep before it left, and adds up what they changed. It stops at a tolerance. How good is the
+# gradient after one sweep, two sweeps and so on, before and after training?
+
+# %%
+batch, sweeps = (images[:200], digits.train_y[:200]), range(1, 7)
+take_gradient = jax.jit(lambda params, solver: ravel_pytree(jax.grad(loss)(params, *batch, solver))[0])
+
+fig, ax = plt.subplots()
+for name, at in {"before training": start, "after training": params}.items():
+    exact = take_gradient(at, lp_jax.Serial())
+    off = [take_gradient(at, lp_jax.Picard(sweeps=number)) - exact for number in sweeps]
+    ax.semilogy(sweeps, [jnp.linalg.norm(x) / jnp.linalg.norm(exact) for x in off], "o-", label=name)
+ax.set(xlabel="sweeps", ylabel="relative error of the gradient", title="A few sweeps replace 64 layers in a row")
+ax.grid(alpha=0.3)
+ax.legend()
+plt.show()
+
+default = lp_jax.gradient_error(loss)(params, *batch)  # the loss as it is, against the exact gradient
+print(f"the default: {default.solves[0].iterations} sweeps, relative error {default.relative:.0e}")
+
+# %% [markdown]
+# **What it shows.** A handful of sweeps are enough, where one after another takes 64 evaluations. The error grows as
+# the layers learn to do more; a tolerance takes the sweeps that it needs. Notebook 8 shows how large an error may be.
+#
+# **What it does not show.** Speed. Sweeps evaluate every layer more than once, and for layers like these a laptop's
+# processor gains little or nothing. They pay on devices that a single layer leaves idle, and on several devices:
+# notebooks 6 and 7. How a solver works inside: notebook 2.
+#
+# ## With Flax modules
+#
+# `lp_jax.nn` has layers, and `lp_jax.train` what a training loop needs. `train.classification` makes a loss and its
+# parameters of a model, for the same optax loop, or for `train.fit`, which adds a log and checkpoints.
+
+# %%
+from flax import nnx
+
+from lp_jax import nn
+from lp_jax import train as lp_train
 
 rngs = nnx.Rngs(0)
 model = nn.Classifier(
-    nn.DenseOpening((8, 8, 1), 64, rngs=rngs),
-    nn.LayerParallel(lambda rngs: nn.DenseResidual(64, rngs=rngs), 64, t1=2.0, solver=solver, rngs=rngs),
-    nn.DenseClosing((64,), 10, rngs=rngs),
+    nn.DenseOpening((8, 8, 1), WIDTH, rngs=rngs),
+    nn.LayerParallel(lambda rngs: nn.DenseResidual(WIDTH, rngs=rngs), LAYERS, t1=2.0, rngs=rngs),
+    nn.DenseClosing((WIDTH,), 10, rngs=rngs),
 )
-viz.hierarchy(solver, 64, t1=2.0)
-
-# %% [markdown]
-# The picture shows two levels. On level 0 are all 64 layers. On level 1 are 16 coarse steps, one for each group; they
-# are a cheap stand-in for the groups, and they alone go one after another. They tell each group roughly which state
-# enters it. Then all 16 groups are evaluated at the same time. Such a round is called a *cycle*, and the method
-# multigrid-reduction-in-time (MGRIT). Notebook 2 takes it apart.
-#
-# ## How good is the gradient?
-#
-# `train.gradient_error` takes the gradient twice, with a solver and exactly, and returns the relative distance of the
-# two. Here it is after one and after two cycles, before training.
-
-# %%
-loss_fn, params = train.classification(model)
-batch = digits.train_x[:200], digits.train_y[:200]
-
-for cycles in (1, 2):
-    cycled = lp_jax.MGRIT(levels=2, coarsening=4, iterations=cycles)
-    error = train.gradient_error(loss_fn, params, batch, cycled)
-    print(f"cycles: {cycles}   relative error: {error.relative:.1e}   cosine: {error.cosine:.6f}")
-
-# %% [markdown]
-# The cosine is that of the angle between the two gradients; 1 means the same direction. One cycle is good enough to
-# start with.
-#
-# ## Training
-#
-# `loss_fn` is a pure function, and `jax.grad` of it is the layer-parallel gradient, so any optax loop would do.
-# `train.fit` adds a log. We train twice from the same start: with one cycle, and with `Serial()`, which evaluates one
-# layer after another. Every 75 steps a probe measures how far the layer-parallel gradient is from the exact one.
-
-# %%
-optimizer = optax.adam(3e-3)
-step_fn = train.make_train_step(loss_fn, optimizer)
-steps_per_epoch = len(digits.train_y) // 50
-
-
-def test(state, batch):
-    return train.evaluate(loss_fn, state.params, [(digits.test_x, digits.test_y)])._asdict()
-
-
-def probe(state, batch):
-    return {"gradient_error": train.gradient_error(loss_fn, state.params, batch, solver).relative}
-
-
-logs = {}
-for name, chosen in {"exact": lp_jax.Serial(), "layer-parallel": solver}.items():
-    measures = [train.Every("test", steps_per_epoch, test), train.Every("probe", 75, probe)]
-    state, logs[name] = train.fit(
-        step_fn,
-        train.init_state(params, optimizer),
-        lambda epoch: data.batches(digits, 50, seed=0, epoch=epoch),
-        steps_per_epoch=steps_per_epoch,
-        epochs=8,
-        solver=chosen,
-        measures=measures,
-    )
-for row in logs["layer-parallel"].of("probe"):
-    print(f"step {row['step']:3}  gradient error {row['gradient_error']:.1e}")
-
-# %%
-viz.curves({name: logs[name].rows for name in ("layer-parallel", "exact")})
-
-# %% [markdown]
-# **What it shows.** Both runs learn equally well; their curves nearly lie on each other. The gradient error grows as
-# the layers learn to do more. Training does not mind here. Notebook 8 shows how large an error may be.
-#
-# The network that was trained layer-parallel is an ordinary network. Both ways of evaluating it give
-# nearly the same answers:
-
-# %%
-for name, chosen in {"one after another": lp_jax.Serial(), "layer-parallel": solver}.items():
-    result = train.evaluate(loss_fn, state.params, [(digits.test_x, digits.test_y)], solver=chosen)
-    print(f"{name:18} test accuracy {result.accuracy:.2%}")
-
-# %% [markdown]
-# **What it does not show.** Speed. One cycle evaluates every layer more than once, and a laptop's processor gains
-# nothing from it. It pays on devices that a single layer leaves idle, and on several devices: notebooks 6 and 7.
+loss_fn, module_params = lp_train.classification(model)
+state, log = lp_train.fit(
+    lp_train.make_train_step(loss_fn, optimizer),
+    lp_train.init_state(module_params, optimizer),
+    lambda epoch: data.batches(digits, 50, seed=0, epoch=epoch),
+    steps_per_epoch=len(images) // 50,
+    epochs=3,
+)
+print(lp_train.evaluate(loss_fn, state.params, [(digits.test_x, digits.test_y)]))

@@ -129,7 +129,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The two curves follow each other, within what two cycles leave of error. The model's class, its
+# **What it shows.** The two curves follow each other, within the tolerance of the solver. The model's class, its
 # parameters and its checkpoints are what they were.
 #
 # ## When does it work well?

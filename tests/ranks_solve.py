@@ -171,20 +171,17 @@ def one_shot(_=None):
     ranks, run = train.Ranks.grid(), mine(n, solver)
 
     def begin(params, comm):
-        lbfgs = optax.scale_by_lbfgs(3) if comm is None else train.scale_by_lbfgs(3, global_sums=ranks.global_sums)
+        lbfgs = optax.scale_by_lbfgs(3) if comm is None else train.scale_by_lbfgs(3, ranks=ranks)
         optimizer = optax.chain(lbfgs, optax.scale(-1.0))
 
         def loss_fn(params, batch, solver, adjoint_solver, restart=None):
             given = {} if restart is None else restart._asdict()
             options = {"solver": solver, "adjoint_solver": adjoint_solver, "comm": comm}
             solution = lp_jax.solve(dense_step, params["trunk"], batch, **options, **given)
-            info = train.Info(
-                jnp.int32(0), jnp.int32(3), solution.stats, solution.result, trajectory=solution.trajectory
-            )
+            info = train.Info(jnp.int32(3), solution.stats, solution.result, trajectory=solution.trajectory)
             return jnp.mean(solution.y1**2), info
 
-        sums = None if comm is None else ranks.global_sums
-        options = {"line_search": train.Backtracking(), "global_sums": sums}
+        options = {"line_search": train.Backtracking(), "ranks": None if comm is None else ranks}
         return train.one_shot(loss_fn, {"trunk": params}, optimizer, y0, solver=solver, **options)
 
     def two_steps(step_fn, state):
@@ -254,6 +251,7 @@ def depths(_=None):
 
     from lp_jax import nn, train
     from lp_jax.nn._refine import staying
+    from lp_jax.train import contrib
 
     solver = lp_jax.MGRIT(coarsening=2, iterations=1)
     rng, real = np.random.default_rng(0), {"param_dtype": jnp.float64}
@@ -273,7 +271,7 @@ def depths(_=None):
         return state, [row["loss"] for row in log.of("train")]
 
     def mgopt(comm, **options):
-        step_fn, state = train.mgopt(network(16, comm), optax.adam(1e-2), coarsest=1, **options)
+        step_fn, state = contrib.mgopt(network(16, comm), optax.adam(1e-2), coarsest=1, **options)
         losses = []
         for _ in range(3):
             state, metrics = step_fn(state, batch, solver, None)
@@ -289,7 +287,7 @@ def depths(_=None):
     on_ranks = {"ranks": ranks, "folder": COMM.comm.bcast(tempfile.mkdtemp())}
     with pytest.raises(InterruptedError):
         nested(COMM, interrupted, **on_ranks)
-    found = nested(COMM, lambda epoch: [batch], **on_ranks), mgopt(COMM, global_sums=ranks.global_sums)
+    found = nested(COMM, lambda epoch: [batch], **on_ranks), mgopt(COMM, ranks=ranks)
     ways = {"nested": lambda: nested(None, lambda epoch: [batch]), "mgopt": lambda: mgopt(None)}
     wanted = on_one_device(lambda name: ways[name](), tuple(ways))
     for (state, losses), (alone, losses_alone) in zip(found, map(wanted.get, ways), strict=True):
@@ -301,7 +299,7 @@ def depths(_=None):
     with pytest.raises(ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"):
         staying(network(6, COMM).trunk, 12)
     with pytest.raises(ValueError, match="each has only its run"):
-        train.mgopt(network(16, COMM), optax.adam(1e-2), how="linear")
+        contrib.mgopt(network(16, COMM), optax.adam(1e-2), how="linear")
 
 
 @case
@@ -337,16 +335,16 @@ def grid(copies):
         solution = lp_jax.solve(dense_step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver, comm=comm)
         right = jnp.abs(solution.y1 @ params["closing"] - y)
         info = train.Info(
-            jnp.sum(right < 1, dtype=jnp.int32), jnp.int32(right.size), solution.stats, solution.result,
+            jnp.int32(right.size), solution.stats, solution.result, jnp.sum(right < 1, dtype=jnp.int32),
             jnp.linalg.norm(solution.y1),
         )  # fmt: skip
         return jnp.mean(right**2), info
 
-    def three_steps(loss_fn, params, batch, global_sums):
+    def three_steps(loss_fn, params, batch, ranks):
         optimizer = optax.adam(0.01)
         state = train.init_state(params, optimizer)
-        step_fn = train.make_train_step(loss_fn, optimizer, global_sums=global_sums)
-        seen = [train.gradient_error(loss_fn, params, batch, *solvers, global_sums=global_sums)]
+        step_fn = train.make_train_step(loss_fn, optimizer, ranks=ranks)
+        seen = [train.gradient_error(loss_fn, params, batch, *solvers, ranks=ranks)]
         for _ in range(3):
             state, metrics = step_fn(state, batch, *solvers)
             seen.append(metrics)
@@ -356,7 +354,7 @@ def grid(copies):
     here = {"trunk": cut(params["trunk"], run), "closing": params["closing"]}
     local = ranks.local_batch((inputs, answers))
     assert len(local[0]) == batch // int(copies)
-    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks.global_sums)
+    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks)
     for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11)
     whole = ranks.gather(state)

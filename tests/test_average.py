@@ -12,12 +12,13 @@ from problems import INJECT, dense_params, dense_state, dense_step, relative_err
 
 import lp_jax
 from lp_jax import train
+from lp_jax.train import contrib
 
 SENDS = {
     "whole": None,
-    "bfloat16": train.bfloat16,
-    "eight bits": train.eight_bits,
-    "top k": train.top_k(0.1),
+    "bfloat16": contrib.bfloat16,
+    "eight bits": contrib.eight_bits,
+    "top k": contrib.top_k(0.1),
 }
 
 
@@ -34,7 +35,7 @@ def over_data(f, mesh):
 
 def averaged(send, mesh):
     """Updates of all copies, and what they have not sent, from their gradients; leading axis: the copies."""
-    link = train.average_gradients("data", send)
+    link = contrib.average_compressed("data", send) if send else train.average_gradients("data")
 
     def update(state, gradient):
         mean, state = link.update(*jax.tree.map(lambda x: x[0], (gradient, state)))
@@ -152,11 +153,11 @@ def test_it_is_the_first_link_of_a_chain():
 @pytest.mark.parametrize("fraction", [0, 1.5, -0.1])
 def test_a_fraction_is_one(fraction):
     with pytest.raises(ValueError, match=rf"fraction must lie in \(0, 1\]; got {fraction}"):
-        train.top_k(fraction)
+        contrib.top_k(fraction)
 
 
 def test_all_of_a_gradient_may_be_the_largest():
-    link, update = averaged(train.top_k(1.0), grid(1, 2))
+    link, update = averaged(contrib.top_k(1.0), grid(1, 2))
     gradient = jnp.asarray([[1.0, -2.0], [3.0, 4.0]])
     state = jax.tree.map(lambda x: jnp.stack([x] * 2), link.init(gradient[0]))
     np.testing.assert_array_equal(update(state, gradient)[0], [[2.0, 1.0]] * 2)

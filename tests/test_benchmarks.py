@@ -11,15 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import dense_params, dense_state, dense_step
 from test_published import UNIT
 
 import lp_jax
 from benchmarks import (
-    accuracy,
     dense,
-    drift,
-    frontier,
     harness,
     memory,
     model,
@@ -28,13 +24,11 @@ from benchmarks import (
     profile,
     ranks,
     report,
-    resnet,
     single,
     training,
     worker,
 )
 from benchmarks.command import Progress, run
-from benchmarks.critical_path import training_step
 from benchmarks.harness import Clock, Contender, Timing, measure, order, ratios, relative_error, spread, summary
 from benchmarks.manifest import manifest
 from lp_jax import planning
@@ -168,12 +162,12 @@ def test_relative_error():
 
 
 def test_manifest_says_where_a_result_comes_from():
-    m = manifest("benchmarks.resnet", ["--rows", "3,32", "--out", "a folder"])
+    m = manifest("benchmarks.single", ["--rows", "3,32", "--out", "a folder"])
     assert m.keys() == {
         *("date", "command", "commit", "dirty", "versions", "device", "system", "processor", "cores", "threads"),
         *("load_before", "environment"),
     }
-    assert m["command"] == "python -m benchmarks.resnet --rows 3,32 --out 'a folder'"
+    assert m["command"] == "python -m benchmarks.single --rows 3,32 --out 'a folder'"
     assert m["versions"].keys() == {"lp_jax", "python", "jax", "jaxlib", "numpy", "torch"}
     assert m["versions"]["jax"] == jax.__version__
     kind = jax.devices()[0].device_kind
@@ -228,10 +222,9 @@ def test_tables_are_aligned_and_name_every_contender():
         (["--threads", "-1"], "whole number above 0"),
     ],
 )
-@pytest.mark.parametrize("suite", [resnet.SUITE, dense.SUITE], ids=lambda suite: suite.name)
-def test_bad_options_are_refused_with_what_is_wanted(suite, arguments, message, capsys):
+def test_bad_options_are_refused_with_what_is_wanted(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run(suite, arguments)
+        run(dense.SUITE, arguments)
     assert message in capsys.readouterr().err
 
 
@@ -252,7 +245,7 @@ def test_missing_torch_is_told_with_the_way_to_get_it(monkeypatch):
 @pytest.mark.parametrize(
     ("suite", "options", "name"),
     [
-        ("resnet", ["2 levels", "PyTorch, 1", "--torch-threads", "1"], "MGRIT 2 levels, Picard 1"),
+        ("single", ["Picard 1, 2", "PyTorch, 1", "--rows", "conv,2,32,4"], "Picard 1, 2 levels, 2/1"),
         ("at_once", ["auto"], "auto"),
         ("dense", ["m = 16, Picard 1, all"], "2 levels, m = 16, Picard 1, all at once"),
     ],
@@ -263,7 +256,7 @@ def test_quick_suite_end_to_end(suite, options, name, tmp_path):
     contenders = {c["name"]: c for c in row["contenders"]}
     torch = {c for c in contenders if "PyTorch" in c} | {left["name"] for left in result["left_out"]}
     assert [c for c in contenders if "PyTorch" not in c] == ["lax.scan", name]
-    assert len(torch) == (suite == "resnet")
+    assert len(torch) == (suite == "single")
     for contender in contenders.values():
         assert contender["rounds"] == 3
         assert contender["seconds"].keys() == contender["ratio"].keys() == {"median", "q1", "q3"}
@@ -391,65 +384,6 @@ def test_memory_is_that_of_the_compiled_gradient():
     assert memory.longest(rows, 2000) == pytest.approx(100)
 
 
-def test_the_front_is_what_nothing_beats():
-    rows = [{"depth": d, "error": e} for d, e in ((1.0, 0.5), (2.0, 0.6), (2.0, 0.1), (3.0, 0.1), (4.0, 0.01))]
-    assert frontier.front(rows, "depth") == [rows[0], rows[2], rows[4]]
-
-
-def test_settings_of_the_frontier():
-    """Every committed row is of a setting that is still there, and each kind has a mark in the picture."""
-    kept = json.loads((RESULTS / "frontier.json").read_text())["rows"]
-    for network in frontier.NETWORKS:
-        found = frontier.settings(network.model)
-        assert {row["setting"] for row in kept if row["network"] == network.name} <= set(found)
-        assert all(any(kind in name for kind in frontier.KINDS) for name in found)
-        newton = [pair for name, pair in found.items() if name.startswith("Newton, full")]
-        assert len(newton) == (6 if network.model == "gru" else 0)
-        assert all(adjoint.iterations == 1 for _, adjoint in newton)
-
-
-@pytest.mark.parametrize("name", ["3 levels, factor 4, injection, 2/1", "global Picard, 7/6", "Newton, full, 4/1"])
-def test_a_layer_of_one_example_costs_a_product(name):
-    forward, adjoint = frontier.settings("gru")[name]
-    solvers = [dataclasses.replace(s, batch_axes=0) if "Newton" in name else s for s in (forward, adjoint)]
-    assert training_step(64, forward, adjoint) == training_step(64, *solvers)
-
-
-def coarse_steps(function, h):
-    """What a coarse step makes of a state over four layers, and what these layers make of it one after another."""
-    params, y0 = dense_params(4, 4), dense_state(2, 4)
-    t = h * jnp.arange(4.0)
-    layers = lp_jax.Layer(params, None, None, t, jnp.full(4, h), jnp.arange(4), None)
-    serial = y0
-    for n in range(4):
-        serial = dense_step(serial, jax.tree.map(lambda x, n=n: x[n], layers))
-    return params, y0, function(dense_step, y0, layers), serial
-
-
-def test_half_of_the_layers_as_a_coarse_step():
-    h = 1 / 8
-    params, y0, got, _ = coarse_steps(frontier.half_of_the_layers, h)
-    wanted = y0 + sum(2 * h * jnp.tanh(y0 @ params[0][n] + params[1][n][None]) for n in (0, 2))
-    np.testing.assert_allclose(got, wanted, rtol=1e-12)
-
-
-def test_second_order_as_a_coarse_step():
-    """What it leaves out is of third order in the step: an eighth for half of the time."""
-    errors = []
-    for h in (0.025, 0.0125):
-        _, _, got, exact = coarse_steps(frontier.second_order, h)
-        errors.append(float(jnp.linalg.norm(got - exact)))
-    assert 7 < errors[0] / errors[1] < 9
-
-
-@pytest.mark.parametrize("coarse_step", [frontier.half_of_the_layers, frontier.second_order])
-def test_coarse_steps_of_the_frontier_converge(coarse_step):
-    params, y0 = dense_params(8, 4), dense_state(2, 4)
-    solver = lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=coarse_step)
-    exact = lp_jax.solve(dense_step, params, y0, solver=lp_jax.Serial()).y1
-    np.testing.assert_allclose(lp_jax.solve(dense_step, params, y0, solver=solver).y1, exact, rtol=1e-12)
-
-
 # --- profiles ------------------------------------------------------------------------------------------------------
 
 
@@ -493,43 +427,14 @@ def test_profile_end_to_end(capsys, monkeypatch):
 # --- predictions ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_pipeline_end_to_end(tmp_path):
-    """A pipeline and data parallelism have the exact gradient; what is counted is counted by hand."""
-    options = ["--rows", "dense,4,8,4", "--only", "pipeline, 2", "data", "identity, 2/2"]
-    (row,) = quick("pipeline", tmp_path, *options)[1]["rows"]
-    _, data, *pipelines, layers = row["contenders"]
-    assert all(c["gradient_error"] < 1e-6 for c in (data, *pipelines, layers))
-    assert [c["name"] for c in pipelines] == ["pipeline, 2 microbatches", "pipeline, 2 microbatches, unrolled"]
-    for pipeline in pipelines:
-        assert pipeline["bubble"] == pytest.approx(1 / 3) and pipeline["counted_ratio"] == pytest.approx(3 / 4)
-        assert pipeline["bytes"] == 2 * 3 * (2 * 4 * 4)  # forward and back, three turns, half of a batch of four
-    assert data["bytes"] == 8 * (4 * 4 + 4) * 4  # all parameters once, by two workers
-    table = (tmp_path / "pipeline.md").read_text()
-    assert "bubble" in table and "33%" in table
-
-
 def test_every_measured_row_is_found():
     rows = list(model.measured(RESULTS))
-    assert {row.suite for row in rows} == {"dense", "resnet", "single", "ranks", "pipeline"}
+    assert {row.suite for row in rows} == {"dense", "single", "ranks"}
     (row,) = [row for row in rows if row.suite == "ranks" and row.sizes == ("dense", 128, 256, 32)]
     name, seconds, workers, ratio = row.ratios[2]
     assert (name, workers, row.threads) == ("3 levels, injection, 2/1, all stored, 2 devices", 2, 1) and ratio > 0
     forward, adjoint = networks.SETTINGS["3 levels, injection, 2/1, all stored"](256, 2)
     assert seconds(UNIT) == planning.predict(forward, adjoint, 256, UNIT, workers=2).seconds
-
-
-def test_alternatives_to_layer_parallelism_are_predicted_too():
-    rows = [row for row in model.measured(RESULTS) if row.suite == "pipeline"]
-    unit = dataclasses.replace(UNIT, examples=32)
-    for row in rows:
-        layers = row.sizes[2]
-        said = {name: model.predicted(unit, unit, seconds, layers) for name, seconds, workers, _ in row.ratios}
-        assert {workers for _, _, workers, _ in row.ratios} == {2}
-        assert said["data parallel"] == pytest.approx(1 / 2) and said["pipeline, 4 microbatches"] == pytest.approx(
-            5 / 8
-        )
-        assert said["layer-parallel, identity, 2/2"] == pytest.approx(5 / 6)
 
 
 def test_predictions_are_ratios_and_winners_are_counted():
@@ -603,28 +508,5 @@ def test_model_end_to_end(tmp_path, capsys, monkeypatch):
     assert "has a row that can be predicted" in capsys.readouterr().err
 
 
-def test_controllers_are_compared_with_the_solvers_that_they_set():
-    rows = json.loads((RESULTS / "accuracy.json").read_text())["rows"]
-    text = accuracy.controlled(rows)
-    controlled = [row for row in rows if row["solver"] == accuracy.CONTROLLED]
-    assert {row["case"] for row in controlled} == {row[0] for row in map(cells, text.splitlines()[3:-2])}
-    for row in controlled:
-        fixed = [r for r in rows if (r["case"], r["solver"]) == (row["case"], "recommended")]
-        assert {r["steps"] for r in fixed} == {row["steps"]}
-        part = 0.81 if row["case"] == "peaks, dense" else 0.75  # there the aim is missed, as docs/training.md says
-        assert row["evaluations"] < part * np.mean([r["evaluations"] for r in fixed])
-        assert len(row["over_bound"]) == len(row["gradient_errors"]) > row["steps"] // accuracy.WATCHED
-    assert accuracy.controlled([row for row in rows if row["solver"] == "serial"]) == ""
-
-
 def cells(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_the_drift_that_is_kept_is_drawn_and_tabled():
-    result = json.loads((RESULTS / "drift.json").read_text())
-    assert [row["run"] for row in result["rows"]] == list(drift.RUNS)
-    text = drift.table(result["rows"])
-    assert all(f"| {row['run']} " in text and f"{row['test_loss']:.4f}" in text for row in result["rows"])
-    needed, errors, quality = drift.draw(result).axes
-    assert len(needed.lines) == len(errors.lines) == len(quality.lines) == 7

@@ -21,6 +21,7 @@ from command import one_line, run
 import lp_jax
 from lp_jax import planning, train, viz
 from lp_jax.cli import _cost, _experiment, _models, _options, _problem, _report, main
+from lp_jax.train._log import read_rows
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -305,7 +306,7 @@ def test_a_run_leaves_what_it_says(finished):
     assert names == {"metrics.jsonl", "summary.json", "config.json", "checkpoints", "serial"} | pictures
     assert all((finished / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     for folder in (finished, finished / "serial"):
-        rows = list(train.read_rows(folder / "metrics.jsonl"))
+        rows = list(read_rows(folder / "metrics.jsonl"))
         assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, STEPS + 1))
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [str(STEPS)]
 
@@ -321,7 +322,7 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
     monkeypatch.setattr(_report, "ITERATIONS", 1)
     options = ("--no-compare", "--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "1e-1", *SMALL)
     assert cli("train", "digits", "--out", tmp_path / "run", *options)[0] == 0
-    (probe, *_) = [row for row in train.read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "probe"]
+    (probe, *_) = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "probe"]
     taken = sum(f"forward_residual_{n}" in probe for n in range(1, 33))
     assert 1 < taken < 8
     assert len(drawn["errors"]["Picard"]) == drawn["run"][1] == taken
@@ -335,7 +336,7 @@ def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, 
     sweeps = ("--solver", "Picard", "--solver.sweeps", "16", "--solver.rtol", "1e-4")
     for more in (sweeps, ("--resume", "--epochs", "2")):
         assert cli("train", "digits", "--out", tmp_path / "run", *options, *more)[0] == 0
-    decided = [row for row in train.read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "control"]
+    decided = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "control"]
     assert [row["step"] for row in decided] == [1, 9]
     assert decided[0]["rtol"] == pytest.approx(4e-4) and decided[1]["rtol"] == pytest.approx(16e-4)
     assert all(row["error"] < row["allowed"] for row in decided)
@@ -357,7 +358,7 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_pa
     steps = found[method]["steps"]
     assert found["serial"]["work"] / 200 == found["serial"]["depth"] == found["serial"]["steps"] * 3 * 8
     if method == "one-shot":  # a sweep forward, two back and the gradient, two for each trial
-        rows = [row for row in train.read_rows(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "train"]
+        rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "train"]
         unit = planning.training_step(lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2), 8)
         trial = planning.count(lp_jax.Picard(sweeps=2), 8)
         trials = sum(row["trials"] for row in rows)
@@ -375,7 +376,7 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_pa
         assert cli("train", "digits", "--out", folder, *given, *short)[0] == 0
     assert cli("train", "digits", "--out", folder, "--resume", "--epochs", METHODS[method][1])[0] == 0
     losses = [
-        [row["loss"] for row in train.read_rows(path / "metrics.jsonl") if row["kind"] == "train"]
+        [row["loss"] for row in read_rows(path / "metrics.jsonl") if row["kind"] == "train"]
         for path in (tmp_path / "whole", folder)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == steps
@@ -431,12 +432,12 @@ def test_the_summary_is_that_of_the_rows(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary["results"]) == {"layer-parallel", "serial"}
     for name, folder in (("layer-parallel", finished), ("serial", finished / "serial")):
-        rows = list(train.read_rows(folder / "metrics.jsonl"))
+        rows = list(read_rows(folder / "metrics.jsonl"))
         result = summary["results"][name]
         assert result["steps"] == STEPS
         assert result["test_accuracy"] == [row["accuracy"] for row in rows if row["kind"] == "test"][-1]
         assert result["time_per_step"] == np.median([row["step_time"] for row in rows if row["kind"] == "train"])
-    probe = [row for row in train.read_rows(finished / "metrics.jsonl") if row["kind"] == "probe"][-1]
+    probe = [row for row in read_rows(finished / "metrics.jsonl") if row["kind"] == "probe"][-1]
     assert summary["results"]["layer-parallel"]["gradient_error"] == probe["gradient_error"] < 0.5
     assert probe["forward_residual_4"] < probe["forward_residual_2"] and "adjoint_residual_4" in probe
     assert "gradient_error" not in summary["results"]["serial"]
@@ -504,7 +505,7 @@ def test_a_serial_run_and_its_continuation(cli, tmp_path):
     assert cli("train", "digits", "--out", folder, *options)[0] == 0
     code, out, _ = cli("train", "digits", "--out", folder, "--resume", "--no-pictures", "--epochs", "3")
     assert code == 0 and "layer-parallel" not in out
-    rows = [row for row in train.read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
     assert [row["step"] for row in rows] == list(range(1, STEPS + STEPS // 2 + 1))
     assert json.loads((folder / "config.json").read_text())["options"]["epochs"] == 3
 
@@ -526,7 +527,7 @@ def test_training_on_some_devices_goes_on_with_others(cli, tmp_path):
         assert ("devices: layers 4" in err) == (number == 1)
     assert cli(*options, "--out", tmp_path / "stayed")[0] == 0
     losses = [
-        [row["loss"] for row in train.read_rows(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
+        [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
         for name in ("moved", "stayed")
     ]
     assert len(losses[0]) == STEPS
@@ -726,7 +727,7 @@ def test_a_signal_saves_and_says_how_to_go_on(cli, tmp_path, number):
         if process.poll() is None:
             process.kill()
     assert process.returncode == 128 + number
-    steps = [row["step"] for row in train.read_rows(metrics) if row["kind"] == "train"]
+    steps = [row["step"] for row in read_rows(metrics) if row["kind"] == "train"]
     assert steps == list(range(1, steps[-1] + 1))
     assert (folder / "checkpoints" / str(steps[-1])).is_dir()
     last = err.splitlines()[-1]
@@ -736,5 +737,5 @@ def test_a_signal_saves_and_says_how_to_go_on(cli, tmp_path, number):
 
     epochs = steps[-1] // (STEPS // 2) + 1
     assert cli("train", "digits", "--out", folder, "--resume", "--no-pictures", "--epochs", epochs)[0] == 0
-    resumed = [row["step"] for row in train.read_rows(metrics) if row["kind"] == "train"]
+    resumed = [row["step"] for row in read_rows(metrics) if row["kind"] == "train"]
     assert resumed == list(range(1, epochs * (STEPS // 2) + 1))

@@ -10,7 +10,9 @@ import pytest
 
 import lp_jax
 from lp_jax import train
-from lp_jax.train._controller import _measured, _norms
+from lp_jax.train import contrib
+from lp_jax.train._controller import _measured
+from lp_jax.train.contrib._doubling import _norms
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -25,7 +27,7 @@ def step(y, layer):
 def loss_fn(params, batch, solver, adjoint_solver, t1=4.0):
     x, target, *_ = batch
     solution = lp_jax.solve(step, params, x, t1=t1, solver=solver, adjoint_solver=adjoint_solver)
-    info = train.Info(jnp.int32(0), jnp.int32(len(x)), solution.stats, solution.result)
+    info = train.Info(jnp.int32(len(x)), solution.stats, solution.result)
     return jnp.mean((solution.y1 - target) ** 2), info
 
 
@@ -155,7 +157,7 @@ INJECTION = lp_jax.MGRIT(coarsening=4, iterations=1, relaxation="F", coarse_step
 
 
 def doubling_run(params, state, steps):
-    rule = train.Doubling(functools.partial(loss_fn, t1=24.0), probe_every=2)
+    rule = contrib.Doubling(functools.partial(loss_fn, t1=24.0), probe_every=2)
     step_fn = train.make_train_step(rule.loss_fn, OPTIMIZER)
     state = train.init_state(params, OPTIMIZER) if state is None else state
     options = {"steps_per_epoch": 1, "epochs": steps, "solver": INJECTION, "controller": rule, "log_every": 1}
@@ -186,7 +188,7 @@ def test_the_published_rule_leaves_a_solve_that_converges_as_it_is():
 
 
 def test_the_published_rule_compiles_three_programs_at_most():
-    rule = train.Doubling(functools.partial(loss_fn, t1=24.0))
+    rule = contrib.Doubling(functools.partial(loss_fn, t1=24.0))
     before = _norms._cache_size()
     for seed in range(3):
         batch = next(batches(seed))
@@ -201,9 +203,9 @@ def test_the_published_rule_compiles_three_programs_at_most():
 @pytest.mark.parametrize("solver", [SOLVER, lp_jax.Serial()])
 def test_the_published_rule_refuses_what_cannot_be_doubled(solver):
     with pytest.raises(ValueError, match=r"has none\. Leave rtol and atol out"):
-        train.Doubling(loss_fn).begin(solver, solver)
+        contrib.Doubling(loss_fn).begin(solver, solver)
     with pytest.raises(ValueError, match="limit must be positive; got 0"):
-        train.Doubling(loss_fn, limit=0)
+        contrib.Doubling(loss_fn, limit=0)
 
 
 def test_a_bound_below_rounding_ends_in_serial_propagation():

@@ -19,9 +19,9 @@ import jaxlib
 import pytest
 from compiled import collectives, compiled
 from problems import INJECT
+from products import cost, layer
 
 import lp_jax
-from benchmarks.critical_path import cost, layer
 
 HELD = Path(__file__).with_suffix("").with_name("counts.json")
 LAYERS, WIDTH, WORKERS = 32, 4, 4

@@ -1,13 +1,15 @@
 """Counting products in programs: on loops whose counts are plain, and on solvers whose counts are formulas."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from problems import INJECT
+from products import cost, layer, training_step
 from test_theory import cycle_cost
 
 import lp_jax
-from benchmarks.critical_path import cost, layer, training_step
 
 W, X = jnp.eye(4), jnp.ones(4)
 UNIT = 2 * 4 * 4
@@ -93,3 +95,18 @@ def test_depth_of_two_levels():
     solver = lp_jax.MGRIT(coarsening=m, iterations=1, coarse_step=INJECT)
     found = cost(lambda w, x: lp_jax.solve(layer, w, x, solver=solver).y1, jnp.stack([W] * n), X, unit=UNIT)
     assert found == (n / m + n, n / m + m)
+
+
+NEWTON = lp_jax.Newton(iterations=4, batch_axes=1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "adjoint", "same"),
+    [
+        (NEWTON, NEWTON.for_adjoint(), {"batch_axes": 0}),
+        (lp_jax.Newton(jacobian="diagonal", iterations=4, batch_axes=1), lp_jax.Picard(sweeps=2), {"batch_axes": 0}),
+    ],
+)
+def test_a_layer_of_one_example_costs_a_product(forward, adjoint, same):
+    """Whether its axis of examples is named or not."""
+    assert training_step(64, forward, adjoint) == training_step(64, dataclasses.replace(forward, **same), adjoint)

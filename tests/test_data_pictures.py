@@ -6,6 +6,7 @@ import scipy.io
 from data_files import PINES, photograph, photographs, pines, refused, write
 
 from lp_jax import data
+from lp_jax.data import contrib
 
 
 def height(points):
@@ -51,7 +52,7 @@ def field(tmp_path):
 
 
 def test_pixels_of_a_field(field):
-    got = data.indian_pines(field, test_fraction=1 / 3, seed=4)
+    got = contrib.indian_pines(field, test_fraction=1 / 3, seed=4)
     assert got.train_x.shape == (16, 4) and got.test_x.shape == (8, 4) and got.shape == (4,)
     assert got.train_x.dtype == np.float32 and got.train_y.dtype == np.int32
     assert got.classes == len(got.names) == 16 and got.names[0] == "Alfalfa" and got.names[15] == "Stone-Steel-Towers"
@@ -67,10 +68,10 @@ def test_pixels_of_a_field(field):
     for band in range(4):
         assert np.corrcoef(x[order, band], raw[raw_order, band])[0, 1] > 1 - 1e-6
     with pytest.raises(ValueError, match=r"test_fraction 0.01 leaves class 0, of 12 samples, 0 of them to test with"):
-        data.indian_pines(field, test_fraction=0.01)
+        contrib.indian_pines(field, test_fraction=0.01)
     with pytest.raises(ValueError, match=r"test_fraction must be between 0 and 1, both excluded; got 1\.5"):
-        data.indian_pines(field, test_fraction=1.5)
-    again, other = data.indian_pines(field, 1 / 3, 4), data.indian_pines(field, 1 / 3, 5)
+        contrib.indian_pines(field, test_fraction=1.5)
+    again, other = contrib.indian_pines(field, 1 / 3, 4), contrib.indian_pines(field, 1 / 3, 5)
     np.testing.assert_array_equal(again.test_x, got.test_x)
     assert not np.array_equal(other.test_x, got.test_x)
 
@@ -103,7 +104,7 @@ def test_variables_that_do_not_fit_are_refused(field, name, variables, expected)
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: min(variables, 150)] + b"\xff" * max(variables - 150, 0))
-    refused(f"{path}: {expected}", data.indian_pines, field)
+    refused(f"{path}: {expected}", contrib.indian_pines, field)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def tiny(tmp_path):
 
 
 def test_photographs_from_folders(tiny):
-    got = data.tiny_imagenet(tiny)
+    got = contrib.tiny_imagenet(tiny)
     assert got.train_x.shape == (6, 64, 64, 3) and got.test_x.shape == (2, 64, 64, 3) and got.shape == (64, 64, 3)
     assert got.train_x.dtype == got.test_x.dtype == np.uint8 and got.train_y.dtype == np.int32
     assert got.names == ("n01", "n02") and got.classes == 2
@@ -123,7 +124,7 @@ def test_photographs_from_folders(tiny):
     grey = np.array([False, False, True, False, False, True])[:, None, None]
     assert np.abs(green - np.where(grey, expected, 0)).max() <= 2
     assert np.abs(blue - np.where(grey, expected, 255 - expected)).max() <= 2
-    fewer = data.tiny_imagenet(tiny, ["n02"], per_class=2)
+    fewer = contrib.tiny_imagenet(tiny, ["n02"], per_class=2)
     np.testing.assert_array_equal(fewer.train_x, got.train_x[3:5])
     np.testing.assert_array_equal(fewer.test_x, got.test_x[:1])
     assert fewer.names == ("n02",) and fewer.test_y.tolist() == [0]
@@ -152,10 +153,10 @@ LINES = "val_0.JPEG\tn02\nval_1.JPEG\tn01\n"
 )
 def test_folders_that_are_no_tiny_imagenet_are_refused(tiny, name, change, expected):
     change(tiny / name)
-    refused(f"{tiny / name}: {expected}", data.tiny_imagenet, tiny)
+    refused(f"{tiny / name}: {expected}", contrib.tiny_imagenet, tiny)
 
 
 def test_classes_that_are_not_there_are_refused(tiny):
-    refused(f"{tiny}: has no class 'n05'; wanted one of n01, n02", data.tiny_imagenet, tiny, ["n05"])
+    refused(f"{tiny}: has no class 'n05'; wanted one of n01, n02", contrib.tiny_imagenet, tiny, ["n05"])
     with pytest.raises(ValueError, match=r"classes must be at least one name, none of them twice; got \[\]"):
-        data.tiny_imagenet(tiny, [])
+        contrib.tiny_imagenet(tiny, [])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from data_files import refused, run_page, same, write
 
-from lp_jax import data
+from lp_jax.data import contrib
 
 CORNERS = np.array(list(itertools.product([0.0, 1.0], repeat=3)))
 SIDES = [(0, 1, 3, 2), (4, 6, 7, 5), (0, 4, 5, 1), (2, 3, 7, 6), (0, 2, 6, 4), (1, 5, 7, 3)]
@@ -36,13 +36,13 @@ def test_meshes_of_files(tmp_path):
             "# made by hand\n\n" + CUBE.replace("OFF", "OFF # a cube").replace("\n", "\r\n"),
             CUBE.replace("3 2\n", "3 2 0.5 0.5 0.5\n") + "\n# end\n",
         ):
-            got = data.read_off(write(tmp_path / name, text))
+            got = contrib.read_off(write(tmp_path / name, text))
             np.testing.assert_array_equal(got.vertices, CORNERS)
             assert triangles(got.faces) == triangles(FACES)
             assert got.vertices.dtype == np.float64 and got.faces.dtype == np.int32
     heptagon = "OFF\n7 1 0\n" + "".join(f"{number} {number**2} 0\n" for number in range(7)) + "7 6 5 4 3 2 1 0\n"
     fan = [[6, 5, 4], [6, 4, 3], [6, 3, 2], [6, 2, 1], [6, 1, 0]]
-    assert triangles(data.read_off(write(tmp_path / "a.off", heptagon)).faces) == triangles(fan)
+    assert triangles(contrib.read_off(write(tmp_path / "a.off", heptagon)).faces) == triangles(fan)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_meshes_of_files(tmp_path):
 )
 def test_malformed_meshes_are_refused(tmp_path, content, expected):
     path = write(tmp_path / "a.off.gz", content)
-    refused(f"{path}: {expected}", data.read_off, path)
+    refused(f"{path}: {expected}", contrib.read_off, path)
 
 
 def meets(triangle, low):
@@ -92,7 +92,7 @@ def test_voxels_are_those_that_a_triangle_meets():
             triangle[2] = triangle[0] + 0.7 * (triangle[1] - triangle[0])  # a segment
         if kind % 3 == 2:
             triangle[:, kind % 2] *= 0.05  # nearly flat
-        got = data.voxelize(triangle, np.array([[0, 1, 2]]), size)
+        got = contrib.voxelize(triangle, np.array([[0, 1, 2]]), size)
         low, high = triangle.min(0), triangle.max(0)
         placed = (triangle - (low + high) / 2) * size / (high - low).max() + size / 2
         # slightly smaller, so that what touches the walls of the whole is not a matter of rounding
@@ -103,7 +103,7 @@ def test_voxels_are_those_that_a_triangle_meets():
 
 @pytest.mark.parametrize("margin", [0, 2])
 def test_a_cube_becomes_a_shell(margin):
-    got = data.voxelize(CORNERS * 0.3 + [10, -5, 0.1], np.array(FACES), 12, margin=margin)
+    got = contrib.voxelize(CORNERS * 0.3 + [10, -5, 0.1], np.array(FACES), 12, margin=margin)
     inner = 12 - 2 * margin
     assert got.dtype == bool and got.shape == (12, 12, 12) and got.sum() == inner**3 - (inner - 2) ** 3
     inside = got[margin : 12 - margin, margin : 12 - margin, margin : 12 - margin]
@@ -113,7 +113,7 @@ def test_a_cube_becomes_a_shell(margin):
 def test_voxels_of_many_triangles_are_those_of_each():
     random = np.random.default_rng(1)
     vertices, faces = random.normal(size=(60, 3)), random.integers(0, 60, (400, 3))
-    got = data.voxelize(vertices, faces, 24)
+    got = contrib.voxelize(vertices, faces, 24)
     low, high = vertices[faces].min((0, 1)), vertices[faces].max((0, 1))
     scale = 24 / (high - low).max()
     # dense points on every triangle lie in voxels that are set
@@ -124,7 +124,7 @@ def test_voxels_of_many_triangles_are_those_of_each():
     assert got.sum() < 1.3 * len(np.unique(place, axis=0))
     # in any order, and apart from vertices that no face uses
     shuffled = random.permutation(faces)
-    np.testing.assert_array_equal(data.voxelize(np.concatenate([vertices, [[99, 99, 99]]]), shuffled, 24), got)
+    np.testing.assert_array_equal(contrib.voxelize(np.concatenate([vertices, [[99, 99, 99]]]), shuffled, 24), got)
 
 
 @pytest.fixture
@@ -139,12 +139,12 @@ def meshes(tmp_path):
 
 
 def test_modelnet_from_meshes(meshes):
-    got = data.modelnet(meshes, size=8)
+    got = contrib.modelnet(meshes, size=8)
     assert got.shape == (8, 8, 8, 1) and got.train_x.shape == (4, 8, 8, 8, 1) and got.test_x.shape == (2, 8, 8, 8, 1)
     assert got.names == ("cube", "square") and got.classes == 2 and got.train_x.dtype == np.float32
     assert got.train_y.tolist() == [0, 0, 1, 1] and got.test_y.tolist() == [0, 1] and got.train_y.dtype == np.int32
     assert got.train_x.sum((1, 2, 3, 4)).tolist() == [8**3 - 6**3] * 2 + [64] * 2
-    one = data.modelnet(meshes, ["square"], size=8, margin=1)
+    one = contrib.modelnet(meshes, ["square"], size=8, margin=1)
     assert one.names == ("square",) and one.test_x.sum() == 36 and one.test_y.tolist() == [0]
 
 
@@ -160,19 +160,19 @@ def ready(folder, size=8, **arrays):
 
 
 def test_modelnet_from_voxels(tmp_path):
-    got = data.modelnet(ready(tmp_path), size=8)
+    got = contrib.modelnet(ready(tmp_path), size=8)
     with np.load(tmp_path / "voxels_train.npz") as archive:
         bits = np.unpackbits(archive["voxels"], axis=-1)
     np.testing.assert_array_equal(got.train_x[..., 0], bits)
     assert got.train_x.dtype == np.float32 and got.train_y.tolist() == [0, 1, 1] and got.test_y.tolist() == [1, 0]
-    other = data.modelnet(tmp_path, ["b", "a"], size=8)
+    other = contrib.modelnet(tmp_path, ["b", "a"], size=8)
     assert other.names == ("b", "a") and other.train_y.tolist() == [1, 0, 0] and other.test_y.tolist() == [0, 1]
-    one = data.modelnet(tmp_path, ["b"], size=8)
+    one = contrib.modelnet(tmp_path, ["b"], size=8)
     np.testing.assert_array_equal(one.train_x, got.train_x[1:])
     assert one.test_y.tolist() == [0] and one.classes == 1
     # a test file that numbers the classes in another order
     ready(tmp_path, classes=np.array(["b", "a"]))
-    assert data.modelnet(tmp_path, size=8).test_y.tolist() == [0, 1]
+    assert contrib.modelnet(tmp_path, size=8).test_y.tolist() == [0, 1]
 
 
 def test_voxels_made_once_are_read_again(meshes, tmp_path_factory, monkeypatch):
@@ -180,7 +180,7 @@ def test_voxels_made_once_are_read_again(meshes, tmp_path_factory, monkeypatch):
     (folder / "ModelNet10").symlink_to(meshes)
     monkeypatch.chdir(folder)
     run_page("numpy as np")
-    assert same((data.modelnet(meshes), data.modelnet(folder)))
+    assert same((contrib.modelnet(meshes), contrib.modelnet(folder)))
 
 
 NO_LISTS = "; wanted a list of integers and a list of names"
@@ -210,7 +210,7 @@ NO_LISTS = "; wanted a list of integers and a list of names"
 )
 def test_voxels_that_do_not_fit_are_refused(tmp_path, arrays, expected):
     folder = ready(tmp_path, **arrays)
-    refused(f"{folder / 'voxels_test.npz'}: {expected}", data.modelnet, folder, size=8)
+    refused(f"{folder / 'voxels_test.npz'}: {expected}", contrib.modelnet, folder, size=8)
 
 
 def test_damaged_archives_are_refused(tmp_path):
@@ -220,26 +220,28 @@ def test_damaged_archives_are_refused(tmp_path):
     cut = (content[:200], content[:60] + b"\xff" * 100 + content[160:])
     for damaged in (b"", b"no archive", *cut, (tmp_path / "one.npy").read_bytes()):
         path.write_bytes(damaged)
-        refused(f"{path}: cannot be read (", data.modelnet, tmp_path, size=8)
+        refused(f"{path}: cannot be read (", contrib.modelnet, tmp_path, size=8)
     path.unlink()
-    refused(f"{path}: cannot be read (No such file", data.modelnet, tmp_path, size=8)
+    refused(f"{path}: cannot be read (No such file", contrib.modelnet, tmp_path, size=8)
 
 
 def test_folders_that_are_no_modelnet_are_refused(meshes):
-    refused("nowhere: has no file voxels_train.npz and no folder */train of meshes; wanted", data.modelnet, "nowhere")
-    refused(f"{meshes}: has no class 'sofa'; wanted one of cube, square", data.modelnet, meshes, ["cube", "sofa"])
+    refused(
+        "nowhere: has no file voxels_train.npz and no folder */train of meshes; wanted", contrib.modelnet, "nowhere"
+    )
+    refused(f"{meshes}: has no class 'sofa'; wanted one of cube, square", contrib.modelnet, meshes, ["cube", "sofa"])
     with pytest.raises(ValueError, match=r"classes must be at least one name, none of them twice; got \['a', 'a'\]"):
-        data.modelnet(meshes, ["a", "a"])
+        contrib.modelnet(meshes, ["a", "a"])
     path = write(meshes / "square" / "test" / "square_1.off", SQUARE.replace("4 0 1 2 3", "4 0 0 0 0"))
-    refused(f"{path}: cannot be read (vertices must be finite and span a mesh", data.modelnet, meshes, size=8)
+    refused(f"{path}: cannot be read (vertices must be finite and span a mesh", contrib.modelnet, meshes, size=8)
     write(path, SQUARE.replace("1 1 0", "1 nan 0"))
-    refused(f"{path}: cannot be read (vertices must be finite and span a mesh", data.modelnet, meshes, size=8)
+    refused(f"{path}: cannot be read (vertices must be finite and span a mesh", contrib.modelnet, meshes, size=8)
     shutil.rmtree(path.parent)
-    refused(f"{path.parent}: has no files *.off; wanted at least one", data.modelnet, meshes, size=8)
+    refused(f"{path.parent}: has no files *.off; wanted at least one", contrib.modelnet, meshes, size=8)
 
 
 def test_real_voxels(shared_data):
-    got = data.modelnet(shared_data / "modelnet32")
+    got = contrib.modelnet(shared_data / "modelnet32")
     assert got.train_x.shape == (1084, 32, 32, 32, 1) and got.test_x.shape == (272, 32, 32, 32, 1)
     assert got.names == ("chair", "monitor") and set(np.unique(got.test_x)) == {0.0, 1.0}
     with np.load(shared_data / "modelnet32" / "voxels_test.npz", allow_pickle=False) as archive:
@@ -251,5 +253,5 @@ def test_real_voxels(shared_data):
     test = got.test_x.reshape(272, -1)
     distance = (means**2).sum(1) - 2 * test @ means.T
     assert np.mean(distance.argmin(1) == got.test_y) > 0.9
-    small = data.modelnet(shared_data / "modelnet32", ["monitor"])
+    small = contrib.modelnet(shared_data / "modelnet32", ["monitor"])
     assert len(small.test_x) == np.sum(got.test_y == 1)

@@ -14,9 +14,11 @@ import jax
 import pytest
 
 import lp_jax.data
+import lp_jax.data.contrib
 import lp_jax.nn
 import lp_jax.planning
 import lp_jax.train
+import lp_jax.train.contrib
 import lp_jax.viz
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +34,6 @@ ELSEWHERE = {"docs/extending.md", "docs/data.md"}
 CHANGES = {
     'jax.config.update("jax_num_cpu_devices", 4)': "",
     "machine=gpu": "machine=gpu, seconds=0.1",
-    "error=1e-2)": "error=1e-2, seconds=0.1)",
 }
 # jax 0.12 keeps one array of a tanh for the adjoint where 0.10 keeps two; docs/planning.md says so.
 MEGABYTES = {} if jax.__version__.startswith("0.10.") else {"  21.1  ": "  19  ", "  14.8  ": "  12.7  "}
@@ -142,7 +143,16 @@ def test_every_public_name_is_in_the_reference():
     text = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/reference/"))
     listed = [name.rpartition(".") for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)]
     found = [getattr(importlib.import_module(module or name), name, None) for module, _, name in listed]
-    for module in (lp_jax, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz):
+    for module in (
+        lp_jax,
+        lp_jax.nn,
+        lp_jax.train,
+        lp_jax.train.contrib,
+        lp_jax.data,
+        lp_jax.data.contrib,
+        lp_jax.planning,
+        lp_jax.viz,
+    ):
         public = {name: x for name, x in vars(module).items() if not name.startswith("_")}
         missing = [
             n for n, x in public.items() if not isinstance(x, types.ModuleType) and not any(x is y for y in found)

@@ -197,7 +197,7 @@ def test_results_are_outputs_of_the_program():
 def test_a_training_step_says_how_the_adjoint_ended(watch):
     def loss(params, batch, solver, adjoint_solver):
         solution = lp_jax.solve(dense, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        info = train.Info(jnp.int32(0), jnp.int32(3), solution.stats, solution.result)
+        info = train.Info(jnp.int32(3), solution.stats, solution.result)
         return jnp.sum(solution.y1**2), info
 
     optimizer = optax.sgd(1e-3)

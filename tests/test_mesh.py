@@ -342,7 +342,7 @@ def test_parameters_and_what_the_optimizer_keeps_are_spread():
     def loss_fn(graphdef, params, y, solver, adjoint_solver):
         solution = nnx.merge(graphdef, params).solve(y, solver=solver, adjoint_solver=adjoint_solver)
         none = jnp.int32(0)
-        return jnp.mean(solution.y1**2), train.Info(none, none, solution.stats, solution.result)
+        return jnp.mean(solution.y1**2), train.Info(none, solution.stats, solution.result)
 
     for workers in (1, 2, 8):
         comm = line(workers)

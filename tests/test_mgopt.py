@@ -12,6 +12,7 @@ from networks import F64, assert_close, mesh, normal
 
 import lp_jax
 from lp_jax import nn, train
+from lp_jax.train import contrib
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -166,7 +167,7 @@ def test_a_cycle_is_that_of_plain_loops(name):
     levels, search = case.get("levels", 2), case.get("line_search", train.Backtracking(trials=5))
     correction = case.get("correction", optax.sgd(1.0))
     model = network()
-    step_fn, state = train.mgopt(model, optimizer, **case)
+    step_fn, state = contrib.mgopt(model, optimizer, **case)
     networks = [model]
     for _ in range(levels - 1):
         coarse = nnx.clone(networks[-1])
@@ -205,17 +206,17 @@ def test_where_the_gradient_is_zero_nothing_moves():
         target = jnp.linspace(0.0, 1.0, model.trunk.num_layers, dtype=F64) ** 2
 
         def loss_fn(params, batch, solver, adjoint_solver):
-            info = train.Info(jnp.int32(0), jnp.int32(1), solved.stats, solved.result)
+            info = train.Info(jnp.int32(1), solved.stats, solved.result)
             return jnp.sum((params["layers"] - target) ** 2) / len(target), info
 
         return loss_fn, params
 
     solved = lp_jax.solve(lambda u, layer: u, jnp.zeros(4), jnp.ones(2), solver=SERIAL)
     best = jnp.linspace(0.0, 1.0, 8, dtype=F64) ** 2
-    step_fn, state = train.mgopt(network(), optax.sgd(1.0), levels=3, loss=loss)
+    step_fn, state = contrib.mgopt(network(), optax.sgd(1.0), levels=3, loss=loss)
     after, _ = step_fn(state._replace(params={"layers": jnp.copy(best)}), None, SERIAL, SERIAL)
     assert_close(after.params["layers"], best, 1e-15)
-    _, state = train.mgopt(network(), optax.sgd(1.0), levels=3, loss=loss)
+    _, state = contrib.mgopt(network(), optax.sgd(1.0), levels=3, loss=loss)
     assert jnp.max(jnp.abs(state.params["layers"] - best)) > 0.5
     for _ in range(100):  # and it is reached from elsewhere
         state, _ = step_fn(state, None, SERIAL, SERIAL)
@@ -224,7 +225,7 @@ def test_where_the_gradient_is_zero_nothing_moves():
 
 def test_a_search_that_fails_keeps_the_parameters_and_says_so():
     search = train.Backtracking(trials=2)
-    step_fn, state = train.mgopt(network(), optax.sgd(1e4), pre=0, post=0, coarsest=3, line_search=search)
+    step_fn, state = contrib.mgopt(network(), optax.sgd(1e4), pre=0, post=0, coarsest=3, line_search=search)
     before = jax.tree.map(np.asarray, state.params)
     after, metrics = step_fn(state, BATCH, SERIAL, SERIAL)
     assert bool(metrics.stuck) and int(metrics.trials) == 2
@@ -235,7 +236,7 @@ def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
     solver = lp_jax.Picard(sweeps=8)
     found = []
     for given in (None, mesh(2)):
-        step_fn, state = train.mgopt(network(comm=given, solver=solver), optax.adam(1e-2), levels=2)
+        step_fn, state = contrib.mgopt(network(comm=given, solver=solver), optax.adam(1e-2), levels=2)
         for _ in range(2):
             state, metrics = step_fn(state, BATCH, solver, solver)
         found.append((state.params, metrics.loss, metrics.gradients))
@@ -244,7 +245,7 @@ def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
 
 def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     def run(folder, epochs):
-        step_fn, state = train.mgopt(network(), optax.adam(1e-2), levels=3)
+        step_fn, state = contrib.mgopt(network(), optax.adam(1e-2), levels=3)
         with train.Checkpoints(folder, config={}) as checkpoints:
             if checkpoints.latest is not None:
                 state = checkpoints.restore(state)
@@ -283,11 +284,11 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
 )
 def test_settings_that_cannot_be(given, message):
     with pytest.raises(ValueError, match=message):
-        train.mgopt(network(), optax.sgd(0.1), **given)
+        contrib.mgopt(network(), optax.sgd(0.1), **given)
 
 
 def test_a_recurrent_network_has_no_coarse_one():
     rngs = nnx.Rngs(0)
     model = nn.Classifier(lambda x: x, nn.GRU(3, 4, rngs=rngs), nn.DenseClosing((4,), 2, rngs=rngs))
     with pytest.raises(TypeError, match="recurrent network"):
-        train.mgopt(model, optax.sgd(0.1))
+        contrib.mgopt(model, optax.sgd(0.1))

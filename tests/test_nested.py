@@ -13,6 +13,7 @@ from networks import F64, BatchNormed, assert_close, normal
 
 import lp_jax
 from lp_jax import nn, train
+from lp_jax.train import contrib
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -239,7 +240,7 @@ def test_layers_that_read_their_number_are_refused():
     with pytest.raises(TypeError, match="Numbered reads its number"):
         train.deepen(network, trained(network, optax.sgd(0.1), steps=1), optax.sgd(0.1))
     with pytest.raises(TypeError, match="Numbered reads its number"):
-        train.mgopt(network, optax.sgd(0.1))
+        contrib.mgopt(network, optax.sgd(0.1))
 
 
 def test_running_statistics_go_along():
@@ -249,7 +250,7 @@ def test_running_statistics_go_along():
     deep, deeper = train.deepen(network, state, optimizer)
     before, after = (s.params["trunk"]["layers"]["norm"]["mean"] for s in (state, deeper))
     np.testing.assert_array_equal(after, np.repeat(before, 2, axis=0))
-    step_fn, state = train.mgopt(deep, optimizer, levels=2)
+    step_fn, state = contrib.mgopt(deep, optimizer, levels=2)
     moved, metrics = step_fn(jax.tree.map(jnp.copy, state), batches(0)[0], lp_jax.Serial(), None)
     exact = train.make_train_step(train.classification(deep)[0], optimizer)
     wanted, _ = exact(train.init_state(state.params, optimizer), batches(0)[0], lp_jax.Serial(), None)

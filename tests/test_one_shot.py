@@ -42,7 +42,7 @@ def loss_fn(params, batch, solver, adjoint_solver, restart=None, *, time, smooth
     rough = sum(jnp.sum(jnp.diff(x, axis=0) ** 2) / h**2 for x in layers)
     objective = loss + REGULARISATION / 2 * squares + smooth / 2 * jax.lax.stop_gradient(rough)
     right = jnp.sum(jnp.argmax(logits, -1) == labels, dtype=jnp.int32)
-    info = train.Info(right, jnp.int32(len(x)), solution.stats, solution.result, loss, trajectory=solution.trajectory)
+    info = train.Info(jnp.int32(len(x)), solution.stats, solution.result, right, loss, trajectory=solution.trajectory)
     return objective, info
 
 
@@ -153,7 +153,7 @@ def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path, workers):
         options = {"solver": solver, "adjoint_solver": adjoint_solver, "comm": comm}
         solution = lp_jax.solve(step, params["layers"], batch[0], **options, **given)
         losses = optax.softmax_cross_entropy_with_integer_labels(solution.y1, batch[1])
-        info = train.Info(jnp.int32(0), jnp.int32(6), solution.stats, solution.result, trajectory=solution.trajectory)
+        info = train.Info(jnp.int32(6), solution.stats, solution.result, trajectory=solution.trajectory)
         return jnp.mean(losses), info
 
     solver = lp_jax.MGRIT(coarsening=4, iterations=1)
@@ -187,7 +187,7 @@ def test_a_line_search_that_fails_keeps_the_step_before_and_says_so():
 
     def loss_fn(params, batch, solver, adjoint_solver):
         solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, params, batch, solver=solver)
-        return jnp.mean(solution.y1**2), train.Info(jnp.int32(0), jnp.int32(3), solution.stats, solution.result)
+        return jnp.mean(solution.y1**2), train.Info(jnp.int32(3), solution.stats, solution.result)
 
     ascent, search = optax.scale(1.0), train.Backtracking(trials=5)
     step_fn, state = train.make_train_step(loss_fn, ascent, line_search=search), train.init_state(params, ascent)
@@ -204,7 +204,7 @@ def test_line_searches_of_optax_work_too():
 
     def loss_fn(params, batch, solver, adjoint_solver):
         solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, params, batch, solver=solver)
-        info = train.Info(jnp.int32(0), jnp.int32(3), solution.stats, solution.result)
+        info = train.Info(jnp.int32(3), solution.stats, solution.result)
         return jnp.mean((solution.y1 - 2.5) ** 2), info
 
     optimizer = optax.lbfgs()
@@ -241,7 +241,7 @@ def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
 def test_a_loss_without_a_trajectory_is_refused():
     def loss_fn(params, batch, solver, adjoint_solver, restart=None):
         solution = lp_jax.solve(lambda y, layer: y + layer.params, params, batch, solver=solver)
-        return jnp.sum(solution.y1), train.Info(jnp.int32(0), jnp.int32(1), solution.stats, solution.result)
+        return jnp.sum(solution.y1), train.Info(jnp.int32(1), solution.stats, solution.result)
 
     with pytest.raises(ValueError, match=r"trajectory=solution.trajectory"):
         train.one_shot(loss_fn, jnp.ones(4), optax.sgd(0.1), jnp.ones(()), solver=lp_jax.Picard())
@@ -261,7 +261,7 @@ def small(batch=12):
             step, params["layers"], x, t1=3.0, solver=solver, adjoint_solver=adjoint_solver, **given
         )
         total = jnp.sum(labels >= 0, dtype=jnp.int32)
-        info = train.Info(total - 1, total, solution.stats, solution.result, trajectory=solution.trajectory)
+        info = train.Info(total, solution.stats, solution.result, total - 1, trajectory=solution.trajectory)
         return train._supervised.cross_entropy(solution.y1, labels), info
 
     return loss_fn, params, (jnp.asarray(random.normal(size=(batch, 4))), jnp.asarray(labels, jnp.int32))

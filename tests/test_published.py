@@ -1,7 +1,7 @@
 """Published speedups, and those that were measured with TorchBraid, beside what counting evaluations gives.
 
 A layer takes one unit of time forward and two backward, messages take nothing, each worker evaluates its layers one after
-another. What is left out makes published figures smaller. The table is in docs/planning.md.
+another. What is left out makes published figures smaller. The table is in docs/benchmarks.md.
 """
 
 import math

@@ -6,10 +6,10 @@ import math
 
 import pytest
 from problems import INJECT, machine
+from products import training_step as counted
 from relaxation import Relaxation
 
 import lp_jax
-from benchmarks.critical_path import training_step as counted
 from lp_jax import planning, viz
 from lp_jax._cycle_work import busiest
 from lp_jax.planning import count, training_step

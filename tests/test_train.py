@@ -19,6 +19,7 @@ from flax import nnx
 
 import lp_jax
 from lp_jax import nn, train
+from lp_jax.train._log import read_rows
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -40,7 +41,7 @@ def loss_fn(params, batch, solver, adjoint_solver):
     answers = solution.y1 @ params["closing"]
     loss = jnp.mean((answers - y) ** 2)
     correct = jnp.sum(jnp.abs(answers - y) < 0.1, dtype=jnp.int32)
-    info = train.Info(correct, jnp.int32(y.size), solution.stats, solution.result, jnp.linalg.norm(solution.y1))
+    info = train.Info(jnp.int32(y.size), solution.stats, solution.result, correct, jnp.linalg.norm(solution.y1))
     return loss, info
 
 
@@ -205,7 +206,7 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
         resumed, log = run(restored, 2, measures=measures, log=train.Log(path), checkpoints=second)
     same(resumed, whole)
     assert timeless(log.rows) == timeless(whole_log.rows)
-    assert timeless(train.read_rows(path)) == timeless(train.read_rows(tmp_path / "whole.jsonl"))
+    assert timeless(read_rows(path)) == timeless(read_rows(tmp_path / "whole.jsonl"))
 
 
 def test_a_finished_run_is_left_as_it_is(state, tmp_path):
@@ -328,7 +329,7 @@ def test_growing_residuals_are_reported_once_an_epoch():
             return y + layer.dt * layer.params * y
 
         solution = lp_jax.solve(decay, params, batch[0], solver=solver, adjoint_solver=adjoint_solver)
-        info = train.Info(jnp.int32(0), jnp.int32(1), solution.stats, solution.result, jnp.linalg.norm(solution.y1))
+        info = train.Info(jnp.int32(1), solution.stats, solution.result, scale=jnp.linalg.norm(solution.y1))
         return jnp.sum(solution.y1), info
 
     optimizer = optax.sgd(0.0)
@@ -377,7 +378,7 @@ def test_a_step_that_is_not_finite_stops_the_run(state, tmp_path):
             run(state, 2, batches=poisoned, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved, checkpoint_every=2)
         assert "last checkpoint is that of step 4" in str(caught.value) and "\n" not in str(caught.value)
         assert np.isfinite(saved.restore(state).params["closing"]).all()
-    rows = list(train.read_rows(tmp_path / "m.jsonl"))
+    rows = list(read_rows(tmp_path / "m.jsonl"))
     assert rows[-1]["step"] == 5 and rows[-1]["loss"] is None
 
 
@@ -436,7 +437,7 @@ def test_a_signal_ends_the_run_after_the_step_and_saves(state, tmp_path, number)
             run(state, 4, batches=Killer(2, number).batches, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved)
         assert (caught.value.signal, caught.value.step, saved.latest) == (number, 2, 2)
     assert signal.getsignal(number) is before
-    assert [row["step"] for row in train.read_rows(tmp_path / "m.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == [1, 2]
 
 
 @pytest.fixture
@@ -481,7 +482,7 @@ def test_log_lines_are_flat_json_and_come_back(tmp_path):
 def test_a_damaged_log_is_refused_except_at_its_end(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"kind": "train", "step": 1}\n{"kind": "tr')
-    assert [row["step"] for row in train.read_rows(path)] == [1]
+    assert [row["step"] for row in read_rows(path)] == [1]
     path.write_text('{"kind": "tr\n{"kind": "train", "step": 1}\n')
     with pytest.raises(ValueError, match="line 1, is not a row of metrics"):
         train.Log(path)

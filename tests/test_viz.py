@@ -17,7 +17,7 @@ from relaxation import Relaxation
 
 import lp_jax
 from lp_jax import _serial, planning, viz
-from lp_jax.train import flat
+from lp_jax.train._log import flat
 from lp_jax.viz._hierarchy import batches
 from lp_jax.viz._schedule import timelines
 
@@ -123,13 +123,15 @@ def test_a_race_marks_when_the_target_is_reached():
 
     runs = {"serial": log(0.2, (0.5, 0.9, 0.95)), "layer-parallel": log(0.1, (0.4, 0.91, 0.96))}
     figure = viz.race({**runs, "nested": log(0.05, (0.2, 0.3, 0.8))}, target=0.9)
-    assert figure.get_suptitle() == "90.0% test accuracy after 4 s with serial, 2 s with layer-parallel"
+    assert figure.get_suptitle() == "Layer-parallel training reaches 90.0% in 2 s, serial training in 4 s"
     (ax,) = figure.axes
     named = {line.get_label(): line for line in ax.lines}
     np.testing.assert_allclose(named["serial"].get_xdata(), [2.0, 4.0, 6.0])
     np.testing.assert_allclose(named["nested"].get_ydata(), [0.2, 0.3, 0.8])
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
-    assert viz.race(runs).get_suptitle().startswith("95.0% test accuracy after 6 s with serial, 3 s")
+    assert viz.race(runs).get_suptitle() == "Layer-parallel training reaches 95.0% in 3 s, serial training in 6 s"
+    assert viz.race(runs, target=0.96).get_suptitle().endswith("in 3 s, serial training never")
+    assert viz.race({"serial": runs["serial"]}).get_suptitle() == "Serial training reaches 95.0% in 6 s"
     assert viz.race(runs, target=0.99).get_suptitle() == "No run reaches 99.0%"
     with pytest.raises(ValueError, match="'serial' has no row of kind 'test'"):
         viz.race({"serial": rows(0.9)[:-2] and [{"kind": "train", "step": 1, "step_time": 1.0}]})

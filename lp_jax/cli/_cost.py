@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from lp_jax import Serial, planning
 from lp_jax._solver import Solver
 from lp_jax.cli._models import Pair
-from lp_jax.train import unflat
+from lp_jax.train._log import unflat
 
 Row = Mapping[str, Any]
 

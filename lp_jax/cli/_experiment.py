@@ -26,7 +26,6 @@ from lp_jax.cli._workers import OneDevice, Place
 from lp_jax.train import (
     Backtracking,
     Bar,
-    Batch,
     Controller,
     Depth,
     Every,
@@ -37,17 +36,17 @@ from lp_jax.train import (
     TrainState,
     evaluate,
     fit,
-    flat,
     gradient_error,
     init_state,
     make_train_step,
-    measured,
-    mgopt,
     nested,
     one_shot,
     residuals,
     scale_by_lbfgs,
 )
+from lp_jax.train._log import flat, measured
+from lp_jax.train._types import Batch
+from lp_jax.train.contrib import mgopt
 
 Optimizer: TypeAlias = optax.GradientTransformation
 
@@ -202,7 +201,7 @@ def train_one(
     start = STARTS[method](made, solvers, options, optimizer)
     state, controller = made.place.everywhere(start.state), None
     if options["controller"] and not solvers[0].exact:
-        controller = Controller(made.loss_fn, bound=options["controller"], global_sums=made.place.whole)
+        controller = Controller(made.loss_fn, bound=options["controller"], ranks=made.place.ranks)
         state = state._replace(control=made.place.everywhere(controller.begin(*solvers)))
     with made.place.checkpoints(folder / "checkpoints", _fingerprint(made, method)) as checkpoints:
         if checkpoints.latest is not None:
@@ -237,23 +236,22 @@ class Start(NamedTuple):
 
 
 def _direct(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
-    step_fn = make_train_step(made.loss_fn, optimizer, global_sums=made.place.whole)
+    step_fn = make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
     return Start(step_fn, init_state(made.params, optimizer), made.batches, made.task.steps_per_epoch)
 
 
 def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
     """All examples in each step; L-BFGS, whose trials take the solver of the adjoint."""
-    whole = made.place.whole
     batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
     step_fn, state = one_shot(
         made.loss_fn,
         made.params,
-        optax.chain(scale_by_lbfgs(20, global_sums=whole), optax.scale(-1.0)),
+        optax.chain(scale_by_lbfgs(20, ranks=made.place.ranks), optax.scale(-1.0)),
         batch,
         solver=solvers[0],
         adjoint_solver=solvers[1],
         line_search=Backtracking(solver=solvers[1]),
-        global_sums=whole,
+        ranks=made.place.ranks,
     )
     return Start(step_fn, state, lambda epoch: [batch], 1)
 
@@ -266,7 +264,7 @@ def _mgopt(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimize
         levels=len(depths),
         factor=depths[1] // depths[0],
         loss=functools.partial(_loss, made),
-        global_sums=made.place.whole,
+        ranks=made.place.ranks,
     )
     return Start(step_fn, state, made.batches, made.task.steps_per_epoch)
 
@@ -368,7 +366,7 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
     def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
         restart = () if state.restart is None else (state.restart,)
         error = gradient_error(
-            restarted, state.params, (batch, restart), solver, adjoint_solver, global_sums=made.place.whole
+            restarted, state.params, (batch, restart), solver, adjoint_solver, ranks=made.place.ranks
         )
         solves = residuals(made.model, state.params, batch, *map(_longer, solvers), loss=made.task.goal.measure)
         return {

@@ -194,7 +194,7 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
-        measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, global_sums=made.place.whole)
+        measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, ranks=made.place.ranks)
         return float(measured.relative)
 
     with quick_compilation():

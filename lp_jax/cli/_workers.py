@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ class Place(abc.ABC):
     """Where the layers, and the examples of a batch, live."""
 
     comm: MeshComm | MPIComm | None = None  # of the solves
-    whole: Callable[[PyTree], PyTree] | None = None  # of `lp_jax.train.make_train_step`
     ranks: Ranks | None = None
     devices = 1
 
@@ -105,7 +104,6 @@ class RankGrid(Place):
     def __init__(self, ranks: Ranks) -> None:
         self.ranks: Ranks = ranks
         self.comm: MPIComm = ranks.layers
-        self.whole = ranks.global_sums
         self.devices = ranks.layers.size * ranks.data.size
 
     def holding(self, model: nnx.Module) -> "RankGrid":
@@ -126,7 +124,7 @@ class RankGrid(Place):
         return self.ranks.loss(loss_fn)
 
     def size(self, params: PyTree) -> int:
-        sizes = self.ranks.global_sums(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
+        sizes = self.ranks.sums(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
         return sum(int(leaf[0]) for leaf in jax.tree.leaves(sizes))
 
     def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> RankCheckpoints:
@@ -210,7 +208,7 @@ def data_parallel(loss_fn: LossFn, comm: MeshComm) -> LossFn:
             return loss, correct, total, scale, jax.lax.pmax(info.result, comm.axis)
 
         loss, correct, total, scale, result = share(params, batch)
-        return loss, Info(correct, total, Stats(jnp.int32(0), jnp.zeros(0, jnp.float32), result), result, scale)
+        return loss, Info(total, Stats(jnp.int32(0), jnp.zeros(0, jnp.float32), result), result, correct, scale)
 
     return whole
 

@@ -1,8 +1,10 @@
-"""Data sets, from files that are already here or from scikit-learn: images, words, series, shapes, points; and batches.
+"""Data sets, from files that are already here or from scikit-learn: images, words, series, points; and batches.
 
 All of it is NumPy; nothing here downloads or unpickles. docs/data.md says which files each loader expects.
+`lp_jax.data.contrib` has data sets of single problems.
 """
 
+from lp_jax._renamed import old_names as _old_names
 from lp_jax.data._arrays import arrays as arrays
 from lp_jax.data._batches import Sequences as Sequences
 from lp_jax.data._batches import batches as batches
@@ -15,17 +17,23 @@ from lp_jax.data._gum import Sentence as Sentence
 from lp_jax.data._gum import Tagging as Tagging
 from lp_jax.data._gum import gum as gum
 from lp_jax.data._gum import read_conllu as read_conllu
-from lp_jax.data._indian_pines import indian_pines as indian_pines
 from lp_jax.data._mnist import digits as digits
 from lp_jax.data._mnist import mnist as mnist
 from lp_jax.data._mnist import read_idx as read_idx
-from lp_jax.data._modelnet import Mesh as Mesh
-from lp_jax.data._modelnet import modelnet as modelnet
-from lp_jax.data._modelnet import read_off as read_off
-from lp_jax.data._modelnet import voxelize as voxelize
 from lp_jax.data._peaks import peaks as peaks
 from lp_jax.data._timeseries import Series as Series
 from lp_jax.data._timeseries import read_ts as read_ts
 from lp_jax.data._timeseries import timeseries as timeseries
 from lp_jax.data._timeseries import uci_har as uci_har
-from lp_jax.data._tiny_imagenet import tiny_imagenet as tiny_imagenet
+
+__getattr__ = _old_names(
+    __name__,
+    {
+        "Mesh": "lp_jax.data.contrib.Mesh",
+        "indian_pines": "lp_jax.data.contrib.indian_pines",
+        "modelnet": "lp_jax.data.contrib.modelnet",
+        "read_off": "lp_jax.data.contrib.read_off",
+        "tiny_imagenet": "lp_jax.data.contrib.tiny_imagenet",
+        "voxelize": "lp_jax.data.contrib.voxelize",
+    },
+)

@@ -8,7 +8,6 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import _inputs, planning
-from lp_jax._mpi import MPIComm
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
@@ -240,7 +239,7 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
 
 def refuse_ranks(trunk: LayerParallel) -> None:
     """Refuse a trunk whose layers are spread over MPI ranks."""
-    if isinstance(trunk.comm, MPIComm) and trunk.comm.size > 1:
+    if trunk.comm is not None and trunk.comm.splits:
         raise ValueError(
             f"the trunk's layers are spread over {trunk.comm.size} ranks, and each has only its run. Gather them first "
             "(lp_jax.train.Ranks.gather), into a network on one rank."

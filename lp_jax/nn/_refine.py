@@ -11,7 +11,7 @@ from flax import nnx
 
 from lp_jax import _check
 from lp_jax._inputs import number_of_layers
-from lp_jax._mpi import MPIComm, layer_slices
+from lp_jax._mpi import layer_slices
 from lp_jax._types import PyTree
 from lp_jax.nn._layer_parallel import LayerParallel, placing_solvers, refuse_ranks
 from lp_jax.nn._spline import midpoints
@@ -116,7 +116,7 @@ def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel
 def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
     """Return the trunk, or refuse it if layers had to move between MPI ranks for it to have another number of them."""
     comm, count = trunk.comm, trunk.num_layers
-    if trunk.weights is not None or not isinstance(comm, MPIComm) or comm.size == 1:
+    if trunk.weights is not None or comm is None or not comm.splits:
         return trunk
     if how == "linear":
         refuse_ranks(trunk)

@@ -12,15 +12,12 @@ except ModuleNotFoundError as error:
         f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
+from lp_jax._renamed import old_names as _old_names
 from lp_jax.train._average import average_gradients as average_gradients
-from lp_jax.train._average import bfloat16 as bfloat16
-from lp_jax.train._average import eight_bits as eight_bits
-from lp_jax.train._average import top_k as top_k
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
 from lp_jax.train._controller import Control as Control
 from lp_jax.train._controller import Controller as Controller
-from lp_jax.train._controller import Doubling as Doubling
 from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
@@ -31,14 +28,9 @@ from lp_jax.train._log import Bar as Bar
 from lp_jax.train._log import Log as Log
 from lp_jax.train._log import Meter as Meter
 from lp_jax.train._log import Silent as Silent
-from lp_jax.train._log import flat as flat
-from lp_jax.train._log import measured as measured
-from lp_jax.train._log import read_rows as read_rows
-from lp_jax.train._log import unflat as unflat
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
-from lp_jax.train._mgopt import mgopt as mgopt
 from lp_jax.train._microbatches import microbatches as microbatches
 from lp_jax.train._nested import Depth as Depth
 from lp_jax.train._nested import deepen as deepen
@@ -50,13 +42,6 @@ from lp_jax.train._probe import GradientError as GradientError
 from lp_jax.train._probe import gradient_error as gradient_error
 from lp_jax.train._ranks import RankCheckpoints as RankCheckpoints
 from lp_jax.train._ranks import Ranks as Ranks
-from lp_jax.train._step import Batch as Batch
-from lp_jax.train._step import Info as Info
-from lp_jax.train._step import LossFn as LossFn
-from lp_jax.train._step import Metrics as Metrics
-from lp_jax.train._step import Restart as Restart
-from lp_jax.train._step import StepFn as StepFn
-from lp_jax.train._step import TrainState as TrainState
 from lp_jax.train._step import init_state as init_state
 from lp_jax.train._step import make_train_step as make_train_step
 from lp_jax.train._supervised import Evaluation as Evaluation
@@ -69,3 +54,25 @@ from lp_jax.train._supervised import mean_squared_error as mean_squared_error
 from lp_jax.train._supervised import predict as predict
 from lp_jax.train._supervised import regression as regression
 from lp_jax.train._supervised import residuals as residuals
+from lp_jax.train._types import Info as Info
+from lp_jax.train._types import LossFn as LossFn
+from lp_jax.train._types import Metrics as Metrics
+from lp_jax.train._types import Restart as Restart
+from lp_jax.train._types import StepFn as StepFn
+from lp_jax.train._types import TrainState as TrainState
+
+__getattr__ = _old_names(
+    __name__,
+    {
+        "Batch": "typing.Any",
+        "Doubling": "lp_jax.train.contrib.Doubling",
+        "bfloat16": "lp_jax.train.contrib.bfloat16",
+        "eight_bits": "lp_jax.train.contrib.eight_bits",
+        "flat": "lp_jax.train._log.flat",
+        "measured": "lp_jax.train._log.measured",
+        "read_rows": "lp_jax.train._log.read_rows",
+        "unflat": "lp_jax.train._log.unflat",
+        "mgopt": "lp_jax.train.contrib.mgopt",
+        "top_k": "lp_jax.train.contrib.top_k",
+    },
+)

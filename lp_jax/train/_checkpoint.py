@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lp_jax.train._step import TrainState
+from lp_jax.train._types import TrainState
 
 
 class CheckpointError(RuntimeError):

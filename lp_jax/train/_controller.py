@@ -1,9 +1,9 @@
-"""Controllers: tolerances that follow the noise of the mini-batch gradient, and the published rule beside them."""
+"""A controller: tolerances that follow the noise of the mini-batch gradient."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,15 +14,16 @@ from lp_jax._result import DONE
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.train._step import Batch, LossFn
+from lp_jax.train._ranks import Ranks, ranks_of, total
+from lp_jax.train._types import Batch, LossFn
 
 Pair = tuple[Solver, Solver]
 
 
 class Rule(Protocol):
-    """What `fit` asks of a controller: `Controller`, `Doubling`, or one of your own.
+    """A rule that sets the solvers as training goes on: `Controller`, or one of your own.
 
-    What a rule has decided is a pytree of arrays, ``control``, a part of the training state.
+    Its decision is a pytree of arrays, ``control``, a part of the training state.
     """
 
     def begin(self, solver: Solver, adjoint_solver: Solver) -> PyTree:
@@ -74,7 +75,7 @@ class Controller:
         probe_every: number of steps between two probes. Early probes come sooner: at steps 0, 8 and 64.
         least: smallest tolerance. Where it does not hold the bound, nothing does but serial propagation.
         most: largest tolerance.
-        global_sums: as for `make_train_step`.
+        ranks: as for `make_train_step`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -85,7 +86,7 @@ class Controller:
         >>> def loss_fn(params, batch, solver, adjoint_solver):
         ...     step = lambda u, layer: u + layer.dt * jnp.tanh(layer.params * u)
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(0.1)
         >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(16), optimizer)
@@ -110,9 +111,12 @@ class Controller:
     probe_every: int = 250
     least: float = 1e-6
     most: float = 0.5
-    global_sums: Callable[[PyTree], PyTree] | None = None
+    ranks: Ranks | None = None
+    global_sums: dataclasses.InitVar[Any] = None  # the old name
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, global_sums: Any) -> None:
+        if global_sums is not None:
+            object.__setattr__(self, "ranks", ranks_of(global_sums, stacklevel=3))
         _check.integer("probe_every", self.probe_every, least=1)
         _check.one_of("of", self.of, ("noise", "gradient"))
         if not self.bound > 0:
@@ -167,9 +171,7 @@ class Controller:
             gradients += _GRADIENTS
             tried = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(False))
             pair = self.solvers(tried, solver, adjoint_solver)
-            found = {
-                name: float(x) for name, x in _measured(self.loss_fn, self.global_sums, params, batch, *pair).items()
-            }
+            found = {name: float(x) for name, x in _measured(self.loss_fn, self.ranks, params, batch, *pair).items()}
             allowed = self.bound * (found["noise"] if self.of == "noise" else 1.0)
             done = found.pop("result") == DONE
             held = done and found["error"] <= allowed
@@ -193,108 +195,13 @@ class Controller:
         return min(self.most, max(self.least, rtol * factor))
 
 
-@dataclasses.dataclass(frozen=True)
-class Doubling:
-    """The published rule: watch how twice the iterations converge, and go serial for good once they do not.
-
-    Every ``probe_every`` batches a forward solve takes twice the iterations, and three at least, as the first cycle of `MGRIT`
-    has no residual. Its convergence factor is its last residual norm over the one before. Above 1, serial propagation takes
-    over for the rest of the run. The rule is here for comparison: it looks at residuals and never at the gradient, and it has
-    no way back. `Controller` holds a bound on the gradient's error.
-
-    Training keeps the iterations that its solvers have. So a run compiles three programs at most: the step, the step by serial
-    propagation, and the probe.
-
-    Args:
-        loss_fn: the loss, as for `make_train_step`.
-        probe_every: number of steps between two probes.
-        limit: largest convergence factor that is accepted.
-
-    Raises:
-        ValueError: if a number is out of range.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import train
-        >>> def loss_fn(params, batch, solver, adjoint_solver):
-        ...     step = lambda u, layer: u + layer.dt * layer.params * u
-        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     return solution.y1.sum(), train.Info(0, len(batch), solution.stats, solution.result)
-        >>> rule, solver = train.Doubling(loss_fn), lp_jax.MGRIT(iterations=2)
-        >>> control = rule.begin(solver, solver)
-        >>> control, row = rule.probe(control, jnp.ones(16), jnp.ones(4), solver, solver)
-        >>> row["factor"] < 1, row["serial"]
-        (True, False)
-
-    Reference:
-        arXiv:2601.09026.
-    """
-
-    loss_fn: LossFn
-    _: dataclasses.KW_ONLY
-    probe_every: int = 500
-    limit: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check.integer("probe_every", self.probe_every, least=1)
-        if not self.limit > 0:
-            raise ValueError(f"limit must be positive; got {self.limit!r}.")
-
-    def begin(self, solver: Solver, adjoint_solver: Solver) -> jax.Array:
-        """Return the first decision: not to go serial.
-
-        Raises:
-            ValueError: if ``solver`` has a tolerance, or nothing to double.
-        """
-        if solver.has_tolerance or solver.exact:
-            raise ValueError(
-                f"Doubling doubles a fixed number of iterations, and solver={solver!r} has none. Leave rtol and atol out: "
-                "Picard(sweeps=4), MGRIT(iterations=2)."
-            )
-        return jnp.asarray(False)
-
-    def due(self, step: int) -> bool:
-        """Whether to probe before this step, the first being 0."""
-        return step % self.probe_every == 0
-
-    def solvers(self, control: jax.Array, solver: Solver, adjoint_solver: Solver) -> Pair:
-        """Return the solvers of the steps that follow."""
-        return (Serial(), Serial()) if control else (solver, adjoint_solver)
-
-    def probe(
-        self, control: jax.Array, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
-    ) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Take twice the iterations, and decide.
-
-        Returns:
-            The decision, and a row for the log: the convergence ``factor``, whether to go ``serial``, and what the probe took in
-            ``gradients``: a forward solve as two thirds of one. Once serial, nothing is measured.
-        """
-        if control:
-            return jnp.asarray(True), {"serial": True, "gradients": 0}
-        norms = _norms(self.loss_fn, params, batch, solver.with_effort(max(2 * solver.iterations, 3)), adjoint_solver)
-        *_, before, last = [math.inf, *(x for x in norms.tolist() if x >= 0)]
-        factor = last / before if before > 0 else 0.0
-        serial = not factor <= self.limit
-        return jnp.asarray(serial), {"factor": factor, "serial": serial, "gradients": _FORWARD}
-
-
-# Of a gradient: as many iterations as forward and adjoint solve of a step, without the products of weights.
-_FORWARD = 2 / 3
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _norms(loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver) -> jax.Array:
-    return loss_fn(params, batch, solver, adjoint_solver)[1].stats.residual_norms
-
-
 _ATTEMPTS, _GRADIENTS = 5, 4  # of a probe, at most; in each of them
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measured(
     loss_fn: LossFn,
-    global_sums: Callable[[PyTree], PyTree] | None,
+    ranks: Ranks | None,
     params: PyTree,
     batch: Batch,
     solver: Solver,
@@ -309,7 +216,7 @@ def _measured(
 
     def distance(a: PyTree, b: PyTree) -> jax.Array:
         squares = jax.tree.map(lambda x, y: jnp.sum(jnp.abs(x - y) ** 2), a, b)
-        return jnp.sqrt(jax.tree.reduce(jnp.add, squares if global_sums is None else global_sums(squares)))
+        return jnp.sqrt(total(ranks, squares))
 
     norm = distance(exact, jax.tree.map(jnp.zeros_like, exact))
     return {

@@ -1,6 +1,5 @@
 """L-BFGS for parameters that are spread over processes."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ from jax import lax
 
 from lp_jax import _check
 from lp_jax._types import PyTree
+from lp_jax.train._ranks import Ranks, takes_global_sums, total
 
 
 class LBFGSState(NamedTuple):
@@ -30,9 +30,8 @@ class LBFGSState(NamedTuple):
     changes: PyTree
 
 
-def scale_by_lbfgs(
-    memory_size: int = 10, *, global_sums: Callable[[PyTree], PyTree] | None = None
-) -> optax.GradientTransformation:
+@takes_global_sums
+def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> optax.GradientTransformation:
     """`optax.scale_by_lbfgs` for parameters of which each process holds a part.
 
     L-BFGS needs inner products of whole vectors. Those of optax are sums over the parameters that a process has, so on MPI
@@ -43,7 +42,7 @@ def scale_by_lbfgs(
 
     Args:
         memory_size: number of steps that are remembered.
-        global_sums: as for `make_train_step`.
+        ranks: as for `make_train_step`.
 
     Raises:
         ValueError: if ``memory_size`` is below 1.
@@ -52,7 +51,7 @@ def scale_by_lbfgs(
         >>> import jax.numpy as jnp, optax
         >>> from lp_jax import train
         >>> ranks = train.Ranks.grid()
-        >>> lbfgs = train.scale_by_lbfgs(20, global_sums=ranks.global_sums)
+        >>> lbfgs = train.scale_by_lbfgs(20, ranks=ranks)
         >>> optimizer = optax.chain(lbfgs, optax.scale(-1.0))
         >>> params = {"trunk": jnp.ones(8)}
         >>> updates, state = optimizer.update({"trunk": 2 * params["trunk"]}, optimizer.init(params), params)
@@ -79,7 +78,7 @@ def scale_by_lbfgs(
         changes = jax.tree.map(remembered, state.changes, gradient, state.gradient)
         vectors = jax.tree.map(lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient)
         sums = jax.tree.map(_products, vectors)
-        products = jax.tree.reduce(jnp.add, sums if global_sums is None else global_sums(sums))
+        products = total(ranks, sums)
         coefficients = _coefficients(products, state.updates)
         direction = jax.tree.map(lambda x: x @ coefficients.astype(x.dtype), vectors)
         return direction, LBFGSState(state.updates + 1, params, gradient, steps, changes)

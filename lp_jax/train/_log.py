@@ -1,4 +1,4 @@
-"""What is said of a run: flat rows, in memory and as JSON lines; and its progress on a terminal."""
+"""The log of a run: flat rows, in memory and as JSON lines; and its progress on a terminal."""
 
 import json
 import math
@@ -81,8 +81,7 @@ def flat(prefix: str, values: Mapping[str, Any] | Iterable[Any]) -> Row:
     """Return several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ...
 
     Example:
-        >>> from lp_jax import train
-        >>> train.flat("forward_residual", [0.5, 0.1])
+        >>> flat("forward_residual", [0.5, 0.1])
         {'forward_residual_1': 0.5, 'forward_residual_2': 0.1}
     """
     items = values.items() if isinstance(values, Mapping) else enumerate(values, 1)
@@ -100,8 +99,7 @@ def measured(prefix: str, norms: Iterable[float]) -> Row:
     """Return the residual norms that were measured as columns, ``{prefix}_1`` being that of the first iteration.
 
     Example:
-        >>> from lp_jax import train
-        >>> train.measured("forward_residual", [-1, 0.5])
+        >>> measured("forward_residual", [-1, 0.5])
         {'forward_residual_2': 0.5}
     """
     return {name: value for name, value in flat(prefix, norms).items() if not value < 0}

@@ -20,7 +20,7 @@ from lp_jax.train._controller import Rule
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message, search_warning
 from lp_jax.train._log import Log, Meter, Silent, measured, unflat
 from lp_jax.train._ranks import RankCheckpoints
-from lp_jax.train._step import Batch, Metrics, StepFn, TrainState
+from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
 class Interrupted(RuntimeError):
@@ -113,14 +113,14 @@ def fit(
         epochs: number of epochs of the whole run, including those before ``state``.
         solver: solver of the forward solve. None is what the model was built with, or the default of `lp_jax.solve`.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-        controller: sets the solvers as training goes on: `Controller`, `Doubling` or any other `Rule`. Its probes are rows of
+        controller: sets the solvers as training goes on: `Controller` or any other `Rule`. Its probes are rows of
             kind "control". The state of a run to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its
             ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
-            accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (of
-            `mgopt`), result, adjoint_result, time (seconds since the start) and step_time (seconds per step, the mean since
-            the host last waited).
+            accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (where a step
+            takes more than one), result, adjoint_result, time (seconds since the start) and step_time (seconds per step, the
+            mean since the host last waited).
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
@@ -143,7 +143,7 @@ def fit(
         >>> def loss_fn(params, batch, solver, adjoint_solver):
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(1.0)
         >>> step_fn = train.make_train_step(loss_fn, optimizer)

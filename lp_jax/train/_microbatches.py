@@ -9,7 +9,7 @@ from jax import lax
 
 from lp_jax import _check
 from lp_jax._solver import NOT_MEASURED, Solver, Stats
-from lp_jax.train._step import Batch, Info, LossFn, Restart
+from lp_jax.train._types import Batch, Info, LossFn, Restart
 
 
 def microbatches(loss_fn: LossFn, count: int) -> LossFn:
@@ -36,7 +36,7 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
         >>> def loss_fn(params, batch, solver, adjoint_solver):
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     return jnp.mean(solution.y1**2), train.Info(0, len(batch), solution.stats, solution.result)
+        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
         >>> given = jnp.ones(16), jnp.arange(12.0), lp_jax.Serial(), None
         >>> whole, parts = loss_fn(*given)[0], train.microbatches(loss_fn, 4)(*given)[0]
         >>> bool(jnp.allclose(whole, parts))

@@ -25,8 +25,9 @@ from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._log import Log
 from lp_jax.train._loop import Every, fit
 from lp_jax.train._ranks import Ranks
-from lp_jax.train._step import Batch, LossFn, TrainState, init_state, make_train_step, map_slots, together
+from lp_jax.train._step import init_state, make_train_step, map_slots, replicate_rest
 from lp_jax.train._supervised import classification
+from lp_jax.train._types import Batch, LossFn, TrainState
 
 
 class Depth(NamedTuple):
@@ -123,11 +124,11 @@ def nested(
     reached = once(
         lambda: max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
     )
-    state = together(init_state(loss(model)[1], optimizer))
+    state = replicate_rest(init_state(loss(model)[1], optimizer))
     for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
         if i > 0:
             model, state = deepen(model, state, optimizer, factor, how=how, loss=loss)
-            state = together(state)
+            state = replicate_rest(state)
         if i < reached:
             continue
         with contextlib.ExitStack() as stack:
@@ -139,8 +140,7 @@ def nested(
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
             given = {**options, "measures": () if measures is None else measures(model)}
-            global_sums = None if ranks is None else ranks.global_sums
-            step_fn = make_train_step(loss(model)[0], optimizer, global_sums=global_sums)
+            step_fn = make_train_step(loss(model)[0], optimizer, ranks=ranks)
             state = _train(step_fn, state, batches, depth, steps_per_epoch, log, once, given)
     model = nnx.clone(model)
     nnx.update(model, state.params)

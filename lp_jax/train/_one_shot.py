@@ -8,7 +8,8 @@ import optax
 
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.train._step import Batch, LossFn, Restart, StepFn, TrainState, init_state, make_train_step, together
+from lp_jax.train._step import init_state, make_train_step, replicate_rest
+from lp_jax.train._types import Batch, LossFn, Restart, StepFn, TrainState
 
 
 def one_shot(
@@ -38,7 +39,7 @@ def one_shot(
         batch: the examples of all steps.
         solver: solver of the forward solves: ``Picard(sweeps=1)``, for example.
         adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
-        **options: ``line_search`` and ``global_sums``, as for `make_train_step`.
+        **options: ``line_search`` and ``ranks``, as for `make_train_step`.
 
     Returns:
         ``(step_fn, state)``, for `fit`: ``fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=100, ...)``.
@@ -54,7 +55,7 @@ def one_shot(
         ...     given = {} if restart is None else restart._asdict()
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **given)
-        ...     info = train.Info(0, len(batch), solution.stats, solution.result, trajectory=solution.trajectory)
+        ...     info = train.Info(len(batch), solution.stats, solution.result, trajectory=solution.trajectory)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> solver, batch = lp_jax.Picard(sweeps=1), jnp.ones(4)
         >>> step_fn, state = train.one_shot(loss_fn, jnp.zeros(16), optax.sgd(1.0), batch, solver=solver)
@@ -86,4 +87,4 @@ def one_shot(
         return Restart(guess, jax.grad(loss)(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
 
     state = init_state(params, optimizer)._replace(restart=begin(params, batch))
-    return make_train_step(loss_fn, optimizer, **options), together(state)
+    return make_train_step(loss_fn, optimizer, **options), replicate_rest(state)

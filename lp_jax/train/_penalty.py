@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax import _check, _inputs, _tree
-from lp_jax._mpi import MPIComm
 from lp_jax._problem import Problem
 from lp_jax._types import Layer, Points, State
 
@@ -46,12 +45,12 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         >>> gradient = nnx.grad(loss)(trunk, jnp.ones((4, 8), "float32"))
 
     Reference:
-        A penalty on the squared defect of one sweep, which does less (docs/training.md): arXiv:2605.17842.
+        A penalty on the squared defect of one sweep, which does less (docs/benchmarks.md): arXiv:2605.17842.
     """
     _check.integer("sweeps", sweeps, least=2)
     if not 0 < rtol < 1:
         raise ValueError(f"rtol must lie between 0 and 1; got {rtol!r}.")
-    if isinstance(problem.comm, MPIComm) and problem.comm.size > 1:
+    if problem.comm is not None and problem.comm.splits:
         raise ValueError(
             f"depth_penalty sums over all layers, and they are spread over {problem.comm.size} ranks. Use a mesh (MeshComm) "
             "instead."

@@ -10,8 +10,8 @@ from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._types import PyTree, State
 from lp_jax.nn import Classifier
-from lp_jax.train._step import Batch
 from lp_jax.train._supervised import Measure, cross_entropy
+from lp_jax.train._types import Batch
 
 
 class Inner(NamedTuple):

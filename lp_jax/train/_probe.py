@@ -1,7 +1,6 @@
 """Error of the layer-parallel gradient."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.train._step import Batch, LossFn
+from lp_jax.train._ranks import Ranks, all_sums, takes_global_sums
+from lp_jax.train._types import Batch, LossFn
 
 
 class GradientError(NamedTuple):
@@ -25,6 +25,7 @@ class GradientError(NamedTuple):
     groups: dict[str, jax.Array]
 
 
+@takes_global_sums
 def gradient_error(
     loss_fn: LossFn,
     params: PyTree,
@@ -33,7 +34,7 @@ def gradient_error(
     adjoint_solver: Solver | None = None,
     *,
     depth: int = 1,
-    global_sums: Callable[[PyTree], PyTree] | None = None,
+    ranks: Ranks | None = None,
 ) -> GradientError:
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch.
 
@@ -50,14 +51,14 @@ def gradient_error(
         >>> def loss_fn(params, batch, solver, adjoint_solver):
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params["trunk"], batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.sum(solution.y1), info
         >>> error = train.gradient_error(loss_fn, {"trunk": jnp.ones(8)}, jnp.ones(2), lp_jax.MGRIT(iterations=1))
         >>> bool(error.relative < 0.5), list(error.groups)
         (True, ['trunk'])
     """
     g = _gradient(loss_fn, params, batch, solver, adjoint_solver)
-    return _compare(g, _gradient(loss_fn, params, batch, Serial(), Serial()), depth, global_sums)
+    return _compare(g, _gradient(loss_fn, params, batch, Serial(), Serial()), depth, ranks)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -68,13 +69,13 @@ def _gradient(
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _compare(g: PyTree, e: PyTree, depth: int, global_sums: Callable[[PyTree], PyTree] | None) -> GradientError:
+def _compare(g: PyTree, e: PyTree, depth: int, ranks: Ranks | None) -> GradientError:
     def products(a: jax.Array, b: jax.Array) -> jax.Array:  # of one parameter: |a - b|^2, |a|^2, |b|^2, (a, b)
         return jnp.stack([jnp.sum(x * y) for x, y in ((a - b, a - b), (a, a), (b, b), (a, b))])
 
     sums = jax.tree.map(products, g, e)
     groups: dict[str, jax.Array] = {}
-    for path, leaf in jax.tree.leaves_with_path(sums if global_sums is None else global_sums(sums)):
+    for path, leaf in jax.tree.leaves_with_path(all_sums(ranks, sums)):
         name = jax.tree_util.keystr(path[:depth], simple=True, separator="/")
         groups[name] = groups[name] + leaf if name in groups else leaf
     relative, cosine = _error(jax.tree.reduce(jnp.add, groups))

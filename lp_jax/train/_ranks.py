@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,14 @@ import numpy as np
 
 from lp_jax._asked import asked, watched
 from lp_jax._mpi import MPIComm
+from lp_jax._renamed import warn_renamed
 from lp_jax._solver import NOT_MEASURED, Stats
 from lp_jax._types import PyTree
 from lp_jax.train._checkpoint import CheckpointError, Checkpoints
-from lp_jax.train._step import Batch, Info, LossFn, TrainState
+from lp_jax.train._types import Batch, Info, LossFn, TrainState
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +50,10 @@ class Ranks:
         ...     solution = lp_jax.solve(
         ...         step, params["trunk"], batch, solver=solver, adjoint_solver=adjoint_solver, comm=ranks.layers
         ...     )
-        ...     info = train.Info(jnp.int32(0), jnp.int32(len(batch)), solution.stats, solution.result)
+        ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(1.0)
-        >>> step_fn = train.make_train_step(ranks.loss(loss_fn), optimizer, global_sums=ranks.global_sums)
+        >>> step_fn = train.make_train_step(ranks.loss(loss_fn), optimizer, ranks=ranks)
         >>> state = train.init_state({"trunk": jnp.zeros(8)[mine]}, optimizer)
         >>> state, metrics = step_fn(state, ranks.local_batch(jnp.ones(4)), solver, None)
         >>> float(metrics.loss)
@@ -132,16 +134,21 @@ class Ranks:
         iterations, result, code = self.data.max((info.stats.iterations, info.result, info.stats.result))
         replace = _mean(info.replace, self.data)
         stats = Stats(iterations, jnp.where(left_out > 0, NOT_MEASURED, jnp.sqrt(squares[0])), code)
-        return Info(correct, total, stats, result, jnp.sqrt(squares[1]), replace, info.trajectory, outside)
+        return Info(total, stats, result, correct, jnp.sqrt(squares[1]), replace, info.trajectory, outside)
 
-    def global_sums(self, sums: PyTree) -> PyTree:
-        """Return sums over all layers, from those over each rank's layers: ``global_sums`` of `make_train_step`."""
+    def sums(self, sums: PyTree) -> PyTree:
+        """Return sums over all layers, from those over each rank's layers: one for each parameter."""
         leaves, structure = jax.tree.flatten(sums)
         spread = self._in_trunk(sums)
         summed = iter(self.layers.sum([x for x, in_trunk in zip(leaves, spread, strict=True) if in_trunk]))
         return jax.tree.unflatten(
             structure, [next(summed) if in_trunk else x for x, in_trunk in zip(leaves, spread, strict=True)]
         )
+
+    def global_sums(self, sums: PyTree) -> PyTree:
+        """The old name of `sums`."""
+        warn_renamed("lp_jax.train.Ranks.global_sums", "lp_jax.train.Ranks.sums")
+        return self.sums(sums)
 
     def agree(self, signal: int | None) -> int | None:
         """Return the signal that any rank received: ``agree`` of `fit`."""
@@ -197,15 +204,52 @@ class Ranks:
         return [name.startswith("restart/") or any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
 
 
+def all_sums(ranks: Ranks | None, sums: PyTree) -> PyTree:
+    """Return sums over whole parameters, from those over the parts of them that this process holds."""
+    return sums if ranks is None else ranks.sums(sums)
+
+
+def total(ranks: Ranks | None, sums: PyTree) -> jax.Array:
+    """Return the sum over all parameters, of all processes."""
+    return jax.tree.reduce(jnp.add, all_sums(ranks, sums))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Stands for ranks where only their sums are known."""
+
+    sums: Callable[[PyTree], PyTree]
+
+
+def ranks_of(global_sums: Callable[[PyTree], PyTree], *, stacklevel: int = 2) -> Any:
+    """Return the ranks that the old argument ``global_sums`` was a method of, with a warning."""
+    warn_renamed("global_sums=ranks.global_sums", "ranks=ranks", stacklevel=stacklevel + 1)
+    owner = getattr(global_sums, "__self__", None)
+    return owner if isinstance(owner, Ranks) else _Sums(global_sums)
+
+
+def takes_global_sums(f: Callable[P, T]) -> Callable[P, T]:
+    """Let a function with an argument ``ranks`` take it by its old name as well, for one release."""
+
+    @functools.wraps(f)
+    def either(*args: P.args, **kwargs: P.kwargs) -> T:
+        given: Any = kwargs
+        if (global_sums := given.pop("global_sums", None)) is not None:
+            given["ranks"] = ranks_of(global_sums)
+        return f(*args, **kwargs)
+
+    return either
+
+
 def done_once(
-    f: Callable[[], T], is_root: bool, broadcast: Callable[[Any], Any], told: type[Exception] = Exception
+    f: Callable[[], T], is_root: bool, broadcast: Callable[[Any], Any], shared: type[Exception] = Exception
 ) -> T:
-    """Call ``f()`` in the root process and return its value, or raise its exception of the kind ``told``, in all of them."""
+    """Call ``f()`` in the root process and return its value, or raise its exception of the kind ``shared``, in all of them."""
     outcome: tuple[Any, Exception | None] = (None, None)
     if is_root:
         try:
             outcome = f(), None
-        except told as error:
+        except shared as error:
             outcome = None, error
     value, raised = broadcast(outcome)
     if raised is not None:

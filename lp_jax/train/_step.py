@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,97 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax import _tree
 from lp_jax._asked import value_and_grad
-from lp_jax._solver import Solver, Stats
+from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.train._line_search import Backtracking
-
-Batch: TypeAlias = Any
-
-
-class Restart(NamedTuple):
-    """Where the solves of a training step begin: where those of the step before ended.
-
-    Attributes:
-        guess: of the forward solve, as `lp_jax.solve` takes it: ``Solution.trajectory``.
-        adjoint_guess: of the adjoint solve.
-    """
-
-    guess: PyTree
-    adjoint_guess: PyTree
-
-
-class TrainState(NamedTuple):
-    """State of a run: what it carries from step to step, and what a checkpoint holds.
-
-    Attributes:
-        step: number of steps done, an int32 scalar.
-        params: the model's parameters.
-        opt_state: the optimizer's state.
-        restart: where the solves of the next step begin; None where each begins anew. `one_shot` sets it.
-        control: what a `Controller` has decided; None without one. `fit` sets it.
-    """
-
-    step: jax.Array
-    params: PyTree
-    opt_state: PyTree
-    restart: Restart | None = None
-    control: PyTree = None
-
-
-class Info(NamedTuple):
-    """The auxiliary output of a loss function.
-
-    Attributes:
-        correct: number of right answers in the batch; None where none is right or wrong, as of values.
-        total: number of answers in the batch; the loss is their mean.
-        stats: stats of the forward solve.
-        result: result code of the forward solve, one of `lp_jax.RESULTS`.
-        scale: 2-norm of the state, if known; residual norms far below it are rounding, not divergence.
-        replace: new values of the parameters that are not trained (running statistics), a part of the nested dict
-            ``params``. The loss must not depend on the old values.
-        trajectory: where the forward solve ended, ``Solution.trajectory``: what `one_shot` starts the next step from.
-        outside: number of labels that are none of the classes: the first thing to look at where a loss is not finite.
-    """
-
-    correct: jax.Array | None
-    total: jax.Array
-    stats: Stats
-    result: jax.Array
-    scale: jax.Array | float = 0.0
-    replace: PyTree = None
-    trajectory: PyTree = None
-    outside: jax.Array | int = 0
-
-
-class Metrics(NamedTuple):
-    """Metrics of one step, still on the device.
-
-    Attributes:
-        loss: loss of the batch, before the update.
-        gradient_norm: 2-norm of the gradient over all parameters.
-        finite: whether loss, gradient and updated parameters are finite.
-        info: auxiliary output of the loss function.
-        trials: number of step lengths that the line search tried; None without one.
-        stuck: whether none of them was good enough, so that the parameters are those of before; None without one.
-        gradients: what the step took in gradients of the network, trials included; None where that is one, and the trials.
-        adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None where it was not watched.
-    """
-
-    loss: jax.Array
-    gradient_norm: jax.Array
-    finite: jax.Array
-    info: Info
-    trials: jax.Array | None = None
-    stuck: jax.Array | None = None
-    gradients: jax.Array | None = None
-    adjoint_result: jax.Array | None = None
-
-
-LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
-"""``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
-
-StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
-"""``step_fn(state, batch, solver, adjoint_solver)``; without solvers, those of the loss."""
+from lp_jax.train._ranks import Ranks, takes_global_sums, total
+from lp_jax.train._types import Batch, Info, LossFn, Metrics, Restart, StepFn, TrainState
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
@@ -115,16 +29,16 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     """
     params = jax.tree.map(jnp.copy, params)
 
-    def beside(slot: jax.Array, param: jax.Array) -> jax.Array:
+    def placed(slot: jax.Array, param: jax.Array) -> jax.Array:
         alike = slot.shape == param.shape and param.sharding.num_devices > 1
         return jax.device_put(slot, param.sharding) if alike else slot
 
     opt_state = jax.tree.map(jnp.copy, optimizer.init(params))  # optax may hold one array in two places
-    return TrainState(jnp.int32(0), params, map_slots(beside, opt_state, params))
+    return TrainState(jnp.int32(0), params, map_slots(placed, opt_state, params))
 
 
-def together(state: TrainState) -> TrainState:
-    """Return the state with copies of what lies on one device wherever other parts are spread over several."""
+def replicate_rest(state: TrainState) -> TrainState:
+    """Replicate the arrays that lie on one device over the mesh of the others, if there is one."""
     spread = [x.sharding for x in jax.tree.leaves(state) if x.sharding.num_devices > 1]
     if not spread:
         return state
@@ -147,12 +61,13 @@ def map_slots(f: Callable[[jax.Array, Any], Any], opt_state: PyTree, params: PyT
     return jax.tree.map_with_path(leaf, opt_state)
 
 
+@takes_global_sums
 def make_train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     *,
     line_search: Backtracking | None = None,
-    global_sums: Callable[[PyTree], PyTree] | None = None,
+    ranks: Ranks | None = None,
     watch: bool = True,
 ) -> StepFn:
     """Return the jitted training step for a loss and an optimizer.
@@ -162,9 +77,7 @@ def make_train_step(
             passes both solvers to `lp_jax.solve`.
         optimizer: any optax transformation. One that has a line search, like ``optax.lbfgs()``, gets the loss as ``value_fn``.
         line_search: how far to go along what the optimizer returns; None is all the way.
-        global_sums: ``global_sums(sums) -> sums``, if this process holds only a part of each parameter: from sums over the
-            part, one for each parameter, to sums over all parts. `Ranks.global_sums` for MPI ranks; None for global
-            arrays.
+        ranks: the MPI ranks, each of which holds its own layers' parameters only; None for global arrays.
         watch: whether metrics have the result of the adjoint solves. Of an adjoint solver without a tolerance the residual
             norms are then formed, which takes up to 6 % of a step where layers have 8 or 16 units; else nothing.
 
@@ -182,7 +95,7 @@ def make_train_step(
         ...     step = lambda u, layer: u + layer.dt * jnp.tanh(u @ layer.params)
         ...     solution = lp_jax.solve(step, params, x, solver=solver, adjoint_solver=adjoint_solver)
         ...     loss = jnp.mean((solution.y1 - y) ** 2)
-        ...     return loss, train.Info(jnp.int32(0), jnp.int32(len(x)), solution.stats, solution.result)
+        ...     return loss, train.Info(jnp.int32(len(x)), solution.stats, solution.result)
         >>> optimizer = optax.sgd(0.1)
         >>> state = train.init_state(jnp.zeros((16, 3, 3)), optimizer)
         >>> step_fn = train.make_train_step(loss_fn, optimizer)
@@ -190,10 +103,6 @@ def make_train_step(
         >>> int(state.step), float(metrics.loss)
         (1, 0.0)
     """
-
-    def total(sums: PyTree) -> jax.Array:
-        """The sum over all parameters, of all processes."""
-        return jax.tree.reduce(jnp.add, sums if global_sums is None else global_sums(sums))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
@@ -227,11 +136,11 @@ def make_train_step(
                 return value, info.trajectory if given else None
 
             params, trajectory, trials, stuck = line_search.along(
-                updates, state.params, loss, total(products), trajectory, evaluate
+                updates, state.params, loss, total(ranks, products), trajectory, evaluate
             )
         restart = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
         after = state._replace(params=params, opt_state=opt_state, restart=restart)
-        after, metrics = finished(after, loss, gradient, info, total)
+        after, metrics = finished(after, loss, gradient, info, ranks)
         return after, metrics._replace(trials=trials, stuck=stuck, adjoint_result=results[0].adjoint if watch else None)
 
     return step_fn
@@ -253,8 +162,8 @@ def called(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Info]:
         kinds = ["an array" if isinstance(part, jax.Array) else type(part).__name__ for part in parts]
         got = f"({', '.join(kinds)})" if isinstance(out, tuple) else f"{kinds[0]} alone"
         raise TypeError(
-            f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: return loss, Info(correct, "
-            "total, solution.stats, solution.result)."
+            f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: return loss, Info(total, "
+            "solution.stats, solution.result)."
         )
     return out
 
@@ -264,13 +173,13 @@ def finished(
     loss: jax.Array,
     gradient: PyTree,
     info: Info,
-    total: Callable[[PyTree], jax.Array] = functools.partial(jax.tree.reduce, jnp.add),
+    ranks: Ranks | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Count the step and measure it; ``state`` has its parameters already, ``loss`` and ``gradient`` are from before them."""
     params = _merged(state.params, info.replace)
     info = info._replace(replace=None, trajectory=None)
     squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
-    gradient_norm, norm = jnp.sqrt(total(squares))
+    gradient_norm, norm = jnp.sqrt(total(ranks, squares))
     finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
     return state._replace(step=state.step + 1, params=params), Metrics(loss, gradient_norm, finite, info)
 

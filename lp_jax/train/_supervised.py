@@ -16,7 +16,7 @@ from lp_jax._serial import Serial
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
 from lp_jax.nn import Classifier, LayerParallel
-from lp_jax.train._step import Batch, Info, LossFn, Restart
+from lp_jax.train._types import Batch, Info, LossFn, Restart
 
 Measure: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A loss as a function of outputs and targets, ``(outputs, y)``; returns a scalar."""
@@ -171,10 +171,10 @@ def _supervised(
         score = scored(outputs, y)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
         return score.loss + extra, Info(
-            score.correct,
             score.total,
             solution.stats,
             solution.result,
+            score.correct,
             _tree.norm(solution.y1),
             replace or None,
             solution.trajectory,

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -10,29 +11,38 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from lp_jax.planning import Plan
 from lp_jax.planning._text import times
-from lp_jax.viz._style import BLUE, GREEN, GREY, NOTE, PURPLE, RED, dress, figure, legend
+from lp_jax.viz._style import BLUE, GREEN, GREY, PURPLE, RED, dress, figure, legend
 
 
 def plan(found: Plan) -> Figure:
-    """What solvers cost and what their gradients are worth, and what more devices would give, of an `lp_jax.plan`.
+    """Draw an `lp_jax.plan`: error against predicted time of each solver, and the speedup on more devices.
+
+    Without gradients, as in a plan of shapes, the picture has the speedup only.
 
     Example:
         >>> from lp_jax import planning, viz
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> found = planning.choose(64, planning.Machine(at_once=(1, 1024), **flat))
-        >>> [ax.get_xlabel() for ax in viz.plan(found).axes]
-        ['ms per training step, predicted', 'devices']
+        >>> [ax.get_xlabel() for ax in viz.plan(found).axes]  # no gradient was taken
+        ['devices']
     """
     fig = figure(_title(found))
-    errors, devices = fig.subplots(1, 2)
-    _errors(errors, found)
-    _devices(devices, found)
+    looked_at = [(1e3 * c.time.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
+    axes = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
+    if looked_at:
+        _errors(axes[0], found, looked_at)
+    _devices(axes[-1], found)
     return fig
 
 
 def _title(found: Plan) -> str:
     if found.solver.exact:
-        return f"{found.layers} layers: serial propagation"
+        text = f"{found.layers} layers: serial propagation"
+        most = max((row for row in found.scaling() if row.both), key=lambda row: found.alone / row.both)
+        if (gain := found.alone / most.both) < 1.15:
+            return text
+        text += f"; predicted {times(gain)} times as fast on {most.devices:,} devices"
+        return textwrap.fill(text, _WIDTH)
     where = f" on {found.workers} workers" if found.workers > 1 else ""
     solvers = found.solver.label(found.adjoint_solver)
     text = f"{found.layers} layers{where}: {solvers}, predicted {times(found.speedup)} times as fast as serial"
@@ -42,10 +52,9 @@ def _title(found: Plan) -> str:
 _WIDTH = 75  # letters of a title
 
 
-def _errors(ax: Axes, found: Plan) -> None:
+def _errors(ax: Axes, found: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
     """Gradient error against predicted time, of all whose gradient was taken."""
-    looked_at = [(1e3 * c.time.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
-    for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not", False, "x", GREY)):
+    for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not exact enough", False, "x", GREY)):
         points = [(ms, error) for ms, error in looked_at if (error <= found.error) is good]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
@@ -56,13 +65,9 @@ def _errors(ax: Axes, found: Plan) -> None:
     serial = 1e3 * found.serial.time.seconds
     ax.axvline(serial, color=RED, linewidth=1.8, label="serial")
     ax.set_xscale("log")
-    if looked_at:
-        ax.set_yscale("log")
-        ax.axhline(found.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {found.error:.0e}")
-        _below(ax)
-    else:
-        ax.set_yticks([])
-        ax.text(0.5, 0.5, "no gradient was taken", transform=ax.transAxes, ha="center", fontsize=NOTE, color=GREY)
+    ax.set_yscale("log")
+    ax.axhline(found.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {found.error:.0e}")
+    _below(ax)
     _numbers(ax.xaxis)
     dress(ax, x="ms per training step, predicted", y="error of the gradient", title="Solvers: cost and error")
 
@@ -84,7 +89,7 @@ def _devices(ax: Axes, found: Plan) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.xaxis.set_minor_locator(NullLocator())
     _below(ax)
-    dress(ax, x="devices", y="times serial on one device", title="More devices, spread along")
+    dress(ax, x="devices", y="times as fast as one device", title="Speedup on more devices")
 
 
 def _numbers(axis: Axis) -> None:

@@ -16,7 +16,7 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     """Test accuracy against seconds of training, and when each run reached a target.
 
     Seconds are the sum of ``step_time`` up to the step of an evaluation, the time for evaluations left out. The
-    title names the first run and the fastest.
+    title names the fastest run and the first one.
 
     Args:
         runs: rows of each run's `lp_jax.train.Log`, by its name: those of kind "train" with ``step`` and ``step_time``, in
@@ -32,7 +32,7 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
         ...     train = [{"kind": "train", "step": n, "step_time": seconds} for n in (1, 2)]
         ...     return train + [{"kind": "test", "step": n, "accuracy": 0.45 * n} for n in (1, 2)]
         >>> viz.race({"serial": log(0.2), "layer-parallel": log(0.1)}, target=0.9).get_suptitle()
-        '90.0% test accuracy after 0.4 s with serial, 0.2 s with layer-parallel'
+        'Layer-parallel training reaches 90.0% in 0.2 s, serial training in 0.4 s'
     """
     if not runs:
         raise ValueError("runs is empty; give the rows of at least one run.")
@@ -40,10 +40,7 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     if target is None:
         target = min(float(np.nanmax(accuracies)) for _, accuracies in lines.values())
     reached = {name: _first(*line, target) for name, line in lines.items()}
-    first, best = next(iter(reached)), min(reached, key=lambda name: reached[name] or np.inf)
-    said = [f"{reached[n]:.3g} s with {n}" for n in dict.fromkeys((first, best)) if reached[n] is not None]
-    title = f"{target:.1%} test accuracy after {', '.join(said)}" if said else f"No run reaches {target:.1%}"
-    fig = figure(textwrap.fill(title, 72))
+    fig = figure(textwrap.fill(_title(reached, target), 72))
     ax = fig.subplots()
     for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
@@ -56,6 +53,18 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     dress(ax, x="seconds of training", y="test accuracy", title=f"Markers: where {target:.1%} is reached")
     legend(ax, loc="lower right")
     return fig
+
+
+def _title(reached: Mapping[str, float | None], target: float) -> str:
+    """The time of the fastest run, and that of the first one."""
+    times = {name: seconds for name, seconds in reached.items() if seconds is not None}
+    if not times:
+        return f"No run reaches {target:.1%}"
+    first, best = next(iter(reached)), min(times, key=lambda name: times[name])
+    title = f"{best[:1].upper()}{best[1:]} training reaches {target:.1%} in {times[best]:.3g} s"
+    if first == best:
+        return title
+    return f"{title}, {first} training " + (f"in {times[first]:.3g} s" if first in times else "never")
 
 
 def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:

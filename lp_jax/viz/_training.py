@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
 
-from lp_jax.train import unflat
 from lp_jax.train._divergence import convergence_warning
+from lp_jax.train._log import unflat
 from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, dress, figure, legend, logarithmic
 
 Rows = Sequence[Mapping[str, object]]

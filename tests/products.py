@@ -1,4 +1,4 @@
-"""What a training step costs in matrix products: how many there are, and how many of them wait for each other.
+"""The cost of a training step in matrix products: how many there are, and how many of them wait for each other.
 
 On layers that are one product each (`layer`), a product is an evaluation of a layer, forward or transposed, or its share of
 the parameters' gradient.

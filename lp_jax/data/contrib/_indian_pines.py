@@ -30,8 +30,8 @@ def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, see
         TypeError: for a seed that is no integer.
 
     Example:
-        >>> from lp_jax import data
-        >>> data.indian_pines("no/such/folder")  # doctest: +ELLIPSIS
+        >>> from lp_jax.data import contrib
+        >>> contrib.indian_pines("no/such/folder")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         lp_jax.data._dataset.DataError: no/such/folder/Indian_pines_corrected.mat: cannot be read (No such file ...
 

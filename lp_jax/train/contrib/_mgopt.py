@@ -17,16 +17,18 @@ from lp_jax._types import PyTree
 from lp_jax.nn._refine import staying
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk
-from lp_jax.train._step import Batch, Info, LossFn, Metrics, StepFn, TrainState, finished, init_state, together
+from lp_jax.train._ranks import Ranks, takes_global_sums, total
+from lp_jax.train._step import finished, init_state, replicate_rest
 from lp_jax.train._supervised import classification
+from lp_jax.train._types import Batch, Info, LossFn, Metrics, StepFn, TrainState
 
 _VISITS = {"V": 1, "W": 2}
 
 _TRIAL = 1 / 3  # of a gradient: one evaluation of a layer forward, two back
 
 
-class Memory(NamedTuple):
-    """What a level carries from step to step.
+class LevelState(NamedTuple):
+    """State of a level from step to step.
 
     Attributes:
         optimizer: the optimizer's state.
@@ -47,7 +49,7 @@ class Point(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What a visit of a level took."""
+    """Cost of a visit of a level."""
 
     gradients: jax.Array | float  # in gradients of the finest level
     trials: jax.Array | int  # of this level's line search
@@ -57,6 +59,7 @@ class Spent(NamedTuple):
 _NOTHING = Spent(0.0, 0, False)
 
 
+@takes_global_sums
 def mgopt(
     model: nn.Classifier,
     optimizer: optax.GradientTransformation,
@@ -71,7 +74,7 @@ def mgopt(
     line_search: Backtracking | None = Backtracking(trials=5),
     how: str = "constant",
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
-    global_sums: Callable[[PyTree], PyTree] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[StepFn, TrainState]:
     r"""Train a deep network with the help of shallower ones: multigrid, with the parameters as unknowns.
 
@@ -98,12 +101,12 @@ def mgopt(
             before the correction. None is all the way.
         how: "constant" or "linear", as for `lp_jax.nn.refine`.
         loss: ``loss(model) -> (loss_fn, params)``, for the network of each level.
-        global_sums: as for `make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
+        ranks: as for `lp_jax.train.make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
 
     Returns:
-        ``(step_fn, state)``, for `fit`. The step's solvers are those of all levels. Of its metrics, ``gradients`` is all that a
-        cycle took, in gradients of the fine network: those of coarse levels by their layers, a trial of a line search as a
-        third.
+        ``(step_fn, state)``, for `lp_jax.train.fit`. All levels use the solvers that the step is given. ``Metrics.gradients``
+        counts the whole cycle in gradients of the fine network: one of a coarse level by its layers, a trial of a line search
+        as a third.
 
     Raises:
         ValueError: if a number is out of range, the layers cannot be divided so often, or layers would have to
@@ -114,11 +117,12 @@ def mgopt(
         >>> import jax.numpy as jnp, lp_jax, optax
         >>> from flax import nnx
         >>> from lp_jax import nn, train
+        >>> from lp_jax.train import contrib
         >>> rngs, solver = nnx.Rngs(0), lp_jax.Serial()
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, rngs=rngs)
         >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
         >>> batch = jnp.eye(2), jnp.arange(2)
-        >>> step_fn, state = train.mgopt(model, optax.sgd(0.1), levels=3)
+        >>> step_fn, state = contrib.mgopt(model, optax.sgd(0.1), levels=3)
         >>> state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=10, solver=solver)
         >>> first, *_, last = log.of("train")
         >>> last["loss"] < first["loss"], first["gradients"]
@@ -138,10 +142,6 @@ def mgopt(
     losses, params = zip(*map(loss, networks), strict=True)
     shapes = tuple(jax.tree.map(jnp.shape, each) for each in params)
 
-    def total(sums: PyTree) -> jax.Array:
-        """The sum over all parameters, of all processes."""
-        return jax.tree.reduce(jnp.add, sums if global_sums is None else global_sums(sums))
-
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
@@ -159,11 +159,11 @@ def mgopt(
             post,
             coarsest,
             _VISITS[cycle],
-            total,
+            functools.partial(total, ranks),
         )
         at, info = levels.at(0, optax.tree.zeros_like(state.params), state.params)
         params, memory, spent = levels.visit(0, optax.tree.zeros_like(state.params), state.params, state.opt_state, at)
-        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info, total)
+        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info, ranks)
         if line_search is not None:
             metrics = metrics._replace(trials=jnp.asarray(spent.trials), stuck=jnp.asarray(spent.stuck))
         return after, metrics._replace(gradients=jnp.float32(1) + spent.gradients)
@@ -171,8 +171,8 @@ def mgopt(
     memory = None
     for each in reversed(params):
         own = init_state(each, correction).opt_state if memory else None
-        memory = Memory(init_state(each, optimizer).opt_state, own, memory)
-    return step_fn, together(init_state(params[0], optimizer)._replace(opt_state=memory))
+        memory = LevelState(init_state(each, optimizer).opt_state, own, memory)
+    return step_fn, replicate_rest(init_state(params[0], optimizer)._replace(opt_state=memory))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,7 +219,9 @@ class _Levels:
 
         return lax.fori_loop(0, number, body, (params, opt_state, at))
 
-    def visit(self, level: int, v: PyTree, params: PyTree, memory: Memory, at: Point) -> tuple[PyTree, Memory, Spent]:
+    def visit(
+        self, level: int, v: PyTree, params: PyTree, memory: LevelState, at: Point
+    ) -> tuple[PyTree, LevelState, Spent]:
         """Improve the parameters of a level, where its objective is known to be ``at``."""
         if level == len(self.losses) - 1:
             params, opt_state, at = self.steps(level, v, self.coarsest - 1, params, memory.optimizer, at)
@@ -237,8 +239,8 @@ class _Levels:
         return params, memory._replace(optimizer=opt_state), spent
 
     def corrected(
-        self, level: int, v: PyTree, params: PyTree, memory: Memory, at: Point
-    ) -> tuple[PyTree, Memory, Spent]:
+        self, level: int, v: PyTree, params: PyTree, memory: LevelState, at: Point
+    ) -> tuple[PyTree, LevelState, Spent]:
         """Add what the coarser levels learn."""
         below, coarser = level + 1, memory.coarser
         start = self.restricted(below, params)

@@ -40,8 +40,8 @@ def tiny_imagenet(
         ValueError: for no classes or one given twice, and for fewer than one image per class.
 
     Example:
-        >>> from lp_jax import data
-        >>> data.tiny_imagenet("no/such/folder")
+        >>> from lp_jax.data import contrib
+        >>> contrib.tiny_imagenet("no/such/folder")
         Traceback (most recent call last):
         lp_jax.data._dataset.DataError: no/such/folder: has no folders train/*/images; wanted one for each class.
 

@@ -33,11 +33,11 @@ def read_off(path: str | os.PathLike[str]) -> Mesh:
 
     Example:
         >>> import pathlib, tempfile
-        >>> from lp_jax import data
+        >>> from lp_jax.data import contrib
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder) / "triangle.off"
         ...     _ = path.write_text("OFF\n3 1 0\n0 0 0\n1 0 0\n1 1 0\n3 0 1 2\n")
-        ...     data.read_off(path).faces.tolist()
+        ...     contrib.read_off(path).faces.tolist()
         [[0, 1, 2]]
 
     Reference:
@@ -91,8 +91,8 @@ def modelnet(
         TypeError: for a size or margin that is no integer.
 
     Example:
-        >>> from lp_jax import data
-        >>> data.modelnet("no/such/folder")  # doctest: +ELLIPSIS
+        >>> from lp_jax.data import contrib
+        >>> contrib.modelnet("no/such/folder")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         lp_jax.data._dataset.DataError: no/such/folder: has no file voxels_train.npz and no folder */train ...
 
@@ -185,9 +185,9 @@ def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin:
 
     Example:
         >>> import numpy as np
-        >>> from lp_jax import data
+        >>> from lp_jax.data import contrib
         >>> corners = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-        >>> data.voxelize(corners, np.array([[0, 1, 2]]), size=4)[:, :, 2].astype(int)
+        >>> contrib.voxelize(corners, np.array([[0, 1, 2]]), size=4)[:, :, 2].astype(int)
         array([[1, 1, 1, 1],
                [1, 1, 1, 1],
                [1, 1, 1, 0],

@@ -1,0 +1,113 @@
+"""The records of training: its state, what a loss returns, the metrics of a step."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+
+import jax
+
+from lp_jax._renamed import warn_renamed
+from lp_jax._solver import Stats
+from lp_jax._types import PyTree
+
+Batch: TypeAlias = Any
+
+
+class Restart(NamedTuple):
+    """Where the solves of a training step begin: where those of the step before ended.
+
+    Attributes:
+        guess: of the forward solve, as `lp_jax.solve` takes it: ``Solution.trajectory``.
+        adjoint_guess: of the adjoint solve.
+    """
+
+    guess: PyTree
+    adjoint_guess: PyTree
+
+
+class TrainState(NamedTuple):
+    """State of a run: what it carries from step to step, and what a checkpoint holds.
+
+    Attributes:
+        step: number of steps done, an int32 scalar.
+        params: the model's parameters.
+        opt_state: the optimizer's state.
+        restart: where the solves of the next step begin; None where each begins anew. `one_shot` sets it.
+        control: what a `Controller` has decided; None without one. `fit` sets it.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    restart: Restart | None = None
+    control: PyTree = None
+
+
+class _Info(NamedTuple):
+    total: jax.Array
+    stats: Stats
+    result: jax.Array
+    correct: jax.Array | None = None
+    scale: jax.Array | float = 0.0
+    replace: PyTree = None
+    trajectory: PyTree = None
+    outside: jax.Array | int = 0
+
+
+class Info(_Info):
+    """The auxiliary output of a loss function.
+
+    Attributes:
+        total: number of answers in the batch; the loss is their mean.
+        stats: stats of the forward solve.
+        result: result code of the forward solve, one of `lp_jax.RESULTS`.
+        correct: number of right answers in the batch, for those who classify.
+        scale: 2-norm of the state, if known; residual norms far below it are rounding, not divergence.
+        replace: new values of the parameters that are not trained (running statistics), a part of the nested dict
+            ``params``. The loss must not depend on the old values.
+        trajectory: where the forward solve ended, ``Solution.trajectory``: what `one_shot` starts the next step from.
+        outside: number of labels that are none of the classes: the first thing to look at where a loss is not finite.
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # for one release, the old order too
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+            """Take the fields in their order, or in the old one, which began with ``correct``."""
+            if len(args) > 2 and isinstance(args[2], Stats):
+                new = "lp_jax.train.Info(total, stats, result, correct=correct)"
+                warn_renamed("lp_jax.train.Info(correct, total, stats, result)", new)
+                kwargs |= dict(zip(("correct", "total", "stats", "result", *cls._fields[4:]), args, strict=False))
+                args = ()
+            return super().__new__(cls, *args, **kwargs)
+
+
+class Metrics(NamedTuple):
+    """Metrics of one step, still on the device.
+
+    Attributes:
+        loss: loss of the batch, before the update.
+        gradient_norm: 2-norm of the gradient over all parameters.
+        finite: whether loss, gradient and updated parameters are finite.
+        info: auxiliary output of the loss function.
+        trials: number of step lengths that the line search tried; None without one.
+        stuck: whether none of them was good enough, so that the parameters are those of before; None without one.
+        gradients: cost of the step in gradients of the network, trials included; None for one gradient and the trials.
+        adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None where it was not watched.
+    """
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    finite: jax.Array
+    info: Info
+    trials: jax.Array | None = None
+    stuck: jax.Array | None = None
+    gradients: jax.Array | None = None
+    adjoint_result: jax.Array | None = None
+
+
+LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
+"""``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
+
+StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
+"""``step_fn(state, batch, solver, adjoint_solver)``; without solvers, those of the loss."""
