@@ -167,7 +167,10 @@ def test_the_package_has_no_links_into_the_repository():
     assert not [link for link in re.findall(r"\]\(([^)]*)\)", text) if ":" not in link]
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_begins_with_what_any_reader_can_run():
+    text = PAGES["README.md"]
+    places = [text.index(found) for found in ("pip install", "lp-jax demo", "import jax", "make demo", "make test")]
+    assert places == sorted(places) and len(text.split()) < 800
     code = "\n".join(text for language, text in blocks("README.md") if language == "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 16
 

@@ -38,10 +38,10 @@ def plan(found: Plan) -> Figure:
 def _title(found: Plan) -> str:
     if found.solver.exact:
         text = f"{found.layers} layers: serial propagation"
-        most = max((row for row in found.scaling() if row.both), key=lambda row: found.alone / row.both)
-        if (gain := found.alone / most.both) < 1.15:
+        gain, devices = max((found.alone / row.both, row.devices) for row in found.scaling() if row.both is not None)
+        if gain < 1.15:
             return text
-        text += f"; predicted {times(gain)} times as fast on {most.devices:,} devices"
+        text += f"; predicted {times(gain)} times as fast on {devices:,} devices"
         return textwrap.fill(text, _WIDTH)
     where = f" on {found.workers} workers" if found.workers > 1 else ""
     solvers = found.solver.label(found.adjoint_solver)
