@@ -26,7 +26,7 @@ from lp_jax._linear import Linearised
 from lp_jax._relax import entering
 from lp_jax._result import if_finite
 from lp_jax._solver import Solver, Stats, iterate
-from lp_jax._types import Advance, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
+from lp_jax._types import Advance, Arrays, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
 
 _LEAST = 4  # layers that are summed over at once, where one is evaluated at a time
 
@@ -54,14 +54,6 @@ def entered_in_final_sweep(level: Level, before: CPoints | None, c_points: CPoin
     return None if before is None or before is c_points else level.incoming(before)
 
 
-class Cotangents(NamedTuple):
-    """Gradients of the loss with respect to the operands of a solve; None for leaves that are not differentiable."""
-
-    y0: State
-    slices: Slices
-    shared: PyTree
-
-
 def solve_adjoint(
     chain: Chain,
     solver: Solver,
@@ -70,7 +62,7 @@ def solve_adjoint(
     y1_cotangent: State,
     aux_cotangents: Sequence[Stacked | None] = (),
     guess: CPoints | str | None = None,
-) -> tuple[Cotangents, CPoints, Stats]:
+) -> tuple[Arrays, Stats]:
     """Solve the adjoint system and form the gradient.
 
     Args:
@@ -85,7 +77,8 @@ def solve_adjoint(
             own start.
 
     Returns:
-        The gradients, the cotangents of the states that enter the intervals, and the stats.
+        The gradient, None in the place of leaves that are not differentiated; its ``adjoint_guess`` are the cotangents of the
+        states that enter the intervals. And the stats.
     """
     forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
@@ -137,10 +130,10 @@ def solve_adjoint(
     shared = _shared_gradient(fine, finest, cotangents, contraction)
     if of_aux is not None:
         slices, shared = _tree.add(slices, of_aux.slices), _tree.add(shared, of_aux.shared)
-    gradients = Cotangents(
-        y0=finest.last(lam), slices=slices, shared=combine(chain.workers.sum(shared) if weights else [], fill=None)
+    gradient = Arrays(
+        slices, finest.last(lam), combine(chain.workers.sum(shared) if weights else [], fill=None), adjoint_guess=lam
     )
-    return gradients, lam, stats._replace(result=if_finite(stats.result, gradients.y0))
+    return gradient, stats._replace(result=if_finite(stats.result, gradient.y0))
 
 
 def transpose_coarse(

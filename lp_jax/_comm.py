@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from lp_jax import _tree, _wire
 from lp_jax._at_once import CPU, Processor
@@ -74,6 +75,18 @@ class Comm(abc.ABC):
         """Move arrays that lie elsewhere to the workers."""
         return tree
 
+    def check_closed_over(self, values: Sequence[Any]) -> None:
+        """Refuse values that the step closes over and that have a place on the mesh of the context.
+
+        Within a solve over several workers, places are automatic.
+        """
+        for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
+            if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
+                raise ValueError(
+                    f"step closes over {jax.typeof(value)}, an array of a mesh with explicit axes, inside jax.set_mesh. Pass it "
+                    "as shared=, which the step sees as layer.shared; or leave jax.set_mesh."
+                )
+
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         """Return ``make(keys)``, stacked over the layers, made where it will be used. ``solvers=None``: not spread."""
         return make(keys)
@@ -104,7 +117,7 @@ def default_platform() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class OneDevice(Comm):
-    """All layers on one device: what ``comm=None`` means."""
+    """All layers on one device: ``comm=None``."""
 
     @property
     def size(self) -> int:
@@ -112,6 +125,9 @@ class OneDevice(Comm):
 
     def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
         return Local(layers=given, held=(given,))
+
+    def check_closed_over(self, values: Sequence[Any]) -> None:
+        """Take all values: types keep their places within the solve."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -198,13 +198,14 @@ def sweep(
         The states reached, ``(intervals, ...)``, and what ``advance`` emitted, as `Level.split` groups it, at the position of
         the step that emitted it.
     """
-    advance = advance or level.advance
     if level.factor == 1:
         return each(level, single(level, advance), incoming, (level.xs, level.rhs))
-    count = level.factor if count is None else count
+    count, emitted = level.factor if count is None else count, None
+    if advance is not None:
+        room = _room(level, advance, *_tree.entry_like((incoming, level.xs)))
+        emitted = _tree.varying(_tree.repeat(room, level.intervals), incoming)
+    advance = advance or level.advance
     run = functools.partial(_interval, level, advance, count)
-    first = _tree.entry_like((incoming, level.xs))
-    emitted = _tree.varying(_tree.repeat(_room(level, advance, *first), level.intervals), incoming)
     if not level.intervals:  # a worker without layers
         return incoming, emitted
     size = chunk(level.intervals, level.at_once)
@@ -224,8 +225,11 @@ def sweep(
 
 def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     """``one`` for every entry of the operands' leading axis, so many at once as the level says."""
-    size = chunk(_tree.leading(operands), level.at_once)
+    n = _tree.leading(operands)
+    size = chunk(n, level.at_once)
     at_once = several(one, size)
+    if size == n:
+        return at_once(*operands)
     return in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
 
 
@@ -303,12 +307,11 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any
 
 def _marcher(level: Level, advance: Advance | None) -> Run:
     """`march` through the intervals at hand, whichever these are, as a function of the state that enters."""
-    advance = advance or level.advance
-    run = functools.partial(_interval, level, advance, level.factor)
+    run = functools.partial(_interval, level, advance or level.advance, level.factor)
 
     def interval(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, PyTree]:
         xs, rhs = operands
-        return run(u, xs, rhs, _room(level, advance, u, xs))
+        return run(u, xs, rhs, None if advance is None else _room(level, advance, u, xs))
 
     through = single(level, advance) if level.factor == 1 else interval
 
@@ -325,12 +328,14 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     return marched
 
 
-def single(level: Level, advance: Advance) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
+def single(
+    level: Level, advance: Advance | None = None
+) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
     """Through an interval of one step."""
 
     def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
         xs, rhs = operands
-        u, emitted = advance(u, xs, level.shared)
+        u, emitted = advance(u, xs, level.shared) if advance else (level.step(u, xs, level.shared), None)
         return _tree.add(u, rhs), emitted
 
     return step

@@ -314,7 +314,7 @@ def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:
     if not n:
         return u, jnp.zeros((), dtype)
     size = chunk(n, level.at_once)
-    stepped_from = several(single(level, level.advance), size)
+    stepped_from = several(single(level), size)
 
     def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
         """Squares of what each layer's predecessor leaves, less what enters it."""

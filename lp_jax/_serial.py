@@ -108,10 +108,10 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
-    unroll = chain.workers.processor.unrolled(chain.footprint)
+    unroll, layer = chain.workers.processor.unrolled(chain.footprint), chain.layer(0)
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
-        u, aux = chain.call(0, u, x, chain.shared)
+        u, aux = layer(u, x, chain.shared)
         return u, (u, aux)
 
     if checkpoint_every is None or checkpoint_every >= chain.steps:

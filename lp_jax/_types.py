@@ -74,6 +74,45 @@ class Slices(NamedTuple):
     index: jax.Array  # type: ignore[assignment]
 
 
+Shared = tuple[PyTree, tuple[jax.Array, ...]]
+"""What every layer sees: the caller's ``shared``, and the traced values that the step closes over."""
+
+
+class Arrays(NamedTuple):
+    """The arrays of a solve. Its gradient has the same type, with None for what has no gradient.
+
+    Attributes:
+        slices: the layers, leaves ``(N, ...)``.
+        y0: the state that enters.
+        shared: what every layer sees.
+        solver: of the forward solve; its tolerances are arrays.
+        adjoint_solver: of the adjoint solve.
+        guess: C-points at which the forward solve starts, ``(intervals, ...)``; None for the solver's own start.
+        adjoint_guess: the same for the adjoint solve. Of a gradient: where that ended.
+        watch: an array whose gradient counts how solves ended; None where nobody watches.
+    """
+
+    slices: Slices
+    y0: State
+    shared: Shared
+    solver: Any = None
+    adjoint_solver: Any = None
+    guess: CPoints | None = None
+    adjoint_guess: CPoints | None = None
+    watch: jax.Array | None = None
+
+    def parts(self) -> "tuple[Arrays, Arrays]":
+        """What is spread over the workers, and what each of them has; `joined` puts them together."""
+        nothing: Any = None
+        spread = Arrays(self.slices, nothing, nothing, guess=self.guess, adjoint_guess=self.adjoint_guess)
+        return spread, self._replace(slices=nothing, guess=None, adjoint_guess=None)
+
+    @staticmethod
+    def joined(spread: "Arrays", common: "Arrays") -> "Arrays":
+        """Undo `parts`."""
+        return common._replace(slices=spread.slices, guess=spread.guess, adjoint_guess=spread.adjoint_guess)
+
+
 Step = Callable[[State, Layer], State]
 """What the user writes: ``step(y, layer) -> y_next``."""
 
