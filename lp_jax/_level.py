@@ -204,7 +204,6 @@ def sweep(
     if advance is not None:
         room = _room(level, advance, *_tree.entry_like((incoming, level.xs)))
         emitted = _tree.varying(_tree.repeat(room, level.intervals), incoming)
-    advance = advance or level.advance
     run = functools.partial(_interval, level, advance, count)
     if not level.intervals:  # a worker without layers
         return incoming, emitted
@@ -234,7 +233,7 @@ def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
 
 
 def _chunks(
-    level: Level, advance: Advance, count: int, incoming: CPoints, emitted: PyTree, size: int
+    level: Level, advance: Advance | None, count: int, incoming: CPoints, emitted: PyTree, size: int
 ) -> tuple[CPoints, PyTree]:
     """`sweep` through ``size`` intervals at once, and as many after these."""
 
@@ -251,7 +250,7 @@ def _chunks(
 
 
 def _at_once(
-    level: Level, advance: Advance, count: int, u: CPoints, emitted: PyTree, first: jax.Array | int, size: int
+    level: Level, advance: Advance | None, count: int, u: CPoints, emitted: PyTree, first: jax.Array | int, size: int
 ) -> tuple[CPoints, PyTree]:
     """`sweep` through ``size`` intervals as a batch: a loop over steps, in each of which the intervals are a batch.
 
@@ -261,7 +260,7 @@ def _at_once(
     if level.expand is not None:
         some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), xs)
         xs = jax.vmap(level.expand, in_axes=(0, None))(some, level.shared)
-    one = jax.vmap(advance, in_axes=(0, 0, None))
+    one = jax.vmap(advance or level.step, in_axes=(0, 0, None))
 
     def step(u: CPoints, n: jax.Array | int) -> tuple[CPoints, PyTree]:
         def take(x: jax.Array) -> jax.Array:
@@ -270,7 +269,8 @@ def _at_once(
             at = _tree.start(x, (first, n))
             return lax.squeeze(lax.dynamic_slice(x, at, (size, 1, *x.shape[2:]), allow_negative_indices=False), (1,))
 
-        u, new = one(u, jax.tree.map(take, xs), level.shared)
+        out = one(u, jax.tree.map(take, xs), level.shared)
+        u, new = out if advance else (out, None)
         return _tree.add(u, jax.tree.map(take, rhs)), new
 
     def body(i: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
@@ -307,7 +307,7 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any
 
 def _marcher(level: Level, advance: Advance | None) -> Run:
     """`march` through the intervals at hand, whichever these are, as a function of the state that enters."""
-    run = functools.partial(_interval, level, advance or level.advance, level.factor)
+    run = functools.partial(_interval, level, advance, level.factor)
 
     def interval(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, PyTree]:
         xs, rhs = operands
@@ -343,7 +343,7 @@ def single(
 
 def _interval(
     level: Level,
-    advance: Advance,
+    advance: Advance | None,
     count: int,
     u: State,
     xs: PyTree,
@@ -362,7 +362,8 @@ def _interval(
     def body(i: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
         u, emitted = carry
         n = level.factor - 1 - i if level.reverse else i
-        u, new = advance(u, _tree.take(xs, *within, n), level.shared)
+        x = _tree.take(xs, *within, n)
+        u, new = advance(u, x, level.shared) if advance else (level.step(u, x, level.shared), None)
         u = _tree.add(u, None if rhs is None else _tree.take(rhs, *at, n))
         return u, _tree.put(emitted, new, *at, n)
 

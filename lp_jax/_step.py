@@ -66,18 +66,16 @@ class LayerStep:
 
     def advance(self, u: State, x: Slices, shared: Shared) -> tuple[State, PyTree]:
         """``(u_next, aux)``; aux is None for a step that has none. The identity on a slot beyond the last layer."""
-        program, arguments = self._program(u, x, shared), jax.tree.leaves((u, x, shared[0]))
-        evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
-        out = jax.tree.unflatten(self.structure, evaluate(*arguments))
-        u_next, aux = out if self.has_aux else (out, None)
-        return u_next if self.layers is None else _tree.where(x.index < self.layers, u_next, u), aux
-
-    def _program(self, u: State, x: Slices, shared: Shared) -> core.ClosedJaxpr:
         if self.hoisted:
             hoisted = dict(self.hoisted)[signature(u)]
             constants: Sequence[Any] = [shared[1][i] for i in hoisted.positions]
-            return core.ClosedJaxpr(hoisted.jaxpr, _tree.with_fresh_keys(constants))
-        with jax.sharding.use_abstract_mesh(
-            jax.sharding.get_abstract_mesh()
-        ):  # no mesh and an empty one are two to JAX
-            return jax.make_jaxpr(self)(u, x, shared[0])
+            program = core.ClosedJaxpr(hoisted.jaxpr, _tree.with_fresh_keys(constants))
+        else:
+            with jax.sharding.use_abstract_mesh(
+                jax.sharding.get_abstract_mesh()
+            ):  # None and an empty one are two to JAX
+                program = jax.make_jaxpr(self)(u, x, shared[0])
+        evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
+        out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
+        u_next, aux = out if self.has_aux else (out, None)
+        return u_next if self.layers is None else _tree.where(x.index < self.layers, u_next, u), aux
