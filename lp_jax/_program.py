@@ -87,7 +87,6 @@ class Program:
 
     def chain(self, arrays: Arrays) -> Chain:
         """The chain of the layers in ``arrays``: all of them, or one worker's."""
-        padded = any(step.layers is not None for _, step in self.steps)
         layers = dict(self.steps)
         return Chain(
             layer=lambda which: layers[which].advance,
@@ -95,7 +94,7 @@ class Program:
             shared=arrays.shared,
             y0=arrays.y0,
             layers=self.workers.layers,
-            padded=padded,
+            padded=layers[0].layers is not None,
             workers=self.workers,
             differentiable=self.differentiable,
             recurrent=self.recurrent,
@@ -105,14 +104,11 @@ class Program:
 
     def with_slots(self, arrays: Arrays) -> Arrays:
         """What is spread over the workers, extended to all their slots."""
-        layers, workers, strides = self.workers.layers, self.workers, []
-        for solver in (arrays.solver, arrays.adjoint_solver):
-            strides.append(1 if solver is None else solver.stride(layers))
-        return arrays._replace(
-            slices=pad_slices(arrays.slices, workers.rows[1], layers),
-            guess=workers.pad(arrays.guess, strides[0]),
-            adjoint_guess=workers.pad(arrays.adjoint_guess, strides[1]),
-        )
+        workers, n = self.workers, self.workers.layers
+        stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
+        guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)
+        slices = pad_slices(arrays.slices, workers.rows[1], n)
+        return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
 
     # --- serial propagation, differentiated by JAX
 

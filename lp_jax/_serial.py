@@ -11,9 +11,10 @@ from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._level import Level, march
+from lp_jax._level import Level
 from lp_jax._pytree import register
 from lp_jax._solver import Solver
+from lp_jax._sweep import march
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._work import Held, Sizes, Work
 
