@@ -21,6 +21,7 @@ from jax import lax
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._contract import (
+    emit_gradient,
     emit_linearised_gradient,
     gradient_of_aux,
     of_linearised,

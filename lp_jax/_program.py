@@ -110,10 +110,9 @@ class Program:
         slices = pad_slices(arrays.slices, workers.rows[1], n)
         return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
 
-    # --- serial propagation, differentiated by JAX
-
     @functools.cached_property
     def _scanned(self) -> Callable[[Arrays], Output]:
+        """Serial propagation, differentiated by JAX."""
         return jax.jit(functools.partial(_scan, self))
 
     def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
@@ -131,8 +130,6 @@ class Program:
             return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent)
 
         return out, pullback
-
-    # --- the forward solve, differentiated by the adjoint solve
 
     @functools.cached_property
     def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
@@ -212,8 +209,8 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         stats = stats._replace(result=if_finite(stats.result, y1))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
-    unused = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
-    (left, aux), (y1, stats) = workers.run(body, *program.with_slots(unused).parts())
+    used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
+    (left, aux), (y1, stats) = workers.run(body, *program.with_slots(used).parts())
     tell("forward", solver, workers.layers, stats)
     out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, solver.stride(workers.layers)))
     return out, left if keep else None
@@ -235,8 +232,7 @@ def _backward(
         mine, others = gradient._replace(adjoint_guess=gradient.adjoint_guess if keep else None).parts()
         return mine, (others, stats)
 
-    unused = arrays._replace(solver=None, guess=None, watch=None)
-    mine, others = program.with_slots(unused).parts()
+    mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
     spread, (common, stats) = workers.run(body, (mine, left, workers.pad(seen)), (others, cotangent))
     tell("adjoint", solver, workers.layers, stats)
     gradient = Arrays.joined(spread, common)
@@ -279,8 +275,7 @@ def partitions(program: Program, arrays: Arrays) -> Output:
 
     like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
     first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
-    y0, x, shared = jax.tree.map(one, (arrays.y0, first, arrays.shared))
-    _, aux = jax.eval_shape(dict(program.steps)[0].advance, y0, x, shared)
+    _, aux = jax.eval_shape(dict(program.steps)[0].advance, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
     nowhere: Any = PartitionSpec()
     return (
         jax.tree.map(spec, arrays.y0),
