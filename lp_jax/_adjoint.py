@@ -39,7 +39,7 @@ from lp_jax._types import Advance, Arrays, CPoints, Points, PyTree, Slices, Stac
 
 
 class Forward(NamedTuple):
-    """What the forward solve leaves for the adjoint.
+    """Arrays that the forward solve leaves for the adjoint.
 
     Attributes:
         c_points: states that leave every interval of the forward solve's finest level, after its final sweep,
@@ -210,7 +210,7 @@ def _transpose_linearised(
 
 
 def _reversed(level: Level, cotangent: State) -> Level:
-    """What the adjoint of a level has in common with it."""
+    """The level reversed, its steps not yet transposed."""
     transfer = None if level.transfer is None else _transposed_transfer(level)
     return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.origin or level.step)
 

@@ -22,7 +22,7 @@ class Chain:
     Attributes:
         layer: ``layer(level)`` is the layer on a level, ``(u, x, shared) -> (u_next, aux)``; in the place of a level may stand
             another of the user's steps. It is the identity on slices that only pad.
-        slices: stacked operands of this worker's layers. What only pads has an index of at least ``layers``.
+        slices: stacked operands of this worker's layers. Padding has index >= ``layers``.
         shared: operand of every step.
         y0: the state that enters.
         layers: number of layers of the whole network.

@@ -23,7 +23,7 @@ from lp_jax._types import CPoints, PyTree, Scalar, Stacked, State
 
 
 class Unit(Protocol):
-    """What a `Comm` asks of a solver: how many layers must stay together on one worker."""
+    """The part of a solver that a `Comm` uses: how many layers must stay together on one worker."""
 
     def unit(self, steps: int) -> int:
         """Number of layers that one step of the coarsest level stands for, in a network of ``steps`` layers."""
@@ -52,7 +52,7 @@ class Comm(abc.ABC):
 
     @property
     def platform(self) -> str:
-        """What the workers are, "cpu", "gpu" or "tpu": by default what JAX computes on."""
+        """The platform of the workers, "cpu", "gpu" or "tpu": by default the one that JAX computes on."""
         return default_platform()
 
     @property
@@ -100,7 +100,7 @@ class Comm(abc.ABC):
         return tree
 
     def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
-        """Return ``program(arrays)``; ``specs()`` are the partitions of what it returns, where types tell them."""
+        """Return ``program(arrays)``; ``specs()`` are the partitions of its outputs, for types that hold them."""
         return program(arrays)
 
     def spread(self, stacked: Stacked) -> Stacked:

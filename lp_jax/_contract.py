@@ -134,7 +134,7 @@ def shared_gradient(
 ) -> list[jax.Array]:
     """Gradient of what all layers share, as one contraction over this worker's layers.
 
-    Over so many at a time as are evaluated at once, but some: a sum grows by each.
+    Layers are summed over in groups of those that are evaluated at once, of four at least: each group adds to the sum.
     """
     leaves, _ = _tree.partition(fine.shared)
     if not leaves:

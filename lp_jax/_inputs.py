@@ -1,4 +1,4 @@
-"""What `solve` refuses, at trace time, and the times of the layers."""
+"""Refusals of `solve`, at trace time, and the times of the layers."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[
 
 
 def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:
-    """Whether a program has products that `with_few_terms` changes, of at least so many rows."""
+    """Whether a program has products that `with_few_terms` changes, of ``least`` rows or more."""
     return any(_few(equation, terms, least) for equation in _equations(program))
 
 

@@ -44,7 +44,7 @@ _TWICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """All that is static about a solve, and the functions that run it. What differs between two calls is in `Arrays`.
+    """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
 
     Equal programs are compiled once (`kept`): their functions are jitted, and JAX caches what it compiles.
 
@@ -103,7 +103,7 @@ class Program:
         )
 
     def with_slots(self, arrays: Arrays) -> Arrays:
-        """What is spread over the workers, extended to all their slots."""
+        """Extend the arrays that are spread over the workers to all slots."""
         workers, n = self.workers, self.workers.layers
         stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
         guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)

@@ -39,13 +39,13 @@ def scan(
     """``jax.lax.scan`` over layers, with a solver that evaluates all of them at once.
 
     With ``solver=Serial()`` the results are those of ``jax.lax.scan``, values and gradients; with any other solver they
-    come as close as it does. How close, `scanned` tells: ``lp_jax.scanned(body, init, xs).solve()`` returns
-    the residual norms, and `plan` takes the same problem.
+    come as close as it does: ``lp_jax.scanned(body, init, xs).solve()`` returns the residual norms, and `plan` takes the same
+    problem.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, a pure function. It may close over arrays, traced and differentiated ones too.
         init: the first carry. Its inexact leaves are the state that is solved for; without any, this is ``jax.lax.scan``.
-            Integers and keys are allowed where the body computes them from one another and from ``x`` alone (a counter, a key
+            Integers and keys are allowed where the body computes them from one another and from ``x`` only (a counter, a key
             that is split).
         xs: what is scanned over, leaves ``(N, ...)``; None, with a ``length``.
         length: number of layers, where ``xs`` has no leaves.

@@ -101,7 +101,7 @@ def solve_vjp(
     adjoint_guess: CPoints | None = None,
     **problem: Any,
 ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
-    """`solve`, and the pullback of ``y1`` and ``aux`` that also tells how the adjoint solve converged.
+    """`solve`, and the pullback of ``y1`` and ``aux`` that also returns the adjoint solve's stats.
 
     Args:
         step: as for `solve`, like all other arguments.

@@ -41,10 +41,10 @@ class LayerStep:
 
     Attributes:
         step: what the user wrote.
-        level: the number that the step is told.
+        level: ``layer.level`` of the step.
         has_aux: whether it returns ``(y_next, aux)``.
         structure: of what it returns, which is the same in every call; None before it was traced.
-        terms: products of at most so many rows have the gradient of their weight as a sum of outer products; 0 for none.
+        terms: products of at most ``terms`` rows have the gradient of their weight as a sum of outer products; 0 for none.
         layers: number of layers, where slots may lie beyond the last one; None where every slot is a layer.
         hoisted: the program for every state, where the step closes over traced values.
     """

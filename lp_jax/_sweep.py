@@ -56,7 +56,7 @@ def sweep(
 
 
 def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
-    """``one`` for every entry of the operands' leading axis, so many at once as the level says."""
+    """``one`` for every entry of the operands' leading axis, as many at once as the level says."""
     n = _tree.leading(operands)
     size = chunk(n, level.at_once)
     at_once = several(one, size)

@@ -23,7 +23,7 @@ from lp_jax._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step
 
 
 class Network(Protocol):
-    """What is traced: a `Problem`, whose attributes these are. It is defined above this module, as it solves itself."""
+    """The attributes of a `Problem`, which is defined above this module because it solves itself."""
 
     @property
     def step(self) -> Step: ...
