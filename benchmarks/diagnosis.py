@@ -101,7 +101,7 @@ def _classes(name: str, network: networks.Network, updates: int) -> Iterator[Cas
         for _ in range(count):
             weights, state = update(weights, state)
         problem = lp_jax.Problem(**network.problem(weights, x, networks.SERIAL))
-        y1 = lp_jax.solve(**vars(problem), solver=lp_jax.Serial()).y1
+        y1 = problem.solve(solver=lp_jax.Serial()).y1
         cotangent = jax.grad(network.measure, argnums=1)(weights.closing, y1, target)
         yield name, f"{count} updates" if count else "at its start", problem, cotangent
 

@@ -205,14 +205,14 @@ def solved(made: Made, solver: lp_jax.Solver) -> tuple[lp_jax.Solution, Any]:
     def solve(arrays: dict[str, Any]) -> lp_jax.Solution:
         given = with_arrays(arrays)
         options = {"solver": with_other_step(solver, given), "guess": getattr(given, "guess", "constant")}
-        return lp_jax.solve(**vars(problem(given)), **options)
+        return problem(given).solve(**options)
 
     return jax.jit(solve)(arrays), jax.jit(lambda arrays: by_scan(with_arrays(arrays)))(arrays)
 
 
 def by_scan(made: Made) -> Any:
     if isinstance(made, lp_jax.Problem):
-        return lp_jax.solve(**vars(made), solver=lp_jax.Serial()).aux
+        return made.solve(solver=lp_jax.Serial()).aux
     states = jax.lax.scan(made.body, made.init, made.xs, reverse=made.reverse)[1]
     return jax.tree.map(lambda x: x[::-1], states) if made.reverse else states
 

@@ -23,7 +23,7 @@ import lp_jax
 from benchmarks.harness import Contender, measure, timed
 from benchmarks.networks import NETWORKS, SERIAL, SETTINGS, Weights
 from benchmarks.training import Trainer, trainer
-from lp_jax import Problem, Serial, planning, solve_vjp
+from lp_jax import Problem, Serial, planning
 from lp_jax.cli._heap import keep_heap
 
 Sizes = tuple[str, int, int, int]
@@ -55,7 +55,7 @@ def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
     arrays = {name: getattr(given, name) for name in ("params", "y0", "shared", "data")}
 
     def gradient(arrays: dict[str, Any]) -> Any:
-        solution, pullback = solve_vjp(**(vars(given) | arrays), solver=Serial())
+        solution, pullback = given.replace(**arrays).solve_vjp(solver=Serial())
         return pullback(solution.y1)[0]
 
     if devices == 1:

@@ -31,7 +31,9 @@ from lp_jax._newton import Damping as Damping
 from lp_jax._newton import Newton as Newton
 from lp_jax._newton import Shrink as Shrink
 from lp_jax._picard import Picard as Picard
+from lp_jax._problem import Gradients as Gradients
 from lp_jax._problem import Problem as Problem
+from lp_jax._problem import hierarchy as hierarchy
 from lp_jax._pytree import register as register
 from lp_jax._rediscretize import Rediscretize as Rediscretize
 from lp_jax._relax import c_relax as c_relax
@@ -43,13 +45,11 @@ from lp_jax._scan import scanned as scanned
 from lp_jax._serial import Serial as Serial
 from lp_jax._solution import Solution as Solution
 from lp_jax._solution import SolveError as SolveError
-from lp_jax._solve import Gradients as Gradients
 from lp_jax._solve import solve as solve
 from lp_jax._solve import solve_vjp as solve_vjp
 from lp_jax._solver import Solver as Solver
 from lp_jax._solver import Stats as Stats
 from lp_jax._spatial import spatial as spatial
-from lp_jax._traced import hierarchy as hierarchy
 from lp_jax._transfer import coarse_rhs as coarse_rhs
 from lp_jax._transfer import correct as correct
 from lp_jax._transfer import restrict as restrict

@@ -12,27 +12,34 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _tree
-from lp_jax._at_once import in_chunks
 from lp_jax._chain import Chain
+from lp_jax._contract import (
+    emit_gradient,
+    emit_linearised_gradient,
+    gradient_of_aux,
+    of_linearised,
+    of_steps,
+    shared_gradient,
+    sources_of,
+    with_cotangent,
+)
 from lp_jax._level import Level, identity
 from lp_jax._linear import Linearised
 from lp_jax._relax import entering
 from lp_jax._result import if_finite
 from lp_jax._solver import Solver, Stats, iterate
-from lp_jax._types import Advance, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
-
-_LEAST = 4  # layers that are summed over at once, where one is evaluated at a time
+from lp_jax._types import Advance, Arrays, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
 
 
 class Forward(NamedTuple):
-    """What the forward solve leaves for the adjoint.
+    """Arrays that the forward solve leaves for the adjoint.
 
     Attributes:
         c_points: states that leave every interval of the forward solve's finest level, after its final sweep,
@@ -54,14 +61,6 @@ def entered_in_final_sweep(level: Level, before: CPoints | None, c_points: CPoin
     return None if before is None or before is c_points else level.incoming(before)
 
 
-class Cotangents(NamedTuple):
-    """Gradients of the loss with respect to the operands of a solve; None for leaves that are not differentiable."""
-
-    y0: State
-    slices: Slices
-    shared: PyTree
-
-
 def solve_adjoint(
     chain: Chain,
     solver: Solver,
@@ -70,7 +69,7 @@ def solve_adjoint(
     y1_cotangent: State,
     aux_cotangents: Sequence[Stacked | None] = (),
     guess: CPoints | str | None = None,
-) -> tuple[Cotangents, CPoints, Stats]:
+) -> tuple[Arrays, Stats]:
     """Solve the adjoint system and form the gradient.
 
     Args:
@@ -85,7 +84,8 @@ def solve_adjoint(
             own start.
 
     Returns:
-        The gradients, the cotangents of the states that enter the intervals, and the stats.
+        The gradient, None in the place of leaves that are not differentiated; its ``adjoint_guess`` are the cotangents of the
+        states that enter the intervals. And the stats.
     """
     forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
@@ -110,15 +110,15 @@ def solve_adjoint(
         c_points = chain.workers.incoming(left.c_points, chain.y0, stride, reverse=False)
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
-    advance, sources = chain.emitting([a is not None for a in aux_cotangents]), _sources(chain, aux_cotangents)
+    advance, sources = chain.emitting([a is not None for a in aux_cotangents]), sources_of(chain, aux_cotangents)
     at_hand = left.linearisations is not None
     if at_hand:
         finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
-        emit_gradient = _emit_linearised_gradient(linearised)
+        emit = emit_linearised_gradient(linearised)
     else:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
-        emit_gradient = _emit_gradient(chain, advance)
-    of_aux = _gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once) if at_hand and sources else None
+        emit = emit_gradient(chain, advance)
+    of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once) if at_hand and sources else None
     if of_aux is not None:
         finest = finest.with_rhs(of_aux.states)
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
@@ -131,16 +131,16 @@ def solve_adjoint(
         guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
     lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)
-    lam, (slices, cotangents) = solver.finish(levels, lam, _with_cotangent(emit_gradient, keep=bool(weights)))
+    lam, (slices, cotangents) = solver.finish(levels, lam, with_cotangent(emit, keep=bool(weights)))
     slices = fine.merge(slices)
-    contraction = _of_linearised(fine, linearised) if at_hand else _of_steps(fine, advance)
-    shared = _shared_gradient(fine, finest, cotangents, contraction)
+    contraction = of_linearised(fine, linearised) if at_hand else of_steps(fine, advance)
+    shared = shared_gradient(fine, finest, cotangents, contraction)
     if of_aux is not None:
         slices, shared = _tree.add(slices, of_aux.slices), _tree.add(shared, of_aux.shared)
-    gradients = Cotangents(
-        y0=finest.last(lam), slices=slices, shared=combine(chain.workers.sum(shared) if weights else [], fill=None)
+    gradient = Arrays(
+        slices, finest.last(lam), combine(chain.workers.sum(shared) if weights else [], fill=None), adjoint_guess=lam
     )
-    return gradients, lam, stats._replace(result=if_finite(stats.result, gradients.y0))
+    return gradient, stats._replace(result=if_finite(stats.result, gradient.y0))
 
 
 def transpose_coarse(
@@ -210,7 +210,7 @@ def _transpose_linearised(
 
 
 def _reversed(level: Level, cotangent: State) -> Level:
-    """What the adjoint of a level has in common with it."""
+    """The level reversed, its steps not yet transposed."""
     transfer = None if level.transfer is None else _transposed_transfer(level)
     return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.origin or level.step)
 
@@ -238,150 +238,3 @@ def _interval_states(level: Level, operands: PyTree, u: State, shared: PyTree) -
 
     u, states = lax.fori_loop(0, last, body, (u, states))
     return _tree.put(states, u, last)
-
-
-def _with_cotangent(advance: Advance, *, keep: bool) -> Advance:
-    """``advance``, emitting the cotangent that enters along with its own output, if that is to be kept."""
-
-    def both(lam: State, x: PyTree, shared: PyTree) -> tuple[State, Any]:
-        lam_next, emitted = advance(lam, x, shared)
-        return lam_next, (emitted, lam if keep else None)
-
-    return both
-
-
-def _emit_linearised_gradient(linearised: Linearised) -> Advance:
-    """`_emit_gradient` from what was kept of the step."""
-
-    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
-        operand, u, kept = x
-        lam_next, leaves, _ = linearised.transpose(u, operand, shared, kept)(lam)
-        return lam_next, linearised.combine(operand, leaves, fill=None)
-
-    return advance
-
-
-def _emit_gradient(chain: Chain, forward: Advance) -> Advance:
-    """One adjoint step of the finest level that emits the gradient of its slice."""
-
-    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
-        operand, u, source = x
-        leaves, combine = _tree.partition(operand, chain.differentiable)
-        pull = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
-        lam_next, gradient = pull((lam, source))
-        slices: Slices = combine(gradient, fill=None)
-        return lam_next, slices
-
-    return advance
-
-
-def _sources(chain: Chain, cotangents: Sequence[Stacked | None]) -> list[Stacked]:
-    """The cotangents of aux that the loss sees, zero beyond the last layer."""
-    seen = [a for a in cotangents if a is not None]
-    if not chain.padded:
-        return seen
-    inside = chain.slices.index < chain.layers
-    return [jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, 0) for a in seen]
-
-
-class _OfAux(NamedTuple):
-    """Gradient of what the loss sees of aux, given the states that enter the layers.
-
-    Attributes:
-        states: with respect to these, ``(N, ...)``: the right-hand side of the adjoint system.
-        slices: with respect to the layers' operands.
-        shared: with respect to what all layers share, summed over this worker's.
-    """
-
-    states: Stacked
-    slices: Slices
-    shared: list[jax.Array]
-
-
-def _gradient_of_aux(
-    chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int
-) -> _OfAux:
-    """So many layers at once."""
-    shared, combine_shared = _tree.partition(chain.shared)
-
-    def layers(total: list[jax.Array], operands: tuple[Slices, Stacked, list[Stacked]]) -> tuple[Any, Any]:
-        slices, states, sources = operands
-        leaves, combine = _tree.partition(slices, chain.differentiable)
-
-        def outputs(states: Stacked, leaves: list[jax.Array], shared: list[jax.Array]) -> list[Stacked]:
-            weights = combine_shared(shared)
-            return jax.vmap(lambda u, x: forward(u, x, weights)[1])(states, combine(leaves))
-
-        states, leaves, shared_gradient = jax.vjp(outputs, states, leaves, shared)[1](sources)
-        return _tree.add(total, shared_gradient), (states, combine(leaves, fill=None))
-
-    operands = chain.slices, states, sources
-    total, (of_states, of_slices) = in_chunks(layers, _tree.zeros_like(shared), operands, max(at_once, _LEAST))
-    return _OfAux(of_states, of_slices, total)
-
-
-Contraction = Callable[[Slices, Stacked, PyTree, Stacked], list[jax.Array]]
-"""Gradient with respect to what layers share, summed over those given: their operands, states, what else the adjoint's
-operands hold, and cotangents."""
-
-
-def _of_steps(fine: Level, forward: Advance) -> Contraction:
-    """From the layers themselves."""
-
-    def contract(operands: Slices, states: Stacked, sources: PyTree, lams: Stacked) -> list[jax.Array]:
-        leaves, combine = _tree.partition(fine.shared)
-
-        def outputs(leaves: list[jax.Array]) -> tuple[Stacked, PyTree]:
-            shared = combine(leaves)
-            return jax.vmap(lambda u, x: forward(u, x, shared))(states, operands)
-
-        return jax.vjp(outputs, leaves)[1]((lams, sources))[0]
-
-    return contract
-
-
-def _of_linearised(fine: Level, linearised: Linearised) -> Contraction:
-    """From what was kept of the layers, where that holds the weights."""
-
-    def contract(operands: Slices, states: Stacked, kept: PyTree, lams: Stacked) -> list[jax.Array]:
-        if linearised.weights:
-            try:
-                return linearised.contract(states, operands, fine.shared, kept, lams)
-            except NotImplementedError:  # a custom gradient in the step cannot be transposed
-                pass
-        return _of_steps(fine, fine.advance)(operands, states, None, lams)
-
-    return contract
-
-
-def _shared_gradient(
-    fine: Level, adjoint: Level, cotangents: Stacked | None, contraction: Contraction
-) -> list[jax.Array]:
-    """Gradient of what all layers share, as one contraction over this worker's layers.
-
-    Over so many at a time as are evaluated at once, but some: a sum grows by each.
-    """
-    leaves, _ = _tree.partition(fine.shared)
-    if not leaves:
-        return []
-
-    def expand(xs: PyTree) -> PyTree:
-        return adjoint.expand(xs, fine.shared) if adjoint.expand else xs
-
-    def interval(xs: PyTree, lams: State) -> list[jax.Array]:
-        return summed(contraction, (*expand(xs), lams))
-
-    def summed(gradient: Callable[..., list[jax.Array]], operands: PyTree) -> list[jax.Array]:
-        def add(total: list[jax.Array], some: PyTree) -> tuple[list[jax.Array], None]:
-            return _tree.add(total, gradient(*some)), None
-
-        return in_chunks(add, _tree.zeros_like(leaves), operands, most)[0]
-
-    most = max(adjoint.at_once, _LEAST)
-    if adjoint.factor == 1:
-        return summed(contraction, (*adjoint.xs, cotangents))
-    if adjoint.expand is not None and most < adjoint.steps:
-        zeros, groups = _tree.zeros_like(leaves), (adjoint.xs, cotangents)
-        return lax.scan(lambda total, group: (_tree.add(total, interval(*group)), None), zeros, groups)[0]
-    xs = jax.vmap(expand)(adjoint.xs) if adjoint.expand else adjoint.xs
-    return summed(contraction, _tree.merge((*xs, cotangents)))

@@ -1,4 +1,4 @@
-"""A context that replaces the solvers of all solves traced inside it, or has each tell what it measured or how it ended.
+"""A context that replaces the solvers of all solves traced inside it, or has each report what it measured and how it ended.
 
 The caches of ``jax.jit`` know of it, so that a function that was traced before is traced anew.
 """
@@ -81,7 +81,7 @@ def watched(loss: Callable[..., Any]) -> Callable[..., Any]:
 def value_and_grad(
     loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, PyTree, Results]]:
-    """``jax.value_and_grad`` that also tells how the solves inside ended, forward and adjoint.
+    """``jax.value_and_grad`` that also returns how the solves inside ended, forward and adjoint.
 
     ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap or shard_map. No
     callback is involved: the codes are outputs of the program, so that it can be exported and cached.

@@ -29,7 +29,7 @@ class Footprint(NamedTuple):
         working: bytes of what it works on: its states, and what is alive between them.
         flops: of its products.
         counted: whether its program tells all of that; not with a callback or a foreign call in it.
-        few: whether it has a product of few rows, but several: see `FewTerms`.
+        few: whether it has a product of few rows, but several: see `with_few_terms`.
     """
 
     operands: int
@@ -65,7 +65,7 @@ class Processor:
         small: bytes of a layer up to which some turns of serial propagation are written out; None for any. Not where its
             products are few: the sums of outer products would be written out too, and are then slower.
         tiny: flops of a layer below which they are not: a CPU's compiler makes one kernel of such a loop.
-        terms: number of terms up to which the gradient of a weight is a sum of outer products: see `FewTerms`.
+        terms: number of terms up to which the gradient of a weight is a sum of outer products: see `with_few_terms`.
         turn: flops in the time that a turn of a loop costs; None for a time that nothing is worth.
     """
 

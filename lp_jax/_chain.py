@@ -1,7 +1,6 @@
 """The problem as the solvers receive it: a chain of layers, before any of them decides how to group it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,21 +20,21 @@ class Chain:
     """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
 
     Attributes:
-        call: the layer as a function of level, state, slice and shared; returns ``(u_next, aux)``. It is the identity on
-            slices that only pad.
-        slices: stacked operands of this worker's layers. What only pads has an index of at least ``layers``.
+        layer: ``layer(level)`` is the layer on a level, ``(u, x, shared) -> (u_next, aux)``; in the place of a level may stand
+            another of the user's steps. It is the identity on slices that only pad.
+        slices: stacked operands of this worker's layers. Padding has index >= ``layers``.
         shared: operand of every step.
         y0: the state that enters.
         layers: number of layers of the whole network.
-        padded: whether ``call`` minds slices that only pad.
+        padded: whether layers check for slices that only pad.
         workers: where the layers live.
         differentiable: which leaves of ``slices`` have a gradient.
         recurrent: whether all other leaves that have one are in ``shared``: the weights of a recurrent network.
         footprint: what a layer costs and holds.
-        alone: whether ``call`` is at hand for a single example, too.
+        alone: whether a layer takes a single example, too.
     """
 
-    call: "Call"
+    layer: Callable[[Any], Advance]
     slices: Slices
     shared: PyTree
     y0: State
@@ -65,13 +64,15 @@ class Chain:
 
     def step(self, level: "int | Callable") -> SliceStep:
         """The layer on ``level``, or as another of the user's steps, aux dropped."""
-        return lambda u, x, shared: self.call(level, u, x, shared)[0]
+        layer = self.layer(level)
+        return lambda u, x, shared: layer(u, x, shared)[0]
 
     def emitting(self, seen: Sequence[bool]) -> Advance:
         """The layer on the finest level, emitting those inexact leaves of aux that are ``seen``."""
+        layer = self.layer(0)
 
         def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, list[jax.Array]]:
-            u_next, aux = self.call(0, u, x, shared)
+            u_next, aux = layer(u, x, shared)
             leaves, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if seen else None)
             return u_next, [leaf for leaf, wanted in zip(leaves, seen, strict=True) if wanted]
 
@@ -80,7 +81,7 @@ class Chain:
     @property
     def linearised(self) -> Linearised:
         """A layer of the finest level, to be transposed."""
-        return Linearised(functools.partial(self.call, 0), self.differentiable, weights=self.recurrent)
+        return Linearised(self.layer(0), self.differentiable, weights=self.recurrent)
 
     def finest(self, factor: int, *, at_once: int, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""
@@ -101,9 +102,11 @@ class Chain:
         """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
         layers = slices.index.shape[0]
         workers = Local(layers=layers, held=(layers,), processor=self.workers.processor).fit(unit)
-        call = self.call if self.padded or not workers.padded else guarded(self.call, self.layers)
+        layer = self.layer(level)
+        if workers.padded and not self.padded:
+            layer = guarded(layer, self.layers)
         return Chain(
-            call=lambda _, u, x, shared: call(level, u, x, shared),
+            layer=lambda _: layer,
             slices=pad_slices(slices, workers.held[0], self.layers),
             shared=shared,
             y0=y0,
@@ -114,14 +117,11 @@ class Chain:
         )
 
 
-Call = Callable[[Any, State, Slices, PyTree], tuple[State, PyTree]]
+def guarded(layer: Advance, layers: int) -> Advance:
+    """``layer``, as the identity on what only pads: slices whose index is not below the number of layers."""
 
-
-def guarded(call: Call, layers: int) -> Call:
-    """``call``, as the identity on what only pads: slices whose index is not below the number of layers."""
-
-    def guard(level: Any, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
-        u_next, aux = call(level, u, x, shared)
+    def guard(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+        u_next, aux = layer(u, x, shared)
         return _tree.where(x.index < layers, u_next, u), aux
 
     return guard

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from lp_jax import _tree, _wire
 from lp_jax._at_once import CPU, Processor
@@ -22,7 +23,7 @@ from lp_jax._types import CPoints, PyTree, Scalar, Stacked, State
 
 
 class Unit(Protocol):
-    """What a `Comm` asks of a solver: how many layers must stay together on one worker."""
+    """The part of a solver that a `Comm` uses: how many layers must stay together on one worker."""
 
     def unit(self, steps: int) -> int:
         """Number of layers that one step of the coarsest level stands for, in a network of ``steps`` layers."""
@@ -51,7 +52,7 @@ class Comm(abc.ABC):
 
     @property
     def platform(self) -> str:
-        """What the workers are, "cpu", "gpu" or "tpu": by default what JAX computes on."""
+        """The platform of the workers, "cpu", "gpu" or "tpu": by default the one that JAX computes on."""
         return default_platform()
 
     @property
@@ -74,6 +75,18 @@ class Comm(abc.ABC):
         """Move arrays that lie elsewhere to the workers."""
         return tree
 
+    def check_closed_over(self, values: Sequence[Any]) -> None:
+        """Refuse values that the step closes over and that have a place on the mesh of the context.
+
+        Within a solve over several workers, places are automatic.
+        """
+        for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
+            if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
+                raise ValueError(
+                    f"step closes over {jax.typeof(value)}, an array of a mesh with explicit axes, inside jax.set_mesh. Pass it "
+                    "as shared=, which the step sees as layer.shared; or leave jax.set_mesh."
+                )
+
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         """Return ``make(keys)``, stacked over the layers, made where it will be used. ``solvers=None``: not spread."""
         return make(keys)
@@ -87,7 +100,7 @@ class Comm(abc.ABC):
         return tree
 
     def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
-        """Return ``program(arrays)``; ``specs()`` are the partitions of what it returns, where types tell them."""
+        """Return ``program(arrays)``; ``specs()`` are the partitions of its outputs, for types that hold them."""
         return program(arrays)
 
     def spread(self, stacked: Stacked) -> Stacked:
@@ -104,7 +117,7 @@ def default_platform() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class OneDevice(Comm):
-    """All layers on one device: what ``comm=None`` means."""
+    """All layers on one device: ``comm=None``."""
 
     @property
     def size(self) -> int:
@@ -112,6 +125,9 @@ class OneDevice(Comm):
 
     def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
         return Local(layers=given, held=(given,))
+
+    def check_closed_over(self, values: Sequence[Any]) -> None:
+        """Take all values: types keep their places within the solve."""
 
 
 @dataclasses.dataclass(frozen=True)

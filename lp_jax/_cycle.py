@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lp_jax import _tree
-from lp_jax._level import Level, sweep
+from lp_jax._level import Level
 from lp_jax._path import VISITS
 from lp_jax._relax import Relaxed, f_relax
 from lp_jax._solver import Solver
+from lp_jax._sweep import sweep
 from lp_jax._transfer import coarse_rhs, correct, prolong, restrict
 from lp_jax._types import CPoints, Points, Scalar
 

@@ -1,14 +1,13 @@
-"""What `solve` refuses, at trace time, and the times of the layers."""
+"""Refusals of `solve`, at trace time, and the times of the layers."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from lp_jax._comm import Comm
+from lp_jax._comm import Comm, OneDevice
 from lp_jax._mesh import MeshComm
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree, State
@@ -139,11 +138,13 @@ def _known(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
-def comm(value: Any) -> Comm | None:
-    """Where the layers live; a mesh stands for its axis "layers"."""
+def comm(value: Any) -> Comm:
+    """Where the layers live; None is one device, and a mesh stands for its axis "layers"."""
+    if value is None:
+        return OneDevice()
     if isinstance(value, Mesh):
         return MeshComm(value)
-    if value is not None and not isinstance(value, Comm):
+    if not isinstance(value, Comm):
         raise TypeError(
             "comm must be None (one device), a mesh, MeshComm(mesh, axis=...) or MPIComm(comm); got "
             f"{value!r} ({type(value).__name__})."
@@ -181,16 +182,6 @@ def same_output(out: PyTree, structure: Any) -> None:
             f"step must return the same structure in every call; got {structure} and then {jax.tree.structure(out)}. Let it "
             "depend on nothing but its arguments."
         )
-
-
-def closed_over(values: Sequence[Any]) -> None:
-    """No array whose type holds a place on the mesh of the context: within a solve, places are automatic."""
-    for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
-        if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
-            raise ValueError(
-                f"step closes over {jax.typeof(value)}, an array of a mesh with explicit axes, inside jax.set_mesh. Pass it as "
-                "shared=, which the step sees as layer.shared; or leave jax.set_mesh."
-            )
 
 
 def guess(value: Any, y0: State, intervals: int) -> State | str:

@@ -16,7 +16,7 @@ class Linearised:
     """A step, linearised where it is evaluated.
 
     JAX's pullback is a pytree: the arrays that the transposed step needs. Those that follow from the state (the output
-    of a tanh, say) are kept; those that follow from parameters alone (the matrix of a product) are at hand anyway, and
+    of a tanh, say) are kept; those that follow from parameters only (the matrix of a product) are at hand anyway, and
     keeping them would copy the parameters.
 
     Attributes:

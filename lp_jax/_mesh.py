@@ -26,7 +26,7 @@ class MeshComm(Comm):
     between neighbours is one state per relaxation. The other axes of the mesh stay with the compiler: shard the batch
     or an image's height over them as usual, and JAX adds what they need.
 
-    Explicit axes, which `jax.make_mesh` gives if not told otherwise, are automatic within a solve. What it returns has its
+    Explicit axes, which `jax.make_mesh` gives by default, are automatic within a solve. Its outputs have their
     place in the type again: ``y1``, and aux of the state's shape, that of ``y0``; other aux is on every device.
 
     Args:
@@ -125,7 +125,7 @@ class MeshComm(Comm):
         return jax.jit(build, out_shardings=NamedSharding(self.automatic, spread))(words)
 
     def spread(self, stacked: Stacked) -> Stacked:
-        """Lists over all layers that a compiled function makes, each device having its own, if they can be split evenly."""
+        """Arrays over all layers that a compiled function makes, each device having its own, if they can be split evenly."""
 
         def leaf(x: jax.Array) -> jax.Array:
             if x.shape[0] % self.size:
@@ -169,7 +169,7 @@ class MeshComm(Comm):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _typed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that has no place, in its place, and so its gradient."""
+    """Reshard ``x``; the cotangent passes through unchanged."""
     return jax.sharding.reshard(x, sharding)
 
 

@@ -15,7 +15,7 @@ from lp_jax._chain import Chain
 from lp_jax._coarse_step import CoarseStep, PerInterval
 from lp_jax._cycle import cascade, fas_cycle
 from lp_jax._cycle_work import busiest, count_stops
-from lp_jax._level import Level, sweep
+from lp_jax._level import Level
 from lp_jax._path import VISITS, Stop, cascade_stops, cycle_stops, path
 from lp_jax._picard import Picard
 from lp_jax._pytree import register
@@ -23,6 +23,7 @@ from lp_jax._rediscretize import Rediscretize
 from lp_jax._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver, constant
+from lp_jax._sweep import sweep
 from lp_jax._transfer import fitted
 from lp_jax._types import Advance, CPoints, Scalar, State, Transfer
 from lp_jax._work import Held, Sizes, Uncounted, Work

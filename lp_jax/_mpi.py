@@ -87,7 +87,7 @@ class MPIComm(Comm):
 
     @property
     def host(self) -> Any:
-        """That of Python, whose messages are not in order with those of programs that still run."""
+        """The communicator of Python. Compiled programs may still run and use `device`."""
         return _duplicates(self.comm)[1]
 
     def __eq__(self, other: object) -> bool:

@@ -15,9 +15,10 @@ from lp_jax._affine import Maps
 from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
 from lp_jax._jacobians import Blocks, Full, Jacobians, OwnJacobians, Shared
-from lp_jax._level import Level, each, sweep
+from lp_jax._level import Level
 from lp_jax._pytree import register
 from lp_jax._solver import Solver, constant, counted
+from lp_jax._sweep import each, sweep
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._work import Held, Sizes, Work
 

@@ -1,6 +1,5 @@
 """Products of a few examples with a weight: the gradient of that weight is a sum of as many outer products."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -11,28 +10,18 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from lp_jax._types import PyTree
 
-
-@dataclasses.dataclass(frozen=True)
-class FewTerms:
-    """``step``, whose products of at most ``terms`` rows with a matrix have the matrix' gradient as a sum of outer products.
+def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[Any]]:
+    """A program as a function; its products of at most ``terms`` rows with a matrix have that gradient of the matrix.
 
     A CPU calls a library for each product. For a gradient that sums up few terms, that takes several times as long as the
     sum, which is one loop; values and all derivatives are the same, to rounding.
     """
-
-    step: Callable[..., PyTree]
-    terms: int
-
-    def __call__(self, *arguments: Any) -> PyTree:
-        program, out = jax.make_jaxpr(self.step, return_shape=True)(*arguments)
-        found = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments), self.terms)
-        return jax.tree.unflatten(jax.tree.structure(out), found)
+    return lambda *arguments: _evaluate(program.jaxpr, program.consts, arguments, terms)
 
 
 def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:
-    """Whether a program has products that `FewTerms` changes, of at least so many rows."""
+    """Whether a program has products that `with_few_terms` changes, of ``least`` rows or more."""
     return any(_few(equation, terms, least) for equation in _equations(program))
 
 

@@ -14,10 +14,10 @@ from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._chain import Chain
 from lp_jax._coarse_step import Coarse
 from lp_jax._comm import Local
-from lp_jax._level import Level, identity, sweep
+from lp_jax._level import Level, identity
+from lp_jax._picard_sweeps import Swept, plain_sweep, secant_sweep, swept, unmoved
 from lp_jax._pytree import register
 from lp_jax._solver import WITHOUT_TOLERANCE, Begun, Solver, constant, require_fixed_effort, solve_intervals
-from lp_jax._picard_sweeps import Swept, plain_sweep, secant_sweep, swept, unmoved
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._windows import slide
 from lp_jax._work import Work

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from lp_jax import _tree
 from lp_jax._at_once import chunk, in_chunks, several
-from lp_jax._level import Level, single, sweep
+from lp_jax._level import Level
+from lp_jax._sweep import single, sweep
 from lp_jax._types import Points, PyTree, Scalar, State
 
 
@@ -66,7 +67,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     if not n:
         return u, jnp.zeros((), dtype)
     size = chunk(n, level.at_once)
-    stepped_from = several(single(level, level.advance), size)
+    stepped_from = several(single(level), size)
 
     def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
         """Squares of what each layer's predecessor leaves, less what enters it."""

@@ -1,22 +1,54 @@
-"""What is solved, as one value."""
+"""A network and the state that enters it, as one value that can be solved."""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
 
-from lp_jax import _check, _inputs
-from lp_jax._comm import Comm
-from lp_jax._types import PyTree, Stacked, State, Step
+from lp_jax import _check, _inputs, _tree
+from lp_jax._comm import Comm, OneDevice
+from lp_jax._gradient import without_gradient
+from lp_jax._level import Level
+from lp_jax._program import partitions, seen_of
+from lp_jax._solution import Solution
+from lp_jax._solver import Solver, Stats
+from lp_jax._traced import prepare, trace
+from lp_jax._types import CPoints, PyTree, Stacked, State, Step
+
+
+class Gradients(NamedTuple):
+    """Gradients of a loss, shaped like the arguments of `solve`; the pullback of `solve_vjp` returns them.
+
+    Leaves that cannot be differentiated (integers, keys) hold ``float0`` zeros, as ``jax.vjp`` gives them.
+
+    Attributes:
+        params: gradient with respect to ``params``.
+        y0: gradient with respect to ``y0``.
+        shared: gradient with respect to ``shared``.
+        data: gradient with respect to ``data``.
+        adjoint_trajectory: gradients with respect to the states that enter the intervals of the adjoint solver, leaves
+            ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve. None where JAX differentiates a scan (`Serial`
+            on one device).
+    """
+
+    params: PyTree
+    y0: State
+    shared: PyTree
+    data: PyTree
+    adjoint_trajectory: CPoints | None = None
 
 
 @_check.called_right
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """A deep network and the state that enters it: what `solve` solves, as one value.
+    """A deep network and the state that enters it, as one value: ``solve(step, params, y0, ...)`` is ``problem.solve(...)``.
 
-    ``vars(problem)`` are the arguments of `solve`: ``lp_jax.solve(**vars(problem), solver=...)``. The planner
-    (`plan`, `calibrate`), `hierarchy` and ``nn.LayerParallel.problem`` speak it.
+    `plan`, `calibrate` and `hierarchy` take a problem; `scanned` and ``nn.LayerParallel.problem`` return one.
 
     Args:
         step: ``step(y, layer) -> y_next``, see `solve`.
@@ -26,7 +58,7 @@ class Problem:
         data: per-layer inputs; leaves ``(N, ...)``, seen as ``layer.data``.
         t0: time at which layer 0 starts.
         t1: time at which the last layer ends, or N + 1 increasing times.
-        comm: where the layers live; None is one device.
+        comm: where the layers live, as for `solve`. The attribute is a `Comm`, of one device where None was given.
         has_aux: whether ``step`` returns ``(y_next, aux)``.
 
     Raises:
@@ -39,8 +71,10 @@ class Problem:
         >>> problem = lp_jax.Problem(step, jnp.ones(64), jnp.ones(()))
         >>> problem.layers
         64
-        >>> round(float(lp_jax.solve(**vars(problem)).y1), 2)
+        >>> round(float(problem.solve().y1), 2)
         2.7
+        >>> problem.replace(y0=jnp.zeros(())).solve(solver=lp_jax.MGRIT()).y1
+        Array(0., dtype=float32)
     """
 
     step: Step
@@ -51,7 +85,7 @@ class Problem:
     data: Stacked = None
     t0: Any = 0.0
     t1: Any = 1.0
-    comm: Comm | None = None
+    comm: Comm = None  # type: ignore[assignment]
     has_aux: bool = False
 
     def __post_init__(self) -> None:
@@ -61,9 +95,129 @@ class Problem:
         object.__setattr__(self, "comm", _inputs.comm(self.comm))
         for name in ("params", "shared", "data"):
             object.__setattr__(self, name, _inputs.arrays(getattr(self, name), name))
-        _inputs.number_of_layers(self.params, self.data, alone=self.comm is None)
+        _inputs.number_of_layers(self.params, self.data, alone=self.comm == OneDevice())
 
     @property
     def layers(self) -> int:
         """Number of layers that were passed: all of them but with `MPIComm`, where it is this rank's."""
         return int(jax.tree.leaves((self.params, self.data))[0].shape[0])
+
+    def replace(self, **changes: Any) -> "Problem":
+        """Return this problem with some of its arguments changed.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+            >>> problem.replace(params=jnp.ones(16)).layers
+            16
+        """
+        return dataclasses.replace(self, **changes)
+
+    def solve(
+        self,
+        *,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        guess: str | CPoints = "constant",
+        adjoint_guess: CPoints | None = None,
+    ) -> Solution:
+        """Return the `Solution`, as `lp_jax.solve` does.
+
+        Args:
+            solver: as for `lp_jax.solve`, like all arguments here.
+            adjoint_solver: as for `lp_jax.solve`.
+            guess: as for `lp_jax.solve`.
+            adjoint_guess: as for `lp_jax.solve`.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+            >>> int(problem.solve(solver=lp_jax.MGRIT(iterations=3)).stats.iterations)
+            3
+        """
+        program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
+        specs = functools.partial(partitions, program, arrays)
+        y1, aux, (stats, trajectory) = self.comm.call(program.run, arrays, specs)
+        return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
+
+    def solve_vjp(
+        self,
+        *,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        guess: str | CPoints = "constant",
+        adjoint_guess: CPoints | None = None,
+    ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
+        """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does.
+
+        Args:
+            solver: as for `lp_jax.solve`, like all arguments here.
+            adjoint_solver: as for `lp_jax.solve`.
+            guess: as for `lp_jax.solve`.
+            adjoint_guess: as for `lp_jax.solve`.
+
+        Example:
+            >>> import jax.numpy as jnp, lp_jax
+            >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+            >>> solution, pullback = problem.solve_vjp(solver=lp_jax.MGRIT(iterations=3))
+            >>> gradients, adjoint_stats = pullback(jnp.ones(()))
+            >>> gradients.params.shape
+            (64,)
+        """
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and self.comm != OneDevice():
+            raise ValueError(
+                "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or "
+                "take jax.vjp of lp_jax.solve."
+            )
+        program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
+        (y1, aux, rest), pull = program.vjp(arrays)
+
+        def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
+            cotangents = _tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1)
+            gradient, stats = pull(*cotangents)
+            given = (self.params, self.y0, self.shared, self.data)
+            found = (gradient.slices.params, gradient.y0, gradient.shared[0], gradient.slices.data)
+            found = jax.tree.map(_or_float0, found, given, is_leaf=lambda x: x is None)
+            params, y0, shared, data = _tree.summed(found, given)
+            return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
+
+        return Solution(y1, *rest, aux), pullback
+
+
+_RESTART = (
+    "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To differentiate states, let the "
+    "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "
+    "jax.lax.stop_gradient(solution.trajectory)."
+)
+
+
+def _or_float0(cotangent: Any, x: jax.Array) -> Any:
+    return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+
+def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
+    """Return the levels that `solve` works on, to build cycles by hand from `f_relax`, `c_relax`, `residual`, ...
+
+    Args:
+        problem: what is solved; without aux, on one device.
+        solver: gives the coarsening and the coarse steps.
+
+    Returns:
+        The levels, finest first.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> problem = lp_jax.Problem(step, jnp.ones(64), jnp.ones(()))
+        >>> solver = lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize())
+        >>> levels = lp_jax.hierarchy(problem, solver)
+        >>> [level.steps for level in levels]
+        [64, 16, 4]
+        >>> u, residual_norm = lp_jax.cycle(solver, levels, lp_jax.cascade(solver, levels))
+        >>> u.shape
+        (16,)
+    """
+    _inputs.solver("solver", solver)
+    program, arrays = trace(problem.replace(comm=None), (solver,))
+    solver = solver.resolve(program.workers.layers)
+    return solver.discretize(program.chain(program.with_slots(arrays)))

@@ -1,29 +1,27 @@
-"""The programs of a solve: serial propagation that JAX differentiates, or an iterative solve with an adjoint of its own."""
+"""The program of a solve: serial propagation that JAX differentiates, or an iterative solve with an adjoint of its own."""
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 
-from lp_jax import _inputs, _tree
+from lp_jax import _tree
 from lp_jax._adjoint import Forward, entered_in_final_sweep, solve_adjoint
-from lp_jax._asked import asked, counts_of, tell
-from lp_jax._chain import Chain
+from lp_jax._asked import counts_of, tell
+from lp_jax._at_once import Footprint
+from lp_jax._chain import Chain, pad_slices
 from lp_jax._comm import Workers
 from lp_jax._gradient import reverse_only, without_gradient
-from lp_jax._picard import or_default
-from lp_jax._problem import Problem
 from lp_jax._result import DONE, if_finite
 from lp_jax._serial import propagate
-from lp_jax._solver import Solver, Stats, iterate
-from lp_jax._traced import Common, Operands, Traced, trace
-from lp_jax._types import Advance, CPoints, PyTree, Slices, State
+from lp_jax._solver import Stats, iterate
+from lp_jax._step import LayerStep
+from lp_jax._types import Advance, Arrays, CPoints, PyTree, Slices, State
 
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
 """The state after the last layer and aux, which are differentiable; and the rest of a `Solution`."""
@@ -31,52 +29,7 @@ Output = tuple[State, PyTree, tuple[Stats, CPoints]]
 Seen = tuple[jax.Array | None, ...]
 """Cotangents of the inexact leaves of aux, None for those that the loss does not see; empty if it sees none."""
 
-
-class Arrays(NamedTuple):
-    """Everything of a solve that is an array, and the two solvers, whose tolerances are."""
-
-    operands: Operands
-    solver: Solver
-    adjoint_solver: Solver
-    guess: CPoints | None
-    adjoint_guess: CPoints | None
-    watch: jax.Array | None = None  # whose cotangent is `counts_of` the solve
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """Everything static about a solve: the key of its compiled program."""
-
-    traced: Traced
-    zeros: bool  # both solves start from zeros
-    scan: bool  # this is a ``lax.scan`` that JAX differentiates
-
-    def forward_workers(self, solver: Solver) -> Workers:
-        """The workers, with slots for whole intervals of the forward solver."""
-        return self.traced.workers.fit(solver.unit(self.traced.workers.layers))
-
-    def adjoint_workers(self, arrays: Arrays) -> Workers:
-        """The workers, with slots for whole intervals of the adjoint solver, and of the forward solver's finest level."""
-        layers = self.traced.workers.layers
-        return self.traced.workers.fit(math.lcm(arrays.solver.stride(layers), arrays.adjoint_solver.unit(layers)))
-
-
-Pullback = Callable[[State, Seen], tuple[Operands, Stats, CPoints | None]]
-
-
-class Program(NamedTuple):
-    """What runs a solve.
-
-    Attributes:
-        traced: what is static about it.
-        run: the solve, differentiable.
-        vjp: the solve, and its pullback, which also gives the stats of the adjoint solve and where it ended.
-    """
-
-    traced: Traced
-    run: Callable[[Arrays], Output]
-    vjp: Callable[[Arrays], tuple[Output, Pullback]]
-
+Pullback = Callable[[State, Seen], tuple[Arrays, Stats]]
 
 _FORWARD_MODE = (
     "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
@@ -89,139 +42,166 @@ _TWICE = (
 )
 
 
-def prepare(
-    problem: Problem,
-    solver: Solver | None,
-    adjoint_solver: Solver | None,
-    guess: str | CPoints,
-    adjoint_guess: CPoints | None,
-) -> tuple[Program, Arrays]:
-    """Refuse what does not fit, trace the step, and find the program."""
-    if asked.value.solvers is not None:
-        (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    solver, adjoint_solver = or_default(solver, adjoint_solver)
-    _inputs.solver("solver", solver)
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    _inputs.solver("adjoint_solver", adjoint_solver)
-    traced, operands = trace(problem, (solver, adjoint_solver))
-    layers = traced.workers.layers
-    solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
-    intervals, of_adjoint = (-(-traced.workers.rows[0] // each.stride(layers)) for each in (solver, adjoint_solver))
-    for each in (solver, adjoint_solver):
-        _inputs.at_once(each, layers)
-    guess = _inputs.guess(guess, operands.common.y0, intervals)
-    if adjoint_guess is not None:
-        adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, operands.common.y0, of_adjoint)
-        adjoint_solver = adjoint_solver.warm_started()
-    exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
-    scan = (
-        adjoint_guess is None
-        and exact
-        and (not traced.workers.processor.launches or not (traced.recurrent and solver.keeps_states))
-    )
-    static = _Static(traced, isinstance(guess, str) and guess == "zeros", scan)
-    watch = asked.value.watch and _tree.varying(asked.value.watch.counts, operands)
-    if isinstance(guess, str):
-        arrays = Arrays(operands, solver, adjoint_solver, None, adjoint_guess, watch)
-    else:
-        arrays = Arrays(operands, solver.warm_started(), adjoint_solver, guess, adjoint_guess, watch)
-    try:
-        return _program(static), arrays
-    except TypeError:  # a step that cannot be hashed
-        return _program.__wrapped__(static), arrays
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
 
+    Equal programs are compiled once (`kept`): their functions are jitted, and JAX caches what it compiles.
 
-@functools.lru_cache(maxsize=128)
-def _program(static: _Static) -> Program:
-    """The jitted functions of a solve. Compiling is JAX's to cache; this only keeps their identity."""
-    return _scanned(static) if static.scan else _iterated(static)
+    Attributes:
+        steps: the layer on each level, and as other steps of the solvers.
+        workers: how many layers there are, and which of them each worker holds, with slots for whole intervals of both solves.
+        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
+        has_aux: whether the step returns ``(y_next, aux)``.
+        recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
+            network. Their gradient is then one contraction over all steps.
+        footprint: what a layer costs and holds.
+        alone: whether the step takes a single example, too, for a solver that averages examples.
+        zeros: whether both solves start from zeros.
+        scan: whether this is a ``lax.scan`` that JAX differentiates.
+    """
 
+    steps: tuple[tuple[Any, LayerStep], ...]
+    workers: Workers
+    differentiable: tuple[bool, ...]
+    has_aux: bool
+    recurrent: bool
+    footprint: Footprint
+    alone: bool
+    zeros: bool = False
+    scan: bool = False
 
-def _scanned(static: _Static) -> Program:
-    """Serial propagation, differentiated by JAX."""
-    scan = jax.jit(functools.partial(_scan, static))
+    def run(self, arrays: Arrays) -> Output:
+        """The solve, differentiable."""
+        if self.scan:
+            return self._scanned(arrays)
+        slices, y0, shared = reverse_only((arrays.slices, arrays.y0, arrays.shared), _FORWARD_MODE)
+        return self._solved(arrays._replace(slices=slices, y0=y0, shared=shared))
 
-    def vjp(arrays: Arrays) -> tuple[Output, Pullback]:
-        leaves, combine = _tree.partition(arrays.operands)
+    def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
+        """The solve, and its pullback, which also gives the stats of the adjoint solve."""
+        if self.scan:
+            return self._scan_vjp(arrays)
+        out, left = self._forward(arrays, keep=True)
+        return out, functools.partial(self._backward, arrays, left, keep=True)
+
+    def chain(self, arrays: Arrays) -> Chain:
+        """The chain of the layers in ``arrays``: all of them, or one worker's."""
+        layers = dict(self.steps)
+        return Chain(
+            layer=lambda which: layers[which].advance,
+            slices=arrays.slices,
+            shared=arrays.shared,
+            y0=arrays.y0,
+            layers=self.workers.layers,
+            padded=layers[0].layers is not None,
+            workers=self.workers,
+            differentiable=self.differentiable,
+            recurrent=self.recurrent,
+            footprint=self.footprint,
+            alone=self.alone,
+        )
+
+    def with_slots(self, arrays: Arrays) -> Arrays:
+        """Extend the arrays that are spread over the workers to all slots."""
+        workers, n = self.workers, self.workers.layers
+        stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
+        guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)
+        slices = pad_slices(arrays.slices, workers.rows[1], n)
+        return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
+
+    @functools.cached_property
+    def _scanned(self) -> Callable[[Arrays], Output]:
+        """Serial propagation, differentiated by JAX."""
+        return jax.jit(functools.partial(_scan, self))
+
+    def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
+        leaves, combine = _tree.partition((arrays.slices, arrays.y0, arrays.shared))
 
         def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
-            out = scan(arrays._replace(operands=combine(leaves)))
+            slices, y0, shared = combine(leaves)
+            out = self._scanned(arrays._replace(slices=slices, y0=y0, shared=shared))
             return (out[0], _tree.partition(out[1])[0]), out
 
         (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
 
-        def pullback(cotangent: State, seen: Seen) -> tuple[Operands, Stats, None]:
+        def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
             of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
-            return combine(pull((cotangent, of_aux))[0], fill=None), _no_stats(cotangent), None
+            return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent)
 
         return out, pullback
 
-    return Program(static.traced, scan, vjp)
+    @functools.cached_property
+    def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
+        return jax.jit(functools.partial(_forward, self), static_argnames="keep")
+
+    @functools.cached_property
+    def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
+        return jax.jit(functools.partial(_backward, self), static_argnames="keep")
+
+    @functools.cached_property
+    def _solved(self) -> Callable[[Arrays], Output]:
+        """The solve, with the adjoint solve as its gradient."""
+
+        @jax.custom_vjp
+        def solve(arrays: Arrays) -> Output:
+            return self._forward(arrays, keep=False)[0]
+
+        def fwd(primals: Any) -> tuple[Output, Any]:
+            arrays = custom_vjp_primal_tree_values(primals)
+            out, left = self._forward(arrays, keep=True)
+            return out, (arrays, left, (out[0], out[1], out[2][0].result))
+
+        def bwd(residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output) -> tuple[Any]:
+            arrays, left, (y1, aux, result) = residuals
+            y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
+            gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+            if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
+                ended = gradient.adjoint_guess
+                gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(adjoint_guess=ended)
+            watch = None if arrays.watch is None else counts_of(result, stats.result)
+            return (gradient._replace(watch=watch),)
+
+        solve.defvjp(fwd, bwd, symbolic_zeros=True)
+        return solve
 
 
-def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
-    return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
+@functools.lru_cache(maxsize=128)
+def _first(program: Program) -> Program:
+    """The first of all programs that are equal to this one."""
+    return program
 
 
-def _iterated(static: _Static) -> Program:
-    """The forward solve, differentiated by the adjoint solve."""
-    forward = jax.jit(functools.partial(_forward, static), static_argnames="keep")
-    backward = jax.jit(functools.partial(_backward, static), static_argnames="keep")
-
-    @jax.custom_vjp
-    def solve(arrays: Arrays) -> Output:
-        return forward(arrays, keep=False)[0]
-
-    def run(arrays: Arrays) -> Output:
-        return solve(arrays._replace(operands=reverse_only(arrays.operands, _FORWARD_MODE)))
-
-    def fwd(primals: Any) -> tuple[Output, Any]:
-        arrays = custom_vjp_primal_tree_values(primals)
-        out, kept = forward(arrays, keep=True)
-        return out, (arrays, kept, (out[0], out[1], out[2][0].result))
-
-    def bwd(residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output) -> tuple[Any]:
-        arrays, kept, (y1, aux, result) = residuals
-        y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
-        operands, stats, trajectory = backward(arrays, kept, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
-        if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
-            operands = without_gradient(operands, _TWICE)
-        watch = None if arrays.watch is None else counts_of(result, stats.result)
-        return (Arrays(operands, None, None, None, trajectory, watch),)  # type: ignore[arg-type]
-
-    def vjp(arrays: Arrays) -> tuple[Output, Pullback]:
-        out, kept = forward(arrays, keep=True)
-        return out, functools.partial(backward, arrays, kept, keep=True)
-
-    solve.defvjp(fwd, bwd, symbolic_zeros=True)
-    return Program(static.traced, run, vjp)
+def kept(program: Program) -> Program:
+    """The program whose functions JAX may have compiled already."""
+    try:
+        return _first(program)
+    except TypeError:  # a step that cannot be hashed
+        return program
 
 
-def _scan(static: _Static, arrays: Arrays) -> Output:
+def _scan(program: Program, arrays: Arrays) -> Output:
     """Serial propagation."""
-    solver, workers = arrays.solver, static.traced.workers
+    solver, workers = arrays.solver, program.workers
     stride = solver.stride(workers.layers)
-    chain = static.traced.chain(*arrays.operands, workers)
-    y1, (states, aux) = propagate(chain, None if solver.keeps_states else stride)
+    y1, (states, aux) = propagate(program.chain(arrays), None if solver.keeps_states else stride)
     kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
     return y1, aux, (_no_stats(y1), workers.trim(kept, stride))
 
 
-def _forward(static: _Static, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
+def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
     """The forward solve, and what it leaves for the adjoint."""
-    traced, (slices, common) = static.traced, arrays.operands
-    workers = static.forward_workers(arrays.solver)
-    stride = arrays.solver.stride(workers.layers)
+    solver, workers = arrays.solver, program.workers
 
-    def body(stacked: tuple[Slices, CPoints | None], others: tuple[Common, Solver]) -> tuple[Any, Any]:
-        (slices, guess), (common, solver) = stacked, others
-        chain = traced.chain(slices, common, workers)
+    def body(spread: Arrays, common: Arrays) -> tuple[Any, Any]:
+        arrays = Arrays.joined(spread, common)
+        chain, solver, guess = program.chain(arrays), arrays.solver, arrays.guess
         levels = solver.discretize(chain)
-        if static.zeros:
+        if program.zeros:
             guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
         before, stats = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
-        advance = _emit(chain, keep_states) if keep_states or traced.has_aux else None
+        advance = _emit(chain, keep_states) if keep_states or program.has_aux else None
         u, emitted = solver.finish(levels, before, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         entered = entered_in_final_sweep(levels[0], before, u) if keep and not keep_states else None
@@ -229,51 +209,53 @@ def _forward(static: _Static, arrays: Arrays, *, keep: bool) -> tuple[Output, Fo
         stats = stats._replace(result=if_finite(stats.result, y1))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
-    stacked = traced.spread(slices, workers), workers.pad(arrays.guess, stride)
-    (left, aux), (y1, stats) = workers.run(body, stacked, (common, arrays.solver))
-    tell("forward", arrays.solver, workers.layers, stats)
-    out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, stride))
+    used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
+    (left, aux), (y1, stats) = workers.run(body, *program.with_slots(used).parts())
+    tell("forward", solver, workers.layers, stats)
+    out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, solver.stride(workers.layers)))
     return out, left if keep else None
 
 
 def _backward(
-    static: _Static, arrays: Arrays, left: Forward, cotangent: State, seen: Seen, *, keep: bool
-) -> tuple[Operands, Stats, CPoints | None]:
-    """The adjoint solve: the gradient, None in the place of leaves that are not differentiated; and where it ended."""
-    traced, (slices, common) = static.traced, arrays.operands
-    stride, of_adjoint = (each.stride(traced.workers.layers) for each in (arrays.solver, arrays.adjoint_solver))
-    before, workers = static.forward_workers(arrays.solver), static.adjoint_workers(arrays)
+    program: Program, arrays: Arrays, left: Forward, cotangent: State, seen: Seen, *, keep: bool
+) -> tuple[Arrays, Stats]:
+    """The adjoint solve: the gradient, and how the solve went. Where it ended is a part of the gradient, if to be kept."""
+    solver, workers = arrays.adjoint_solver, program.workers
+    stride = arrays.solver.stride(workers.layers)
 
-    def body(
-        stacked: tuple[Slices, Forward, Seen, CPoints | None], others: tuple[Common, Solver, State]
-    ) -> tuple[Any, Any]:
-        (slices, left, seen, guess), (common, solver, cotangent) = stacked, others
-        chain = traced.chain(slices, common, workers)
-        start = "zeros" if guess is None and static.zeros else guess
-        gradient, lam, stats = solve_adjoint(chain, solver, left, stride, cotangent, seen, start)
-        return (gradient.slices, lam if keep else None), (gradient.y0, gradient.shared, stats)
+    def body(spread: tuple[Arrays, Forward, Seen], common: tuple[Arrays, State]) -> tuple[Arrays, tuple[Arrays, Stats]]:
+        (mine, left, seen), (others, cotangent) = spread, common
+        arrays = Arrays.joined(mine, others)
+        start = "zeros" if arrays.adjoint_guess is None and program.zeros else arrays.adjoint_guess
+        chain, solver = program.chain(arrays), arrays.adjoint_solver
+        gradient, stats = solve_adjoint(chain, solver, left, stride, cotangent, seen, start)
+        mine, others = gradient._replace(adjoint_guess=gradient.adjoint_guess if keep else None).parts()
+        return mine, (others, stats)
 
-    if workers.rows != before.rows:
-        spans = Forward(stride, stride, 1, 1)
-        left = Forward(*(workers.pad(before.trim(x, span), span) for x, span in zip(left, spans, strict=True)))
-    stacked = traced.spread(slices, workers), left, workers.pad(seen), workers.pad(arrays.adjoint_guess, of_adjoint)
-    (slices, lam), (y0, shared, stats) = workers.run(body, stacked, (common, arrays.adjoint_solver, cotangent))
-    tell("adjoint", arrays.adjoint_solver, workers.layers, stats)
-    return Operands(workers.trim(slices), Common(y0, *shared)), stats, workers.trim(lam, of_adjoint)
+    mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
+    spread, (common, stats) = workers.run(body, (mine, left, workers.pad(seen)), (others, cotangent))
+    tell("adjoint", solver, workers.layers, stats)
+    gradient = Arrays.joined(spread, common)
+    ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
+    return gradient._replace(slices=workers.trim(gradient.slices), adjoint_guess=ended), stats
 
 
 def _emit(chain: Chain, keep_states: bool) -> Advance:
     """A step of the finest level that emits aux, and, if asked to, the state it got and what its transpose needs."""
-    linearised = chain.linearised
+    layer, linearised = chain.layer(0), chain.linearised
 
     def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
         if keep_states:
             u_next, aux, kept = linearised.evaluate(u, x, shared)
             return u_next, (u, kept, aux)
-        u_next, aux = chain.call(0, u, x, shared)
+        u_next, aux = layer(u, x, shared)
         return u_next, (None, None, aux)
 
     return advance
+
+
+def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
+    return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _no_stats(y1: State) -> Stats:
@@ -283,7 +265,6 @@ def _no_stats(y1: State) -> Stats:
 
 def partitions(program: Program, arrays: Arrays) -> Output:
     """Partitions of what a solve returns: the states as ``y0`` is, and so is aux of the shape of a state."""
-    slices, common = arrays.operands
 
     def spec(x: jax.Array) -> PartitionSpec:
         sharding = jax.typeof(x).sharding
@@ -292,15 +273,14 @@ def partitions(program: Program, arrays: Arrays) -> Output:
     def one(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    like = {x.shape: spec(x) for x in jax.tree.leaves(common.y0)}
-    operands = jax.tree.map(one, (common.y0, jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), slices)))
-    shared = jax.tree.map(one, (common.shared, common.closed_over))
-    _, aux = jax.eval_shape(functools.partial(program.traced.call, 0), *operands, shared)
+    like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
+    first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
+    _, aux = jax.eval_shape(dict(program.steps)[0].advance, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
     nowhere: Any = PartitionSpec()
     return (
-        jax.tree.map(spec, common.y0),
+        jax.tree.map(spec, arrays.y0),
         jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
-        (Stats(nowhere, nowhere, nowhere), jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), common.y0)),
+        (Stats(nowhere, nowhere, nowhere), jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), arrays.y0)),
     )
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax import _tree
-from lp_jax._level import Level, sweep
+from lp_jax._level import Level
+from lp_jax._sweep import sweep
 from lp_jax._types import Advance, CPoints, Points, PyTree, State
 
 

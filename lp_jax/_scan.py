@@ -13,7 +13,6 @@ from jax import lax
 from lp_jax import _check, _inputs, _products
 from lp_jax._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._solve import solve
 from lp_jax._solver import Solver
 from lp_jax._types import CPoints, Layer, PyTree, Stacked, State
 
@@ -40,13 +39,13 @@ def scan(
     """``jax.lax.scan`` over layers, with a solver that evaluates all of them at once.
 
     With ``solver=Serial()`` the results are those of ``jax.lax.scan``, values and gradients; with any other solver they
-    come as close as it does. How close, `scanned` tells: ``lp_jax.solve(**vars(lp_jax.scanned(body, init, xs)))`` returns
-    the residual norms, and `plan` takes the same problem.
+    come as close as it does: ``lp_jax.scanned(body, init, xs).solve()`` returns the residual norms, and `plan` takes the same
+    problem.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, a pure function. It may close over arrays, traced and differentiated ones too.
         init: the first carry. Its inexact leaves are the state that is solved for; without any, this is ``jax.lax.scan``.
-            Integers and keys are allowed where the body computes them from one another and from ``x`` alone (a counter, a key
+            Integers and keys are allowed where the body computes them from one another and from ``x`` only (a counter, a key
             that is split).
         xs: what is scanned over, leaves ``(N, ...)``; None, with a ``length``.
         length: number of layers, where ``xs`` has no leaves.
@@ -93,7 +92,7 @@ def scan(
                 "step is told its dt."
             )
     solvers = {"solver": _of_body(solver), "adjoint_solver": _of_body(adjoint_solver)}
-    solution = solve(**vars(problem), **solvers, guess=guess, adjoint_guess=adjoint_guess)
+    solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
     return _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
 
 
@@ -122,7 +121,7 @@ def scanned(
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.scanned(lambda y, w: (y + 0.01 * jnp.sin(w * y), None), jnp.ones(3), jnp.ones(64))
-        >>> solution = lp_jax.solve(**vars(problem), solver=lp_jax.MGRIT(iterations=3))
+        >>> solution = problem.solve(solver=lp_jax.MGRIT(iterations=3))
         >>> bool(solution.stats.residual_norms[-1] < 1e-3)
         True
     """
@@ -164,7 +163,8 @@ def _scanned(
         xs = _flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
     data = _Data(fixed, jnp.arange(n, dtype=jnp.int32))
-    return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=comm, has_aux=True), last
+    where = _inputs.comm(comm)
+    return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=where, has_aux=True), last
 
 
 def _length(xs: Stacked, length: Any) -> int:

@@ -11,9 +11,10 @@ from jax import lax
 
 from lp_jax import _check, _tree
 from lp_jax._chain import Chain
-from lp_jax._level import Level, march
+from lp_jax._level import Level
 from lp_jax._pytree import register
 from lp_jax._solver import Solver
+from lp_jax._sweep import march
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._work import Held, Sizes, Work
 
@@ -108,10 +109,10 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
-    unroll = chain.workers.processor.unrolled(chain.footprint)
+    unroll, layer = chain.workers.processor.unrolled(chain.footprint), chain.layer(0)
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
-        u, aux = chain.call(0, u, x, chain.shared)
+        u, aux = layer(u, x, chain.shared)
         return u, (u, aux)
 
     if checkpoint_every is None or checkpoint_every >= chain.steps:

@@ -1,4 +1,4 @@
-"""What a solve returns."""
+"""The result of a solve."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class Solution(NamedTuple):
         y1: the state after the last layer. The only part that gradients flow through.
         stats: iterations, residual norms, and how it ended.
         trajectory: level-0 C-point states after point 0, leaves ``(ceil(N / m), ...)``; a ``guess`` for the next solve.
-        aux: what the step returned beside the state, stacked over layers, ``(N, ...)``; from the final sweep.
+        aux: the step's second output, stacked over layers, ``(N, ...)``; from the final sweep.
     """
 
     y1: State

@@ -1,44 +1,14 @@
-"""The one verb."""
+"""The verbs: `solve`, and `solve_vjp` with a pullback that says how the adjoint solve converged."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType
-
-from lp_jax import _check, _tree
-from lp_jax._comm import Comm, OneDevice
-from lp_jax._gradient import without_gradient
-from lp_jax._problem import Problem
-from lp_jax._program import partitions, prepare, seen_of
+from lp_jax import _check, _inputs
+from lp_jax._comm import Comm
+from lp_jax._problem import Gradients, Problem
 from lp_jax._solution import Solution
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import CPoints, PyTree, Stacked, State, Step
-
-
-class Gradients(NamedTuple):
-    """What the pullback of `solve_vjp` returns: gradients of the loss, shaped like the arguments of `solve`.
-
-    Leaves that cannot be differentiated (integers, keys) hold ``float0`` zeros, as ``jax.vjp`` gives them.
-
-    Attributes:
-        params: gradient with respect to ``params``.
-        y0: gradient with respect to ``y0``.
-        shared: gradient with respect to ``shared``.
-        data: gradient with respect to ``data``.
-        adjoint_trajectory: gradients with respect to the states that enter the intervals of the adjoint solver, leaves
-            ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve. None where JAX differentiates a scan (`Serial`
-            on one device).
-    """
-
-    params: PyTree
-    y0: State
-    shared: PyTree
-    data: PyTree
-    adjoint_trajectory: CPoints | None = None
 
 
 @_check.called_right
@@ -114,20 +84,9 @@ def solve(
         Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
         Math. Data Sci. 2 (2020).
     """
-    # within a user's shard_map one sum over devices, of the whole gradient: it is the transpose of this
-    params, y0, shared, data = _tree.varying((params, y0, shared, data), (params, y0, shared, data))
-    problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=comm, has_aux=has_aux)
-    program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
-    call = OneDevice().call if problem.comm is None else problem.comm.call
-    y1, aux, (stats, trajectory) = call(program.run, arrays, functools.partial(partitions, program, arrays))
-    return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
-
-
-_RESTART = (
-    "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To differentiate states, let the "
-    "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "
-    "jax.lax.stop_gradient(solution.trajectory)."
-)
+    where = _inputs.comm(comm)
+    problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=where, has_aux=has_aux)
+    return problem.solve(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
 
 
 @_check.called_right
@@ -142,7 +101,7 @@ def solve_vjp(
     adjoint_guess: CPoints | None = None,
     **problem: Any,
 ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
-    """`solve`, and the pullback of ``y1`` and ``aux`` that also tells how the adjoint solve converged.
+    """`solve`, and the pullback of ``y1`` and ``aux`` that also returns the adjoint solve's stats.
 
     Args:
         step: as for `solve`, like all other arguments.
@@ -171,26 +130,5 @@ def solve_vjp(
         >>> adjoint_stats.residual_norms.shape
         (3,)
     """
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and problem.get("comm") is not None:
-        raise ValueError(
-            "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or take "
-            "jax.vjp of lp_jax.solve."
-        )
-    given = [params, y0, problem.pop("shared", None), problem.pop("data", None)]
-    params, y0, shared, data = _tree.varying(given, given)
-    whole = Problem(step, params, y0, shared=shared, data=data, **problem)
-    program, arrays = prepare(whole, solver, adjoint_solver, guess, adjoint_guess)
-    (y1, aux, rest), pull = program.vjp(arrays)
-
-    def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-        cotangents = _tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1)
-        operands, stats, trajectory = pull(*cotangents)
-        slices, common = jax.tree.map(_or_float0, operands, arrays.operands, is_leaf=lambda x: x is None)
-        found = _tree.summed([slices.params, common.y0, common.shared, slices.data], given)
-        return Gradients(found[0], found[1], found[2], found[3], trajectory), stats
-
-    return Solution(y1, *rest, aux), pullback
-
-
-def _or_float0(cotangent: Any, x: jax.Array) -> Any:
-    return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)
+    whole = Problem(step, params, y0, **problem)
+    return whole.solve_vjp(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)

@@ -16,9 +16,10 @@ from jax import lax
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._coarse_step import Coarse, CoarseStep
-from lp_jax._level import Level, march, sweep
+from lp_jax._level import Level
 from lp_jax._path import Stop
 from lp_jax._result import DONE, FELL_BACK, of_norms
+from lp_jax._sweep import march, sweep
 from lp_jax._tolerance import ROUNDING, believed, hopeless, rounding
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
 from lp_jax._work import Held, Sizes, Uncounted, Work

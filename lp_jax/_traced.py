@@ -1,141 +1,103 @@
-"""A `Problem` as a program works on it: the step traced, what it closes over among the operands, the layers placed.
-
-Everything static is one hashable `Traced`; everything else is an array in `Operands`.
-"""
+"""A `Problem` as a `Program` and its `Arrays`: what does not fit is refused, the step traced, the layers placed."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
+from jax.extend import core
 
 from lp_jax import _inputs, _tree
-from lp_jax._at_once import Footprint, footprint, processor
-from lp_jax._chain import Chain, guarded, pad_slices
-from lp_jax._comm import OneDevice, Workers
+from lp_jax._asked import asked
+from lp_jax._at_once import footprint, processor
+from lp_jax._comm import Comm, common_unit
 from lp_jax._jacobians import mean_example, own_operands
-from lp_jax._level import Level
-from lp_jax._outer import FewTerms, has_few
-from lp_jax._problem import Problem
+from lp_jax._outer import has_few
+from lp_jax._picard import or_default
+from lp_jax._program import Program, kept
 from lp_jax._solver import Solver
-from lp_jax._types import Layer, PyTree, Slices, State, Static, Step
+from lp_jax._step import Hoisted, LayerStep, Signature, signature
+from lp_jax._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step
 
 
-class Common(NamedTuple):
-    """The arrays that every worker has. ``closed_over`` are the traced values that the step closes over."""
+class Network(Protocol):
+    """The attributes of a `Problem`, which is defined above this module because it solves itself."""
 
-    y0: State
-    shared: PyTree
-    closed_over: tuple[jax.Array, ...]
-
-
-class Operands(NamedTuple):
-    """The arrays of a solve: those that are spread over the workers, and those that all of them have."""
-
-    slices: Slices
-    common: Common
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerStep:
-    """The user's step on one level, as a function of (state, slice, (shared, closed-over values))."""
-
-    step: Step
-    level: int
-
-    def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
-        params, common, data = _tree.with_fresh_keys((x.params, shared[0], x.data))
-        return self.step(u, Layer(params, common, data, x.t, x.dt, x.index, Static(self.level)))
+    @property
+    def step(self) -> Step: ...
+    @property
+    def params(self) -> Stacked: ...
+    @property
+    def y0(self) -> State: ...
+    @property
+    def shared(self) -> PyTree: ...
+    @property
+    def data(self) -> Stacked: ...
+    @property
+    def t0(self) -> Any: ...
+    @property
+    def t1(self) -> Any: ...
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def has_aux(self) -> bool: ...
+    @property
+    def layers(self) -> int: ...
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HoistedStep:
-    """The same for a step that closes over traced values: they become operands, so that they can be differentiated.
-
-    ``custom_vjp`` refuses functions that close over tracers; a jaxpr whose constants are arguments closes over none.
-    """
-
-    jaxpr: jex_core.Jaxpr
-    positions: tuple[int, ...]  # of its constants among the closed-over operands
-    out_tree: Any
-
-    def __call__(self, u: State, x: Slices, shared: tuple[PyTree, Sequence[jax.Array]]) -> Any:
-        constants = [shared[1][i] for i in self.positions]
-        call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(self.jaxpr, _tree.with_fresh_keys(constants)))
-        return jax.tree.unflatten(self.out_tree, call(*jax.tree.leaves((u, x, shared[0]))))
-
-
-Signature = tuple[Any, tuple]  # level, or another step of a solver's; and the shapes and dtypes of the state there
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """What is static about a solve.
-
-    Attributes:
-        table: the step for every level, and for every state where levels differ in size; with the structure of its output.
-        workers: how many layers there are, and which of them each worker holds.
-        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
-        padded: whether a worker may hold slots beyond the last layer in either solve.
-        has_aux: whether the step returns ``(y_next, aux)``.
-        recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
-            network. Their gradient is then one contraction over all steps.
-        footprint: what a layer costs and holds.
-        alone: whether the table has the step for a single example, too, for a solver that averages examples.
-    """
-
-    table: tuple[tuple[Signature, tuple[Callable, Any]], ...]
-    workers: Workers
-    differentiable: tuple[bool, ...]
-    padded: bool
-    has_aux: bool
-    recurrent: bool
-    footprint: Footprint
-    alone: bool
-
-    def call(self, level: Any, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
-        """The step on ``level``, or another one, returning ``(y_next, aux)``; aux is None for a step that has none."""
-        step, structure = dict(self.table)[level, signature(u)]
-        out = step(u, x, shared)
-        _inputs.same_output(out, structure)
-        return out if self.has_aux else (out, None)
-
-    def spread(self, slices: Slices, workers: Workers) -> Slices:
-        """The layers with all slots of ``workers``."""
-        return pad_slices(slices, workers.rows[1], workers.layers)
-
-    def chain(self, slices: Slices, common: Common, workers: Workers) -> Chain:
-        """The chain of this worker's layers."""
-        return Chain(
-            call=guarded(self.call, workers.layers) if self.padded else self.call,
-            slices=slices,
-            shared=(common.shared, common.closed_over),
-            y0=common.y0,
-            layers=workers.layers,
-            padded=self.padded,
-            workers=workers,
-            differentiable=self.differentiable,
-            recurrent=self.recurrent,
-            footprint=self.footprint,
-            alone=self.alone,
-        )
+def prepare(
+    problem: Network,
+    solver: Solver | None,
+    adjoint_solver: Solver | None,
+    guess: str | CPoints,
+    adjoint_guess: CPoints | None,
+) -> tuple[Program, Arrays]:
+    """The program and the arrays of a solve."""
+    if asked.value.solvers is not None:
+        (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
+    solver, adjoint_solver = or_default(solver, adjoint_solver)
+    _inputs.solver("solver", solver)
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    _inputs.solver("adjoint_solver", adjoint_solver)
+    program, arrays = trace(problem, (solver, adjoint_solver))
+    workers, layers = program.workers, program.workers.layers
+    solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
+    intervals, of_adjoint = (-(-workers.rows[0] // each.stride(layers)) for each in (solver, adjoint_solver))
+    for each in (solver, adjoint_solver):
+        _inputs.at_once(each, layers)
+    guess = _inputs.guess(guess, arrays.y0, intervals)
+    given = not isinstance(guess, str)
+    if adjoint_guess is not None:
+        adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, of_adjoint)
+        adjoint_solver = adjoint_solver.warm_started()
+    exact = workers.size == 1 and solver.exact and adjoint_solver.exact
+    scan = (
+        adjoint_guess is None
+        and exact
+        and (not workers.processor.launches or not (program.recurrent and solver.keeps_states))
+    )
+    arrays = arrays._replace(
+        solver=solver.warm_started() if given else solver,
+        adjoint_solver=adjoint_solver,
+        guess=guess if given else None,
+        adjoint_guess=adjoint_guess,
+        watch=asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)),
+    )
+    return kept(dataclasses.replace(program, zeros=not given and guess == "zeros", scan=scan)), arrays
 
 
-def signature(u: State) -> tuple:
-    """Shapes and dtypes of a state, hashable."""
-    return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(u))
-
-
-def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands]:
+def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
     """Place the layers, trace the step once per level of each solver, and hoist what it closes over."""
-    comm = problem.comm or OneDevice()
+    comm = problem.comm
     params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
+    # within a user's shard_map one sum over devices, of the whole gradient: it is the transpose of this
+    params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
     workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
-    workers = dataclasses.replace(workers, processor=processor(comm.platform))
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
+    workers = dataclasses.replace(workers, processor=processor(comm.platform))
+    slots = workers.fit(common_unit([solver.resolve(steps) for solver in solvers], steps))
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     if traced_times:
         t0, t1 = comm.replicate((t0, t1))
@@ -145,48 +107,95 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
     slices = Slices(params, data, t, dt, index)
     mask = jax.tree.map(_is_inexact, slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
-    closed_over: list[jax.Array] = []
-    table: dict[Signature, tuple[Callable, Any]] = {}
-    programs: list[jex_core.Jaxpr] = []
-    x = _tree.entry_like(slices)
+
+    x, tracing = _tree.entry_like(slices), _Tracing(problem, shared)
     for solver in solvers:
         for level, u in enumerate(_states_on_levels(solver, steps, y0)):
-            key = (level, signature(u))
-            if key not in table:
-                step = LayerStep(problem.step, level)
-                table[key] = _trace(step, u, x, shared, problem, closed_over, programs)
+            tracing.add(level, problem.step, level, u, x)
     whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for solver in solvers for other in solver.other_steps]
     alone, axes = None, max(solver.averaged_axes for solver in solvers)
     if axes:
         alone = _single_example(problem, y0, x, shared, axes)
     for which, other in [(0, problem.step), *((other, other) for other in others)]:
         for u, own in filter(None, (whole, alone)):
-            if (which, signature(u)) not in table:
-                step = LayerStep(other, 0)
-                table[which, signature(u)] = _trace(step, u, own, shared, problem, closed_over, programs)
-    terms = workers.processor.terms
-    if any(has_few(program, terms) for program in programs):  # a level may have states of other sizes
-        table = {key: (FewTerms(step, terms), structure) for key, (step, structure) in table.items()}
-    common = Common(y0, shared, tuple(closed_over))
-    weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, (common.shared, common.closed_over))))
-    traced = Traced(
-        table=tuple(table.items()),
-        workers=workers,
+            tracing.add(which, other, 0, u, own)
+
+    terms, seen_by_all = workers.processor.terms, (shared, tuple(tracing.closed_over))
+    weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
+    program = Program(
+        steps=tracing.steps(terms, steps if slots.padded else None),
+        workers=slots,
         differentiable=differentiable,
-        padded=any(workers.fit(solver.resolve(steps).unit(steps)).padded for solver in solvers),
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
-        footprint=footprint(programs[0], x, terms=terms),
+        footprint=footprint(tracing.programs[0], x, terms=terms),
         alone=alone is not None,
     )
-    return traced, Operands(slices, common)
+    return program, Arrays(slices, y0, seen_by_all)
 
 
-def _single_example(problem: Problem, y0: State, x: Slices, shared: PyTree, axes: int) -> tuple[State, Slices] | None:
+class _Tracing:
+    """The steps of a problem as they are traced, and what they close over."""
+
+    def __init__(self, problem: Network, shared: PyTree) -> None:
+        self.problem, self.shared = problem, shared
+        self.closed_over: list[jax.Array] = []
+        self.programs: list[core.Jaxpr] = []
+        self._table: dict[Any, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
+
+    def add(self, which: Any, step: Step, level: int, u: State, x: Slices) -> None:
+        """Trace ``step`` for a state, if it was not."""
+        table = self._table.setdefault(which, {})
+        if signature(u) not in table:
+            table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
+
+    def steps(self, terms: int, layers: int | None) -> tuple[tuple[Any, LayerStep], ...]:
+        """The layer by level, or in the place of that another of the steps."""
+        few = terms if any(has_few(program, terms) for program in self.programs) else 0
+        steps = []
+        for which, table in self._table.items():
+            hoisted = tuple((of, program) for of, (_, program) in table.items() if program is not None)
+            step = next(iter(table.values()))[0]
+            steps.append((which, dataclasses.replace(step, terms=few, layers=layers, hoisted=hoisted)))
+        return tuple(steps)
+
+    def _trace(self, step: LayerStep, u: State, x: Slices) -> tuple[LayerStep, Hoisted | None]:
+        problem, shared = self.problem, self.shared
+
+        @functools.wraps(step.step)  # errors of JAX name the user's function
+        def call(u: State, x: Slices, shared: Any) -> Any:
+            return step(u, x, shared)
+
+        try:
+            closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, shared)
+        except Exception as error:
+            if _exchanged(step, u, x, shared):
+                raise TypeError(
+                    "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come "
+                    "first: solve(step, params, y0)."
+                ) from error
+            error.add_note(_inputs.called(step.step, u, x.params))
+            raise
+        self.programs.append(closed.jaxpr)
+        _inputs.step_output(out, u, problem.has_aux)
+        problem.comm.check_closed_over(closed.consts)
+        step = dataclasses.replace(step, structure=jax.tree.structure(out))
+        if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+            return step, None
+        positions = []
+        for constant in closed.consts:
+            known = [i for i, c in enumerate(self.closed_over) if c is constant]
+            positions.append(known[0] if known else len(self.closed_over))
+            if not known:
+                self.closed_over.append(constant)
+        return step, Hoisted(closed.jaxpr, tuple(positions))
+
+
+def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes: int) -> tuple[State, Slices] | None:
     """State and slice of a batch of one, if the step takes that: it may know the batch's size, or close over arrays of it."""
 
     def call(u: State, x: Slices) -> State:
-        out = LayerStep(problem.step, 0)(u, x, (shared, ()))
+        out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)
         return out[0] if problem.has_aux else out
 
     one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, alone=True))
@@ -213,77 +222,10 @@ def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
     return states
 
 
-def _trace(
-    step: LayerStep,
-    u: State,
-    x: Slices,
-    shared: PyTree,
-    problem: Problem,
-    closed_over: list[jax.Array],
-    programs: list[jex_core.Jaxpr],
-) -> tuple[Callable, Any]:
-    @functools.wraps(step.step)  # errors of JAX name the user's function
-    def call(u: State, x: Slices, shared: Any) -> Any:
-        return step(u, x, shared)
-
-    try:
-        closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, (shared, ()))
-    except Exception as error:
-        if _exchanged(step, u, x, shared):
-            raise TypeError(
-                "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come first: "
-                "solve(step, params, y0)."
-            ) from error
-        error.add_note(_inputs.called(step.step, u, x.params))
-        raise
-    programs.append(closed.jaxpr)
-    _inputs.step_output(out, u, problem.has_aux)
-    if problem.comm is not None:
-        _inputs.closed_over(closed.consts)
-    if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
-        return step, jax.tree.structure(out)
-    positions = []
-    for constant in closed.consts:
-        known = [i for i, c in enumerate(closed_over) if c is constant]
-        positions.append(known[0] if known else len(closed_over))
-        if not known:
-            closed_over.append(constant)
-    return HoistedStep(closed.jaxpr, tuple(positions), jax.tree.structure(out)), jax.tree.structure(out)
-
-
 def _exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
     """Whether a step that failed would take a slice of the state for its parameters, and the parameters for its state."""
     try:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)
-        return _inputs.alike(x.params, jax.eval_shape(step, x.params, x._replace(params=params), (shared, ())))
+        return _inputs.alike(x.params, jax.eval_shape(step, x.params, x._replace(params=params), shared))
     except Exception:
         return False
-
-
-def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
-    """Return the levels that `solve` works on, to build cycles by hand from `f_relax`, `c_relax`, `residual`, ...
-
-    Args:
-        problem: what is solved; without aux, on one device.
-        solver: gives the coarsening and the coarse steps.
-
-    Returns:
-        The levels, finest first.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> step = lambda y, layer: y + layer.dt * layer.params * y
-        >>> problem = lp_jax.Problem(step, jnp.ones(64), jnp.ones(()))
-        >>> solver = lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize())
-        >>> levels = lp_jax.hierarchy(problem, solver)
-        >>> [level.steps for level in levels]
-        [64, 16, 4]
-        >>> u, residual_norm = lp_jax.cycle(solver, levels, lp_jax.cascade(solver, levels))
-        >>> u.shape
-        (16,)
-    """
-    _inputs.solver("solver", solver)
-    traced, (slices, common) = trace(dataclasses.replace(problem, comm=None), (solver,))
-    solver = solver.resolve(traced.workers.layers)
-    workers = traced.workers.fit(solver.unit(traced.workers.layers))
-    return solver.discretize(traced.chain(traced.spread(slices, workers), common, workers))

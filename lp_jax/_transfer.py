@@ -7,7 +7,8 @@ the optional transfer of the state itself (spatial coarsening).
 import jax
 
 from lp_jax import _tree
-from lp_jax._level import Level, each, identity
+from lp_jax._level import Level, identity
+from lp_jax._sweep import each
 from lp_jax._types import CPoints, Points, State, Transfer
 
 

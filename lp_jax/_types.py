@@ -1,4 +1,4 @@
-"""What a step sees, and the names of the trees that the solver works on, with their shapes.
+"""The argument of a step, and the names of the trees that the solver works on, with their shapes.
 
 A state is any pytree of inexact arrays. The names below say what the leaves of a tree have as their leading axis; to a
 type checker they are trees of such arrays, at run time they are `Any`.
@@ -64,7 +64,7 @@ class Layer(NamedTuple):
 class Slices(NamedTuple):
     """The stacked part of `Layer`; every leaf has the layers as its leading axis.
 
-    What only pads the last interval has an ``index`` that is not below the number of layers, and ``dt`` zero.
+    Padding has ``index`` >= N and ``dt`` = 0.
     """
 
     params: Stacked
@@ -74,11 +74,50 @@ class Slices(NamedTuple):
     index: jax.Array  # type: ignore[assignment]
 
 
+Shared = tuple[PyTree, tuple[jax.Array, ...]]
+"""Operands of every layer: the caller's ``shared``, and the traced values that the step closes over."""
+
+
+class Arrays(NamedTuple):
+    """The arrays of a solve. Its gradient has the same type, with None for what has no gradient.
+
+    Attributes:
+        slices: the layers, leaves ``(N, ...)``.
+        y0: the state that enters.
+        shared: what every layer sees.
+        solver: of the forward solve; its tolerances are arrays.
+        adjoint_solver: of the adjoint solve.
+        guess: C-points at which the forward solve starts, ``(intervals, ...)``; None for the solver's own start.
+        adjoint_guess: the same for the adjoint solve. Of a gradient: where that ended.
+        watch: an array whose gradient counts how solves ended; None where nobody watches.
+    """
+
+    slices: Slices
+    y0: State
+    shared: Shared
+    solver: Any = None
+    adjoint_solver: Any = None
+    guess: CPoints | None = None
+    adjoint_guess: CPoints | None = None
+    watch: jax.Array | None = None
+
+    def parts(self) -> "tuple[Arrays, Arrays]":
+        """Split into the arrays that are spread over the workers and those that each of them has. `joined` undoes it."""
+        nothing: Any = None
+        spread = Arrays(self.slices, nothing, nothing, guess=self.guess, adjoint_guess=self.adjoint_guess)
+        return spread, self._replace(slices=nothing, guess=None, adjoint_guess=None)
+
+    @staticmethod
+    def joined(spread: "Arrays", common: "Arrays") -> "Arrays":
+        """Undo `parts`."""
+        return common._replace(slices=spread.slices, guess=spread.guess, adjoint_guess=spread.adjoint_guess)
+
+
 Step = Callable[[State, Layer], State]
-"""What the user writes: ``step(y, layer) -> y_next``."""
+"""The user's step: ``step(y, layer) -> y_next``."""
 
 SliceStep = Callable[[State, PyTree, PyTree], State]
-"""What the solver runs: ``step(u, x, shared) -> u_next``, with ``x`` one slice of a level's stacked operands."""
+"""A step of a level: ``step(u, x, shared) -> u_next``, with ``x`` one slice of a level's stacked operands."""
 
 Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
 """A step that also emits something: ``advance(u, x, shared) -> (u_next, emitted)``."""

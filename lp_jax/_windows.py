@@ -10,7 +10,8 @@ from jax import lax
 
 from lp_jax import _tree
 from lp_jax._comm import Local
-from lp_jax._level import Level, sweep
+from lp_jax._level import Level
+from lp_jax._sweep import sweep
 from lp_jax._types import Points, PyTree, Scalar, State
 
 

@@ -86,7 +86,7 @@ solver = lp_jax.MGRIT(
 problem = lp_jax.Problem(step, params, y0, t1=4.0)
 levels = lp_jax.hierarchy(problem, solver)
 
-exact = lp_jax.solve(**vars(problem), solver=lp_jax.MGRIT(coarsening=4, iterations=16)).trajectory
+exact = problem.solve(solver=lp_jax.MGRIT(coarsening=4, iterations=16)).trajectory
 one_cycle = jax.jit(lambda states: lp_jax.cycle(solver, levels, states)[0])
 states = jnp.broadcast_to(y0, exact.shape)  # the first guess: nothing happens in any layer
 errors = []

@@ -149,7 +149,7 @@ def residuals(scale):
 
     problem = lp_jax.scanned(body, exact_model.opening(images[:100]), weights)
     solver = lp_jax.MGRIT(iterations=6, skip_downcycle=False)
-    return lp_jax.solve(**vars(problem), solver=solver).stats.residual_norms
+    return problem.solve(solver=solver).stats.residual_norms
 
 
 fig, ax = plt.subplots()

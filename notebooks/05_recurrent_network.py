@@ -147,7 +147,7 @@ solvers = {
 }
 fig, ax = plt.subplots()
 for (name, solver), marker in zip(solvers.items(), "os", strict=True):
-    norms = lp_jax.solve(**vars(problem), solver=solver).stats.residual_norms
+    norms = problem.solve(solver=solver).stats.residual_norms
     ax.semilogy(np.arange(1, 10), norms, marker=marker, label=name)
     print(f"{name:14}", "  ".join(f"{norm:.0e}" for norm in norms))
 ax.set(xlabel="iteration", ylabel="residual norm", title="Newton's method converges, sweeps do not")

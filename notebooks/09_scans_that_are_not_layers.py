@@ -79,7 +79,7 @@ plt.show()
 
 # %%
 problem = lp_jax.scanned(ddim, start, steps)
-print(lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=50, rtol=1e-3)).stats)
+print(problem.solve(solver=lp_jax.Picard(sweeps=50, rtol=1e-3)).stats)
 
 # %% [markdown]
 # ## A filter
@@ -162,7 +162,7 @@ fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
 for log_density, colour in ((round_top, "C0"), (banana, "C1")):
     mala, name = chain_of(log_density), log_density.__name__.replace("_", " ")
     problem = lp_jax.scanned(mala, jnp.ones(2), drawn)
-    solution = lp_jax.solve(**vars(problem), solver=lp_jax.Newton(iterations=500, rtol=1e-5, batch_axes=0))
+    solution = problem.solve(solver=lp_jax.Newton(iterations=500, rtol=1e-5, batch_axes=0))
     taken = int(solution.stats.iterations)
     norms = np.minimum(solution.stats.residual_norms[:taken], 1e12)  # some overflow on the way
     left.semilogy(np.arange(1, taken + 1), norms, color=colour, label=name)

@@ -17,7 +17,7 @@ from networks import mesh
 import lp_jax
 from lp_jax import _at_once, _products
 from lp_jax._at_once import ACCELERATOR, CPU, Footprint, chunk, in_chunks
-from lp_jax._outer import FewTerms, has_few
+from lp_jax._outer import has_few, with_few_terms
 from lp_jax._picard import Picard
 from lp_jax._traced import trace
 
@@ -136,6 +136,16 @@ def test_parts_follow_each_other(size, reverse):
     np.testing.assert_allclose(out, found[::-1] if reverse else found)
 
 
+def of_few_terms(step, terms):
+    """``step`` with a sum of outer products in the place of each short product."""
+
+    def call(*arguments):
+        program = jax.make_jaxpr(step)(*arguments)
+        return with_few_terms(program, terms)(*arguments)[0]
+
+    return call
+
+
 def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
     rng = np.random.default_rng(1)
     y, lam, w, v = (jnp.asarray(rng.normal(size=shape)) for shape in ((6, 3, 4), (6, 3, 5), (6, 4, 5), (6, 5, 5)))
@@ -152,7 +162,7 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
     one = [x[0] for x in (y, w, v, lam)]
     layers = y, w, v, lam
     for terms, left in ((2, (6, 0)), (3, (2, 2))):  # forward, to the state and to the weight: two each
-        few = FewTerms(layer, terms)
+        few = of_few_terms(layer, terms)
         assert has_few(jax.make_jaxpr(layer)(*one[:3]).jaxpr, terms) == (terms == 3)
         for f, arguments in (
             (gradient, one),
@@ -171,21 +181,20 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
         for f, arguments in ((gradient(few), one), (jax.vmap(gradient(few)), layers)):
             assert (products(f, "dot_general", *arguments), products(f, "outer_terms", *arguments)) == left
     spread = functools.partial(jax.shard_map, mesh=mesh(2).mesh, in_specs=P("layers"), out_specs=P("layers"))
-    assert products(spread(jax.vmap(gradient(FewTerms(layer, 3)))), "outer_terms", *layers) == 2
+    assert products(spread(jax.vmap(gradient(of_few_terms(layer, 3)))), "outer_terms", *layers) == 2
     rows = functools.partial(spread, in_specs=(P("layers"), P(), P()))  # examples are spread, weights are everywhere
     given = (y[:, 0], w[0], v[0]), lam[:, 0]
-    found = jax.vjp(rows(FewTerms(layer, 3)), *given[0])[1](given[1])
+    found = jax.vjp(rows(of_few_terms(layer, 3)), *given[0])[1](given[1])
     for a, b in zip(found, jax.vjp(layer, *given[0])[1](given[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-16)
-    by_rows = jax.make_jaxpr(jax.vmap(gradient(FewTerms(layer, 3)), in_axes=(0, None, None, 0)))(y, w[0], v[0], lam)
+    by_rows = jax.make_jaxpr(jax.vmap(gradient(of_few_terms(layer, 3)), in_axes=(0, None, None, 0)))(y, w[0], v[0], lam)
     assert "few_terms" not in str(by_rows)  # one product of all rows is better
-    assert products(gradient(FewTerms(layer, 3)), "dot_general", *(x.astype(jnp.bfloat16) for x in one)) == 6
+    assert products(gradient(of_few_terms(layer, 3)), "dot_general", *(x.astype(jnp.bfloat16) for x in one)) == 6
 
 
 def test_a_layer_is_told_by_its_program():
     params, y0 = problem()
-    traced, _ = trace(lp_jax.Problem(step, params, y0), (Picard(),))
-    one = traced.footprint
+    one = trace(lp_jax.Problem(step, params, y0), (Picard(),))[0].footprint
     assert one.operands == 8 * (WIDTH * WIDTH + WIDTH + 2) + 4  # weights, bias, t and dt, index
     assert one.flops == 2 * BATCH * WIDTH * WIDTH and one.counted
     assert 8 * BATCH * WIDTH <= one.working <= 3 * 8 * BATCH * WIDTH
@@ -201,9 +210,9 @@ def test_what_cannot_be_counted_is_evaluated_one_by_one():
         return jax.lax.while_loop(lambda y: jnp.sum(y) < 0, lambda y: y + 1, y)
 
     for body in (called, unknown):
-        traced, operands = trace(lp_jax.Problem(body, params, y0), (Picard(),))
-        assert not traced.footprint.counted
-        assert traced.chain(*operands, traced.workers).at_once("auto") == 1
+        program, arrays = trace(lp_jax.Problem(body, params, y0), (Picard(),))
+        assert not program.footprint.counted
+        assert program.chain(arrays).at_once("auto") == 1
 
 
 @pytest.mark.parametrize(

@@ -208,10 +208,10 @@ def test_a_start_that_diverges_does_not_make_its_own_tolerance():
     problem = lp_jax.Problem(
         lambda y, layer: y / (1 + layer.dt * rates), None, jnp.ones(16), data=jnp.zeros(128), t1=1.0
     )
-    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial()).y1
+    exact = problem.solve(solver=lp_jax.Serial()).y1
     for fallback, code in ((False, 2), (True, 1)):
         solver = lp_jax.MGRIT(iterations=8, rtol=1e-6, relaxation="FCF", fallback=fallback)
-        solution = lp_jax.solve(**vars(problem), solver=solver)
+        solution = problem.solve(solver=solver)
         assert float(solution.stats.residual_norms[1]) > 1e6
         assert int(solution.result) == code
     np.testing.assert_allclose(solution.y1, exact, rtol=1e-12, atol=1e-300)

@@ -47,10 +47,8 @@ def mesh_comm(workers):
 
 
 def gradient(problem, solver, **changed):
-    arguments = vars(problem) | changed
-    return jax.jit(jax.grad(lambda p: jnp.sum(lp_jax.solve(**(arguments | {"params": p}), solver=solver).y1 ** 2)))(
-        arguments["params"]
-    )
+    problem = problem.replace(**changed)
+    return jax.jit(jax.grad(lambda p: jnp.sum(problem.replace(params=p).solve(solver=solver).y1 ** 2)))(problem.params)
 
 
 def assert_close(got, wanted, rtol):
@@ -106,7 +104,7 @@ def test_a_solver_is_differentiated_on_any_comm(page, layers):
     for comm in (None, mesh_comm(2), mesh_comm(3)):
         assert_close(gradient(page["problem"], solver, params=params, comm=comm), exact, 1e-12)
     tolerant = page["BlockJacobi"](iterations=30, atol=1e-13)
-    solution = lp_jax.solve(**(vars(page["problem"]) | {"params": params}), solver=tolerant)
+    solution = page["problem"].replace(params=params).solve(solver=tolerant)
     assert solution.stats.iterations == 8 + 1 and solution.result == 0  # one more to see that it is
 
 

@@ -263,7 +263,7 @@ def gradient_errors(problem, target, levels, cycles):
     """Of so many cycles forward and backward, for each of the probe's coarse steps."""
 
     def gradient(forward, adjoint):
-        solution, pull = lp_jax.solve_vjp(**vars(problem), solver=forward, adjoint_solver=adjoint)
+        solution, pull = problem.solve_vjp(solver=forward, adjoint_solver=adjoint)
         return pull(solution.y1 - target)[0].params
 
     exact = gradient(lp_jax.Serial(), lp_jax.Serial())

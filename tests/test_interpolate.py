@@ -40,12 +40,12 @@ def test_newton_starts_from_a_coarse_solve():
     guess = lp_jax.interpolate(y0, coarse, steps)
     problem = lp_jax.Problem(lambda y, at: runge_kutta(y, at.dt), None, y0, data=jnp.zeros(steps), t1=time)
     solver = lp_jax.Newton(iterations=20, atol=1e-6, batch_axes=0)
-    warm = lp_jax.solve(**vars(problem), solver=solver, guess=guess)
+    warm = problem.solve(solver=solver, guess=guess)
     assert int(warm.result) == 0
     assert int(warm.stats.iterations) <= 4
-    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial())
+    exact = problem.solve(solver=lp_jax.Serial())
     np.testing.assert_allclose(warm.y1, exact.y1, rtol=1e-6)
-    cold = lp_jax.solve(**vars(problem), solver=solver)
+    cold = problem.solve(solver=solver)
     assert int(cold.result) != 0
 
 
@@ -59,15 +59,15 @@ def test_a_guess_from_fewer_layers_saves_iterations(solver, count):
     def problem(layers):
         return lp_jax.Problem(lambda y, x: y + x.dt * jnp.sin(3 * y), None, jnp.ones(4), data=jnp.zeros(layers))
 
-    coarse = lp_jax.solve(**vars(problem(24)), solver=lp_jax.Picard(sweeps=30, rtol=1e-12))
-    cold = lp_jax.solve(**vars(problem(48)), solver=solver)
+    coarse = problem(24).solve(solver=lp_jax.Picard(sweeps=30, rtol=1e-12))
+    cold = problem(48).solve(solver=solver)
     guess = lp_jax.interpolate(jnp.ones(4), coarse.trajectory, count)
-    warm = lp_jax.solve(**vars(problem(48)), solver=solver, guess=guess)
+    warm = problem(48).solve(solver=solver, guess=guess)
     assert int(warm.stats.iterations) <= int(cold.stats.iterations)
     if isinstance(solver, lp_jax.Picard):
         assert float(warm.stats.residual_norms[0]) < 0.1 * float(cold.stats.residual_norms[0])
-    exact = lp_jax.solve(**vars(problem(48)), solver=lp_jax.Picard(sweeps=48)).trajectory
-    done = lp_jax.solve(**vars(problem(48)), solver=solver, guess=exact[48 // count - 1 :: 48 // count])
+    exact = problem(48).solve(solver=lp_jax.Picard(sweeps=48)).trajectory
+    done = problem(48).solve(solver=solver, guess=exact[48 // count - 1 :: 48 // count])
     assert int(done.result) == 0
     assert int(done.stats.iterations) == 1
 

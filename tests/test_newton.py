@@ -555,7 +555,7 @@ def test_infinite_derivatives_do_not_stop_it(jacobian):
     problem = lp_jax.scanned(body, jnp.zeros((1, 1)), xs)
     exact = jax.lax.scan(body, jnp.zeros((1, 1)), xs)[1]
     solver = lp_jax.Newton(jacobian=jacobian, iterations=8, batch_axes=1)
-    np.testing.assert_allclose(lp_jax.solve(**vars(problem), solver=solver).aux, exact, rtol=1e-14)
+    np.testing.assert_allclose(problem.solve(solver=solver).aux, exact, rtol=1e-14)
 
 
 def test_a_tolerance_outlasts_states_that_overflow():
@@ -569,7 +569,7 @@ def test_a_tolerance_outlasts_states_that_overflow():
 
     begin, steps = jnp.asarray([-7.0, -8.0, 25.0]), 128
     problem = lp_jax.scanned(euler, begin, None, length=steps)
-    solution = lp_jax.solve(**vars(problem), solver=lp_jax.Newton(iterations=steps, rtol=1e-8, batch_axes=0))
+    solution = problem.solve(solver=lp_jax.Newton(iterations=steps, rtol=1e-8, batch_axes=0))
     norms = np.asarray(solution.stats.residual_norms)
     taken = int(solution.stats.iterations)
     assert not np.isfinite(norms[:taken]).all()

@@ -160,7 +160,7 @@ def test_the_gradient_through_the_heat_equation():
     problem = scan_problems.heat(64, points=15)
 
     def loss(source, solver):
-        return jnp.sum(lp_jax.solve(**vars(problem) | {"params": source}, solver=solver).y1 ** 2)
+        return jnp.sum(problem.replace(params=source).solve(solver=solver).y1 ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     exact = gradient(problem.params, lp_jax.Serial())

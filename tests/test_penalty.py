@@ -49,7 +49,7 @@ def test_value_and_gradient_are_those_of_a_loop(sweeps):
 
 def test_it_is_zero_where_the_sweeps_converge():
     """And counts the decades above the tolerance from there on."""
-    norms = lp_jax.solve(**vars(problem(PARAMS)), solver=lp_jax.Picard(sweeps=4)).stats.residual_norms
+    norms = problem(PARAMS).solve(solver=lp_jax.Picard(sweeps=4)).stats.residual_norms
     reached = float(norms[-1] / norms[0])
     gradient = jax.value_and_grad(lambda params, rtol: train.depth_penalty(problem(params), sweeps=4, rtol=rtol))
     value, slope = gradient(PARAMS, 1.01 * reached)
@@ -63,7 +63,7 @@ def test_two_devices_give_the_same_numbers(explicit):
     devices = jax.make_mesh((2,), ("layers",), axis_types=(kind,), devices=jax.devices()[:2])
 
     def loss(params, comm):
-        solution = lp_jax.solve(**vars(problem(params, comm=comm)), solver=lp_jax.Picard(sweeps=3))
+        solution = problem(params, comm=comm).solve(solver=lp_jax.Picard(sweeps=3))
         return train.depth_penalty(problem(params, comm=comm), sweeps=3, rtol=1e-5) + jnp.mean(solution.y1**2)
 
     gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
@@ -88,7 +88,7 @@ def test_training_against_it_lowers_it():
     for _ in range(30):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params)[1])
     assert gradient(params)[0] == 0
-    solution = lp_jax.solve(**vars(problem(params)), solver=lp_jax.Picard(sweeps=10, rtol=1e-3))
+    solution = problem(params).solve(solver=lp_jax.Picard(sweeps=10, rtol=1e-3))
     assert solution.stats.iterations <= 5
 
 

@@ -17,7 +17,6 @@ from problems import machine
 
 import lp_jax
 from lp_jax import nn, planning, train, viz
-from lp_jax._comm import OneDevice
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -36,7 +35,7 @@ def trunk(layers=16, **options):
 def test_the_problem_of_a_trunk_is_what_it_solves():
     layers, y = trunk(t1=3.0), jnp.ones((2, 4))
     problem = layers.problem(y)
-    np.testing.assert_array_equal(lp_jax.solve(**vars(problem)).y1, layers(y))
+    np.testing.assert_array_equal(problem.solve().y1, layers(y))
     found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5)
     error = layers.solve(y, solver=found.solver).y1 - layers.solve(y, solver=lp_jax.Serial()).y1
     assert isinstance(found.solver, lp_jax.Picard) and float(jnp.abs(error).max()) < 1e-5
@@ -46,12 +45,10 @@ def test_the_problem_of_a_recurrent_network_is_what_it_solves():
     gru = nn.GRU(3, 5, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 12, 3), "float32")
     serial = lp_jax.Serial()
-    np.testing.assert_array_equal(
-        lp_jax.solve(**vars(gru.problem(x)), solver=serial).y1[0], gru.solve(x, solver=serial).y1[0]
-    )
+    np.testing.assert_array_equal(gru.problem(x).solve(solver=serial).y1[0], gru.solve(x, solver=serial).y1[0])
     assert lp_jax.calibrate(gru.problem(x)).layer_bytes == 0
     with pytest.raises(ValueError, match="calibrate got a problem with a comm"):
-        lp_jax.calibrate(dataclasses.replace(gru.problem(x), comm=OneDevice()))
+        lp_jax.calibrate(gru.problem(x).replace(comm=mesh(1)))
 
 
 def test_auto_is_decided_by_the_shapes_of_a_call(monkeypatch):

@@ -121,7 +121,7 @@ def test_layers_over_devices(name, workers):
 
 def test_what_is_scanned_is_a_problem_like_any_other():
     problem = lp_jax.scanned(trees, *BODIES["trees"][1](16), reverse=True)
-    solution = lp_jax.solve(**vars(problem), solver=lp_jax.MGRIT(iterations=3))
+    solution = problem.solve(solver=lp_jax.MGRIT(iterations=3))
     assert solution.stats.residual_norms.shape == (3,)
     assert problem.layers == 16
     flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
@@ -134,7 +134,7 @@ def test_a_guess_restarts_a_scan():
     solver = lp_jax.MGRIT(iterations=1)
     exact, _ = jax.lax.scan(body, *operands)
     cold, _ = lp_jax.scan(body, *operands, solver=solver)
-    trajectory = lp_jax.solve(**vars(lp_jax.scanned(body, *operands)), solver=lp_jax.MGRIT(iterations=4)).trajectory
+    trajectory = lp_jax.scanned(body, *operands).solve(solver=lp_jax.MGRIT(iterations=4)).trajectory
     warm, _ = lp_jax.scan(body, *operands, solver=solver, guess=trajectory)
     assert jnp.abs(warm - exact).max() < 1e-12 < jnp.abs(cold - exact).max()
 

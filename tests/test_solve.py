@@ -284,3 +284,52 @@ def test_subpackages_come_with_the_package():
         assert getattr(lp_jax, name).__name__ == f"lp_jax.{name}"
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         lp_jax.layers  # noqa: B018
+
+
+# --- a problem solves itself ----------------------------------------------------------------------------------------
+
+
+def test_a_problem_has_the_verbs_as_methods():
+    solver, adjoint = lp_jax.MGRIT(coarse_step=INJECT), lp_jax.Picard(sweeps=3)
+    problem = lp_jax.Problem(dense_step, PARAMS, Y0, t1=2.0)
+    solvers = {"solver": solver, "adjoint_solver": adjoint}
+    wanted, pull = lp_jax.solve_vjp(dense_step, PARAMS, Y0, t1=2.0, **solvers)
+    found, pullback = problem.solve_vjp(**solvers)
+    for a, b in zip(jax.tree.leaves((wanted, pull(Y0))), jax.tree.leaves((found, pullback(Y0))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(problem.solve(**solvers).y1, wanted.y1)
+    guess = wanted.trajectory
+    np.testing.assert_array_equal(
+        problem.solve(**solvers, guess=guess).y1,
+        lp_jax.solve(dense_step, PARAMS, Y0, t1=2.0, **solvers, guess=guess).y1,
+    )
+
+
+def test_a_problem_with_something_replaced_is_checked_anew():
+    problem = lp_jax.Problem(dense_step, PARAMS, Y0, t1=2.0)
+    assert problem.replace(t1=1.0).t1 == 1.0 and problem.t1 == 2.0
+    assert problem.replace(params=jax.tree.map(lambda x: x[:8], PARAMS)).layers == 8
+    with pytest.raises(TypeError, match="y0 has dtype int"):
+        problem.replace(y0=jnp.arange(4))
+    with pytest.raises(TypeError, match="Did you mean params"):
+        problem.replace(parms=PARAMS)
+
+
+def test_no_comm_is_one_device():
+    problem = lp_jax.Problem(dense_step, PARAMS, Y0)
+    assert problem.comm.size == 1 and problem.replace(comm=None).comm == problem.comm
+
+
+@pytest.mark.parametrize("layers", (22, 31))
+def test_forward_and_adjoint_share_slots_for_intervals_of_both(layers):
+    """Intervals of 4 and of 3 layers: slots for 12, most of them beyond the last layer where that is needed."""
+    params = jax.tree.map(lambda x: x[:layers], PARAMS)
+
+    def loss(params, **solvers):
+        return jnp.sum(lp_jax.solve(dense_step, params, Y0, **solvers).y1 ** 2)
+
+    solver, adjoint = (lp_jax.MGRIT(coarsening=m, iterations=12, coarse_step=INJECT) for m in (4, 3))
+    found = jax.value_and_grad(loss)(params, solver=solver, adjoint_solver=adjoint)
+    wanted = jax.value_and_grad(loss)(params, solver=lp_jax.Serial())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)

@@ -23,7 +23,7 @@ def network(t1=6.0, layers=N, dtype=float):
 
 
 def solved(problem, solver, **more):
-    solution, pullback = lp_jax.solve_vjp(**(vars(problem) | more), solver=solver)
+    solution, pullback = problem.replace(**more).solve_vjp(solver=solver)
     gradients, stats = pullback(jnp.cos(solution.y1))
     return solution, gradients, stats
 
@@ -53,17 +53,17 @@ def test_the_tolerance_is_met_both_ways(windows, storage):
 
 def test_an_absolute_tolerance_and_one_that_is_not_met():
     problem = network()
-    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial())
-    solution = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=40, windows=5, atol=1e-7))
+    exact = problem.solve(solver=lp_jax.Serial())
+    solution = problem.solve(solver=lp_jax.Picard(sweeps=40, windows=5, atol=1e-7))
     assert int(solution.result) == 0
     assert 0 < float(solution.stats.residual_norms[-1]) <= 1e-7
     few = lp_jax.Picard(sweeps=2, windows=5, rtol=1e-9)
-    missed = lp_jax.solve(**vars(problem), solver=few)
+    missed = problem.solve(solver=few)
     assert lp_jax.RESULTS[int(missed.result)].startswith("the residual norm did not come down")
     assert int(missed.stats.iterations) == 5 + 1
     with pytest.raises(RuntimeError):
         missed.raise_if_failed()
-    kept = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=2, windows=5, rtol=1e-9, fallback=True))
+    kept = problem.solve(solver=lp_jax.Picard(sweeps=2, windows=5, rtol=1e-9, fallback=True))
     assert int(kept.result) == 1
     np.testing.assert_allclose(kept.y1, exact.y1, rtol=1e-14)
 
@@ -73,10 +73,10 @@ def test_windows_converge_where_sweeps_over_all_layers_do_not():
     problem = lp_jax.Problem(
         lambda y, x: y + x.dt * (x.data - y), None, jnp.ones(2), data=jnp.sin(jnp.arange(400.0)), t1=60.0
     )
-    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial())
-    whole = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=60, rtol=1e-6, fallback=True))
+    exact = problem.solve(solver=lp_jax.Serial())
+    whole = problem.solve(solver=lp_jax.Picard(sweeps=60, rtol=1e-6, fallback=True))
     assert int(whole.result) == 1
-    solution = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=60, windows=20, rtol=1e-6))
+    solution = problem.solve(solver=lp_jax.Picard(sweeps=60, windows=20, rtol=1e-6))
     assert int(solution.result) == 0
     assert int(solution.stats.iterations) < 200
     assert distance(solution.y1, exact.y1) < 1e-6
@@ -85,10 +85,10 @@ def test_windows_converge_where_sweeps_over_all_layers_do_not():
 def test_fewer_sweeps_than_one_window_after_the_other():
     """Converged layers make room at once: as exact as five sweeps of eight windows each, in fewer evaluations in a row."""
     problem = network(3.0, 128)
-    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial())
-    fixed = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=5, windows=8))
+    exact = problem.solve(solver=lp_jax.Serial())
+    fixed = problem.solve(solver=lp_jax.Picard(sweeps=5, windows=8))
     error = distance(fixed.y1, exact.y1)
-    slid = lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=40, windows=8, rtol=1e-3))
+    slid = problem.solve(solver=lp_jax.Picard(sweeps=40, windows=8, rtol=1e-3))
     assert distance(slid.y1, exact.y1) < 10 * error
     assert int(slid.stats.iterations) < 8 * 4 + 1
 
@@ -121,9 +121,9 @@ def test_it_compiles_once_for_all_tolerances_and_is_batched():
     @jax.jit
     def y1(y0, rtol):
         traces.append(1)
-        return lp_jax.solve(**(vars(problem) | {"y0": y0}), solver=lp_jax.Picard(sweeps=40, windows=5, rtol=rtol)).y1
+        return problem.replace(y0=y0).solve(solver=lp_jax.Picard(sweeps=40, windows=5, rtol=rtol)).y1
 
-    exact = lp_jax.solve(**vars(problem), solver=lp_jax.Serial()).y1
+    exact = problem.solve(solver=lp_jax.Serial()).y1
     errors = [distance(y1(problem.y0, jnp.asarray(rtol)), exact) for rtol in (1e-2, 1e-5, 1e-8)]
     assert errors[0] > errors[1] > errors[2]
     assert len(traces) == 1

@@ -13,7 +13,6 @@ from flax import nnx, traverse_util
 from jax import lax
 
 from lp_jax import _inputs, _tree
-from lp_jax._solve import solve
 from lp_jax._solver import Solver
 from lp_jax._types import Layer, PyTree, State
 from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
@@ -111,7 +110,7 @@ def sequential(trunk: LayerParallel, *, solver: Solver | None = None) -> Callabl
 
     def network(y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
         if solver is not None:
-            return solve(**vars(frozen.problem(y, shared=shared, data=data, key=key)), solver=solver).y1
+            return frozen.problem(y, shared=shared, data=data, key=key).solve(solver=solver).y1
 
         def body(y: State, x: tuple[Any, ...]) -> tuple[State, None]:
             params, per_layer, t, dt, index = x

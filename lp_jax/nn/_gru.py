@@ -24,7 +24,6 @@ from lp_jax import _check, _inputs
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
-from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import Layer, State
 from lp_jax.nn._layer_parallel import solvers_of, static_solver
@@ -188,7 +187,7 @@ class GRU(nnx.Module):
         """
         problem = self.problem(x)
         solvers = solvers_of(self, solver, adjoint_solver, problem)
-        return solve(**vars(problem), **solvers, guess=guess, adjoint_guess=adjoint_guess)
+        return problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
 
     def solve_vjp(
         self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
@@ -201,7 +200,7 @@ class GRU(nnx.Module):
             adjoint_solver: as for `solve`.
         """
         problem = self.problem(x)
-        solution, pullback = solve_vjp(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver, problem))
         return solution, lambda cotangent: (None, pullback(cotangent)[1])
 
     def problem(self, x: Any) -> Problem:

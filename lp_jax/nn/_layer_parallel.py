@@ -11,7 +11,6 @@ from lp_jax import _inputs, planning
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._solution import Solution
-from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree, State
 from lp_jax.nn._spline import Spline, coefficients, expand
@@ -141,7 +140,7 @@ class LayerParallel(nnx.Module):
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
         solvers = solvers_of(self, solver, adjoint_solver, problem)
-        solution = solve(**vars(problem), **solvers, guess=guess, adjoint_guess=adjoint_guess)
+        solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
@@ -180,7 +179,7 @@ class LayerParallel(nnx.Module):
             3
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solution, pullback = solve_vjp(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver, problem))
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)
@@ -198,7 +197,7 @@ class LayerParallel(nnx.Module):
             key: as for `solve`.
 
         Returns:
-            The `Problem`; ``vars(problem)`` are the arguments of `lp_jax.solve`.
+            The `Problem`, to be solved (``problem.solve(...)``), planned or taken apart.
 
         Raises:
             ValueError: if the data have another number of layers.
@@ -210,7 +209,7 @@ class LayerParallel(nnx.Module):
             >>> from lp_jax import nn
             >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
             >>> problem = trunk.problem(jnp.ones((4, 8), "float32"))
-            >>> bool((lp_jax.solve(**vars(problem)).y1 == trunk(problem.y0)).all())
+            >>> bool((problem.solve().y1 == trunk(problem.y0)).all())
             True
         """
         step, params, stats = stacks(self)

@@ -16,7 +16,6 @@ from lp_jax import _check, _inputs
 from lp_jax._newton import Newton
 from lp_jax._problem import Problem
 from lp_jax._solution import Solution
-from lp_jax._solve import solve
 from lp_jax._solver import Solver
 from lp_jax._types import Layer, State
 from lp_jax.nn._layer_parallel import solvers_of, static_solver
@@ -102,7 +101,7 @@ class _Cell(nnx.Module, abc.ABC):
             ValueError: if the sequences have a wrong shape.
         """
         problem = self.problem(x, y0)
-        return solve(**vars(problem), **solvers_of(self, solver, adjoint_solver, problem))
+        return problem.solve(**solvers_of(self, solver, adjoint_solver, problem))
 
     def problem(self, x: jax.Array, y0: State | None = None) -> Problem:
         """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.

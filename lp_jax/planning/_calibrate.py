@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from lp_jax import _tree
+from lp_jax._comm import OneDevice
 from lp_jax._problem import Problem
 from lp_jax._serial import Serial
 from lp_jax._traced import trace
@@ -66,7 +67,7 @@ def calibrate(
         >>> machine.state_bytes, machine.layer_bytes, machine.seconds("forward", 32) > 0
         (128, 256, True)
     """
-    if problem.comm is not None:
+    if problem.comm != OneDevice():
         raise ValueError("calibrate got a problem with a comm; it measures one device. Leave the comm out.")
     count, auto = problem.layers, layers_at_once(problem)
     looped = auto == 1 < count

@@ -16,7 +16,6 @@ from lp_jax._picard import Picard
 from lp_jax._problem import Problem
 from lp_jax._result import DONE
 from lp_jax._serial import Serial
-from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver, code
 from lp_jax._traced import trace
 from lp_jax._types import PyTree, State
@@ -198,7 +197,7 @@ def diagnose(
         if not value > 0:
             raise ValueError(f"{name} must be positive; got {value!r}.")
     _check.integer("examples", examples, least=1)
-    problem = _few(dataclasses.replace(problem, comm=None), examples)
+    problem = _few(problem.replace(comm=None), examples)
     if cotangent is not None:
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
     if solvers is None:
@@ -252,7 +251,7 @@ def _few(problem: Problem, count: int) -> Problem:
         few,
     ):
         try:
-            jax.eval_shape(lambda p=candidate: solve(**vars(p), solver=Serial()).y1)
+            jax.eval_shape(lambda p=candidate: p.solve(solver=Serial()).y1)
         except Exception:  # the user's step raises what it likes for shapes that it does not take
             continue
         return candidate
@@ -264,8 +263,8 @@ def _numbers(problem: Problem) -> tuple[float, float]:
 
     @jax.jit
     def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, jax.Array]:
-        traced, operands = trace(dataclasses.replace(problem, **arrays), (Serial(),))
-        chain = traced.chain(*operands, traced.workers)
+        program, operands = trace(problem.replace(**arrays), (Serial(),))
+        chain = program.chain(operands)
         step, shared = chain.step(0), chain.shared
 
         def transposed(y: State, x: Any) -> Callable[[State], State]:
@@ -320,7 +319,7 @@ def _rehearse(problem: Problem, cotangent: State | None, solver: Solver, adjoint
 
     @jax.jit
     def both(arrays: dict[str, PyTree]) -> Any:
-        solution, pullback = solve_vjp(**(vars(problem) | arrays), solver=solver, adjoint_solver=adjoint_solver)
+        solution, pullback = problem.replace(**arrays).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
         stats = pullback(solution.y1 if cotangent is None else cotangent)[1]
         return solution.stats.iterations, stats.iterations, solution.stats.result, stats.result
 

@@ -12,9 +12,10 @@ from lp_jax._at_once import processor
 from lp_jax._picard import Picard
 from lp_jax._problem import Problem
 from lp_jax._products import cost, switches
+from lp_jax._program import Program
 from lp_jax._serial import Serial
-from lp_jax._traced import Operands, Traced, trace
-from lp_jax._types import PyTree
+from lp_jax._traced import trace
+from lp_jax._types import Arrays, PyTree
 from lp_jax.planning._candidates import RECOMMENDED, Pair
 from lp_jax.planning._cost import predict
 from lp_jax.planning._machine import Machine
@@ -82,18 +83,18 @@ def _estimated(problem: Problem, device: str | None) -> tuple[Machine, int]:
     found: list[tuple[Machine, int]] = []
 
     def look(arrays: dict[str, PyTree]) -> None:
-        traced, operands = trace(dataclasses.replace(problem, **arrays), (Serial(),))
-        found.append((_machine(traced, operands, _device(device)), traced.workers.layers))
+        program, operands = trace(problem.replace(**arrays), (Serial(),))
+        found.append((_machine(program, operands, _device(device)), program.workers.layers))
 
     jax.eval_shape(look, arrays(problem))
     return found[0]
 
 
-def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
-    common, bandwidth = operands.common, _REACHED * sheet.bandwidth
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands.slices)
-    y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (common.y0, tuple(common[1:])))
-    step = traced.chain(*operands, traced.workers).step(0)
+def _machine(program: Program, arrays: Arrays, sheet: Device) -> Machine:
+    bandwidth = _REACHED * sheet.bandwidth
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays.slices)
+    y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays.y0, arrays.shared))
+    step = program.chain(arrays).step(0)
 
     def taken(steps: int) -> float:
         """Seconds of a layer, of so many at once, beside its launch."""
@@ -108,11 +109,11 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
     launched = _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
     alone = taken(1)
     each_of_several = taken(2) if switches(jax.make_jaxpr(step)(y, first, beside).jaxpr) else alone
-    sizes = np.unique([1, max(1, traced.workers.layers // 16), traced.workers.layers])
+    sizes = np.unique([1, max(1, program.workers.layers // 16), program.workers.layers])
     at_once = tuple(int(n) for n in sizes)
     times = tuple(launched + sheet.batch * (n > 1) + n * (each_of_several if n > 1 else alone) for n in at_once)
-    layers, examples = traced.workers.layers, examples_of(common.y0)
-    auto = processor(sheet.platform).at_once(traced.footprint, layers)
+    layers, examples = program.workers.layers, examples_of(arrays.y0)
+    auto = processor(sheet.platform).at_once(program.footprint, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
     solved = _PASSES * examples * 4 * numbers**2 / bandwidth + 2 * examples * numbers**3 / sheet.flops
     newton = tuple(_LAUNCH * _NEWTON + t + n * solved for n, t in zip(at_once, times, strict=True))
@@ -129,7 +130,7 @@ def _machine(traced: Traced, operands: Operands, sheet: Device) -> Machine:
         overhead=launched / (launched + alone),
         adding=3 * layer_bytes / bandwidth,  # two are read, one is written
         state_bytes=_tree.nbytes(y),
-        kept_bytes=kept_bytes(traced, operands),
+        kept_bytes=kept_bytes(program, arrays),
         layer_bytes=layer_bytes,
     )
 
@@ -153,7 +154,7 @@ def auto(problem: Problem, *, device: str | None = None) -> Pair:
         'Picard'
     """
     machine, layers = _estimated(problem, device)
-    workers = 1 if problem.comm is None else problem.comm.size
+    workers = problem.comm.size
     serial = predict(Serial(), Serial(), layers, machine, workers=workers).seconds
     forward, adjoint = (Picard(sweeps=sweeps) for sweeps in _SWEEPS)
     parallel = predict(forward, adjoint, layers, machine, workers=workers).seconds

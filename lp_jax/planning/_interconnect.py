@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import _inputs
-from lp_jax._comm import Comm, OneDevice
+from lp_jax._comm import Comm
 from lp_jax._picard import Picard
 from lp_jax._solve import solve
 from lp_jax._types import Layer
@@ -53,7 +53,7 @@ def interconnect(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> In
         >>> comm = lp_jax.MeshComm(mesh)
         >>> found = planning.interconnect(comm, sizes=(256, 1 << 16)) if len(devices) > 1 else None
     """
-    comm = _inputs.comm(comm) or OneDevice()
+    comm = _inputs.comm(comm)
     if comm.size == 1:
         raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")
     messages, hops = 1 + prefix_messages(comm.size), (comm.size - 1).bit_length()

@@ -13,11 +13,11 @@ from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import Picard
 from lp_jax._problem import Problem
+from lp_jax._program import Program
 from lp_jax._serial import Serial
-from lp_jax._solve import solve, solve_vjp
 from lp_jax._solver import Solver
-from lp_jax._traced import Operands, Traced, trace
-from lp_jax._types import PyTree, State
+from lp_jax._traced import trace
+from lp_jax._types import Arrays, PyTree, State
 
 _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 
@@ -34,12 +34,10 @@ def examples_of(y0: State) -> int:
     return leading.pop() if len(leading) == 1 else 1
 
 
-def kept_bytes(traced: Traced, operands: Operands) -> int:
+def kept_bytes(program: Program, arrays: Arrays) -> int:
     """Return the bytes that the linearisation of a layer holds besides its state."""
-    first = jax.tree.map(lambda x: x[0], operands.slices)
-    common = operands.common
-    linearised = traced.chain(*operands, traced.workers).linearised
-    kept = jax.eval_shape(linearised.evaluate, common.y0, first, (common.shared, common.closed_over))[2]
+    first = jax.tree.map(lambda x: x[0], arrays.slices)
+    kept = jax.eval_shape(program.chain(arrays).linearised.evaluate, arrays.y0, first, arrays.shared)[2]
     return sum(x.size * x.dtype.itemsize for x in kept)
 
 
@@ -51,7 +49,7 @@ _SAMPLES = 15  # with five, what the gradient takes in an interval was off by an
 
 
 def arrays(problem: Problem) -> dict[str, PyTree]:
-    """Return the arguments of a compiled function: ``solve(**(vars(problem) | arrays))``."""
+    """Return the arguments of a compiled function: ``problem.replace(**arrays)`` is solved."""
     return {name: getattr(problem, name) for name in ("params", "y0", "shared", "data")}
 
 
@@ -60,11 +58,11 @@ def serial(problem: Problem) -> tuple[float, float]:
 
     @jax.jit
     def forward(arrays: dict[str, PyTree]) -> Any:
-        return solve(**(vars(problem) | arrays), solver=Serial()).y1
+        return problem.replace(**arrays).solve(solver=Serial()).y1
 
     @jax.jit
     def both(arrays: dict[str, PyTree]) -> Any:
-        solution, pullback = solve_vjp(**(vars(problem) | arrays), solver=Serial())
+        solution, pullback = problem.replace(**arrays).solve_vjp(solver=Serial())
         return pullback(solution.y1)
 
     (alone,), (whole,) = (seconds(f, [(arrays(problem),)]) for f in (forward, both))
@@ -93,8 +91,8 @@ def counted_layers(problem: Problem) -> bool:
 
 def layers_at_once(problem: Problem) -> int:
     """How many layers ``at_once="auto"`` evaluates at once, on one device."""
-    traced, operands = trace(dataclasses.replace(problem, comm=None), (Picard(),))
-    return traced.chain(*operands, traced.workers).at_once("auto")
+    program, arrays = trace(problem.replace(comm=None), (Picard(),))
+    return program.chain(arrays).at_once("auto")
 
 
 def sweep(problem: Problem, at_once: int | float) -> list[float]:
@@ -130,7 +128,7 @@ def newton(problem: Problem) -> float:
     @jax.jit
     def iterated(arrays: dict[str, PyTree], atol: jax.Array) -> Any:
         solver = Newton(iterations=_SWEEPS, batch_axes=1, atol=atol)
-        solution = solve(**(vars(problem) | arrays), solver=solver)
+        solution = problem.replace(**arrays).solve(solver=solver)
         return solution.y1, solution.stats.iterations
 
     calls = [(arrays(problem), jnp.float32(value)) for value in (1e30, -1.0)]
@@ -145,7 +143,7 @@ def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:
     @jax.jit
     def solved(arrays: dict[str, PyTree], atol: jax.Array, adjoint_atol: jax.Array) -> Any:
         forward, adjoint = (dataclasses.replace(solver, atol=x) for x in (atol, adjoint_atol))  # type: ignore[type-var]
-        solution, pullback = solve_vjp(**(vars(problem) | arrays), solver=forward, adjoint_solver=adjoint)
+        solution, pullback = problem.replace(**arrays).solve_vjp(solver=forward, adjoint_solver=adjoint)
         gradients, stats = pullback(solution.y1)
         return gradients, solution.stats.iterations, stats.iterations
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lp_jax import _inputs
-from lp_jax._comm import Comm, default_platform
+from lp_jax._comm import Comm, OneDevice, default_platform
 from lp_jax._problem import Problem
-from lp_jax._solve import solve_vjp
 from lp_jax._solver import Solver
 from lp_jax._types import State
 from lp_jax.planning._calibrate import calibrate
@@ -78,8 +77,8 @@ def plan(
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
     there = _inputs.comm(problem.comm if comm is None else comm)
-    problem = dataclasses.replace(problem, comm=None)
-    if there is not None:
+    problem = problem.replace(comm=None)
+    if there != OneDevice():
         if workers not in (1, there.size):
             raise ValueError(f"plan got workers={workers} and a comm of {there.size}. Leave workers out.")
         workers = there.size
@@ -171,7 +170,7 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
 
     @functools.partial(jax.jit, compiler_options=fast)
     def gradient(values: dict[str, Any], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Any:
-        solution, pullback = solve_vjp(**(vars(problem) | values), solver=solver, adjoint_solver=adjoint_solver)
+        solution, pullback = problem.replace(**values).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
         found, stats = pullback(solution.y1 if cotangent is None else cotangent)
         leaves = [x for x in jax.tree.leaves((found.params, found.shared)) if x.dtype != jax.dtypes.float0]
         return leaves, solution.stats.iterations, stats.iterations

@@ -97,7 +97,7 @@ def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: boo
     return schedule
 
 
-def _layer(level: int, y: State, x: Slices, shared: PyTree) -> tuple[State, None]:
+def _layer(y: State, x: Slices, shared: PyTree) -> tuple[State, None]:
     return y + x.dt * jnp.sum(jnp.tanh(x.params @ y)), None
 
 
@@ -105,7 +105,7 @@ def _chain(workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
     steps = len(matrices)
     dt = jnp.full(steps, 1 / workers.layers, jnp.float32)
     return Chain(
-        call=_layer,
+        layer=lambda level: _layer,
         slices=Slices(matrices, None, jnp.cumsum(dt), dt, jnp.arange(steps, dtype=jnp.int32)),
         shared=(),
         y0=y0,
@@ -137,8 +137,7 @@ def _forward(
 def _backward(
     solver: Solver, stride: int, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, left: Forward
 ) -> Any:
-    gradients, _, stats = solve_adjoint(chain(matrices, y0), solver, left, stride, y0)
-    return gradients, stats
+    return solve_adjoint(chain(matrices, y0), solver, left, stride, y0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
