@@ -25,7 +25,7 @@ from benchmarks.accuracy import evaluations
 from benchmarks.command import Progress, common_parser, results_folder
 from benchmarks.manifest import manifest
 from benchmarks.networks import SERIAL, Pair
-from lp_jax import data, nn, train
+from lp_jax import data, nn, planning, train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def trained(decoder: Decoder, run: Run) -> dict[str, Any]:
         forward, adjoint = pair = solvers(state)
         if any(solver.has_tolerance for solver in pair):
             counts = decoder.taken(state.params, pair)
-            forward, adjoint = (s.with_effort(n) for s, n in zip(pair, counts, strict=True))
+            forward, adjoint = (planning.with_effort(s, n) for s, n in zip(pair, counts, strict=True))
         work.append(decoder.work((forward, adjoint)))
         found.append({"step": mark, **decoder.measured(state.params)})
     losses = [row["loss"] for row in log.of("train")]

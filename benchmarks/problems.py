@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.networks import Pair
+from lp_jax import planning
 from lp_jax.cli._experiment import Experiment, experiment
 from lp_jax.cli._problem import prepare
 from lp_jax.train import residuals
@@ -19,5 +20,7 @@ def taken(made: Experiment, params: Any, batch: Any, solvers: Pair) -> Pair:
     if not any(solver.has_tolerance for solver in solvers):
         return solvers
     solves = residuals(made.model, params, batch, *solvers)
-    forward, adjoint = (s.with_effort(int(found.iterations)) for s, found in zip(solvers, solves[:2], strict=True))
+    forward, adjoint = (
+        planning.with_effort(s, int(found.iterations)) for s, found in zip(solvers, solves[:2], strict=True)
+    )
     return forward, adjoint

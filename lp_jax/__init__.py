@@ -16,10 +16,6 @@ from lp_jax._comm import Comm as Comm
 from lp_jax._comm import Workers as Workers
 from lp_jax._cycle import cascade as cascade
 from lp_jax._cycle import cycle as cycle
-from lp_jax._gradient_error import GradientErrors as GradientErrors
-from lp_jax._gradient_error import Solved as Solved
-from lp_jax._gradient_error import compare as compare
-from lp_jax._gradient_error import gradient_error as gradient_error
 from lp_jax._interpolate import interpolate as interpolate
 from lp_jax._level import Level as Level
 from lp_jax._mesh import MeshComm as MeshComm
@@ -57,6 +53,10 @@ from lp_jax._tree import sum_of_squares as sum_of_squares
 from lp_jax._types import Layer as Layer
 from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan
+from lp_jax.planning._gradient_error import GradientErrors as GradientErrors
+from lp_jax.planning._gradient_error import Solved as Solved
+from lp_jax.planning._gradient_error import compare as compare
+from lp_jax.planning._gradient_error import gradient_error as gradient_error
 
 __version__ = _version("lp_jax")
 

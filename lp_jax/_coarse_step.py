@@ -3,13 +3,13 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._pytree import register
+from lp_jax._renamed import old_methods
 from lp_jax._types import Layer, Points, PyTree, Slices, SliceStep, State
-from lp_jax._work import Uncounted, Work
 
 
 class Coarse(NamedTuple):
@@ -26,8 +26,15 @@ class Coarse(NamedTuple):
     around: Callable[[PyTree, Points], PyTree] | None = None
 
 
+_OLD = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}
+_OLD |= {"count": "lp_jax.planning.count_work", "describe": "lp_jax.viz.describe"}
+
+
 class CoarseStep(abc.ABC):
     """A step of a coarse level of `MGRIT`, in the place of an interval's layers."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = old_methods(_OLD)
 
     @property
     def takes_points(self) -> bool:
@@ -49,23 +56,6 @@ class CoarseStep(abc.ABC):
             span: number of layers in an interval.
             at_once: number of layers that are evaluated at once, where they do not depend on each other.
         """
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
-
-        Raises:
-            Uncounted: where the program is to be read instead, which is the default.
-        """
-        raise Uncounted
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
-        return False
-
-    def summary(self) -> str:
-        """Return a few words for titles and notes."""
-        return type(self).__name__
 
 
 @register()
@@ -90,6 +80,3 @@ class PerInterval(CoarseStep):
             return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
 
         return Coarse(through, _tree.split(chain.slices, span))
-
-    def summary(self) -> str:
-        return f"the function {getattr(self.function, '__name__', self.function)}"

@@ -6,11 +6,13 @@ from typing import Protocol
 
 from lp_jax import _tree
 from lp_jax._level import Level, sweep
-from lp_jax._path import VISITS
 from lp_jax._relax import Relaxed, f_relax
 from lp_jax._solver import Solver
 from lp_jax._transfer import coarse_rhs, correct, prolong, restrict
 from lp_jax._types import CPoints, Points, Scalar
+
+VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
+"""The cycles that a cycle of each kind makes on the next coarser level, one after the other."""
 
 
 class Multigrid(Protocol):

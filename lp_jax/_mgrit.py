@@ -13,19 +13,15 @@ from lp_jax import _check, _tree
 from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
 from lp_jax._coarse_step import CoarseStep, PerInterval
-from lp_jax._cycle import cascade, fas_cycle
-from lp_jax._cycle_work import busiest, count_stops
+from lp_jax._cycle import VISITS, cascade, fas_cycle
 from lp_jax._level import Level, sweep
-from lp_jax._path import VISITS, Stop, cascade_stops, cycle_stops, path
 from lp_jax._picard import Picard
 from lp_jax._pytree import register
-from lp_jax._rediscretize import Rediscretize
 from lp_jax._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver, constant
 from lp_jax._transfer import fitted
 from lp_jax._types import Advance, CPoints, Scalar, State, Transfer
-from lp_jax._work import Held, Sizes, Uncounted, Work
 
 if TYPE_CHECKING:
     Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
@@ -242,79 +238,9 @@ class MGRIT(Solver):
         single = len(self.spatial) == 2 and all(map(callable, self.spatial))
         return cast(tuple[Transfer | None, ...], (self.spatial,) if single else self.spatial)
 
-    iteration_name = "cycle"
-
-    def variants(self) -> dict[str, Solver]:
-        others: dict[str, CoarseStep] = {
-            "injection": Rediscretize(params="inject"),
-            "mean of parameters": Rediscretize(params="mean"),
-            "1 Picard sweep": Picard(sweeps=1),
-            "2 Picard sweeps": Picard(sweeps=2),
-        }
-        if self._coarse not in others.values():
-            others["this run's coarse step"] = self._coarse
-        return {name: dataclasses.replace(self, coarse_step=step) for name, step in others.items()}
-
     @property
     def _coarse(self) -> CoarseStep:
         return cast(CoarseStep, self.coarse_step)
-
-    evaluates = "intervals"
-
-    def _relaxations(self, levels: int) -> tuple[str, ...]:
-        """Labels of the relaxation on every level: "FCF", or the name of a function."""
-        each = (_at(_per_level(self.relaxation), level) for level in range(levels))
-        return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
-
-    def stops(self, steps: int, iterations: int) -> list[Stop]:
-        relaxations = self._relaxations(len(self.grid(steps)))
-        return path(relaxations, self.cycle, iterations, skip=self.skip_downcycle)
-
-    def count(self, work: Work) -> None:
-        work = dataclasses.replace(work, in_rows=True)
-        if any(map(callable, _per_level(self.relaxation))):
-            raise Uncounted
-        grid = self.grid(work.layers)
-        relaxations = self._relaxations(len(grid))
-        first = cascade_stops if self.skip_downcycle else cycle_stops
-        for stops, times in ((first, 1), (cycle_stops, self.iterations - 1)):
-            once = work.apart()
-            count_stops(once, grid, stops(relaxations, self.cycle), self._coarse, self.coarsest)
-            work.schedule.include(once.schedule, times)
-        intervals, factor = busiest(grid, 0, work.workers), grid[0][1]
-        work.during("states again").evaluate_again(factor - 1, intervals)
-        last = work.during("final sweep")
-        last.evaluate(factor, intervals, gradient=True)
-        last.sent(1)
-
-    def held(self, sizes: Sizes) -> Held:
-        grid = self.grid(sizes.layers)[:-1]
-        intervals = [busiest(grid, level, sizes.workers) for level in range(len(grid))]
-        working = _OF_A_CYCLE * sum(intervals) * sizes.state
-        if self.keeps_states:
-            return Held(sizes.mine * sizes.linearised, working)
-        at_once = min(self.most_at_once(sizes.auto), intervals[0])
-        some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
-        recomputed = at_once * grid[0][1] * sizes.linearised if some else _F_POINTS * sizes.mine * sizes.state
-        return Held(intervals[0] * sizes.state, working + int(recomputed))
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        grid = self.grid(steps)
-        rest = f"only {grid[-1][0]} coarse steps remain one after another"
-        if self._coarse.is_identity:
-            rest = "the coarse solve is a prefix sum"
-        note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
-        return f"{steps} layers on {len(grid)} levels: {rest}", f"{note} Coarse step: {self._coarse.summary()}."
-
-    def label(self, adjoint: Solver) -> str:
-        coarse = "identity" if self._coarse.is_identity else type(self._coarse).__name__
-        if isinstance(self._coarse, Solver) and self._coarse.iterations:
-            coarse = f"{coarse} {self._coarse.iterations}"
-        return f"{self.iterations}/{adjoint.iterations} cycles, {coarse}, m = {self.coarsening}"
-
-
-_OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
-_F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
 
 
 _INTERVAL_MAPS: dict[str, int | float | str] = {"vmap": math.inf, "loop": 1, "auto": "auto"}

@@ -17,9 +17,8 @@ from lp_jax._chain import Chain
 from lp_jax._jacobians import Blocks, Full, Jacobians, OwnJacobians, Shared
 from lp_jax._level import Level, each, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import Solver, constant, counted
+from lp_jax._solver import WITHOUT_TOLERANCE, Solver, constant
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
-from lp_jax._work import Held, Sizes, Work
 
 JACOBIANS = ("full", "shared", "diagonal", "identity")
 
@@ -192,7 +191,7 @@ class Newton(Solver):
     def for_adjoint(self) -> Solver:
         if self.jacobian != "full" or self.damping is not None or self.jacobian_of is not None:
             return self
-        return dataclasses.replace(self.with_effort(1), relaxations=0)  # type: ignore[type-var]
+        return dataclasses.replace(self, iterations=1, relaxations=0, **WITHOUT_TOLERANCE)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         everything = self.at_once == "auto" and chain.footprint.counted
@@ -203,9 +202,6 @@ class Newton(Solver):
     @property
     def other_steps(self) -> tuple[Callable, ...]:
         return () if self.jacobian_of is None else (self.jacobian_of,)
-
-    def most_at_once(self, auto: float) -> float:
-        return super().most_at_once(math.inf)  # an iteration holds the Jacobians of all layers anyway
 
     def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Iterate, int]:
         level = levels[0]
@@ -313,42 +309,6 @@ class Newton(Solver):
 
         return each(level, one, level.xs[1] if level.reverse else entering, operands)
 
-    def summary(self) -> str:
-        kind = "" if self.jacobian == "full" else f" with {self.jacobian} Jacobians"
-        before = f" after {counted(self.relaxations, 'relaxation')}" if self.relaxations else ""
-        return f"{super().summary()}{before}{kind}"
-
-    def count(self, work: Work) -> None:
-        if work.step is not None:
-            raise NotImplementedError(_WITHIN)
-        relaxations = min(self.relaxations, work.layers)
-        for _ in range(relaxations):
-            work.steps(1, work.mine)
-            work.sent(1)
-        iteration = work.during("Newton iteration")
-        for _ in range(self.iterations):
-            if self.jacobian == "full":
-                iteration.add("newton", 1, work.mine)
-            else:  # the states; their derivative where layers act in place, or the mean's, and the chain of its Jacobians
-                iteration.steps(1 + (self.jacobian != "identity"), work.mine)
-            iteration.sent(1 + work.prefix)
-        work.last_evaluation()
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        raise NotImplementedError(_WITHIN)
-
-    def held(self, sizes: Sizes) -> Held:
-        example = sizes.state / sizes.examples
-        jacobian = example * example / _BYTES if self.jacobian in ("full", "shared") else 0
-        jacobians = _OF_A_SCAN * sizes.mine * (1 if self.jacobian == "shared" else sizes.examples) * jacobian
-        return Held(super().held(sizes).kept, _OF_NEWTON * sizes.mine * sizes.state + math.ceil(jacobians))
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        note = (
-            "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
-        )
-        return f"{steps} layers at once, {self.summary()}: no coarse level", note
-
 
 def _finite_or_before(after: jax.Array, before: jax.Array) -> jax.Array:
     """Numbers that overflowed are set back: they would stay, and k iterations leave the first k states exact."""
@@ -359,9 +319,3 @@ def _forward(level: Level) -> Callable[[State, PyTree], State]:
     """The layers' own step, of an adjoint level too."""
     step = level.origin or level.step
     return lambda u, x: step(u, x, level.shared)
-
-
-_WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...), Serial() or Rediscretize(...) there."
-_OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum
-_OF_A_SCAN = 3  # arrays of all Jacobians: their own, and two of the scan's
-_BYTES = 4  # of a number

@@ -16,10 +16,9 @@ from lp_jax._coarse_step import Coarse
 from lp_jax._comm import Local
 from lp_jax._level import Level, identity, single, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import WITHOUT_TOLERANCE, Begun, Solver, constant, require_fixed_effort, solve_intervals
+from lp_jax._solver import Begun, Solver, constant, require_fixed_effort, solve_intervals
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._windows import slide
-from lp_jax._work import Work
 
 
 class _Swept(NamedTuple):
@@ -253,54 +252,6 @@ class Picard(Solver):
         for _ in range(self.sweeps - 1):
             incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
         return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)
-
-    iteration_name = "sweep"
-
-    def with_effort(self, iterations: int) -> Solver:
-        if self.windows > 1 and self.has_tolerance:  # all sweeps of the window, and one over all layers
-            iterations = 1 + max(1, round((iterations - 1) / self.windows))
-        return dataclasses.replace(self, sweeps=iterations, **WITHOUT_TOLERANCE)
-
-    def summary(self) -> str:
-        return f"{super().summary()} over the layers"
-
-    def count(self, work: Work) -> None:
-        sweeps = self.sweeps
-        if self.windows > 1:
-            span = self.unit(work.layers)
-            work = dataclasses.replace(work, unit=span)
-            in_turn = dataclasses.replace(work, in_turn=True)
-            in_turn.steps(-(-work.layers // span) * (sweeps - 1), span)
-            in_turn.sent(work.workers - 1)
-            work.sent(1)
-            sweeps = 1
-        if work.adjoint and not work.kept:  # the states that enter
-            work.sent(1)
-        for _ in range(sweeps):
-            work.steps(1, work.mine)
-            work.sent(work.prefix)
-        work.last_evaluation()
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        work.evaluate(count * self.sweeps, at_once * work.span, rows=count * self.sweeps * at_once)
-
-    @property
-    def is_identity(self) -> bool:
-        return self.sweeps == 0
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        sweeps = super().summary()
-        if self.windows > 1:
-            note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
-            if self.has_tolerance:
-                note = (
-                    "sweeps go over a window that slides to where its states still change, the last one over all layers"
-                )
-                return f"{steps} layers, a window of {self.unit(steps)}, at most {self.windows} times {sweeps}", note
-            return f"{steps} layers in {self.windows} windows, {sweeps}", note
-        most = f"{sweeps} at most" if self.has_tolerance else sweeps
-        note = "each sweep evaluates every layer at once and adds the increments up"
-        return f"{steps} layers at once, {most}: no coarse level", note
 
 
 def _by_chunks(level: Level, u: _Swept) -> tuple[_Swept, Scalar]:

@@ -4,10 +4,9 @@
 """
 
 import abc
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,9 @@ from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._coarse_step import Coarse, CoarseStep
 from lp_jax._level import Level, march, sweep
-from lp_jax._path import Stop
 from lp_jax._result import DONE, FELL_BACK, of_norms
 from lp_jax._tolerance import ROUNDING, believed, hopeless, rounding
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
-from lp_jax._work import Held, Sizes, Uncounted, Work
 
 
 class Solver(CoarseStep):
@@ -142,78 +139,11 @@ class Solver(CoarseStep):
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         return solve_intervals(self, chain, level, span)
 
-    iteration_name: ClassVar[str] = "iteration"
     recovers: ClassVar[bool] = False  # whether iterations go on from states that overflowed
-
-    def with_effort(self, iterations: int) -> "Solver":
-        """Return this solver with a fixed number of iterations and no tolerance.
-
-        Raises:
-            TypeError: for a solver without a field ``iterations``, which overrides this.
-        """
-        names = [field.name for field in dataclasses.fields(cast(Any, self))]
-        if "iterations" not in names:
-            raise TypeError(
-                f"{type(self).__name__} has no field `iterations`; let its `with_effort` set the number of iterations."
-            )
-        without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}
-        return dataclasses.replace(cast(Any, self), iterations=iterations, **without)
-
-    def summary(self) -> str:
-        return counted(self.iterations, f"{type(self).__name__} {self.iteration_name}")
-
-    def variants(self) -> "dict[str, Solver]":
-        """Return the solvers, by name, that a picture of the gradient's error compares."""
-        return {type(self).__name__: self}
-
-    evaluates: ClassVar[str] = "batches"
-    """How layers are evaluated where they run one after another: "batches", all of a sweep; "intervals"; or "series"."""
-
-    def count(self, work: Work) -> None:
-        """Record what a solve does, its last sweep and the gradient included.
-
-        Raises:
-            Uncounted: where the program is to be read instead, which is the default.
-        """
-        raise Uncounted
-
-    def most_at_once(self, auto: float) -> float:
-        """Number of layers that are evaluated at once, given what "auto" comes to."""
-        return auto if self.at_once == "auto" else float(self.at_once)
-
-    def held(self, sizes: Sizes) -> Held:
-        """Return what a training step with this solver holds: by default, what a sweep over all layers does."""
-        if self.keeps_states:
-            kept = sizes.mine * sizes.linearised
-        else:
-            kept = math.ceil(sizes.mine / self.stride(sizes.layers)) * sizes.state
-        return Held(kept, _OF_A_SWEEP * sizes.mine * sizes.state)
-
-    def stops(self, steps: int, iterations: int) -> list[Stop]:
-        """Return the path of ``iterations`` iterations through the levels; nothing where there is one level."""
-        return []
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        """Return a title and a note for a picture of a solve of ``steps`` layers."""
-        return f"{steps} layers, {self.summary()}: no coarse level", ""
-
-    def label(self, adjoint: "Solver") -> str:
-        """Return a few words on this solver and its adjoint one, for the title of a plan."""
-        if not self.has_tolerance:
-            return self.summary()
-        limit = f"{self.atol:.0e} absolute" if self.rtol is None else f"{self.rtol:.0e}"
-        return f"{type(self).__name__} {self.iteration_name}s to {limit}"
 
 
 WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}
 """Fields of a solver that makes a fixed number of iterations."""
-
-_OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
-
-
-def counted(number: int, what: str) -> str:
-    """Return "1 sweep", "2 sweeps"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coarse:
@@ -240,19 +170,6 @@ def require_fixed_effort(solver: Solver) -> None:
 def constant(level: Level, guess: CPoints | None) -> CPoints:
     """The guess, or ``y0`` at every C-point."""
     return _tree.repeat(level.y0, level.intervals) if guess is None else guess
-
-
-_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
-
-
-def code(solver: Any) -> str:
-    """Return the solver as code, with the main fields and those that are not at their default."""
-    shown = [
-        f"{field.name}={code(value) if isinstance(value, Solver) else repr(value)}"
-        for field in dataclasses.fields(solver)
-        if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
-    ]
-    return f"{type(solver).__name__}({', '.join(shown)})"
 
 
 NOT_MEASURED = -1.0

@@ -11,9 +11,11 @@ from relaxation import Relaxation
 import lp_jax
 from benchmarks.critical_path import training_step as counted
 from lp_jax import planning, viz
-from lp_jax._cycle_work import busiest
-from lp_jax.planning import count, training_step
+from lp_jax.planning import count, summary, training_step, with_effort
+from lp_jax.planning._cycle_work import busiest
 from lp_jax.planning._schedule import read
+from lp_jax.planning._words import label
+from lp_jax.viz._describe import variants
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (0, 1, 2)}
@@ -141,13 +143,13 @@ def test_rows_by_hand():
 @pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
 def test_a_fixed_effort_replaces_a_tolerance(kind):
     loose = kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6)
-    fixed = loose.with_effort(7)
+    fixed = with_effort(loose, 7)
     assert type(fixed) is kind and not fixed.has_tolerance
     assert fixed.iterations == (0 if fixed.exact else 7) and fixed.exact == (kind is lp_jax.Serial)
 
 
 def test_summaries_and_variants():
-    said = {solver.summary() for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())}
+    said = {summary(solver) for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())}
     assert said == {
         "2 Picard sweeps over the layers",
         "1 Picard sweep over the layers",
@@ -156,11 +158,11 @@ def test_summaries_and_variants():
         "2 MGRIT cycles",
     }
     newton = lp_jax.Newton(iterations=1, relaxations=3, jacobian="diagonal")
-    assert newton.summary() == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
-    assert newton.variants() == {"Newton": newton}
-    variants = lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()).variants()
-    assert variants["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
-    assert len(variants) == 5 and len(lp_jax.MGRIT(coarse_step=INJECT).variants()) == 4
+    assert summary(newton) == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
+    assert variants(newton) == {"Newton": newton}
+    compared = variants(lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()))
+    assert compared["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
+    assert len(compared) == 5 and len(variants(lp_jax.MGRIT(coarse_step=INJECT))) == 4
 
 
 # --- solvers that count nothing -------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ def test_a_solver_from_outside_is_planned_and_drawn():
     solver = Relaxation(iterations=3)
     assert planning.predict(solver, solver, N, idle).evaluations == pytest.approx((4 + 4 + 4 + 1) * 1e-5)
     assert planning.memory(solver, N, idle) == (2 * N * 8, N * 4, 3 * N * 4)
-    assert planning.code(solver) == "Relaxation(iterations=3)" and solver.label(solver) == solver.summary()
+    assert planning.code(solver) == "Relaxation(iterations=3)" and label(solver, solver) == summary(solver)
     figure = viz.hierarchy(solver, N)
     assert figure.get_suptitle() == f"{N} layers, 3 Relaxation iterations: no coarse level" and len(figure.axes) == 1
 

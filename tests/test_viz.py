@@ -245,7 +245,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
     jax.eval_shape(lambda params: lp_jax.solve(step, params, jnp.ones(()), solver=solver).y1, jnp.ones(16))
 
     # what the path goes down from, and the solves
-    stops = solver.stops(16, 1)
+    stops = viz.describe(solver, 16).stops
     after = [*stops[1:], stops[-1]]
     downward = [
         stop.level for stop, next in zip(stops, after, strict=True) if next.level > stop.level or stop.label == "solve"
@@ -254,7 +254,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
 
 
 def test_skipped_down_cycle_starts_on_the_coarsest_level():
-    stops = lp_jax.MGRIT(levels=3, relaxation=("F", "FCF")).stops(64, 2)
+    stops = viz.describe(lp_jax.MGRIT(levels=3, relaxation=("F", "FCF"), iterations=2), 64).stops
     wanted = [(2, "solve"), (1, "F"), (0, "F"), (1, "FCF"), (2, "solve"), (1, "F"), (0, "FC")]
     assert [(stop.level, stop.label) for stop in stops] == wanted
     assert [stop.iteration for stop in stops if stop.iteration] == [1, 2]

@@ -10,6 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from lp_jax.planning import Plan
 from lp_jax.planning._text import times
+from lp_jax.planning._words import label
 from lp_jax.viz._style import BLUE, GREEN, GREY, NOTE, PURPLE, RED, dress, figure, legend
 
 
@@ -34,7 +35,7 @@ def _title(found: Plan) -> str:
     if found.solver.exact:
         return f"{found.layers} layers: serial propagation"
     where = f" on {found.workers} workers" if found.workers > 1 else ""
-    solvers = found.solver.label(found.adjoint_solver)
+    solvers = label(found.solver, found.adjoint_solver)
     text = f"{found.layers} layers{where}: {solvers}, predicted {times(found.speedup)} times as fast as serial"
     return textwrap.fill(text, _WIDTH)
 
