@@ -12,6 +12,7 @@ from lp_jax._asked import Results as Results
 from lp_jax._asked import value_and_grad as value_and_grad
 from lp_jax._coarse_step import Coarse as Coarse
 from lp_jax._coarse_step import CoarseStep as CoarseStep
+from lp_jax._coarse_step import Identity as Identity
 from lp_jax._comm import Comm as Comm
 from lp_jax._comm import Workers as Workers
 from lp_jax._cycle import cascade as cascade
@@ -42,7 +43,9 @@ from lp_jax._solution import SolveError as SolveError
 from lp_jax._solve import Gradients as Gradients
 from lp_jax._solve import solve as solve
 from lp_jax._solve import solve_vjp as solve_vjp
+from lp_jax._solver import Needs as Needs
 from lp_jax._solver import Solver as Solver
+from lp_jax._solver import Start as Start
 from lp_jax._solver import Stats as Stats
 from lp_jax._spatial import spatial as spatial
 from lp_jax._traced import hierarchy as hierarchy

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
+from lp_jax._level import identity
 from lp_jax._pytree import register
 from lp_jax._renamed import old_methods
 from lp_jax._types import Layer, Points, PyTree, Slices, SliceStep, State
@@ -37,11 +38,6 @@ class CoarseStep(abc.ABC):
         __getattr__ = old_methods(_OLD)
 
     @property
-    def takes_points(self) -> bool:
-        """Whether the steps are taken around the F-points of the last relaxation."""
-        return False
-
-    @property
     def stretches_dt(self) -> bool:
         """Whether a step with a longer dt stands for several layers, so that the step must know its dt."""
         return False
@@ -56,6 +52,21 @@ class CoarseStep(abc.ABC):
             span: number of layers in an interval.
             at_once: number of layers that are evaluated at once, where they do not depend on each other.
         """
+
+
+@register()
+@dataclasses.dataclass(frozen=True)
+class Identity(CoarseStep):
+    """The coarse step that does nothing: the coarse problem is a prefix sum, with no sequential part.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.MGRIT(coarse_step=lp_jax.Identity()).coarse_step
+        Identity()
+    """
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        return Coarse(identity, _tree.split(chain.slices, span))
 
 
 @register()

@@ -17,7 +17,7 @@ from lp_jax._chain import Chain
 from lp_jax._jacobians import Blocks, Full, Jacobians, OwnJacobians, Shared
 from lp_jax._level import Level, each, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import WITHOUT_TOLERANCE, Solver, constant
+from lp_jax._solver import WITHOUT_TOLERANCE, Needs, Solver, Start, constant
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 
 JACOBIANS = ("full", "shared", "diagonal", "identity")
@@ -199,11 +199,10 @@ class Newton(Solver):
         origin = None if self.jacobian_of is None else chain.step(self.jacobian_of)
         return (dataclasses.replace(level, origin=origin),)
 
-    @property
-    def other_steps(self) -> tuple[Callable, ...]:
-        return () if self.jacobian_of is None else (self.jacobian_of,)
+    def needs(self, steps: int) -> Needs:
+        return Needs(steps=() if self.jacobian_of is None else (self.jacobian_of,), averaged_axes=self._averaged_axes)
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Iterate, int]:
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level = levels[0]
         shared = self.jacobian == "shared"
         if guess is None and level.reverse and shared:  # it is for cotangents that fade away
@@ -213,13 +212,11 @@ class Newton(Solver):
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._shared(level).operands(_forward(level), level.y0, operands))
         if level.reverse and self.iterations > 1 and self.jacobian != "identity":
-            return Iterate(u.states, jacobians=self._linearised(level, u)[1]), 0
-        return u, 0
+            u = Iterate(u.states, jacobians=self._linearised(level, u)[1])
+        return Start(u, recovers=True)
 
-    recovers = True
-
-    def c_points(self, levels: Sequence[Level], u: Iterate) -> CPoints:
-        return u.states
+    def c_points(self, levels: Sequence[Level], state: Iterate) -> CPoints:
+        return state.states
 
     def _relaxed(self, level: Level, u: CPoints) -> CPoints:
         relaxations = min(self.relaxations, level.workers.total(level.span))
@@ -234,8 +231,8 @@ class Newton(Solver):
         entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
         return sweep(level, entering)[0]
 
-    def improve(self, levels: Sequence[Level], u: Iterate) -> tuple[Iterate, Scalar]:
-        level, before = levels[0], u.states
+    def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Scalar]:
+        level, u, before = levels[0], state, state.states
         if self.jacobian == "identity" or u.jacobians is not None:
             stepped, jacobians = sweep(level, level.incoming(before))[0], u.jacobians
         else:
@@ -254,7 +251,7 @@ class Newton(Solver):
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
     @property
-    def averaged_axes(self) -> int:
+    def _averaged_axes(self) -> int:
         if self.jacobian != "shared":
             return 0
         return 1 if self.batch_axes is None else self.batch_axes
@@ -268,7 +265,7 @@ class Newton(Solver):
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
     def _shared(self, level: Level) -> Shared:
-        return Shared(level.y0, self.averaged_axes, alone=level.alone)
+        return Shared(level.y0, self._averaged_axes, alone=level.alone)
 
     def _linearised(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
         """The states after all layers, and the layers' Jacobians."""

@@ -12,11 +12,11 @@ from lp_jax import _check, _tree
 from lp_jax._at_once import check as check_at_once
 from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._chain import Chain
-from lp_jax._coarse_step import Coarse
+from lp_jax._coarse_step import Coarse, Identity
 from lp_jax._comm import Local
-from lp_jax._level import Level, identity, single, sweep
+from lp_jax._level import Level, single, sweep
 from lp_jax._pytree import register
-from lp_jax._solver import Begun, Solver, constant, require_fixed_effort, solve_intervals
+from lp_jax._solver import Solver, Start, constant, require_fixed_effort, solve_intervals
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._windows import slide
 
@@ -62,8 +62,7 @@ class Picard(Solver):
     of each interval, a fixed number of times.
 
     Args:
-        sweeps: number of sweeps; with a tolerance their largest number. 0, as a coarse step only, is the identity:
-            the coarse problem becomes a prefix sum with no sequential part.
+        sweeps: number of sweeps; with a tolerance their largest number. 0, as a coarse step only, is `Identity`.
         windows: number of windows that the layers are cut into: all sweeps but the last go over one window after the other,
             each from the state that leaves the one before; the last one goes over all layers. With W windows a sweep sees a
             W-th of the time, so that fewer are enough, a W-th of the layers is evaluated at once, and W (sweeps - 1) + 1
@@ -120,22 +119,16 @@ class Picard(Solver):
         return self.sweeps
 
     @property
-    def takes_points(self) -> bool:
-        return self.around == "trajectory"
-
-    @property
     def keeps_states(self) -> bool:
         return self.storage == "all"
 
-    def check(self) -> None:
+    def resolve(self, steps: int, *, warm: bool = False) -> Solver:
         if self.sweeps == 0:
             raise ValueError(
                 "solver=Picard(sweeps=0) does nothing: it is a coarse step, the identity. Use sweeps of at least 1, or "
-                "MGRIT(coarse_step=Picard(sweeps=0))."
+                "MGRIT(coarse_step=Identity())."
             )
-
-    def warm_started(self) -> Solver:
-        if self.windows > 1:
+        if warm and self.windows > 1:
             raise ValueError(
                 f"guess is not used by Picard(windows={self.windows}), whose windows start from the state that leaves the "
                 "one before. Leave the guess out, or set windows=1."
@@ -145,19 +138,19 @@ class Picard(Solver):
     def unit(self, steps: int) -> int:
         return -(-steps // self.windows) if self.windows > 1 else 1
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> Begun:
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level = levels[0]
         if self.windows == 1 and guess is None:
-            return Begun(_Swept(constant(level, None), level.y0))
+            return Start(_Swept(constant(level, None), level.y0))
         if self.windows == 1:
-            return Begun(_swept(level, guess))
+            return Start(_swept(level, guess))
         if level.number > 0:
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
         if self.has_tolerance:
             size = self.unit(level.workers.total(level.span))
             slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
-            return Begun(_swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
-        return Begun(_swept(level, self._march(level)), self.sweeps - 1)
+            return Start(_swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+        return Start(_swept(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
@@ -200,7 +193,7 @@ class Picard(Solver):
         require_fixed_effort(self)
         xs, step = _tree.split(chain.slices, span), chain.step(level)
         if self.sweeps == 0:
-            return Coarse(identity, xs)
+            return Identity().coarsen(chain, level, span, at_once=at_once)
 
         def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
             x, states = x
@@ -209,7 +202,7 @@ class Picard(Solver):
         def around(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
 
-        return Coarse(solve_interval, (xs, None), around if self.takes_points else None)
+        return Coarse(solve_interval, (xs, None), around if self.around == "trajectory" else None)
 
     def _interval(
         self,

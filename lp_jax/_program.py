@@ -112,7 +112,7 @@ def prepare(
     guess = _inputs.guess(guess, operands.common.y0, intervals)
     if adjoint_guess is not None:
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, operands.common.y0, of_adjoint)
-        adjoint_solver = adjoint_solver.warm_started()
+        adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = traced.workers.size == 1 and solver.exact and adjoint_solver.exact
     scan = (
         adjoint_guess is None
@@ -124,7 +124,7 @@ def prepare(
     if isinstance(guess, str):
         arrays = Arrays(operands, solver, adjoint_solver, None, adjoint_guess, watch)
     else:
-        arrays = Arrays(operands, solver.warm_started(), adjoint_solver, guess, adjoint_guess, watch)
+        arrays = Arrays(operands, solver.resolve(layers, warm=True), adjoint_solver, guess, adjoint_guess, watch)
     try:
         return _program(static), arrays
     except TypeError:  # a step that cannot be hashed

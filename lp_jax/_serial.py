@@ -12,8 +12,8 @@ from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._level import Level, march
 from lp_jax._pytree import register
-from lp_jax._solver import Solver
-from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
+from lp_jax._solver import Solver, Start
+from lp_jax._types import Advance, CPoints, PyTree, Stacked, State
 
 
 @register()
@@ -53,18 +53,14 @@ class Serial(Solver):
     def keeps_states(self) -> bool:
         return self.checkpoint_every is None
 
-    def grid(self, steps: int) -> list[tuple[int, int]]:
-        return [(steps, min(self.checkpoint_every or 1, steps))]
+    def stride(self, steps: int) -> int:
+        return min(self.checkpoint_every or 1, steps)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         return (chain.finest(self.stride(chain.total), at_once=1),)
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Any, int]:
-        return None, 0
-
-    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
-        u = march(levels[0])[0]
-        return u, jnp.zeros((), _tree.real_dtype(u, at_least=jnp.float32))
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        return Start(None)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return march(levels[0], advance=advance)

@@ -21,7 +21,7 @@ from lp_jax._level import Level
 from lp_jax._outer import FewTerms, has_few
 from lp_jax._problem import Problem
 from lp_jax._solver import Solver
-from lp_jax._types import Layer, PyTree, Slices, State, Static, Step
+from lp_jax._types import Layer, PyTree, Slices, State, Static, Step, Transfer
 
 
 class Common(NamedTuple):
@@ -149,14 +149,15 @@ def trace(problem: Problem, solvers: Sequence[Solver]) -> tuple[Traced, Operands
     table: dict[Signature, tuple[Callable, Any]] = {}
     programs: list[jex_core.Jaxpr] = []
     x = _tree.entry_like(slices)
-    for solver in solvers:
-        for level, u in enumerate(_states_on_levels(solver, steps, y0)):
+    needs = [solver.resolve(steps).needs(steps) for solver in solvers]
+    for need in needs:
+        for level, u in enumerate(_states_on_levels(need.transfers, y0)):
             key = (level, signature(u))
             if key not in table:
                 step = LayerStep(problem.step, level)
                 table[key] = _trace(step, u, x, shared, problem, closed_over, programs)
-    whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for solver in solvers for other in solver.other_steps]
-    alone, axes = None, max(solver.averaged_axes for solver in solvers)
+    whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for need in needs for other in need.steps]
+    alone, axes = None, max(need.averaged_axes for need in needs)
     if axes:
         alone = _single_example(problem, y0, x, shared, axes)
     for which, other in [(0, problem.step), *((other, other) for other in others)]:
@@ -206,9 +207,9 @@ def _is_inexact(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
+def _states_on_levels(transfers: Sequence[Transfer | None], y0: State) -> list[State]:
     states = [jax.eval_shape(lambda y: y, y0)]
-    for transfer in solver.resolve(steps).transfers(steps):
+    for transfer in transfers:
         states.append(states[-1] if transfer is None else jax.eval_shape(transfer[0], states[-1]))
     return states
 

@@ -83,7 +83,7 @@ def test_options_build_the_solver_that_they_name():
         relaxation=("FCF", "FCFCF"),
         c_weight=0.9,
         cycle="W",
-        skip_downcycle=False,
+        start="guess",
         min_coarse=4,
         coarse_step=lp_jax.Rediscretize(params="mean"),
         coarsest=lp_jax.Picard(sweeps=3),
@@ -93,7 +93,7 @@ def test_options_build_the_solver_that_they_name():
     )
     text = """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
         --solver.atol=1e-9 --solver.relaxation [FCF,FCFCF] --solver.c_weight 0.9 --solver.cycle W
-        --solver.skip_downcycle false --solver.min_coarse 4 --solver.coarse_step Rediscretize
+        --solver.start guess --solver.min_coarse 4 --solver.coarse_step Rediscretize
         --solver.coarse_step.params mean --solver.coarsest Picard --solver.coarsest.sweeps 3 --spatial 2
         --solver.storage all --solver.at-once 8 --adjoint-iterations 2"""
     assert solvers(*text.split()) == (forward, dataclasses.replace(forward, iterations=2, rtol=None, atol=None))

@@ -29,7 +29,7 @@ def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
     stops: list[Stop] = []
     labels = relaxations(solver, len(solver.grid(steps)))
     for iteration in range(1, iterations + 1):
-        first = solver.skip_downcycle and iteration == 1
+        first = solver.start == "cascade" and iteration == 1
         begin, *rest = (cascade_stops if first else cycle_stops)(labels, solver.cycle)
         title = "coarse to fine" if first else f"{solver.cycle}-cycle"
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import cast
 
-from lp_jax._coarse_step import CoarseStep
+from lp_jax._coarse_step import CoarseStep, Identity
 from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import Picard
@@ -26,7 +26,7 @@ def _(solver: MGRIT, work: Work) -> None:
     if any(map(callable, given)):
         raise Uncounted
     grid, coarse_step = solver.grid(work.layers), cast(CoarseStep, solver.coarse_step)
-    first = cascade_stops if solver.skip_downcycle else cycle_stops
+    first = cascade_stops if solver.start == "cascade" else cycle_stops
     for stops, times in ((first, 1), (cycle_stops, solver.iterations - 1)):
         once = work.apart()
         count_stops(once, grid, stops(relaxations(solver, len(grid)), solver.cycle), coarse_step, solver.coarsest)
@@ -93,6 +93,16 @@ def _(solver: Picard, iterations: int) -> Picard:
     if solver.windows > 1 and solver.has_tolerance:  # all sweeps of the window, and one over all layers
         iterations = 1 + max(1, round((iterations - 1) / solver.windows))
     return dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
+
+
+@count_steps.register
+def _(coarse_step: Identity, work: Work, count: int, at_once: int) -> None:
+    pass
+
+
+@_work.is_identity.register
+def _(coarse_step: Identity) -> bool:
+    return True
 
 
 @_work.is_identity.register

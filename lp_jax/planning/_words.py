@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from lp_jax._coarse_step import PerInterval
+from lp_jax._coarse_step import Identity, PerInterval
 from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import Picard
@@ -95,6 +95,11 @@ def _(part: Serial) -> str:
 def _(part: Rediscretize) -> str:
     rule = part.params if isinstance(part.params, str) else "a function"
     return f"the layer with the interval's dt, parameters by {rule}"
+
+
+@summary.register
+def _(part: Identity) -> str:
+    return "the identity"
 
 
 @summary.register

@@ -92,7 +92,7 @@ def schedule(
     Example:
         >>> import lp_jax
         >>> from lp_jax import viz
-        >>> solver = lp_jax.MGRIT(coarsening=8, iterations=2, coarse_step=lp_jax.Picard(sweeps=0), storage="all")
+        >>> solver = lp_jax.MGRIT(coarsening=8, iterations=2, coarse_step=lp_jax.Identity(), storage="all")
         >>> viz.schedule(solver, 64, workers=8).get_suptitle()
         'A training step in 40 layer evaluations on 8 workers, 192 serially'
     """
