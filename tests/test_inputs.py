@@ -115,7 +115,10 @@ def test_solvers():
     halve = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
     with refused(ValueError, 'around="trajectory"', "spatial"):
         solve(
-            y0=dense_state(2, 4), params=dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve)
+            lambda y, layer: y + layer.dt * layer.params * y,
+            jnp.ones(12),
+            dense_state(2, 4),
+            solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve),
         )
 
 
