@@ -41,7 +41,7 @@ class Start(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a solver evaluates, the step on states like ``y0`` apart. All of it is traced before the solve.
+    """Evaluations of a solver, those of the step on states like ``y0`` apart. All are traced before the solve.
 
     Attributes:
         transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.

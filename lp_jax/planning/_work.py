@@ -291,16 +291,17 @@ def count_work(solver: Solver, work: Work) -> None:
         work: what is solved. Its methods record batches of layers and messages.
 
     Example:
-        >>> import lp_jax
+        >>> import dataclasses, lp_jax
         >>> from lp_jax import planning
-        >>> class Twice(lp_jax.Picard):
-        ...     pass
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Mine(lp_jax.Solver):
+        ...     iterations: int = 3
         >>> @planning.count_work.register
-        ... def _(solver: Twice, work: planning.Work) -> None:
-        ...     for _ in range(2 * solver.sweeps):
+        ... def _(solver: Mine, work: planning.Work) -> None:
+        ...     for _ in range(solver.iterations):
         ...         work.steps(1, work.mine)
-        >>> planning.count(Twice(sweeps=3), 64).depth()
-        6
+        >>> planning.count(Mine(), 64).depth()
+        3
     """
     raise Uncounted
 

@@ -21,7 +21,7 @@ MOST_ITERATIONS = 4  # that are drawn
 
 
 class Described(NamedTuple):
-    """What a picture of a solve shows.
+    """Words and path of a picture of a solve.
 
     Attributes:
         title: in a few words.
