@@ -104,7 +104,7 @@ class MGRIT(Solver):
     def __post_init__(self, interval_map: str | None, skip_downcycle: bool | None) -> None:
         if skip_downcycle is not None:
             start = "cascade" if skip_downcycle else "guess"
-            warn_renamed(f"MGRIT(skip_downcycle={skip_downcycle})", f"MGRIT(start={start!r})", stacklevel=3)
+            warn_renamed(f"MGRIT(skip_downcycle={skip_downcycle})", f"MGRIT(start={start!r})", stacklevel=4)
             object.__setattr__(self, "start", start)
         if interval_map is not None:
             _check.one_of("interval_map", interval_map, _INTERVAL_MAPS)

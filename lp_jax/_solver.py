@@ -163,10 +163,10 @@ def _adapt_old_methods(cls: Any) -> None:
     """Make `init`, `stride` and `unit` of the methods ``start`` and ``grid``, where a class defines these old ones."""
     own = vars(cls)
     if callable(own.get("start")) and "init" not in own:
-        warn_renamed(f"{cls.__name__}.start(levels, guess)", "init, which returns a lp_jax.Start,", stacklevel=3)
+        warn_renamed(f"{cls.__name__}.start(levels, guess)", "init, which returns a lp_jax.Start,", stacklevel=4)
         cls.init = lambda self, levels, guess: Start(*self.start(levels, guess))
     if callable(own.get("grid")) and "stride" not in own:
-        warn_renamed(f"{cls.__name__}.grid(steps)", "stride(steps)", stacklevel=3)
+        warn_renamed(f"{cls.__name__}.grid(steps)", "stride(steps)", stacklevel=4)
         cls.stride = lambda self, steps: self.grid(steps)[0][1]
         cls.unit = lambda self, steps: math.prod(factor for _, factor in self.grid(steps))
 
