@@ -3,13 +3,13 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
 from lp_jax._level import identity
 from lp_jax._pytree import register
-from lp_jax._renamed import old_methods
+from lp_jax._renamed import old_methods, register_old_methods
 from lp_jax._types import Layer, Points, PyTree, Slices, SliceStep, State
 
 
@@ -27,15 +27,23 @@ class Coarse(NamedTuple):
     around: Callable[[PyTree, Points], PyTree] | None = None
 
 
-_OLD = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}
-_OLD |= {"count": "lp_jax.planning.count_work", "describe": "lp_jax.viz.describe"}
+OLD_METHODS = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}
+OLD_METHODS |= {"count": "lp_jax.planning.count_work"}
 
 
 class CoarseStep(abc.ABC):
     """A step of a coarse level of `MGRIT`, in the place of an interval's layers."""
 
     if not TYPE_CHECKING:
-        __getattr__ = old_methods(_OLD)
+        __getattr__ = old_methods(OLD_METHODS | {"describe": "lp_jax.viz.describe"})
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls._adapt_old_methods()
+
+    @classmethod
+    def _adapt_old_methods(cls) -> None:
+        register_old_methods(cls, OLD_METHODS)
 
     @property
     def stretches_dt(self) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,15 @@ def old_methods(names: Mapping[str, str]) -> Callable[[Any, str], Any]:
         return functools.partial(getattr(importlib.import_module(home), new), self)
 
     return __getattr__
+
+
+def register_old_methods(cls: Any, names: Mapping[str, str]) -> None:
+    """Register each old method that a class defines with the function that took its place, after a warning."""
+    for name in sorted(names.keys() & vars(cls).keys()):
+        if inspect.isfunction(method := vars(cls)[name]):
+            home, _, new = names[name].rpartition(".")
+            warn_renamed(f"{cls.__name__}.{name}", f"a function, registered with {names[name]}.register,", stacklevel=5)
+            getattr(importlib.import_module(home), new).register(cls, method)
 
 
 def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -14,9 +14,9 @@ from jax import lax
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
-from lp_jax._coarse_step import Coarse, CoarseStep
+from lp_jax._coarse_step import OLD_METHODS, Coarse, CoarseStep
 from lp_jax._level import Level, march, sweep
-from lp_jax._renamed import warn_renamed
+from lp_jax._renamed import register_old_methods, warn_renamed
 from lp_jax._result import DONE, FELL_BACK, of_norms
 from lp_jax._tolerance import ROUNDING, believed, hopeless, rounding
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
@@ -74,9 +74,18 @@ class Solver(CoarseStep):
     fallback: Any = False
     at_once: Any = "auto"
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        _adapt_old_methods(cls)
+    @classmethod
+    def _adapt_old_methods(cls) -> None:
+        register_old_methods(cls, OLD_METHODS)
+        target: Any = cls
+        own = vars(target)
+        if callable(own.get("start")) and "init" not in own:
+            warn_renamed(f"{cls.__name__}.start(levels, guess)", "init, which returns a lp_jax.Start,", stacklevel=4)
+            target.init = lambda self, levels, guess: Start(*self.start(levels, guess))
+        if callable(own.get("grid")) and "stride" not in own:
+            warn_renamed(f"{cls.__name__}.grid(steps)", "stride(steps)", stacklevel=4)
+            target.stride = lambda self, steps: self.grid(steps)[0][1]
+            target.unit = lambda self, steps: math.prod(factor for _, factor in self.grid(steps))
 
     @property
     @abc.abstractmethod
@@ -157,18 +166,6 @@ class Solver(CoarseStep):
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         return solve_intervals(self, chain, level, span)
-
-
-def _adapt_old_methods(cls: Any) -> None:
-    """Make `init`, `stride` and `unit` of the methods ``start`` and ``grid``, where a class defines these old ones."""
-    own = vars(cls)
-    if callable(own.get("start")) and "init" not in own:
-        warn_renamed(f"{cls.__name__}.start(levels, guess)", "init, which returns a lp_jax.Start,", stacklevel=4)
-        cls.init = lambda self, levels, guess: Start(*self.start(levels, guess))
-    if callable(own.get("grid")) and "stride" not in own:
-        warn_renamed(f"{cls.__name__}.grid(steps)", "stride(steps)", stacklevel=4)
-        cls.stride = lambda self, steps: self.grid(steps)[0][1]
-        cls.unit = lambda self, steps: math.prod(factor for _, factor in self.grid(steps))
 
 
 WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}

@@ -397,10 +397,10 @@ def test_what_is_charged_is_what_was_taken():
 
 def test_solvers_that_cannot_be_counted_have_no_cost(cli, tmp_path, monkeypatch):
     (tmp_path / "uncounted.py").write_text(
-        "import dataclasses, lp_jax\nfrom lp_jax._pytree import register\n\n@register()\n"
+        "import dataclasses, lp_jax\nfrom lp_jax import planning\n\n@lp_jax.register()\n"
         "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
         'class Sweeps(lp_jax.Picard):\n    """Sweeps."""\n\n'
-        "    def count(self, *_, **__):\n        raise NotImplementedError\n"
+        "@planning.count_work.register\ndef _(solver: Sweeps, work):\n    raise NotImplementedError\n"
     )
     monkeypatch.chdir(tmp_path)
     options = [*SMALL, "--solver", "uncounted.Sweeps", "--solver.sweeps", "2", "--epochs", "1", "--no-compare"]

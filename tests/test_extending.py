@@ -288,6 +288,23 @@ def test_old_methods_are_functions(page):
         solver.summery  # noqa: B018
 
 
+def test_old_methods_for_the_planner_are_registered(page):
+    with pytest.warns(DeprecationWarning, match=OLD) as warned:
+
+        @fields
+        class Counted(page["BlockJacobi"]):
+            def count(self, work):
+                work.steps(5, work.mine)
+
+            def summary(self):
+                return "in blocks"
+
+    assert [str(w.message).split(" is called")[0] for w in warned] == ["Counted.count", "Counted.summary"]
+    assert "test_extending" in warned[0].filename
+    assert planning.count(Counted(), 32).batches == {("forward", 32): 5}
+    assert planning.summary(Counted()) == "in blocks"
+
+
 def test_old_methods_of_a_solver_from_outside_are_called(page):
     with pytest.warns(DeprecationWarning, match=OLD) as warned:
 
