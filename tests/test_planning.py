@@ -14,8 +14,8 @@ from networks import mesh
 from problems import machine
 
 import lp_jax
-from lp_jax import _work, planning
-from lp_jax.planning import _calibrate, _candidates, _interconnect, _measure, _plan
+from lp_jax import planning
+from lp_jax.planning import _calibrate, _candidates, _interconnect, _measure, _plan, _work
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
 
