@@ -25,7 +25,7 @@ from flax import nnx
 from jax import lax
 
 import lp_jax
-from lp_jax import MGRIT, Picard, Rediscretize, nn
+from lp_jax import MGRIT, Identity, Picard, Rediscretize, nn
 from lp_jax.planning import training_step
 
 HEADS, TOKENS, POINTS = 4, 32, 16
@@ -336,7 +336,7 @@ RECURRENT = ("gru", "paragru", "paralstm")
 
 def two_one(**fields: Any) -> Pair:
     """MGRIT, two cycles forward and one backward, each with a skipped down-cycle; F on the finest level, FCF below."""
-    solver = MGRIT(iterations=2, relaxation=("F", "FCF"), skip_downcycle=True, **fields)
+    solver = MGRIT(iterations=2, relaxation=("F", "FCF"), start="cascade", **fields)
     return solver, dataclasses.replace(solver, iterations=1)
 
 
@@ -348,7 +348,7 @@ def _identity(layers: int, workers: int, forward: int, adjoint: int) -> Pair:
     fields: dict[str, Any] = {
         "levels": 2,
         "coarsening": -(-layers // workers),
-        "coarse_step": Picard(sweeps=0),
+        "coarse_step": Identity(),
         "storage": "all",
         "at_once": 1,
     }

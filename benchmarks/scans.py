@@ -34,6 +34,7 @@ from benchmarks.scan_problems import (
     two_modes,
 )
 from lp_jax import planning
+from lp_jax.planning._work import evaluates
 
 Made = Scan | lp_jax.Problem
 
@@ -253,9 +254,9 @@ _WRONG = 0.1  # error of what counts as diverged, whatever the residual norms sa
 
 def in_a_row(solver: lp_jax.Solver, taken: int, steps: int) -> int:
     """Evaluations that wait for each other: all steps at once in an iteration and once in the end, or those of cycles."""
-    if solver.evaluates == "batches":
+    if evaluates(solver) == "batches":
         return taken + 1
-    return planning.training_step(solver.with_effort(taken), lp_jax.Serial(), steps).depth("forward")
+    return planning.training_step(planning.with_effort(solver, taken), lp_jax.Serial(), steps).depth("forward")
 
 
 def verdict(converged: bool, waiting: int, steps: int) -> str:

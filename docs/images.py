@@ -21,7 +21,7 @@ import lp_jax
 from lp_jax import planning, viz
 
 ROOT, IMAGES = Path(__file__).parents[1], Path(__file__).with_suffix("")
-INTERVALS = {"coarsening": 8, "coarse_step": lp_jax.Picard(sweeps=0), "storage": "all", "skip_downcycle": False}
+INTERVALS = {"coarsening": 8, "coarse_step": lp_jax.Identity(), "storage": "all", "start": "guess"}
 MEASURED = {
     "race.png": ["demo", "--seed", "1"],
     "gradient_error.png": ["train", "digits", "--solver", "MGRIT"],
@@ -35,7 +35,7 @@ def figures():
     forward, adjoint = (lp_jax.MGRIT(iterations=n, **INTERVALS) for n in (2, 1))
     return {
         "hierarchy.png": viz.hierarchy(levels, 64, t1=2.0),
-        "cycle.png": viz.hierarchy(lp_jax.MGRIT(coarsening=4, iterations=2, skip_downcycle=False), 16),
+        "cycle.png": viz.hierarchy(lp_jax.MGRIT(coarsening=4, iterations=2, start="guess"), 16),
         "schedule.png": viz.schedule(forward, 64, workers=8, adjoint_solver=adjoint),
     }
 

@@ -12,14 +12,11 @@ from lp_jax._asked import Results as Results
 from lp_jax._asked import value_and_grad as value_and_grad
 from lp_jax._coarse_step import Coarse as Coarse
 from lp_jax._coarse_step import CoarseStep as CoarseStep
+from lp_jax._coarse_step import Identity as Identity
 from lp_jax._comm import Comm as Comm
 from lp_jax._comm import Workers as Workers
 from lp_jax._cycle import cascade as cascade
 from lp_jax._cycle import cycle as cycle
-from lp_jax._gradient_error import GradientErrors as GradientErrors
-from lp_jax._gradient_error import Solved as Solved
-from lp_jax._gradient_error import compare as compare
-from lp_jax._gradient_error import gradient_error as gradient_error
 from lp_jax._interpolate import interpolate as interpolate
 from lp_jax._level import Level as Level
 from lp_jax._mesh import MeshComm as MeshComm
@@ -47,7 +44,9 @@ from lp_jax._solution import Solution as Solution
 from lp_jax._solution import SolveError as SolveError
 from lp_jax._solve import solve as solve
 from lp_jax._solve import solve_vjp as solve_vjp
+from lp_jax._solver import Needs as Needs
 from lp_jax._solver import Solver as Solver
+from lp_jax._solver import Start as Start
 from lp_jax._solver import Stats as Stats
 from lp_jax._spatial import spatial as spatial
 from lp_jax._transfer import coarse_rhs as coarse_rhs
@@ -57,6 +56,10 @@ from lp_jax._tree import sum_of_squares as sum_of_squares
 from lp_jax._types import Layer as Layer
 from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan
+from lp_jax.planning._gradient_error import GradientErrors as GradientErrors
+from lp_jax.planning._gradient_error import Solved as Solved
+from lp_jax.planning._gradient_error import compare as compare
+from lp_jax.planning._gradient_error import gradient_error as gradient_error
 
 __version__ = _version("lp_jax")
 

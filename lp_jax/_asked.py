@@ -27,12 +27,12 @@ class Asked(NamedTuple):
 
     Attributes:
         solvers: forward and adjoint solver in the place of each solve's own; None keeps these.
-        report: ``report(direction, iteration, layers, stats)``, called on the host with what each solve measured.
+        report: ``report(direction, solver, layers)`` returns what is called on the host with what a solve measured.
         watch: what each solve that is differentiated is counted in.
     """
 
     solvers: tuple[Solver, Solver | None] | None = None
-    report: Callable[[str, str, int, Stats], None] | None = None
+    report: Callable[[str, Solver, int], Callable[[Stats], None]] | None = None
     watch: Watch | None = None
 
 
@@ -43,12 +43,7 @@ def tell(direction: str, solver: Solver, layers: int, stats: Stats) -> None:
     """Report a solve, where a report is asked for."""
     report = asked.value.report
     if report is not None:
-        name = f"{type(solver).__name__} {solver.iteration_name}"
-
-        def call(stats: Stats) -> None:
-            report(direction, name, layers, stats)
-
-        jax.debug.callback(call, jax.lax.stop_gradient(stats))
+        jax.debug.callback(report(direction, solver, layers), jax.lax.stop_gradient(stats))
 
 
 class Results(NamedTuple):

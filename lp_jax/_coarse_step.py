@@ -3,13 +3,14 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
+from lp_jax._level import identity
 from lp_jax._pytree import register
+from lp_jax._renamed import old_methods, register_old_methods
 from lp_jax._types import Layer, Points, PyTree, Slices, SliceStep, State
-from lp_jax._work import Uncounted, Work
 
 
 class Coarse(NamedTuple):
@@ -26,13 +27,23 @@ class Coarse(NamedTuple):
     around: Callable[[PyTree, Points], PyTree] | None = None
 
 
+OLD_METHODS = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}
+OLD_METHODS |= {"count": "lp_jax.planning.count_work"}
+
+
 class CoarseStep(abc.ABC):
     """A step of a coarse level of `MGRIT`, in the place of an interval's layers."""
 
-    @property
-    def takes_points(self) -> bool:
-        """Whether the steps are taken around the F-points of the last relaxation."""
-        return False
+    if not TYPE_CHECKING:
+        __getattr__ = old_methods(OLD_METHODS | {"describe": "lp_jax.viz.describe"})
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls._adapt_old_methods()
+
+    @classmethod
+    def _adapt_old_methods(cls) -> None:
+        register_old_methods(cls, OLD_METHODS)
 
     @property
     def stretches_dt(self) -> bool:
@@ -50,22 +61,20 @@ class CoarseStep(abc.ABC):
             at_once: number of layers that are evaluated at once, where they do not depend on each other.
         """
 
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
 
-        Raises:
-            Uncounted: where the program is to be read instead, which is the default.
-        """
-        raise Uncounted
+@register()
+@dataclasses.dataclass(frozen=True)
+class Identity(CoarseStep):
+    """The coarse step that does nothing: the coarse problem is a prefix sum, with no sequential part.
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether it does nothing as a coarse step, so that the coarse problem is a prefix sum."""
-        return False
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.MGRIT(coarse_step=lp_jax.Identity()).coarse_step
+        Identity()
+    """
 
-    def summary(self) -> str:
-        """Return a few words for titles and notes."""
-        return type(self).__name__
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        return Coarse(identity, _tree.split(chain.slices, span))
 
 
 @register()
@@ -90,6 +99,3 @@ class PerInterval(CoarseStep):
             return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
 
         return Coarse(through, _tree.split(chain.slices, span))
-
-    def summary(self) -> str:
-        return f"the function {getattr(self.function, '__name__', self.function)}"

@@ -234,4 +234,3 @@ def solver(name: str, value: Any) -> None:
         raise TypeError(
             f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
         )
-    value.check()

@@ -5,7 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 
@@ -13,26 +13,20 @@ from lp_jax import _check, _tree
 from lp_jax._at_once import check as check_at_once
 from lp_jax._chain import Chain
 from lp_jax._coarse_step import CoarseStep, PerInterval
-from lp_jax._cycle import cascade, fas_cycle
-from lp_jax._cycle_work import busiest, count_stops
+from lp_jax._cycle import VISITS, cascade, fas_cycle
 from lp_jax._level import Level
-from lp_jax._path import VISITS, Stop, cascade_stops, cycle_stops, path
 from lp_jax._picard import Picard
 from lp_jax._pytree import register
-from lp_jax._rediscretize import Rediscretize
 from lp_jax._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
+from lp_jax._renamed import warn_renamed
 from lp_jax._serial import Serial
-from lp_jax._solver import Solver, constant
+from lp_jax._solver import Needs, Solver, Start, constant
 from lp_jax._sweep import sweep
 from lp_jax._transfer import fitted
 from lp_jax._types import Advance, CPoints, Scalar, State, Transfer
-from lp_jax._work import Held, Sizes, Uncounted, Work
 
-if TYPE_CHECKING:
-    Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
-    AnyCoarseStep: TypeAlias = CoarseStep | Callable[..., State]
-else:  # what a command line can spell
-    Relaxation, AnyCoarseStep = str, CoarseStep
+Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
+AnyCoarseStep: TypeAlias = Callable[..., State] | CoarseStep
 
 
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
@@ -54,9 +48,9 @@ class MGRIT(Solver):
             level, finest first (the last one repeats).
         c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.
         cycle: "V", "F" or "W".
-        skip_downcycle: make the first iteration the coarse-to-fine cascade: solve the coarsest level, then inject and
-            F-relax level by level. It needs no guess; where a trajectory is given, the first iteration is a
-            cycle that starts there.
+        start: "cascade": the first iteration goes from coarse to fine: solve the coarsest level, then inject and F-relax level
+            by level. It needs no guess; where a trajectory is given, the first iteration is a cycle that starts there. "guess":
+            the first iteration is a cycle.
         min_coarse: fewest steps of the coarsest level.
         coarse_step: what stands in for the layers of an interval on the coarse levels: `Rediscretize`; any solver
             with fixed effort, run on the interval's own layers; or a function ``f(step, y, layers) -> y``, where the leaves of
@@ -70,6 +64,7 @@ class MGRIT(Solver):
         at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
             or "auto": by what a layer holds. Numbers change by rounding only.
         interval_map: the old name; "vmap" is ``at_once=math.inf``, "loop" is ``at_once=1``.
+        skip_downcycle: the old name; True is ``start="cascade"``, False is ``start="guess"``.
 
     Raises:
         ValueError: for a value out of range, naming the field.
@@ -94,10 +89,10 @@ class MGRIT(Solver):
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
     fallback: bool = False
-    relaxation: Relaxation | tuple[Relaxation, ...] = ("F", "FCF")
+    relaxation: tuple[Relaxation, ...] | Relaxation = ("F", "FCF")
     c_weight: float | jax.Array = 1.0
     cycle: str = "V"
-    skip_downcycle: bool = True
+    start: str = "cascade"
     min_coarse: int = 2
     coarse_step: AnyCoarseStep = Picard(sweeps=1)
     coarsest: Solver = Serial()
@@ -105,8 +100,13 @@ class MGRIT(Solver):
     storage: str = "c_points"
     at_once: int | float | str = "auto"
     interval_map: dataclasses.InitVar[str | None] = None
+    skip_downcycle: dataclasses.InitVar[bool | None] = None
 
-    def __post_init__(self, interval_map: str | None) -> None:
+    def __post_init__(self, interval_map: str | None, skip_downcycle: bool | None) -> None:
+        if skip_downcycle is not None:
+            start = "cascade" if skip_downcycle else "guess"
+            warn_renamed(f"MGRIT(skip_downcycle={skip_downcycle})", f"MGRIT(start={start!r})", stacklevel=4)
+            object.__setattr__(self, "start", start)
         if interval_map is not None:
             _check.one_of("interval_map", interval_map, _INTERVAL_MAPS)
             warnings.warn(_RENAMED.format(interval_map, _INTERVAL_MAPS[interval_map]), DeprecationWarning, stacklevel=3)
@@ -125,6 +125,7 @@ class MGRIT(Solver):
                     f"{relaxation!r}."
                 )
         _check.one_of("cycle", self.cycle, VISITS)
+        _check.one_of("start", self.start, ("cascade", "guess"))
         _check.one_of("storage", self.storage, ("c_points", "all"))
         check_at_once("at_once", self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
@@ -158,13 +159,16 @@ class MGRIT(Solver):
     def keeps_states(self) -> bool:
         return self.storage == "all"
 
-    def resolve(self, steps: int) -> Solver:
-        return self if len(self.grid(steps)) > 1 else Serial()
+    def stride(self, steps: int) -> int:
+        return self.grid(steps)[0][1]
 
-    def warm_started(self) -> Solver:
-        return dataclasses.replace(self, skip_downcycle=False)
+    def unit(self, steps: int) -> int:
+        return math.prod(factor for _, factor in self.grid(steps))
 
-    def check(self) -> None:
+    def needs(self, steps: int) -> Needs:
+        return Needs([_at(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)])
+
+    def resolve(self, steps: int, *, warm: bool = False) -> Solver:
         if not isinstance(self.coarse_step, CoarseStep):
             raise TypeError(
                 "coarse_step must be Rediscretize(...), a solver with fixed effort, like Picard(sweeps=1) or Serial(), or a "
@@ -175,25 +179,24 @@ class MGRIT(Solver):
                 f"coarsest must be a solver that works on one level, like Serial(), Picard(...) or Newton(...); got "
                 f"{self.coarsest!r}."
             )
-
-        if self._coarse.takes_points and any(self._transfers()):
-            raise ValueError(
-                'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
-                f"`spatial` made smaller; got {self.coarse_step!r}. Leave one of the two out."
-            )
-
-    def transfers(self, steps: int) -> list[Transfer | None]:
-        return [_at(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)]
+        if len(self.grid(steps)) == 1:
+            return Serial()
+        return dataclasses.replace(self, start="guess") if warm else self
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         at_once = chain.at_once(self.at_once)
-        transfer = [*self.transfers(chain.total), None]
+        transfer = [*self.needs(chain.total).transfers, None]
         (_, factor), *coarser = self.grid(chain.total)
         levels = [chain.finest(factor, at_once=at_once, transfer=fitted(transfer[0], chain.y0))]
         for number, (_, factor) in enumerate(coarser, 1):
             finer = levels[-1]
             y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
             step, xs, around = self._coarse.coarsen(chain, number, finer.interval_span, at_once=at_once)
+            if around is not None and any(transfer):
+                raise ValueError(
+                    'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
+                    f"`spatial` made smaller; got {self.coarse_step!r}. Leave one of the two out."
+                )
             levels.append(
                 dataclasses.replace(
                     finer,
@@ -213,13 +216,13 @@ class MGRIT(Solver):
             levels[-1] = levels[-1].collected(self.iterations)
         return tuple(levels)
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, int]:
-        if self.skip_downcycle:
-            return cascade(self, levels), 1
-        return constant(levels[0], guess), 0
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        if self.start == "cascade":
+            return Start(cascade(self, levels), spent=1)
+        return Start(constant(levels[0], guess))
 
-    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
-        return fas_cycle(self, levels, u, self.cycle)
+    def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Scalar]:
+        return fas_cycle(self, levels, state, self.cycle)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         swept, emitted = sweep(levels[0], levels[0].incoming(u), advance=advance)
@@ -243,79 +246,9 @@ class MGRIT(Solver):
         single = len(self.spatial) == 2 and all(map(callable, self.spatial))
         return cast(tuple[Transfer | None, ...], (self.spatial,) if single else self.spatial)
 
-    iteration_name = "cycle"
-
-    def variants(self) -> dict[str, Solver]:
-        others: dict[str, CoarseStep] = {
-            "injection": Rediscretize(params="inject"),
-            "mean of parameters": Rediscretize(params="mean"),
-            "1 Picard sweep": Picard(sweeps=1),
-            "2 Picard sweeps": Picard(sweeps=2),
-        }
-        if self._coarse not in others.values():
-            others["this run's coarse step"] = self._coarse
-        return {name: dataclasses.replace(self, coarse_step=step) for name, step in others.items()}
-
     @property
     def _coarse(self) -> CoarseStep:
         return cast(CoarseStep, self.coarse_step)
-
-    evaluates = "intervals"
-
-    def _relaxations(self, levels: int) -> tuple[str, ...]:
-        """Labels of the relaxation on every level: "FCF", or the name of a function."""
-        each = (_at(_per_level(self.relaxation), level) for level in range(levels))
-        return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
-
-    def stops(self, steps: int, iterations: int) -> list[Stop]:
-        relaxations = self._relaxations(len(self.grid(steps)))
-        return path(relaxations, self.cycle, iterations, skip=self.skip_downcycle)
-
-    def count(self, work: Work) -> None:
-        work = dataclasses.replace(work, in_rows=True)
-        if any(map(callable, _per_level(self.relaxation))):
-            raise Uncounted
-        grid = self.grid(work.layers)
-        relaxations = self._relaxations(len(grid))
-        first = cascade_stops if self.skip_downcycle else cycle_stops
-        for stops, times in ((first, 1), (cycle_stops, self.iterations - 1)):
-            once = work.apart()
-            count_stops(once, grid, stops(relaxations, self.cycle), self._coarse, self.coarsest)
-            work.schedule.include(once.schedule, times)
-        intervals, factor = busiest(grid, 0, work.workers), grid[0][1]
-        work.during("states again").evaluate_again(factor - 1, intervals)
-        last = work.during("final sweep")
-        last.evaluate(factor, intervals, gradient=True)
-        last.sent(1)
-
-    def held(self, sizes: Sizes) -> Held:
-        grid = self.grid(sizes.layers)[:-1]
-        intervals = [busiest(grid, level, sizes.workers) for level in range(len(grid))]
-        working = _OF_A_CYCLE * sum(intervals) * sizes.state
-        if self.keeps_states:
-            return Held(sizes.mine * sizes.linearised, working)
-        at_once = min(self.most_at_once(sizes.auto), intervals[0])
-        some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
-        recomputed = at_once * grid[0][1] * sizes.linearised if some else _F_POINTS * sizes.mine * sizes.state
-        return Held(intervals[0] * sizes.state, working + int(recomputed))
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        grid = self.grid(steps)
-        rest = f"only {grid[-1][0]} coarse steps remain one after another"
-        if self._coarse.is_identity:
-            rest = "the coarse solve is a prefix sum"
-        note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
-        return f"{steps} layers on {len(grid)} levels: {rest}", f"{note} Coarse step: {self._coarse.summary()}."
-
-    def label(self, adjoint: Solver) -> str:
-        coarse = "identity" if self._coarse.is_identity else type(self._coarse).__name__
-        if isinstance(self._coarse, Solver) and self._coarse.iterations:
-            coarse = f"{coarse} {self._coarse.iterations}"
-        return f"{self.iterations}/{adjoint.iterations} cycles, {coarse}, m = {self.coarsening}"
-
-
-_OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
-_F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
 
 
 _INTERVAL_MAPS: dict[str, int | float | str] = {"vmap": math.inf, "loop": 1, "auto": "auto"}

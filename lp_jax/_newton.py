@@ -17,10 +17,9 @@ from lp_jax._chain import Chain
 from lp_jax._jacobians import Blocks, Full, Jacobians, OwnJacobians, Shared
 from lp_jax._level import Level
 from lp_jax._pytree import register
-from lp_jax._solver import Solver, constant, counted
+from lp_jax._solver import WITHOUT_TOLERANCE, Needs, Solver, Start, constant
 from lp_jax._sweep import each, sweep
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
-from lp_jax._work import Held, Sizes, Work
 
 JACOBIANS = ("full", "shared", "diagonal", "identity")
 
@@ -193,7 +192,7 @@ class Newton(Solver):
     def for_adjoint(self) -> Solver:
         if self.jacobian != "full" or self.damping is not None or self.jacobian_of is not None:
             return self
-        return dataclasses.replace(self.with_effort(1), relaxations=0)  # type: ignore[type-var]
+        return dataclasses.replace(self, iterations=1, relaxations=0, **WITHOUT_TOLERANCE)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         everything = self.at_once == "auto" and chain.footprint.counted
@@ -201,14 +200,10 @@ class Newton(Solver):
         origin = None if self.jacobian_of is None else chain.step(self.jacobian_of)
         return (dataclasses.replace(level, origin=origin),)
 
-    @property
-    def other_steps(self) -> tuple[Callable, ...]:
-        return () if self.jacobian_of is None else (self.jacobian_of,)
+    def needs(self, steps: int) -> Needs:
+        return Needs(steps=() if self.jacobian_of is None else (self.jacobian_of,), averaged_axes=self._averaged_axes)
 
-    def most_at_once(self, auto: float) -> float:
-        return super().most_at_once(math.inf)  # an iteration holds the Jacobians of all layers anyway
-
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Iterate, int]:
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level = levels[0]
         shared = self.jacobian == "shared"
         if guess is None and level.reverse and shared:  # it is for cotangents that fade away
@@ -218,13 +213,11 @@ class Newton(Solver):
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._shared(level).operands(_forward(level), level.y0, operands))
         if level.reverse and self.iterations > 1 and self.jacobian != "identity":
-            return Iterate(u.states, jacobians=self._linearised(level, u)[1]), 0
-        return u, 0
+            u = Iterate(u.states, jacobians=self._linearised(level, u)[1])
+        return Start(u, recovers=True)
 
-    recovers = True
-
-    def c_points(self, levels: Sequence[Level], u: Iterate) -> CPoints:
-        return u.states
+    def c_points(self, levels: Sequence[Level], state: Iterate) -> CPoints:
+        return state.states
 
     def _relaxed(self, level: Level, u: CPoints) -> CPoints:
         relaxations = min(self.relaxations, level.workers.total(level.span))
@@ -239,8 +232,8 @@ class Newton(Solver):
         entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
         return sweep(level, entering)[0]
 
-    def improve(self, levels: Sequence[Level], u: Iterate) -> tuple[Iterate, Scalar]:
-        level, before = levels[0], u.states
+    def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Scalar]:
+        level, u, before = levels[0], state, state.states
         if self.jacobian == "identity" or u.jacobians is not None:
             stepped, jacobians = sweep(level, level.incoming(before))[0], u.jacobians
         else:
@@ -259,7 +252,7 @@ class Newton(Solver):
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
     @property
-    def averaged_axes(self) -> int:
+    def _averaged_axes(self) -> int:
         if self.jacobian != "shared":
             return 0
         return 1 if self.batch_axes is None else self.batch_axes
@@ -273,7 +266,7 @@ class Newton(Solver):
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
     def _shared(self, level: Level) -> Shared:
-        return Shared(level.y0, self.averaged_axes, alone=level.alone)
+        return Shared(level.y0, self._averaged_axes, alone=level.alone)
 
     def _linearised(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
         """The states after all layers, and the layers' Jacobians."""
@@ -314,42 +307,6 @@ class Newton(Solver):
 
         return each(level, one, level.xs[1] if level.reverse else entering, operands)
 
-    def summary(self) -> str:
-        kind = "" if self.jacobian == "full" else f" with {self.jacobian} Jacobians"
-        before = f" after {counted(self.relaxations, 'relaxation')}" if self.relaxations else ""
-        return f"{super().summary()}{before}{kind}"
-
-    def count(self, work: Work) -> None:
-        if work.step is not None:
-            raise NotImplementedError(_WITHIN)
-        relaxations = min(self.relaxations, work.layers)
-        for _ in range(relaxations):
-            work.steps(1, work.mine)
-            work.sent(1)
-        iteration = work.during("Newton iteration")
-        for _ in range(self.iterations):
-            if self.jacobian == "full":
-                iteration.add("newton", 1, work.mine)
-            else:  # the states; their derivative where layers act in place, or the mean's, and the chain of its Jacobians
-                iteration.steps(1 + (self.jacobian != "identity"), work.mine)
-            iteration.sent(1 + work.prefix)
-        work.last_evaluation()
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        raise NotImplementedError(_WITHIN)
-
-    def held(self, sizes: Sizes) -> Held:
-        example = sizes.state / sizes.examples
-        jacobian = example * example / _BYTES if self.jacobian in ("full", "shared") else 0
-        jacobians = _OF_A_SCAN * sizes.mine * (1 if self.jacobian == "shared" else sizes.examples) * jacobian
-        return Held(super().held(sizes).kept, _OF_NEWTON * sizes.mine * sizes.state + math.ceil(jacobians))
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        note = (
-            "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
-        )
-        return f"{steps} layers at once, {self.summary()}: no coarse level", note
-
 
 def _finite_or_before(after: jax.Array, before: jax.Array) -> jax.Array:
     """Numbers that overflowed are set back: they would stay, and k iterations leave the first k states exact."""
@@ -360,9 +317,3 @@ def _forward(level: Level) -> Callable[[State, PyTree], State]:
     """The layers' own step, of an adjoint level too."""
     step = level.origin or level.step
     return lambda u, x: step(u, x, level.shared)
-
-
-_WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...), Serial() or Rediscretize(...) there."
-_OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum
-_OF_A_SCAN = 3  # arrays of all Jacobians: their own, and two of the scan's
-_BYTES = 4  # of a number

@@ -12,15 +12,15 @@ from lp_jax import _check, _tree
 from lp_jax._at_once import check as check_at_once
 from lp_jax._at_once import chunk, in_chunks, several
 from lp_jax._chain import Chain
-from lp_jax._coarse_step import Coarse
+from lp_jax._coarse_step import Coarse, Identity
 from lp_jax._comm import Local
-from lp_jax._level import Level, identity
+from lp_jax._level import Level
 from lp_jax._picard_sweeps import Swept, plain_sweep, secant_sweep, swept, unmoved
 from lp_jax._pytree import register
-from lp_jax._solver import WITHOUT_TOLERANCE, Begun, Solver, constant, require_fixed_effort, solve_intervals
+from lp_jax._solver import Solver, Start, constant, require_fixed_effort, solve_intervals
+from lp_jax._sweep import sweep
 from lp_jax._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._windows import slide
-from lp_jax._work import Work
 
 
 @register("rtol", "atol")
@@ -37,8 +37,7 @@ class Picard(Solver):
     of each interval, a fixed number of times.
 
     Args:
-        sweeps: number of sweeps; with a tolerance their largest number. 0, as a coarse step only, is the identity:
-            the coarse problem becomes a prefix sum with no sequential part.
+        sweeps: number of sweeps; with a tolerance their largest number. 0, as a coarse step only, is `Identity`.
         windows: number of windows that the layers are cut into: all sweeps but the last go over one window after the other,
             each from the state that leaves the one before; the last one goes over all layers. With W windows a sweep sees a
             W-th of the time, so that fewer are enough, a W-th of the layers is evaluated at once, and W (sweeps - 1) + 1
@@ -102,22 +101,16 @@ class Picard(Solver):
         return self.sweeps
 
     @property
-    def takes_points(self) -> bool:
-        return self.around == "trajectory"
-
-    @property
     def keeps_states(self) -> bool:
         return self.storage == "all"
 
-    def check(self) -> None:
+    def resolve(self, steps: int, *, warm: bool = False) -> Solver:
         if self.sweeps == 0:
             raise ValueError(
                 "solver=Picard(sweeps=0) does nothing: it is a coarse step, the identity. Use sweeps of at least 1, or "
-                "MGRIT(coarse_step=Picard(sweeps=0))."
+                "MGRIT(coarse_step=Identity())."
             )
-
-    def warm_started(self) -> Solver:
-        if self.windows > 1:
+        if warm and self.windows > 1:
             raise ValueError(
                 f"guess is not used by Picard(windows={self.windows}), whose windows start from the state that leaves the "
                 "one before. Leave the guess out, or set windows=1."
@@ -127,18 +120,18 @@ class Picard(Solver):
     def unit(self, steps: int) -> int:
         return -(-steps // self.windows) if self.windows > 1 else 1
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> Begun:
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level = levels[0]
         if self.windows == 1:
-            begun = Swept(constant(level, None), level.y0) if guess is None else swept(level, guess)
-            return Begun(unmoved(begun) if self.secant else begun)
+            begin = Swept(constant(level, None), level.y0) if guess is None else swept(level, guess)
+            return Start(unmoved(begin) if self.secant else begin)
         if level.number > 0:
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
         if self.has_tolerance:
             size = self.unit(level.workers.total(level.span))
             slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
-            return Begun(swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
-        return Begun(swept(level, self._march(level)), self.sweeps - 1)
+            return Start(swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+        return Start(swept(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
@@ -178,7 +171,7 @@ class Picard(Solver):
             raise ValueError(f"coarse_step={self!r} would depend on the sweeps before it; leave secant out.")
         xs, step = _tree.split(chain.slices, span), chain.step(level)
         if self.sweeps == 0:
-            return Coarse(identity, xs)
+            return Identity().coarsen(chain, level, span, at_once=at_once)
 
         def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
             x, states = x
@@ -187,7 +180,7 @@ class Picard(Solver):
         def around(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
 
-        return Coarse(solve_interval, (xs, None), around if self.takes_points else None)
+        return Coarse(solve_interval, (xs, None), around if self.around == "trajectory" else None)
 
     def _interval(
         self,
@@ -230,54 +223,6 @@ class Picard(Solver):
         for _ in range(self.sweeps - 1):
             incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
         return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)
-
-    iteration_name = "sweep"
-
-    def with_effort(self, iterations: int) -> Solver:
-        if self.windows > 1 and self.has_tolerance:  # all sweeps of the window, and one over all layers
-            iterations = 1 + max(1, round((iterations - 1) / self.windows))
-        return dataclasses.replace(self, sweeps=iterations, **WITHOUT_TOLERANCE)
-
-    def summary(self) -> str:
-        return f"{super().summary()} over the layers"
-
-    def count(self, work: Work) -> None:
-        sweeps = self.sweeps
-        if self.windows > 1:
-            span = self.unit(work.layers)
-            work = dataclasses.replace(work, unit=span)
-            in_turn = dataclasses.replace(work, in_turn=True)
-            in_turn.steps(-(-work.layers // span) * (sweeps - 1), span)
-            in_turn.sent(work.workers - 1)
-            work.sent(1)
-            sweeps = 1
-        if work.adjoint and not work.kept:  # the states that enter
-            work.sent(1)
-        for _ in range(sweeps):
-            work.steps(1, work.mine)
-            work.sent(work.prefix)
-        work.last_evaluation()
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        work.evaluate(count * self.sweeps, at_once * work.span, rows=count * self.sweeps * at_once)
-
-    @property
-    def is_identity(self) -> bool:
-        return self.sweeps == 0
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        sweeps = super().summary()
-        if self.windows > 1:
-            note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
-            if self.has_tolerance:
-                note = (
-                    "sweeps go over a window that slides to where its states still change, the last one over all layers"
-                )
-                return f"{steps} layers, a window of {self.unit(steps)}, at most {self.windows} times {sweeps}", note
-            return f"{steps} layers in {self.windows} windows, {sweeps}", note
-        most = f"{sweeps} at most" if self.has_tolerance else sweeps
-        note = "each sweep evaluates every layer at once and adds the increments up"
-        return f"{steps} layers at once, {most}: no coarse level", note
 
 
 DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)

@@ -12,7 +12,6 @@ from lp_jax._coarse_step import Coarse, CoarseStep
 from lp_jax._comm import select
 from lp_jax._pytree import register
 from lp_jax._types import PyTree, Slices, Stacked
-from lp_jax._work import Work
 
 
 @register()
@@ -65,13 +64,6 @@ class Rediscretize(CoarseStep):
             index=slices.index[::span],
         )
         return Coarse(chain.step(level), coarse)
-
-    def summary(self) -> str:
-        rule = self.params if isinstance(self.params, str) else "a function"
-        return f"the layer with the interval's dt, parameters by {rule}"
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        work.evaluate(count, at_once)
 
 
 def _inject(tree: Stacked, span: int) -> Stacked:

@@ -1,7 +1,6 @@
 """Serial propagation: the oracle and the baseline."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ from lp_jax import _check, _tree
 from lp_jax._chain import Chain
 from lp_jax._level import Level
 from lp_jax._pytree import register
-from lp_jax._solver import Solver
+from lp_jax._solver import Solver, Start
 from lp_jax._sweep import march
-from lp_jax._types import Advance, CPoints, PyTree, Scalar, Stacked, State
-from lp_jax._work import Held, Sizes, Work
+from lp_jax._types import Advance, CPoints, PyTree, Stacked, State
 
 
 @register()
@@ -56,51 +54,17 @@ class Serial(Solver):
     def keeps_states(self) -> bool:
         return self.checkpoint_every is None
 
-    def grid(self, steps: int) -> list[tuple[int, int]]:
-        return [(steps, min(self.checkpoint_every or 1, steps))]
+    def stride(self, steps: int) -> int:
+        return min(self.checkpoint_every or 1, steps)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         return (chain.finest(self.stride(chain.total), at_once=1),)
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> tuple[Any, int]:
-        return None, 0
-
-    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
-        u = march(levels[0])[0]
-        return u, jnp.zeros((), _tree.real_dtype(u, at_least=jnp.float32))
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        return Start(None)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
         return march(levels[0], advance=advance)
-
-    def with_effort(self, iterations: int) -> Solver:
-        return self
-
-    def summary(self) -> str:
-        return "serial"
-
-    evaluates = "series"
-
-    def count(self, work: Work) -> None:
-        work = dataclasses.replace(work, in_turn=True)
-        if work.step is None:
-            work = work.during("propagation")
-            work.evaluate(work.layers, 1, gradient=True)
-        else:
-            work.steps(work.layers, 1)
-        work.sent(work.workers - 1)
-
-    def count_steps(self, work: Work, count: int, at_once: int) -> None:
-        work.evaluate(count * work.span, at_once, rows=count * at_once)
-
-    def held(self, sizes: Sizes) -> Held:
-        if self.checkpoint_every is None:
-            return Held(sizes.mine * sizes.linearised, 0)
-        span = min(sizes.mine, self.checkpoint_every)
-        working = span * (sizes.linearised + 2 * sizes.parameters)
-        return Held(math.ceil(sizes.mine / span) * sizes.state, working)
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        return f"{steps} layers one after another: serial propagation", "exact, and the baseline"
 
 
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, Any]]:

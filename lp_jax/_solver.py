@@ -1,13 +1,12 @@
-"""What every solver is: settings, and a few small methods on the levels of a chain; and the one driver.
+"""Solvers: settings and a few small methods on the levels of a chain; and the one driver of their iterations.
 
 `Solver` and `CoarseStep` are the doors through which a method from outside comes in. The built-in ones use no other.
 """
 
 import abc
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,45 @@ from jax import lax
 
 from lp_jax import _tree
 from lp_jax._chain import Chain
-from lp_jax._coarse_step import Coarse, CoarseStep
+from lp_jax._coarse_step import OLD_METHODS, Coarse, CoarseStep
 from lp_jax._level import Level
-from lp_jax._path import Stop
+from lp_jax._renamed import register_old_methods, warn_renamed
 from lp_jax._result import DONE, FELL_BACK, of_norms
 from lp_jax._sweep import march, sweep
 from lp_jax._tolerance import ROUNDING, believed, hopeless, rounding
 from lp_jax._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
-from lp_jax._work import Held, Sizes, Uncounted, Work
+
+
+class Start(NamedTuple):
+    """Where the iterations of a solver begin.
+
+    Attributes:
+        state: what `Solver.improve` iterates on: C-points, or whatever holds them.
+        spent: number of iterations that this start cost.
+        taken: number of iterations that are reported for it, where that depends on the data.
+        first: first residual norm, where the start measured it; else it is that of the first iteration.
+        recovers: whether iterations go on from a residual norm that is not finite.
+    """
+
+    state: Any
+    spent: int = 0
+    taken: jax.Array | None = None
+    first: Scalar | None = None
+    recovers: bool = False
+
+
+class Needs(NamedTuple):
+    """Evaluations of a solver, those of the step on states like ``y0`` apart. All are traced before the solve.
+
+    Attributes:
+        transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
+        steps: other steps of the user's.
+        averaged_axes: number of leading axes of examples, where the step is evaluated for one at their mean, too; else 0.
+    """
+
+    transfers: Sequence[Transfer | None] = ()
+    steps: tuple[Callable, ...] = ()
+    averaged_axes: int = 0
 
 
 class Solver(CoarseStep):
@@ -45,72 +75,80 @@ class Solver(CoarseStep):
     fallback: Any = False
     at_once: Any = "auto"
 
+    @classmethod
+    def _adapt_old_methods(cls) -> None:
+        register_old_methods(cls, OLD_METHODS)
+        target: Any = cls
+        own = vars(target)
+        if callable(own.get("start")) and "init" not in own:
+            warn_renamed(f"{cls.__name__}.start(levels, guess)", "init, which returns a lp_jax.Start,", stacklevel=4)
+            target.init = lambda self, levels, guess: Start(*self.start(levels, guess))
+        if callable(own.get("grid")) and "stride" not in own:
+            warn_renamed(f"{cls.__name__}.grid(steps)", "stride(steps)", stacklevel=4)
+            target.stride = lambda self, steps: self.grid(steps)[0][1]
+            target.unit = lambda self, steps: math.prod(factor for _, factor in self.grid(steps))
+
     @property
     @abc.abstractmethod
     def iterations(self) -> int:
-        """Number of iterations, or their cap where there is a tolerance."""
+        """Number of iterations, or their cap where there is a tolerance. 0 of a solver that is all in its final sweep."""
 
-    @abc.abstractmethod
-    def improve(self, levels: Sequence[Level], u: CPoints) -> tuple[CPoints, Scalar]:
-        """One iteration.
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        """Return where the iterations begin: by default at the guess, or at ``y0`` at every C-point."""
+        return Start(constant(levels[0], guess))
+
+    def improve(self, levels: Sequence[Level], state: Any) -> tuple[Any, Scalar]:
+        """Make one iteration.
 
         Args:
             levels: of `discretize`, finest first.
-            u: C-points of ``levels[0]``, leaves ``(intervals, ...)``.
+            state: as `init` begins with: by default C-points of ``levels[0]``, leaves ``(intervals, ...)``.
 
         Returns:
-            The new C-points, and this worker's sum of squared residuals (`lp_jax.sum_of_squares`) before they were
-            corrected.
+            The new state, and this worker's sum of squared residuals (`lp_jax.sum_of_squares`) before they were corrected.
         """
+        raise NotImplementedError(f"{type(self).__name__} has iterations, and needs a method `improve` that makes one.")
 
-    def start(self, levels: Sequence[Level], guess: CPoints | None) -> "tuple[CPoints, int] | Begun":
-        """First C-points, and how many of the iterations they cost. The guess, or ``y0`` at every C-point."""
-        return constant(levels[0], guess), 0
-
-    @property
-    def averaged_axes(self) -> int:
-        """Number of leading axes of examples, where the solver evaluates the step for one at their mean, too; else 0."""
-        return 0
-
-    @property
-    def other_steps(self) -> tuple[Callable, ...]:
-        """Steps of the user's beside the one that is solved, which the solver evaluates."""
-        return ()
-
-    def c_points(self, levels: Sequence[Level], u: Any) -> CPoints:
-        """The C-points, of what `start` and `improve` return, where that is something else."""
-        return u
+    def c_points(self, levels: Sequence[Level], state: Any) -> CPoints:
+        """Return the C-points that a state holds: by default it is these."""
+        return state
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
-        """The final sweep: last C-points, and what ``advance`` emitted at each step of the finest level."""
+        """Make the final sweep.
+
+        Returns:
+            The last C-points, and what ``advance`` emitted at each step of the finest level.
+        """
         return sweep(levels[0], levels[0].incoming(u), advance=advance)
 
-    def grid(self, steps: int) -> list[tuple[int, int]]:
-        """(number of steps, coarsening factor) of every level for a network of ``steps`` layers, finest first."""
-        return [(steps, 1)]
+    def stride(self, steps: int) -> int:
+        """Return the number of layers between two C-points of the finest level, in a network of ``steps`` layers."""
+        return 1
+
+    def unit(self, steps: int) -> int:
+        """Return the number of layers that must live on one worker: by default those between two C-points."""
+        return self.stride(steps)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        """The levels that the solver works on, finest first."""
+        """Return the levels that the solver works on, finest first: by default one, with intervals of `stride` layers."""
         return (chain.finest(self.stride(chain.total), at_once=chain.at_once(self.at_once)),)
 
-    def check(self) -> None:
-        """Refuse settings that cannot solve a network, in words for the user."""
+    def needs(self, steps: int) -> Needs:
+        """Return what the solver evaluates in a network of ``steps`` layers: by default nothing but the step."""
+        return Needs()
 
-    def resolve(self, steps: int) -> "Solver":
-        """The solver that this one comes down to for ``steps`` layers."""
+    def resolve(self, steps: int, *, warm: bool = False) -> "Solver":
+        """Return the solver for a network of ``steps`` layers, and refuse settings that cannot solve it.
+
+        Args:
+            steps: number of layers.
+            warm: whether a trajectory is given as ``guess``, where the solver has to start.
+        """
         return self
 
     def for_adjoint(self) -> "Solver":
-        """The solver of the adjoint system, which is linear, where no other one is named."""
+        """Return the solver of the adjoint system, which is linear, where no other one is named."""
         return self
-
-    def warm_started(self) -> "Solver":
-        """The solver, made to start from a trajectory that is given as ``guess``; refuses one that it would ignore."""
-        return self
-
-    def transfers(self, steps: int) -> list[Transfer | None]:
-        """How the state gets from each level to the next coarser one; None where it keeps its size."""
-        return []
 
     @property
     def exact(self) -> bool:
@@ -127,94 +165,12 @@ class Solver(CoarseStep):
         """Whether iterations end when a tolerance is met."""
         return self.rtol is not None or self.atol is not None
 
-    def stride(self, steps: int) -> int:
-        """Number of layers between two C-points of the finest level."""
-        return self.grid(steps)[0][1]
-
-    def unit(self, steps: int) -> int:
-        """Number of layers that must live on one worker: those of one step of the coarsest level."""
-        return math.prod(factor for _, factor in self.grid(steps))
-
-    def run(self, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
-        """C-points of the solution, with nothing measured."""
-        u, _ = iterate(self, levels, guess)
-        return self.finish(levels, u, None)[0]
-
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         return solve_intervals(self, chain, level, span)
-
-    iteration_name: ClassVar[str] = "iteration"
-    recovers: ClassVar[bool] = False  # whether iterations go on from states that overflowed
-
-    def with_effort(self, iterations: int) -> "Solver":
-        """Return this solver with a fixed number of iterations and no tolerance.
-
-        Raises:
-            TypeError: for a solver without a field ``iterations``, which overrides this.
-        """
-        names = [field.name for field in dataclasses.fields(cast(Any, self))]
-        if "iterations" not in names:
-            raise TypeError(
-                f"{type(self).__name__} has no field `iterations`; let its `with_effort` set the number of iterations."
-            )
-        without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}
-        return dataclasses.replace(cast(Any, self), iterations=iterations, **without)
-
-    def summary(self) -> str:
-        return counted(self.iterations, f"{type(self).__name__} {self.iteration_name}")
-
-    def variants(self) -> "dict[str, Solver]":
-        """Return the solvers, by name, that a picture of the gradient's error compares."""
-        return {type(self).__name__: self}
-
-    evaluates: ClassVar[str] = "batches"
-    """How layers are evaluated where they run one after another: "batches", all of a sweep; "intervals"; or "series"."""
-
-    def count(self, work: Work) -> None:
-        """Record what a solve does, its last sweep and the gradient included.
-
-        Raises:
-            Uncounted: where the program is to be read instead, which is the default.
-        """
-        raise Uncounted
-
-    def most_at_once(self, auto: float) -> float:
-        """Number of layers that are evaluated at once, given what "auto" comes to."""
-        return auto if self.at_once == "auto" else float(self.at_once)
-
-    def held(self, sizes: Sizes) -> Held:
-        """Return what a training step with this solver holds: by default, what a sweep over all layers does."""
-        if self.keeps_states:
-            kept = sizes.mine * sizes.linearised
-        else:
-            kept = math.ceil(sizes.mine / self.stride(sizes.layers)) * sizes.state
-        return Held(kept, _OF_A_SWEEP * sizes.mine * sizes.state)
-
-    def stops(self, steps: int, iterations: int) -> list[Stop]:
-        """Return the path of ``iterations`` iterations through the levels; nothing where there is one level."""
-        return []
-
-    def describe(self, steps: int) -> tuple[str, str]:
-        """Return a title and a note for a picture of a solve of ``steps`` layers."""
-        return f"{steps} layers, {self.summary()}: no coarse level", ""
-
-    def label(self, adjoint: "Solver") -> str:
-        """Return a few words on this solver and its adjoint one, for the title of a plan."""
-        if not self.has_tolerance:
-            return self.summary()
-        limit = f"{self.atol:.0e} absolute" if self.rtol is None else f"{self.rtol:.0e}"
-        return f"{type(self).__name__} {self.iteration_name}s to {limit}"
 
 
 WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}
 """Fields of a solver that makes a fixed number of iterations."""
-
-_OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
-
-
-def counted(number: int, what: str) -> str:
-    """Return "1 sweep", "2 sweeps"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coarse:
@@ -224,7 +180,7 @@ def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coar
 
     def through(u: State, xs: Slices, shared: PyTree) -> State:
         levels = solver.discretize(chain.interval(level, xs, shared, u, solver.unit(span)))
-        return levels[0].last(solver.run(levels))
+        return levels[0].last(run(solver, levels))
 
     return Coarse(through, _tree.split(chain.slices, span))
 
@@ -241,19 +197,6 @@ def require_fixed_effort(solver: Solver) -> None:
 def constant(level: Level, guess: CPoints | None) -> CPoints:
     """The guess, or ``y0`` at every C-point."""
     return _tree.repeat(level.y0, level.intervals) if guess is None else guess
-
-
-_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
-
-
-def code(solver: Any) -> str:
-    """Return the solver as code, with the main fields and those that are not at their default."""
-    shown = [
-        f"{field.name}={code(value) if isinstance(value, Solver) else repr(value)}"
-        for field in dataclasses.fields(solver)
-        if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
-    ]
-    return f"{type(solver).__name__}({', '.join(shown)})"
 
 
 NOT_MEASURED = -1.0
@@ -290,20 +233,10 @@ class Stats(NamedTuple):
 _MOST_NORMS = 12  # that are told
 
 
-class Begun(NamedTuple):
-    """Start of a solve, as `Solver.start` returns it.
-
-    Attributes:
-        u: what it iterates on.
-        spent: how many of its iterations the start cost.
-        taken: how many are reported for it, where that depends on the data.
-        first: the first residual norm, where the start measured it; else that of the first iteration.
-    """
-
-    u: Any
-    spent: int = 0
-    taken: jax.Array | None = None
-    first: Scalar | None = None
+def run(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
+    """Return the C-points of the solution, with nothing measured."""
+    u, _ = iterate(solver, levels, guess)
+    return solver.finish(levels, u, None)[0]
 
 
 def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
@@ -318,9 +251,8 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         The C-points, and what was measured; its result does not look at the states.
     """
     workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
-    begun = Begun(*solver.start(levels, guess))
-    u, spent, first = begun.u, begun.spent, begun.first
-    taken = spent if begun.taken is None else begun.taken
+    state, spent, reported, first, recovers = solver.init(levels, guess)
+    taken = spent if reported is None else reported
     cycles = solver.iterations - spent
     least, floor = rounding(levels[0]), ROUNDING * rounding(levels[0])
 
@@ -329,14 +261,14 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, floor))
 
     if cycles <= 0:
-        u, found = solver.c_points(levels, u), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
+        u, found = solver.c_points(levels, state), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
         if not solver.fallback:
             return u, found
         return march(levels[0])[0], found._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
     if not solver.has_tolerance:
-        u, squares = lax.scan(lambda u, _: solver.improve(levels, u), u, length=cycles)
+        state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
         norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
-        return solver.c_points(levels, u), stats(solver.iterations, norms, True)
+        return solver.c_points(levels, state), stats(solver.iterations, norms, True)
 
     atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
 
@@ -347,23 +279,23 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * reference)
         return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
-    def unfinished(carry: tuple[CPoints, jax.Array, jax.Array]) -> jax.Array:
+    def unfinished(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
         _, k, norms = carry
         last, limit = norms[k - 1], tolerance(norms)
         # a NaN stops a solve that would keep it
-        wanted = ~(last <= limit) if solver.recovers and not solver.fallback else last > limit
+        wanted = ~(last <= limit) if recovers and not solver.fallback else last > limit
         if solver.fallback:
             wanted &= ~hopeless(norms, k)
         return (k < cycles) & ((k == 0) | wanted)
 
-    def body(carry: tuple[CPoints, jax.Array, jax.Array]) -> tuple[CPoints, jax.Array, jax.Array]:
-        u, k, norms = carry
-        u, squares = solver.improve(levels, u)
-        return u, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
+    def body(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        state, k, norms = carry
+        state, squares = solver.improve(levels, state)
+        return state, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
 
     begin = jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)
-    u, k, norms = lax.while_loop(unfinished, body, (u, *_tree.varying(begin, (u, levels[0].y0))))
-    u, met = solver.c_points(levels, u), norms[k - 1] <= tolerance(norms)
+    state, k, norms = lax.while_loop(unfinished, body, (state, *_tree.varying(begin, (state, levels[0].y0))))
+    u, met = solver.c_points(levels, state), norms[k - 1] <= tolerance(norms)
     if not solver.fallback:
         return u, stats(k + taken, norms, met)
     met |= norms[k - 1] <= floor

@@ -19,7 +19,7 @@ from lp_jax._picard import or_default
 from lp_jax._program import Program, kept
 from lp_jax._solver import Solver
 from lp_jax._step import Hoisted, LayerStep, Signature, signature
-from lp_jax._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step
+from lp_jax._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Transfer
 
 
 class Network(Protocol):
@@ -71,7 +71,7 @@ def prepare(
     given = not isinstance(guess, str)
     if adjoint_guess is not None:
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, of_adjoint)
-        adjoint_solver = adjoint_solver.warm_started()
+        adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
     scan = (
         adjoint_guess is None
@@ -79,7 +79,7 @@ def prepare(
         and (not workers.processor.launches or not (program.recurrent and solver.keeps_states))
     )
     arrays = arrays._replace(
-        solver=solver.warm_started() if given else solver,
+        solver=solver.resolve(layers, warm=True) if given else solver,
         adjoint_solver=adjoint_solver,
         guess=guess if given else None,
         adjoint_guess=adjoint_guess,
@@ -109,11 +109,12 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
 
     x, tracing = _tree.entry_like(slices), _Tracing(problem, shared)
-    for solver in solvers:
-        for level, u in enumerate(_states_on_levels(solver, steps, y0)):
+    needs = [solver.resolve(steps).needs(steps) for solver in solvers]
+    for need in needs:
+        for level, u in enumerate(_states_on_levels(need.transfers, y0)):
             tracing.add(level, problem.step, level, u, x)
-    whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for solver in solvers for other in solver.other_steps]
-    alone, axes = None, max(solver.averaged_axes for solver in solvers)
+    whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for need in needs for other in need.steps]
+    alone, axes = None, max(need.averaged_axes for need in needs)
     if axes:
         alone = _single_example(problem, y0, x, shared, axes)
     for which, other in [(0, problem.step), *((other, other) for other in others)]:
@@ -215,9 +216,9 @@ def _is_inexact(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _states_on_levels(solver: Solver, steps: int, y0: State) -> list[State]:
+def _states_on_levels(transfers: Sequence[Transfer | None], y0: State) -> list[State]:
     states = [jax.eval_shape(lambda y: y, y0)]
-    for transfer in solver.resolve(steps).transfers(steps):
+    for transfer in transfers:
         states.append(states[-1] if transfer is None else jax.eval_shape(transfer[0], states[-1]))
     return states
 

@@ -61,7 +61,7 @@ coarse_steps = {
 }
 fig, ax = plt.subplots()
 for (name, coarse_step), marker in zip(coarse_steps.items(), "os^", strict=True):
-    solver = lp_jax.MGRIT(levels=2, coarsening=4, iterations=8, coarse_step=coarse_step, skip_downcycle=False)
+    solver = lp_jax.MGRIT(levels=2, coarsening=4, iterations=8, coarse_step=coarse_step, start="guess")
     norms = np.asarray(lp_jax.solve(step, params, y0, t1=4.0, solver=solver).stats.residual_norms)
     ax.semilogy(np.arange(1, len(norms) + 1), norms, marker=marker, label=name)
 ax.set(xlabel="cycle", ylabel="residual norm", title="Every cycle makes the residual smaller")
@@ -80,9 +80,7 @@ plt.show()
 # the states between the groups, the so-called C-points. We compare them with the exact states after each cycle.
 
 # %%
-solver = lp_jax.MGRIT(
-    levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), skip_downcycle=False, relaxation="F"
-)
+solver = lp_jax.MGRIT(levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), start="guess", relaxation="F")
 problem = lp_jax.Problem(step, params, y0, t1=4.0)
 levels = lp_jax.hierarchy(problem, solver)
 
@@ -133,7 +131,7 @@ def measured(z, relaxation):
         coarsening=m,
         relaxation=relaxation,
         coarse_step=lp_jax.Rediscretize("inject"),
-        skip_downcycle=False,
+        start="guess",
     )
     scalar = lp_jax.Problem(multiply, jnp.full(m * groups, z), jnp.zeros(()), t1=float(m * groups))  # dt = 1
     levels = lp_jax.hierarchy(scalar, solver)

@@ -148,7 +148,7 @@ def residuals(scale):
         return nnx.merge(graphdef, weights)(x, scale), None
 
     problem = lp_jax.scanned(body, exact_model.opening(images[:100]), weights)
-    solver = lp_jax.MGRIT(iterations=6, skip_downcycle=False)
+    solver = lp_jax.MGRIT(iterations=6, start="guess")
     return problem.solve(solver=solver).stats.residual_norms
 
 

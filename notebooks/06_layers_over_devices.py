@@ -86,7 +86,7 @@ print("layers of the gradient on each device:", [shard.data.shape[0] for shard i
 
 # %%
 one_cycle = lp_jax.MGRIT(
-    levels=2, coarsening=16, iterations=1, coarse_step=injection, relaxation="F", skip_downcycle=False, storage="all"
+    levels=2, coarsening=16, iterations=1, coarse_step=injection, relaxation="F", start="guess", storage="all"
 )
 viz.schedule(one_cycle, layers, workers=4)
 

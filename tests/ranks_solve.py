@@ -431,7 +431,7 @@ def count(jaxpr, times=1, counts=None):
 def messages(_=None):
     """As on a mesh: one state per relaxation, P - 1 for a relay, one all-reduce each of the norms and y1."""
     n, width, batch, cycles = 64, 8, 3, 5
-    solver = lp_jax.MGRIT(levels=3, iterations=cycles, skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(levels=3, iterations=cycles, start="guess", coarse_step=INJECT)
     params = cut(dense_params(n, width), mine(n, solver))
     y0 = dense_state(batch, width)
     for sequential in ("relay", "gather"):

@@ -55,7 +55,7 @@ SOLVERS = {
     "mgrit-W": lp_jax.MGRIT(levels=3, coarsening=2, cycle="W", relaxation="F", coarse_step=INJECT, **EXACT),
     "mgrit-picard": lp_jax.MGRIT(levels=3, coarsening=(4, 2), cycle="F", coarse_step=lp_jax.Picard(sweeps=1), **EXACT),
     "mgrit-trajectory": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory"), **EXACT),
-    "mgrit-identity": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=0), skip_downcycle=False, **EXACT),
+    "mgrit-identity": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Identity(), start="guess", **EXACT),
     "mgrit-coarsest": lp_jax.MGRIT(coarsening=4, coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=6), **EXACT),
 }
 

@@ -84,7 +84,7 @@ def test_options_build_the_solver_that_they_name():
         relaxation=("FCF", "FCFCF"),
         c_weight=0.9,
         cycle="W",
-        skip_downcycle=False,
+        start="guess",
         min_coarse=4,
         coarse_step=lp_jax.Rediscretize(params="mean"),
         coarsest=lp_jax.Picard(sweeps=3),
@@ -94,7 +94,7 @@ def test_options_build_the_solver_that_they_name():
     )
     text = """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
         --solver.atol=1e-9 --solver.relaxation [FCF,FCFCF] --solver.c_weight 0.9 --solver.cycle W
-        --solver.skip_downcycle false --solver.min_coarse 4 --solver.coarse_step Rediscretize
+        --solver.start guess --solver.min_coarse 4 --solver.coarse_step Rediscretize
         --solver.coarse_step.params mean --solver.coarsest Picard --solver.coarsest.sweeps 3 --spatial 2
         --solver.storage all --solver.at-once 8 --adjoint-iterations 2"""
     assert solvers(*text.split()) == (forward, dataclasses.replace(forward, iterations=2, rtol=None, atol=None))
@@ -398,10 +398,10 @@ def test_what_is_charged_is_what_was_taken():
 
 def test_solvers_that_cannot_be_counted_have_no_cost(cli, tmp_path, monkeypatch):
     (tmp_path / "uncounted.py").write_text(
-        "import dataclasses, lp_jax\nfrom lp_jax._pytree import register\n\n@register()\n"
+        "import dataclasses, lp_jax\nfrom lp_jax import planning\n\n@lp_jax.register()\n"
         "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
         'class Sweeps(lp_jax.Picard):\n    """Sweeps."""\n\n'
-        "    def count(self, *_, **__):\n        raise NotImplementedError\n"
+        "@planning.count_work.register\ndef _(solver: Sweeps, work):\n    raise NotImplementedError\n"
     )
     monkeypatch.chdir(tmp_path)
     options = [*SMALL, "--solver", "uncounted.Sweeps", "--solver.sweeps", "2", "--epochs", "1", "--no-compare"]

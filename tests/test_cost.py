@@ -72,7 +72,7 @@ def test_no_copy_of_the_parameters():
     n, width = 256, 128
     parameters = n * width * width * 4
     for at_once in (1, math.inf):
-        solver = lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=lp_jax.Picard(sweeps=0), at_once=at_once)
+        solver = lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=lp_jax.Identity(), at_once=at_once)
         forward = jax.jit(lambda p, y, s=solver: lp_jax.solve(dense_step, p, y, solver=s).y1)
         shapes = (
             (jax.ShapeDtypeStruct((n, width, width), F32), jax.ShapeDtypeStruct((n, width), F32)),
@@ -92,7 +92,7 @@ def test_what_is_kept_is_not_evaluated_again(storage, evaluated, products):
     Kept are the state and one or two arrays of its size per layer (what a scan keeps), and no copy of the parameters.
     """
     n, width, batch = 64, 128, 2
-    solver = lp_jax.MGRIT(coarsening=16, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage=storage)
+    solver = lp_jax.MGRIT(coarsening=16, iterations=1, coarse_step=lp_jax.Identity(), storage=storage)
     params, y0 = (jnp.ones((n, width, width), F32), jnp.ones((n, width), F32)), jnp.ones((batch, width), F32)
     _, pull = jax.vjp(lambda p: lp_jax.solve(dense_step, p, y0, solver=solver).y1, params)
     program = as_users_have_it(jax.jit(pull).lower(y0)).as_text()

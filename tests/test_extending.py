@@ -1,6 +1,7 @@
 """docs/extending.md: its examples run, are short, use public names only, and what they bring works as what is inside."""
 
 import contextlib
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -119,16 +120,208 @@ def test_a_solver_stands_in_for_a_coarse_step_and_the_coarsest_level(page):
 
 def test_a_solver_is_planned(page):
     """Each iteration propagates through four layers, eight of them at a time; so does the final sweep."""
-    found = next(c for c in page["plan"].choices if isinstance(c.solver, page["BlockJacobi"]))
-    assert found.error is not None and found.time.seconds > 0
-    assert any("BlockJacobi" in line for line in str(page["plan"]).splitlines())
-    counted = planning.count(found.solver, 32)
+    solver = page["BlockJacobi"](iterations=6)
+    assert any("BlockJacobi" in line for line in page["printed"])
+    counted = planning.count(solver, 32)
     assert counted.depth("forward") == 7 * 4 and counted.work("forward") == 7 * 32
 
 
 def test_a_solver_is_drawn(page):
     title = viz.hierarchy(page["BlockJacobi"](iterations=6), 32).get_suptitle()
-    assert "6 BlockJacobi iterations" in title and "32 layers" in title
+    assert title == "32 layers in intervals of 4, all at once"
+
+
+def fields(cls):
+    return lp_jax.register()(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+
+
+def outside():
+    """A solver that nobody knows: Jacobi's method on the layers. With a state of its own, and a number of rounds."""
+
+    @fields
+    class Jacobi(lp_jax.Solver):
+        rounds: int = 3
+
+        @property
+        def iterations(self):
+            return self.rounds
+
+        def init(self, levels, guess):
+            return lp_jax.Start({"states": super().init(levels, guess).state})
+
+        def improve(self, levels, state):
+            relaxed = lp_jax.c_relax(levels[0], state["states"])
+            change = jax.tree.map(jnp.subtract, relaxed, state["states"])
+            return {"states": relaxed}, lp_jax.sum_of_squares(change)
+
+        def c_points(self, levels, state):
+            return state["states"]
+
+    return Jacobi
+
+
+def test_a_solver_runs_is_planned_and_drawn_without_registering_anything(page):
+    solver = outside()(rounds=32)
+    assert page["error"](solver) < 1e-14
+    assert_close(gradient(page["problem"], solver), gradient(page["problem"], lp_jax.Serial()), 1e-12)
+    solver = type(solver)()
+    counted = planning.training_step(solver, solver, 32)
+    assert counted.batches == {("forward", 32): 4, ("linearise", 32): 4, ("adjoint", 32): 4, ("gradient", 32): 1}
+    found = planning.choose(32, page["gpu"], solvers=[solver])
+    assert solver in [choice.solver for choice in found.choices]
+    assert planning.summary(solver) == "3 Jacobi iterations"
+    assert viz.hierarchy(solver, 32).get_suptitle() == "32 layers, 3 Jacobi iterations: no coarse level"
+    assert "3 Jacobi iterations" in viz.schedule(solver, 32, workers=2).get_supxlabel()
+    with pytest.raises(TypeError, match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register"):
+        planning.with_effort(solver, 5)
+
+
+def test_what_is_registered_for_a_solver_is_taken(page):
+    Jacobi = outside()
+    solver = Jacobi()
+
+    @planning.count_work.register
+    def _(solver: Jacobi, work: planning.Work):
+        for _ in range(solver.rounds):
+            work.steps(1, work.mine)
+        work.last_evaluation()
+
+    @planning.held.register
+    def _(solver: Jacobi, sizes: planning.Sizes):
+        return planning.Held(7 * sizes.mine, 5)
+
+    @planning.summary.register
+    def _(part: Jacobi):
+        return f"{part.rounds} rounds"
+
+    @planning.with_effort.register
+    def _(solver: Jacobi, iterations: int):
+        return Jacobi(rounds=iterations)
+
+    @viz.describe.register
+    def _(solver: Jacobi, layers: int):
+        return viz.Described(f"{layers} layers, round and round", "a note")
+
+    assert planning.count(solver, 32).batches == {("forward", 32): 3}
+    assert planning.memory(solver, 32, page["gpu"])[1:] == (7 * 32, 5)
+    assert planning.with_effort(solver, 5) == Jacobi(rounds=5)
+    figure = viz.hierarchy(solver, 32)
+    assert figure.get_suptitle() == "32 layers, round and round" and figure.get_supxlabel().startswith("A note.")
+    assert "3 rounds" in viz.schedule(solver, 32, workers=2).get_supxlabel()
+    assert page["error"](Jacobi(rounds=32)) < 1e-14  # what is registered changes no number of a solve
+
+
+def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
+    """The interval's first layer, for all of its time: without registering anything, and with."""
+
+    @fields
+    class First(lp_jax.CoarseStep):
+        def coarsen(self, chain, level, span, *, at_once):
+            return lp_jax.Rediscretize().coarsen(chain, level, span, at_once=at_once)
+
+    ours, theirs = (lp_jax.MGRIT(levels=3, iterations=2, coarse_step=step) for step in (First(), lp_jax.Rediscretize()))
+    assert page["error"](ours) == page["error"](theirs)
+    assert planning.count(ours, 32).work() == planning.count(theirs, 32).work()
+    assert "Coarse step: First." in viz.hierarchy(ours, 32).get_supxlabel()
+    assert planning.count(ours, 32).rows.total() == 0  # of a program that is read
+
+    @planning.count_steps.register
+    def _(coarse_step: First, work: planning.Work, count: int, at_once: int):
+        work.evaluate(count, at_once)
+
+    @planning.summary.register
+    def _(part: First):
+        return "the first layer"
+
+    options = {"workers": 2, "at_once": 1}
+    assert planning.count(ours, 32, **options) == planning.count(theirs, 32, **options)
+    assert "Coarse step: the first layer." in viz.hierarchy(ours, 32).get_supxlabel()
+
+
+def test_the_identity_is_no_sweep():
+    """As `Picard(sweeps=0)`, to the bit and to the planner."""
+    identity, sweeps = (
+        lp_jax.MGRIT(coarse_step=step, iterations=3) for step in (lp_jax.Identity(), lp_jax.Picard(sweeps=0))
+    )
+    problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.arange(32.0), jnp.ones(3))
+    a, b = (lp_jax.solve(**vars(problem), solver=solver) for solver in (identity, sweeps))
+    np.testing.assert_array_equal(a.y1, b.y1)
+    np.testing.assert_array_equal(a.stats.residual_norms, b.stats.residual_norms)
+    for workers in (1, 4):
+        said = [planning.training_step(solver, solver, 32, workers=workers) for solver in (identity, sweeps)]
+        assert said[0] == said[1] and said[0].events == said[1].events
+    assert viz.describe(identity, 32).title == "32 layers on 2 levels: the coarse solve is a prefix sum"
+
+
+# --- old names ------------------------------------------------------------------------------------------------------
+
+
+OLD = r"is called .* now\. The old name works in this release"
+
+
+@pytest.mark.parametrize("skip, start", [(True, "cascade"), (False, "guess")])
+def test_the_first_cycle_was_skipped(skip, start):
+    with pytest.warns(DeprecationWarning, match=rf"skip_downcycle={skip}\) is called MGRIT\(start=.{start}.\) now"):
+        old = lp_jax.MGRIT(skip_downcycle=skip)
+    new = lp_jax.MGRIT(start=start)
+    assert old == new and hash(old) == hash(new) and repr(old) == repr(new) and "skip_downcycle" not in repr(old)
+    assert dataclasses.replace(old, iterations=5) == lp_jax.MGRIT(start=start, iterations=5)
+    leaves, structure = jax.tree.flatten(old)
+    assert jax.tree.unflatten(structure, leaves) == new
+    with pytest.warns(DeprecationWarning, match=OLD):
+        assert dataclasses.replace(new, skip_downcycle=not skip).start != start
+
+
+def test_old_methods_are_functions(page):
+    solver = lp_jax.Picard(sweeps=3, rtol=1e-2)
+    for call, wanted in {
+        lambda: solver.with_effort(5): lp_jax.Picard(sweeps=5),
+        lambda: solver.summary(): planning.summary(solver),
+        lambda: lp_jax.Rediscretize().summary(): planning.summary(lp_jax.Rediscretize()),
+        lambda: solver.describe(32): viz.describe(solver, 32),
+    }.items():
+        with pytest.warns(DeprecationWarning, match=OLD):
+            assert call() == wanted
+    with pytest.raises(AttributeError, match="has no attribute 'summery'"):
+        solver.summery  # noqa: B018
+
+
+def test_old_methods_for_the_planner_are_registered(page):
+    with pytest.warns(DeprecationWarning, match=OLD) as warned:
+
+        @fields
+        class Counted(page["BlockJacobi"]):
+            def count(self, work):
+                work.steps(5, work.mine)
+
+            def summary(self):
+                return "in blocks"
+
+    assert [str(w.message).split(" is called")[0] for w in warned] == ["Counted.count", "Counted.summary"]
+    assert "test_extending" in warned[0].filename
+    assert planning.count(Counted(), 32).batches == {("forward", 32): 5}
+    assert planning.summary(Counted()) == "in blocks"
+
+
+def test_old_methods_of_a_solver_from_outside_are_called(page):
+    with pytest.warns(DeprecationWarning, match=OLD) as warned:
+
+        @fields
+        class Blocks(page["BlockJacobi"]):
+            def grid(self, steps):
+                return [(steps, min(8, steps))]
+
+            def start(self, levels, guess):
+                return jax.tree.map(lambda y: jnp.stack([2 * y] * levels[0].intervals), levels[0].y0), 1
+
+    assert [str(w.message).split(" is called")[0] for w in warned] == [
+        "Blocks.start(levels, guess)",
+        "Blocks.grid(steps)",
+    ]
+    assert Blocks().stride(32) == Blocks().unit(32) == 8
+    stats = lp_jax.solve(**vars(page["problem"]), solver=Blocks(iterations=5)).stats
+    assert stats.residual_norms[0] == -1 and stats.residual_norms.shape == (5,)
+    assert page["error"](Blocks(iterations=5)) < 1e-14
 
 
 def test_a_comm_counts_the_messages_of_a_program(page):

@@ -18,6 +18,7 @@ from lp_jax import _tree
 
 ROUNDING = 16 * np.finfo(np.float64).eps
 RELAX = {0: "F", 1: "FCF", 2: "FCFCF"}
+START = {True: "cascade", False: "guess"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,8 @@ def history(solver, step, params, y0, guess, t1, data=None, *, cycles, nested=Fa
     """After each cycle: norm during it, norm after it, all states after F-relaxation, and the final sweep's last state."""
     levels = lp_jax.hierarchy(lp_jax.Problem(step, params, y0, data=data, t1=t1), solver)
     # PyMGRIT's nested iteration makes a V-cycle on every level on the way up: the cascade of an F-cycle
-    u, spent = (lp_jax.cascade(solver, levels, kind="F"), 0) if nested else solver.start(levels, guess)
+    start = lp_jax.Start(lp_jax.cascade(solver, levels, kind="F")) if nested else solver.init(levels, guess)
+    u, spent = start.state, start.spent
 
     def watch(u):
         return (
@@ -77,11 +79,11 @@ def xbraid_solver(case, **fields):
     option = case.get("option", "plain")
     fields |= {"cycle": "F" if option == "fmg" else "V", "c_weight": 1.3 if option == "cwt1.3" else 1.0}
     relaxation = RELAX[case["nrelax_fine"]], RELAX[case["nrelax_coarse"]]
-    return mgrit(case, relaxation, skip_downcycle=case["skip_downcycle"], **fields)
+    return mgrit(case, relaxation, start=START[case["skip_downcycle"]], **fields)
 
 
 def pymgrit_solver(case, **fields):
-    return mgrit(case, RELAX[case["cf_iter"]], cycle=case["cycle"], skip_downcycle=False, **fields)
+    return mgrit(case, RELAX[case["cf_iter"]], cycle=case["cycle"], start="guess", **fields)
 
 
 def initial_guess(dense, option, m):
@@ -144,7 +146,7 @@ def test_solve_runs_the_same_cycles(golden, dense):
     for case in cases(golden, "dense_xbraid_forward.json")[::13]:
         for k in (1, 3):
             solver = xbraid_solver(case, iterations=k)
-            guess = "constant" if solver.skip_downcycle else initial_guess(dense, case["option"], case["cf"])
+            guess = "constant" if solver.start == "cascade" else initial_guess(dense, case["option"], case["cf"])
             run = jax.jit(functools.partial(lp_jax.solve, dense_step, dense.params, dense.y0, guess=guess))
             solution = run(t1=case["T"], solver=solver)
             error = jnp.linalg.norm(solution.y1 - dense.serial[case["T"]][-1])
@@ -235,7 +237,7 @@ def test_torchbraid_conv(golden):
     for case in stored:
         s = case["settings"]
         relaxation = RELAX[s.get("nr0", s["nrelax_fine"])], RELAX[s["nrelax_coarse"]]
-        forward, adjoint = (mgrit(s, relaxation, iterations=s[k], skip_downcycle=s["skip"]) for k in ("kf", "kb"))
+        forward, adjoint = (mgrit(s, relaxation, iterations=s[k], start=START[s["skip"]]) for k in ("kf", "kb"))
         solution, got = run(forward, adjoint)
         compared = set(exact)
         if s["calls"] == 2 and not s["skip"]:
@@ -307,7 +309,7 @@ def on_workers(golden, comm=None, run=slice(None), every=1):
         points = initial_guess(dense, case["option"], m)[run.start // m if run.start else 0 :][
             : -(-len(params[0]) // m)
         ]
-        solution, _ = solved(solver, solver, None if solver.skip_downcycle else points, case["T"])
+        solution, _ = solved(solver, solver, None if solver.start == "cascade" else points, case["T"])
         agree(solution.stats.residual_norms, case["rnorm"], f"rnorm of {solver}")
         error = jnp.linalg.norm(solution.y1 - dense.serial[case["T"]][-1])
         if case["err_yN_l2"][7] > 1e-12:

@@ -115,12 +115,15 @@ def test_solvers():
     halve = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
     with refused(ValueError, 'around="trajectory"', "spatial"):
         solve(
-            y0=dense_state(2, 4), params=dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve)
+            lambda y, layer: y + layer.dt * layer.params * y,
+            jnp.ones(12),
+            dense_state(2, 4),
+            solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve),
         )
 
 
 def test_guesses():
-    solver = lp_jax.MGRIT(coarsening=4, skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=4, start="guess", coarse_step=INJECT)
     with refused(ValueError, "guess", '"constant"', "'ones'"):
         solve(solver=solver, guess="ones")
     with refused(ValueError, "guess", "float64[3,2,3]", "float64[12,2,3]"):
@@ -188,7 +191,7 @@ def test_a_diverging_solve_stops_early():
     def explode(y, layer):
         return y * 1e200
 
-    solver = lp_jax.MGRIT(coarsening=2, iterations=50, rtol=1e-8, coarse_step=INJECT, skip_downcycle=False)
+    solver = lp_jax.MGRIT(coarsening=2, iterations=50, rtol=1e-8, coarse_step=INJECT, start="guess")
     assert int(solve(explode, solver=solver).stats.iterations) < 5
 
 
@@ -287,7 +290,7 @@ def test_residuals_that_do_not_fall_have_a_code():
     def step(y, layer):
         return y + layer.dt * layer.params * y
 
-    solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", start="guess", coarse_step=INJECT)
     falls, grows = (lp_jax.solve(step, jnp.full(32, z), jnp.ones(()), solver=solver) for z in (-8.0, -32.0))
     assert falls.stats.residual_norms[-1] < falls.stats.residual_norms[0] and falls.result == DONE
     assert grows.stats.residual_norms[-1] > grows.stats.residual_norms[0] and grows.result == NOT_FALLING

@@ -25,16 +25,16 @@ HALVES = lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: 0.5 * (x[0]
 
 SOLVERS = {
     "3 levels": lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=3, coarse_step=INJECT),
-    "FCF": lp_jax.MGRIT(iterations=3, relaxation="FCF", skip_downcycle=False, c_weight=1.2, coarse_step=MEAN),
+    "FCF": lp_jax.MGRIT(iterations=3, relaxation="FCF", start="guess", c_weight=1.2, coarse_step=MEAN),
     "Picard steps": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2),
     "trajectory": lp_jax.MGRIT(iterations=3, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
-    "identity": lp_jax.MGRIT(iterations=3, skip_downcycle=False, coarse_step=lp_jax.Picard(sweeps=0)),
+    "identity": lp_jax.MGRIT(iterations=3, start="guess", coarse_step=lp_jax.Identity()),
     "W": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2, cycle="W", coarse_step=INJECT, storage="all"),
     "user's rule": lp_jax.MGRIT(iterations=2, coarse_step=HALVES, at_once=math.inf),
     "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
     "Picard": lp_jax.Picard(sweeps=3),
     "falls back": lp_jax.Picard(sweeps=2, rtol=1e-12, fallback=True),
-    "cycles fall back": lp_jax.MGRIT(iterations=1, rtol=1e-12, skip_downcycle=False, fallback=True, coarse_step=INJECT),
+    "cycles fall back": lp_jax.MGRIT(iterations=1, rtol=1e-12, start="guess", fallback=True, coarse_step=INJECT),
     "windows": lp_jax.Picard(sweeps=3, windows=3),
     "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
     "Newton, shared": lp_jax.Newton(jacobian="shared", iterations=3, batch_axes=0),
@@ -118,7 +118,7 @@ EXACT = {
     "Picard": lp_jax.Picard(sweeps=13),
     "Newton": lp_jax.Newton(iterations=13, batch_axes=1),
     "Newton, shared": lp_jax.Newton(jacobian="shared", iterations=13),
-    "identity": lp_jax.MGRIT(coarsening=4, iterations=5, coarse_step=lp_jax.Picard(sweeps=0)),
+    "identity": lp_jax.MGRIT(coarsening=4, iterations=5, coarse_step=lp_jax.Identity()),
     "cycles": lp_jax.MGRIT(coarsening=2, iterations=8, storage="all"),
 }
 """On 13 layers, by finite termination."""
@@ -157,7 +157,7 @@ def test_gradients_of_all_that_devices_share_are_those_of_a_scan(name):
 @pytest.mark.parametrize("workers", [2, 8])
 def test_guesses(workers):
     params, y0 = dense_params(30, 4), dense_state(3, 4)
-    solver = lp_jax.MGRIT(iterations=1, skip_downcycle=False)
+    solver = lp_jax.MGRIT(iterations=1, start="guess")
     for guess in ("zeros", jnp.asarray(np.random.default_rng(0).normal(size=(8, 3, 4)))):
         run = functools.partial(lp_jax.solve, dense_step, params, y0, solver=solver, guess=guess)
         for a, b in zip(jax.tree.leaves(run(comm=line(workers))), jax.tree.leaves(run()), strict=True):
@@ -230,7 +230,7 @@ def test_collectives(relaxations, sequential):
     workers, cycles, levels, n, width, batch = 4, 5, 3, 64, 8, 3
     params, y0 = dense_params(n, width), dense_state(batch, width)
     hierarchy = {"levels": levels, "relaxation": ("F" + "CF" * relaxations, "FCF"), "coarse_step": INJECT}
-    solver = lp_jax.MGRIT(iterations=cycles, skip_downcycle=False, at_once=1, **hierarchy)
+    solver = lp_jax.MGRIT(iterations=cycles, start="guess", at_once=1, **hierarchy)
     comm = line(workers, sequential=sequential)
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
 
@@ -282,7 +282,7 @@ def test_layers_times_data_times_space():
     rng = np.random.default_rng(0)
     params = jnp.asarray(0.3 * rng.normal(size=(16, 3, 3, 4, 4))), jnp.asarray(rng.normal(size=(16, 4)))
     y0 = jnp.asarray(rng.normal(size=(4, 12, 5, 4)))
-    solver = lp_jax.MGRIT(levels=2, iterations=4, skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(levels=2, iterations=4, start="guess", coarse_step=INJECT)
 
     def loss(params, y0, comm):
         return jnp.sum(jnp.sin(lp_jax.solve(conv_step, params, y0, solver=solver, comm=comm).y1))

@@ -161,7 +161,7 @@ def test_layer_parallel_is_solve_on_its_stack():
     assert_close(trunk(y), wanted.y1, rtol=0)
     got = trunk.solve(y)
     assert_close(got.stats.residual_norms, wanted.stats.residual_norms, rtol=0)
-    again = lp_jax.MGRIT(coarsening=2, iterations=1, skip_downcycle=False)
+    again = lp_jax.MGRIT(coarsening=2, iterations=1, start="guess")
     assert float(trunk.solve(y, solver=again, guess=got.trajectory).stats.residual_norms[0]) < 1e-12
     assert float(trunk.solve(y, solver=again, guess="zeros").stats.residual_norms[0]) > 1e-2
 
@@ -185,7 +185,7 @@ def test_layers_see_the_times_of_a_nonuniform_grid(container):
 
 
 def test_overriding_the_solver_overrides_the_adjoint_too():
-    rough = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=lp_jax.Picard(sweeps=0))
+    rough = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=lp_jax.Identity())
     trunk = make_trunk(solver=rough, adjoint_solver=rough, t1=4.0)
     y = normal((3, 5))
     params = nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[1]

@@ -66,7 +66,7 @@ def test_a_kalman_filter_takes_few_iterations():
     solver = lp_jax.Newton(iterations=30, rtol=1e-6, batch_axes=0)
     taken, code, error = solved(scan_problems.kalman(512, axes=1), solver)
     assert taken <= 9 and code == 0 and error < 1e-8
-    assert_gradients_agree(scan_problems.kalman(64, axes=1), solver.with_effort(8), 1e-8)
+    assert_gradients_agree(scan_problems.kalman(64, axes=1), lp_jax.planning.with_effort(solver, 8), 1e-8)
 
 
 def test_sweeps_over_a_kalman_filter_diverge():

@@ -79,7 +79,7 @@ EXACT = {
     "looped, all kept": MGRIT(iterations=5, at_once=1, storage="all", coarse_step=INJECT),
     "batched": MGRIT(iterations=5, at_once=math.inf, coarse_step=INJECT),
     "batched, all kept": MGRIT(iterations=5, at_once=math.inf, storage="all"),
-    "F-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="F", skip_downcycle=False),
+    "F-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="F", start="guess"),
     "W-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="W"),
     "trajectory": MGRIT(iterations=5, coarse_step=Picard(sweeps=1, around="trajectory")),
     "identity": MGRIT(iterations=5, coarse_step=Picard(sweeps=0)),
@@ -133,7 +133,7 @@ def test_cycles_make_the_layers_before_the_last_one_exact_interval_by_interval()
 
     exact = jax.grad(loss)(params, Serial())
     for k in (1, 2, 3):
-        adjoint = MGRIT(coarsening=m, iterations=k, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
+        adjoint = MGRIT(coarsening=m, iterations=k, relaxation="F", start="guess", coarse_step=INJECT)
         errors = jnp.max(jnp.abs(jax.grad(loss)(params, adjoint) - exact), axis=(1, 2)).reshape(-1, m).max(axis=1)
         assert errors[-k - 1 :].max() < 1e-13
         assert errors[0] > 1e-7
@@ -148,7 +148,7 @@ def test_the_number_of_iterations_does_not_grow_with_the_number_of_layers():
             y = y + layer.dt * jnp.tanh(layer.params @ y)
             return y, y
 
-        solver = MGRIT(iterations=20, rtol=1e-8, skip_downcycle=False)
+        solver = MGRIT(iterations=20, rtol=1e-8, start="guess")
         solution, pullback = lp_jax.solve_vjp(
             emitting, params, jnp.arange(3.0), solver=Serial(), adjoint_solver=solver, has_aux=True
         )

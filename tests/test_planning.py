@@ -14,8 +14,8 @@ from networks import mesh
 from problems import machine
 
 import lp_jax
-from lp_jax import _work, planning
-from lp_jax.planning import _calibrate, _candidates, _interconnect, _measure, _plan
+from lp_jax import planning
+from lp_jax.planning import _calibrate, _candidates, _interconnect, _measure, _plan, _work
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
 
@@ -80,7 +80,7 @@ def test_layers_of_an_interval_take_what_they_take_in_relaxation():
     assert [looped.in_a_row(kind) for kind in kinds] == [1.0, 1.0, 2.0, 6.0]
     measured = dataclasses.replace(looped, relaxation=(1.5, 3.0, 7.0))
     assert [measured.in_a_row(kind) for kind in kinds] == [1.5, 1.5, 3.0, 7.0]
-    solver = lp_jax.MGRIT(levels=2, coarsening=8, iterations=1, coarse_step=lp_jax.Picard(sweeps=0), storage="all")
+    solver = lp_jax.MGRIT(levels=2, coarsening=8, iterations=1, coarse_step=lp_jax.Identity(), storage="all")
     step = planning.training_step(solver, solver, 64, at_once=1)
     expected = 1.5 * step.work("forward", "linearise") + 3.0 * step.work("adjoint") + 7.0 * 64
     assert planning.predict(solver, solver, 64, measured).evaluations == expected
@@ -93,7 +93,7 @@ def test_layers_of_an_interval_take_what_they_take_in_relaxation():
 
 def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
     rows = machine(1.0, 2.0, at_once=(1, 16), auto=1, relaxation=(1.0,) * 3, interval=(5.0,) * 3)
-    hierarchy = {"levels": 2, "coarsening": 4, "iterations": 1, "coarse_step": lp_jax.Picard(sweeps=0)}
+    hierarchy = {"levels": 2, "coarsening": 4, "iterations": 1, "coarse_step": lp_jax.Identity()}
     solver = lp_jax.MGRIT(**hierarchy, storage="all", at_once=math.inf)
     step = planning.training_step(solver, solver, 64, at_once=1)
     assert planning.predict(solver, solver, 64, rows).evaluations == 2.0 * step.depth()

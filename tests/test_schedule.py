@@ -11,9 +11,11 @@ from relaxation import Relaxation
 
 import lp_jax
 from lp_jax import planning, viz
-from lp_jax._cycle_work import busiest
-from lp_jax.planning import count, training_step
+from lp_jax.planning import count, summary, training_step, with_effort
+from lp_jax.planning._cycle_work import busiest
 from lp_jax.planning._schedule import read
+from lp_jax.planning._words import label
+from lp_jax.viz._describe import variants
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (0, 1, 2)}
@@ -31,7 +33,7 @@ SOLVERS = {
             coarse_step=how,
             cycle=cycle,
             relaxation=relaxation,
-            skip_downcycle=skip,
+            start="cascade" if skip else "guess",
         )
         for levels, name, how in (
             (2, "injection", INJECT),
@@ -70,7 +72,7 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
     """
     for relaxation, skip in (("F", True), ("FCF", False)):
         fields = {"coarsening": 8, "iterations": 3, "coarse_step": INJECT, "storage": "all", "at_once": math.inf}
-        solver = lp_jax.MGRIT(relaxation=relaxation, skip_downcycle=skip, **fields)
+        solver = lp_jax.MGRIT(relaxation=relaxation, start="cascade" if skip else "guess", **fields)
         said, found = training_step(solver, solver, N), counted(N, solver, solver)
         corrections = 2 * (3 - skip)
         assert 0 <= said.depth("forward", "adjoint") - found.depth <= 2 * corrections
@@ -79,7 +81,7 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
 @pytest.mark.parametrize("workers", [2, 4])
 def test_work_is_divided_and_messages_are_those_of_the_design(workers):
     """Sweeps go over a worker's part; the coarsest level is everybody's. As the messages of a V-cycle are counted on a mesh."""
-    solver = lp_jax.MGRIT(levels=3, iterations=5, skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(levels=3, iterations=5, start="guess", coarse_step=INJECT)
     alone, shared = count(solver, N), count(solver, N, workers=workers)
     coarsest = 5 * 4
     assert shared.work() - coarsest == (alone.work() - coarsest) / workers
@@ -91,13 +93,13 @@ def test_one_interval_per_worker():
     """N / P evaluations per cycle, forward and adjoint: the speedup of the design, 3 P / (k_f + 2 k_b)."""
     workers = 4
     forward, adjoint = (
-        lp_jax.MGRIT(coarsening=N // workers, iterations=k, coarse_step=PICARD[0], skip_downcycle=False, storage="all")
+        lp_jax.MGRIT(coarsening=N // workers, iterations=k, coarse_step=PICARD[0], start="guess", storage="all")
         for k in (2, 1)
     )
     said = training_step(forward, adjoint, N, workers=workers, at_once=1)
     assert said.depth("forward") == 3 * N / workers  # with the final sweep, which keeps what the adjoint needs
     assert said.depth("adjoint") == 2 * N / workers
-    skipped = dataclasses.replace(forward, skip_downcycle=True), dataclasses.replace(adjoint, skip_downcycle=True)
+    skipped = dataclasses.replace(forward, start="cascade"), dataclasses.replace(adjoint, start="cascade")
     said = training_step(*skipped, N, workers=workers, at_once=1)
     assert (said.depth("forward"), said.depth("adjoint")) == (2 * N / workers, N / workers)
 
@@ -124,9 +126,7 @@ def test_newton_is_not_counted_within_multigrid():
 
 def test_rows_by_hand():
     """Coarsest solves, relaxation, coarse right-hand side, final sweep: a loop for each of 16 intervals, every time."""
-    solver = lp_jax.MGRIT(
-        levels=2, coarsening=4, iterations=2, relaxation="F", coarse_step=PICARD[1], skip_downcycle=True
-    )
+    solver = lp_jax.MGRIT(levels=2, coarsening=4, iterations=2, relaxation="F", coarse_step=PICARD[1], start="cascade")
     looped = training_step(solver, dataclasses.replace(solver, iterations=1), N, at_once=1)
     assert looped.rows["forward"] == 16 * 5 + 16  # and the states at F-points again, which nobody kept
     assert looped.rows["adjoint"] == 16 * 2 and looped.rows["gradient"] == 16 and not looped.rows["linearise"]
@@ -141,13 +141,13 @@ def test_rows_by_hand():
 @pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
 def test_a_fixed_effort_replaces_a_tolerance(kind):
     loose = kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6)
-    fixed = loose.with_effort(7)
+    fixed = with_effort(loose, 7)
     assert type(fixed) is kind and not fixed.has_tolerance
     assert fixed.iterations == (0 if fixed.exact else 7) and fixed.exact == (kind is lp_jax.Serial)
 
 
 def test_summaries_and_variants():
-    said = {solver.summary() for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())}
+    said = {summary(solver) for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())}
     assert said == {
         "2 Picard sweeps over the layers",
         "1 Picard sweep over the layers",
@@ -156,11 +156,11 @@ def test_summaries_and_variants():
         "2 MGRIT cycles",
     }
     newton = lp_jax.Newton(iterations=1, relaxations=3, jacobian="diagonal")
-    assert newton.summary() == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
-    assert newton.variants() == {"Newton": newton}
-    variants = lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()).variants()
-    assert variants["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
-    assert len(variants) == 5 and len(lp_jax.MGRIT(coarse_step=INJECT).variants()) == 4
+    assert summary(newton) == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
+    assert variants(newton) == {"Newton": newton}
+    compared = variants(lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()))
+    assert compared["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
+    assert len(compared) == 5 and len(variants(lp_jax.MGRIT(coarse_step=INJECT))) == 4
 
 
 # --- solvers that count nothing -------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_what_solvers_count_is_what_is_read(workers, storage, adjoint):
     for solver in (
         lp_jax.Serial(),
         lp_jax.MGRIT(levels=3, iterations=2, coarse_step=INJECT, storage=storage),
-        lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=PICARD[0], skip_downcycle=False, storage=storage),
+        lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=PICARD[0], start="guess", storage=storage),
     ):
         found, said = read(solver, N, **options), count(solver, N, **options)
         evaluated = "forward", "linearise", "adjoint"
@@ -216,7 +216,7 @@ def test_a_solver_from_outside_is_planned_and_drawn():
     solver = Relaxation(iterations=3)
     assert planning.predict(solver, solver, N, idle).evaluations == pytest.approx((4 + 4 + 4 + 1) * 1e-5)
     assert planning.memory(solver, N, idle) == (2 * N * 8, N * 4, 3 * N * 4)
-    assert planning.code(solver) == "Relaxation(iterations=3)" and solver.label(solver) == solver.summary()
+    assert planning.code(solver) == "Relaxation(iterations=3)" and label(solver, solver) == summary(solver)
     figure = viz.hierarchy(solver, N)
     assert figure.get_suptitle() == f"{N} layers, 3 Relaxation iterations: no coarse level" and len(figure.axes) == 1
 
@@ -230,7 +230,7 @@ def test_plain_functions_are_counted_by_the_program():
     def twice(level, u):
         return lp_jax.c_relax(level, u)
 
-    fields = {"levels": 2, "coarsening": 4, "iterations": 2, "skip_downcycle": False, "storage": "all"}
+    fields = {"levels": 2, "coarsening": 4, "iterations": 2, "start": "guess", "storage": "all"}
     identity = count(lp_jax.MGRIT(coarse_step=PICARD[0], **fields), N)
     assert count(lp_jax.MGRIT(coarse_step=nothing, **fields), N).work() == identity.work()
     relaxed = count(lp_jax.MGRIT(coarse_step=PICARD[0], relaxation="FCF", **fields), N)

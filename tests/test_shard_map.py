@@ -24,7 +24,7 @@ SOLVERS = {
     "cycles in chunks": lp_jax.MGRIT(at_once=2),
     "three levels": lp_jax.MGRIT(levels=3, coarsening=2, storage="all"),
     "around": lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
-    "identity": lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=0)),
+    "identity": lp_jax.MGRIT(coarse_step=lp_jax.Identity()),
     "stretched": lp_jax.MGRIT(coarse_step=lp_jax.Rediscretize(), rtol=1e-6, iterations=9),
     "Newton": lp_jax.Newton(batch_axes=1, iterations=3, relaxations=2),
     "shared": lp_jax.Newton(jacobian="shared", iterations=14),

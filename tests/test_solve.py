@@ -61,7 +61,7 @@ def test_eager_calls_compile_once():
 
 def test_solve_is_pure():
     """Same inputs, same outputs, bit for bit, whatever was solved in between."""
-    solver = lp_jax.MGRIT(coarsening=4, skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=4, start="guess", coarse_step=INJECT)
     first = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
     lp_jax.solve(dense_step, PARAMS, 5 * Y0, solver=solver)
     again = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
@@ -106,7 +106,7 @@ def test_a_tolerance_below_zero_is_met_by_no_residual_not_even_zero(solver):
 
 
 def test_trajectory_is_a_guess():
-    solver = lp_jax.MGRIT(coarsening=4, iterations=3, skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=3, start="guess", coarse_step=INJECT)
     cold = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, t1=4.0)
     warm = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, t1=4.0, guess=cold.trajectory)
     assert cold.trajectory.shape == (8, 2, 4)

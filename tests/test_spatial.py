@@ -170,7 +170,7 @@ VARIANTS = {
     "means, all stored": {"storage": "all", "prolongation": "constant"},
     "below the first level": {"relaxation": ("F", "FCF"), "below": True},
     "picard": {"coarse_step": lp_jax.Picard(sweeps=1)},
-    "W": {"cycle": "W", "skip_downcycle": False},
+    "W": {"cycle": "W", "start": "guess"},
 }
 
 
@@ -246,7 +246,7 @@ def test_f_relaxation_alone_does_not_converge(n, restriction, prolongation):
     y0 = jnp.asarray(np.random.default_rng(3).normal(size=(1, n, 1)))
 
     def norms(relaxation, pair):
-        fields = {"levels": 2, "coarsening": 4, "min_coarse": 1, "skip_downcycle": False, "relaxation": relaxation}
+        fields = {"levels": 2, "coarsening": 4, "min_coarse": 1, "start": "guess", "relaxation": relaxation}
         solver = make(1, spatial=pair, **fields)
         solution = lp_jax.solve(decay, None, y0, data=jnp.zeros(4), solver=solver, guess="zeros")
         return np.asarray(solution.stats.residual_norms)
@@ -271,7 +271,7 @@ def test_with_fcf_one_interval_more_is_exact_after_each_cycle():
         states.append(convolve(states[-1], lp_jax.Layer(params[n], None, None, n / 2, 1 / 2, n, 0)))
     exact = jnp.stack(states[2::2])
     for cycles in (1, 2):
-        solver = make(2, iterations=cycles, skip_downcycle=False)
+        solver = make(2, iterations=cycles, start="guess")
         u = lp_jax.solve(convolve, params, y0, t1=4.0, solver=solver).trajectory
         errors = np.abs(np.asarray(u - exact)).max(axis=(1, 2, 3, 4))
         assert errors[: cycles + 1].max() < 1e-14  # one more by the final sweep

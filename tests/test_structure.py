@@ -184,8 +184,20 @@ def test_the_solvers_are_found():
 
 
 def test_nobody_asks_which_solver_it_has():
-    """A method of `Solver` answers instead, so that a solver from outside works like one from inside."""
+    """A method of `Solver` answers, or a function registered for a class: one from outside works like one from inside."""
     assert not questions(), "\n".join(["", *questions()])
+
+
+def test_a_solver_is_asked_for_what_a_method_needs():
+    """What planners, pictures and texts ask for is registered from outside."""
+    trees = [sources()[f"lp_jax.{module}"] for module in ("_solver", "_coarse_step")]
+    classes = [
+        n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("Solver", "CoarseStep")
+    ]
+    parts = [n for cls in classes for n in cls.body if isinstance(n, ast.FunctionDef | ast.AnnAssign)]
+    names = {n.name if isinstance(n, ast.FunctionDef) else n.target.id for n in parts}
+    assert len(classes) == 2 and {"init", "improve", "c_points", "finish", "coarsen", "rtol"} <= names
+    assert len([name for name in names if not name.startswith("_")]) <= 20, sorted(names)
 
 
 def test_classes_are_abstract_or_final():

@@ -70,7 +70,7 @@ def test_finite_termination(relaxation, exact_per_cycle):
     """After k cycles k (FCF: 2k) C-points are exact, whatever the coarse step; before that they are not."""
     n, m, t1 = 32, 4, 8.0
     params, y0 = dense_params(n, 4, scale=2.0), dense_state(2, 4)
-    solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, skip_downcycle=False)
+    solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, start="guess")
     levels = levels_of(solver, dense_step, params, y0, t1)
     exact = serial_states(dense_step, params, y0, t1)[m - 1 :: m]
     u = jnp.zeros_like(exact)
@@ -99,7 +99,7 @@ def test_termination_of_the_gradient():
 @pytest.mark.parametrize("coarse_step", [lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(sweeps=4)])
 @pytest.mark.parametrize("skip", [True, False])
 def test_exact_coarse_steps_converge_in_one_cycle(coarse_step, skip):
-    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=coarse_step, skip_downcycle=skip)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=coarse_step, start="cascade" if skip else "guess")
     assert_serial(dense_step, dense_params(30, 4), dense_state(2, 4), squared, solver, t1=4.0)
 
 
@@ -136,7 +136,7 @@ def test_two_level_bound(m, z, relaxation, printed, adjoint):
         bound = abs(a) ** m * abs(a**m - b) * (1 - abs(b) ** (intervals - 2)) / (1 - abs(b))
     assert abs(bound - printed) < 1e-5
 
-    solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, skip_downcycle=False)
+    solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, start="guess")
     levels = levels_of(solver, linear_step, jnp.full(n, z * n), jnp.zeros(()))
     if adjoint:
         levels = transposed(levels, jnp.zeros(n))
@@ -279,7 +279,13 @@ def design_cost(sizes, m, nu, cycles, skip):
 def test_evaluation_counts(at_once, skip, relaxation):
     n, m, forward_cycles, adjoint_cycles = 64, 4, 3, 2
     sizes = [64, 16, 4]
-    fields = {"levels": 3, "coarsening": m, "relaxation": relaxation, "skip_downcycle": skip, "coarse_step": INJECT}
+    fields = {
+        "levels": 3,
+        "coarsening": m,
+        "relaxation": relaxation,
+        "start": "cascade" if skip else "guess",
+        "coarse_step": INJECT,
+    }
     solver, adjoint_solver = (
         lp_jax.MGRIT(iterations=k, at_once=at_once, **fields) for k in (forward_cycles, adjoint_cycles)
     )

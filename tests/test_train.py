@@ -334,7 +334,7 @@ def test_growing_residuals_are_reported_once_an_epoch():
 
     optimizer = optax.sgd(0.0)
     state = train.init_state(jnp.full((layers,), z * layers), optimizer)
-    solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", start="guess", coarse_step=INJECT)
     options = {"step_fn": train.make_train_step(linear_loss, optimizer), "adjoint_solver": lp_jax.Serial()}
     _, log = run(state, 2, solver=solver, meter=(meter := Messages()), **options)
     norms = train.unflat("forward_residual", log.rows[0])
@@ -584,7 +584,7 @@ def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
 
 def test_residuals_are_those_of_both_solves(classifier, loss_and_params, samples):
     loss_fn, params = loss_and_params
-    solver = lp_jax.MGRIT(coarsening=LAYERS // 2, iterations=3, skip_downcycle=False, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=LAYERS // 2, iterations=3, start="guess", coarse_step=INJECT)
     found = train.residuals(classifier, params, samples, solver, solver)
     _, info = jax.jit(loss_fn)(params, samples, solver, lp_jax.Serial())
     np.testing.assert_allclose(found.forward.residual_norms[:2], info.stats.residual_norms[:2], rtol=1e-4)

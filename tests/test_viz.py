@@ -196,7 +196,7 @@ def test_gradient_errors_that_are_zero_or_alone_have_a_title_too():
 
 SOLVERS = {
     "two levels": (lp_jax.MGRIT(iterations=2), 64),
-    "three levels, F": (lp_jax.MGRIT(levels=3, cycle="F", skip_downcycle=False, coarse_step=INJECT), 1024),
+    "three levels, F": (lp_jax.MGRIT(levels=3, cycle="F", start="guess", coarse_step=INJECT), 1024),
     "four levels, W, a short interval": (lp_jax.MGRIT(levels=4, coarsening=2, cycle="W"), 37),
     "many iterations": (lp_jax.MGRIT(coarsening=16, iterations=12, relaxation="FCFCF"), 4096),
     "factors per level": (lp_jax.MGRIT(levels=3, coarsening=(8, 2), iterations=3), 100),
@@ -239,7 +239,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
     monkeypatch.setattr(lp_jax.MGRIT, "pre_relax", watched(lp_jax.MGRIT.pre_relax))
     monkeypatch.setattr(_serial, "march", watched(_serial.march))
     hierarchy = {"levels": levels, "coarsening": 2, "cycle": kind, "coarse_step": INJECT}
-    solver = lp_jax.MGRIT(iterations=1, skip_downcycle=skip, **hierarchy)
+    solver = lp_jax.MGRIT(iterations=1, start="cascade" if skip else "guess", **hierarchy)
 
     def step(y, layer):
         return y + layer.dt * layer.params * y
@@ -247,7 +247,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
     jax.eval_shape(lambda params: lp_jax.solve(step, params, jnp.ones(()), solver=solver).y1, jnp.ones(16))
 
     # what the path goes down from, and the solves
-    stops = solver.stops(16, 1)
+    stops = viz.describe(solver, 16).stops
     after = [*stops[1:], stops[-1]]
     downward = [
         stop.level for stop, next in zip(stops, after, strict=True) if next.level > stop.level or stop.label == "solve"
@@ -256,7 +256,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
 
 
 def test_skipped_down_cycle_starts_on_the_coarsest_level():
-    stops = lp_jax.MGRIT(levels=3, relaxation=("F", "FCF")).stops(64, 2)
+    stops = viz.describe(lp_jax.MGRIT(levels=3, relaxation=("F", "FCF"), iterations=2), 64).stops
     wanted = [(2, "solve"), (1, "F"), (0, "F"), (1, "FCF"), (2, "solve"), (1, "F"), (0, "FC")]
     assert [(stop.level, stop.label) for stop in stops] == wanted
     assert [stop.iteration for stop in stops if stop.iteration] == [1, 2]
@@ -276,7 +276,7 @@ def test_batches_of_a_solve_on_one_device():
     assert spans == sorted((float(b.first), float(b.first + b.layers)) for b in windows)
 
 
-IDENTITY = {"coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=0), "storage": "all", "skip_downcycle": False}
+IDENTITY = {"coarsening": 16, "coarse_step": lp_jax.Identity(), "storage": "all", "start": "guess"}
 
 
 def lines_of(solver, adjoint, workers, at_once=1, costs=None):

@@ -7,6 +7,7 @@ import pytest
 from networks import mesh
 
 import lp_jax
+from lp_jax import planning, viz
 
 N, D, BATCH = 50, 4, 3
 
@@ -142,8 +143,8 @@ def test_single_precision():
 
 def test_a_planner_counts_what_was_taken():
     solver = lp_jax.Picard(sweeps=40, windows=8, rtol=1e-3)
-    assert solver.with_effort(25) == lp_jax.Picard(sweeps=4, windows=8)
-    assert "slides" in " ".join(solver.describe(64))
+    assert planning.with_effort(solver, 25) == lp_jax.Picard(sweeps=4, windows=8)
+    assert "slides" in viz.describe(solver, 64).note
 
 
 def test_what_is_refused():

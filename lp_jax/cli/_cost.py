@@ -74,9 +74,9 @@ def _ended(solvers: Pair, forward: int, adjoint: int) -> Pair:
     if solver.has_tolerance:
         if not forward:
             return Serial(), Serial()
-        solver = solver.with_effort(forward)
+        solver = planning.with_effort(solver, forward)
     if adjoint_solver.has_tolerance and adjoint:
-        adjoint_solver = adjoint_solver.with_effort(adjoint)
+        adjoint_solver = planning.with_effort(adjoint_solver, adjoint)
     return solver, adjoint_solver
 
 

@@ -278,7 +278,9 @@ def pictures(problem: Digits, runs: Mapping[str, Run]) -> dict[str, Figure]:
     alone = planning.training_step(Serial(), Serial(), problem.layers).work()
     work = {
         name: [
-            planning.training_step(s.with_effort(n), s.with_effort(n), problem.layers).work() / alone for n in _EFFORTS
+            planning.training_step(planning.with_effort(s, n), planning.with_effort(s, n), problem.layers).work()
+            / alone
+            for n in _EFFORTS
         ]
         for name, s in _SHOWN.items()
     }
@@ -308,7 +310,9 @@ def gradient_errors(problem: Digits, params: PyTree) -> dict[str, list[float]]:
     loss_fn, _ = train.classification(problem.network(problem.layers))
     batch = next(problem.batches(0))
     return {
-        name: [float(train.gradient_error(loss_fn, params, batch, s.with_effort(n)).relative) for n in _EFFORTS]
+        name: [
+            float(train.gradient_error(loss_fn, params, batch, planning.with_effort(s, n)).relative) for n in _EFFORTS
+        ]
         for name, s in _SHOWN.items()
     }
 

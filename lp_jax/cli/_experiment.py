@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from lp_jax import nn
+from lp_jax import nn, planning
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
 from lp_jax.cli._cost import charged
@@ -161,7 +161,7 @@ class Run(NamedTuple):
 
 def _longer(solver: Solver) -> Solver:
     """Return the solver with enough iterations to see how fast they converge; unchanged where a tolerance ends them."""
-    return solver if solver.has_tolerance else solver.with_effort(max(solver.iterations + 2, 4))
+    return solver if solver.has_tolerance else planning.with_effort(solver, max(solver.iterations + 2, 4))
 
 
 def train_one(

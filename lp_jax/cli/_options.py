@@ -20,7 +20,7 @@ from lp_jax.cli._errors import UsageError
 from lp_jax.cli._models import Model, Pair
 from lp_jax.cli._problem import Problem, model_and_training
 from lp_jax.cli._task import Training
-from lp_jax.planning import code
+from lp_jax.planning import code, with_effort
 
 set_parsing_settings(subclasses_enabled=["is_pure_dataclass"])  # a coarse step may be `Rediscretize` or a solver
 register_type(jax.Array, float, float)  # a tolerance may be traced; here it is a number
@@ -242,7 +242,7 @@ def solvers(options: Mapping[str, Any], model: Model) -> Pair:
     if solver is None and options["method"] == "one-shot":
         forward, adjoint = ONE_SHOT
     adjoint = adjoint_solver or adjoint
-    adjoint = adjoint if iterations is None else adjoint.with_effort(iterations)
+    adjoint = adjoint if iterations is None else with_effort(adjoint, iterations)
     return _coarsened(forward, options["spatial"]), _coarsened(adjoint, options["spatial"])
 
 

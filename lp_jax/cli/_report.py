@@ -21,8 +21,10 @@ from lp_jax._types import PyTree
 from lp_jax.cli._commands import version
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
-from lp_jax.planning import code
+from lp_jax.planning import code, with_effort
+from lp_jax.planning._words import iteration_name
 from lp_jax.train import gradient_error, residuals
+from lp_jax.viz._describe import variants
 
 CONFIG = "config.json"
 """File of what a run was started with."""
@@ -200,14 +202,14 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
     with quick_compilation():
         solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.goal.measure)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
-        variants, adjoints = solver.variants(), adjoint_solver.variants()
-        most = ITERATIONS if len(variants) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
+        compared, adjoints = variants(solver), variants(adjoint_solver)
+        most = ITERATIONS if len(compared) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
         choices = {
             name: [
-                error(*(s.with_effort(n) for s in (variant, adjoints.get(name, adjoint_solver))))
+                error(*(with_effort(s, n) for s in (variant, adjoints.get(name, adjoint_solver))))
                 for n in range(1, most + 1)
             ]
-            for name, variant in variants.items()
+            for name, variant in compared.items()
         }
         return GradientErrors(choices, error(solver, adjoint_solver), taken)
 
@@ -226,13 +228,13 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
         figures["costs.png"] = viz.costs(charged)
     if first.log.of("probe"):
         names = code(solver), code(adjoint_solver)
-        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=solver.iteration_name, solvers=names)
+        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=iteration_name(solver), solvers=names)
     if errors is not None:
         forward, adjoint = errors.iterations
         figures["gradient_error.png"] = viz.gradient_errors(
             errors.choices,
             run=(f"this run, {type(solver).__name__}:\n{forward} forward, {adjoint} adjoint", forward, errors.own),
-            iteration=solver.iteration_name,
+            iteration=iteration_name(solver),
             choice="coarse step" if len(errors.choices) > 1 else "solver",
         )
     return figures

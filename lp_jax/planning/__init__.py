@@ -1,8 +1,6 @@
 """Predict what a training step costs before it is run."""
 
-from lp_jax._solver import code as code
-from lp_jax._work import Batch as Batch
-from lp_jax._work import Schedule as Schedule
+from lp_jax.planning import _solvers as _solvers
 from lp_jax.planning._calibrate import calibrate as calibrate
 from lp_jax.planning._candidates import RECOMMENDED as RECOMMENDED
 from lp_jax.planning._cost import Memory as Memory
@@ -27,3 +25,14 @@ from lp_jax.planning._result import Probed as Probed
 from lp_jax.planning._result import reason as reason
 from lp_jax.planning._schedule import count as count
 from lp_jax.planning._schedule import training_step as training_step
+from lp_jax.planning._words import code as code
+from lp_jax.planning._words import summary as summary
+from lp_jax.planning._work import Batch as Batch
+from lp_jax.planning._work import Held as Held
+from lp_jax.planning._work import Schedule as Schedule
+from lp_jax.planning._work import Sizes as Sizes
+from lp_jax.planning._work import Work as Work
+from lp_jax.planning._work import count_steps as count_steps
+from lp_jax.planning._work import count_work as count_work
+from lp_jax.planning._work import held as held
+from lp_jax.planning._work import with_effort as with_effort

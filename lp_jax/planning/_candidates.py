@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from lp_jax._coarse_step import Identity
 from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import ADJOINT_DEFAULT, DEFAULT, Picard
@@ -44,7 +45,7 @@ def cycles(layers: int, workers: int = 1) -> list[Pair]:
     """Multigrid: one interval per worker with the identity as coarse step, few levels with sweeps or injection."""
     kept = MGRIT(storage="all")
     hierarchies = [
-        *(dataclasses.replace(kept, coarsening=m, coarse_step=Picard(sweeps=0)) for m in _factors(layers, workers)),
+        *(dataclasses.replace(kept, coarsening=m, coarse_step=Identity()) for m in _factors(layers, workers)),
         *(
             dataclasses.replace(kept, coarsening=m, coarse_step=Picard(sweeps=s, around=around))
             for m in (4, 8)
@@ -65,7 +66,7 @@ def exact_cycles(layers: int, workers: int) -> list[Pair]:
     """One interval per worker, and a cycle for each interval: then every state is exact, whatever the network."""
     found: list[Pair] = []
     for factor in _factors(layers, workers) if workers > 1 else ():
-        solver = MGRIT(coarsening=factor, iterations=-(-layers // factor), coarse_step=Picard(sweeps=0), storage="all")
+        solver = MGRIT(coarsening=factor, iterations=-(-layers // factor), coarse_step=Identity(), storage="all")
         found.append((solver, solver))
     return found
 

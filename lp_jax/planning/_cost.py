@@ -15,9 +15,9 @@ import math
 from typing import Any, NamedTuple
 
 from lp_jax._solver import Solver
-from lp_jax._work import Schedule, Sizes
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._schedule import count
+from lp_jax.planning._work import Schedule, Sizes, evaluates, held, most_at_once
 
 
 class Time(NamedTuple):
@@ -90,10 +90,11 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     Where layers at once are evaluated one after another, those of an interval still follow each other, while a sweep
     stores and reads the states of all layers.
     """
-    if solver.evaluates == "series":
+    if evaluates(solver) == "series":
         return _in_series(schedule, machine)
-    in_rows = solver.most_at_once(machine.auto or math.inf) == 1 and solver.evaluates == "intervals"
-    seconds = machine.seconds_across if solver.evaluates == "intervals" else machine.seconds
+    intervals = evaluates(solver) == "intervals"
+    in_rows = intervals and most_at_once(solver, machine.auto or math.inf) == 1
+    seconds = machine.seconds_across if intervals else machine.seconds
     rows = sum(n * machine.row(kind) for kind, n in schedule.rows.items())
     return rows + sum(
         n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else seconds(*batch))
@@ -180,4 +181,4 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
         examples=machine.examples,
         auto=machine.auto or math.inf,
     )
-    return Memory(2 * sizes.mine * sizes.parameters, *solver.resolve(layers).held(sizes))
+    return Memory(2 * sizes.mine * sizes.parameters, *held(solver.resolve(layers), sizes))

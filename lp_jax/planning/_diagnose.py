@@ -16,12 +16,13 @@ from lp_jax._picard import Picard
 from lp_jax._problem import Problem
 from lp_jax._result import DONE
 from lp_jax._serial import Serial
-from lp_jax._solver import Solver, code
+from lp_jax._solver import Solver
 from lp_jax._traced import trace
 from lp_jax._types import PyTree, State
 from lp_jax.planning._candidates import Pair
 from lp_jax.planning._measure import arrays, examples_of, small
 from lp_jax.planning._text import aligned
+from lp_jax.planning._words import code
 
 
 class Rehearsal(NamedTuple):

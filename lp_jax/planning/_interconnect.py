@@ -13,7 +13,7 @@ from lp_jax._comm import Comm
 from lp_jax._picard import Picard
 from lp_jax._solve import solve
 from lp_jax._types import Layer
-from lp_jax._work import prefix_messages
+from lp_jax.planning._work import prefix_messages
 
 _SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lp_jax._coarse_step import Identity
 from lp_jax._mgrit import MGRIT
 from lp_jax._newton import Newton
 from lp_jax._picard import Picard
@@ -111,8 +112,8 @@ def relaxation(problem: Problem, span: int, at_once: int | float | str = "auto")
         coarsening=span,
         iterations=_CYCLES,
         relaxation="FCFCF" if problem.layers // span > 3 else "F",
-        coarse_step=Picard(sweeps=0),
-        skip_downcycle=False,
+        coarse_step=Identity(),
+        start="guess",
         storage="all",
         at_once=at_once,
     )

@@ -13,6 +13,7 @@ from lp_jax.planning._cost import Memory, Time, pipeline, predict
 from lp_jax.planning._diagnose import Diagnosis
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._text import aligned, milliseconds, pair, pasted, times
+from lp_jax.planning._work import with_effort
 
 SERIAL = (Serial(), Serial())
 DEVICES = tuple(2**exponent for exponent in range(13))
@@ -176,7 +177,7 @@ def counted(solvers: Pair, probed: Probed | None) -> Pair:
     """Return the solvers with as many iterations as a tolerance took; with few, where there was no probe."""
     taken = (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
     forward, adjoint = (
-        solver.with_effort(max(1, iterations)) if solver.has_tolerance else solver
+        with_effort(solver, max(1, iterations)) if solver.has_tolerance else solver
         for solver, iterations in zip(solvers, taken, strict=True)
     )
     return forward, adjoint

@@ -1,4 +1,4 @@
-"""What a training step does, before it is run: counted by its solvers, or read off the program of one that counts nothing."""
+"""Work of a training step, before it is run: counted by kinds of solvers, or read off the program of one that nobody counts."""
 
 import dataclasses
 import functools
@@ -18,8 +18,7 @@ from lp_jax._picard import Picard
 from lp_jax._products import cost_of
 from lp_jax._solver import Solver, iterate
 from lp_jax._types import CPoints, PyTree, Slices, Stacked, State
-from lp_jax._work import Batch as Batch
-from lp_jax._work import Schedule, Uncounted, Work
+from lp_jax.planning._work import Schedule, Uncounted, Work, count_work, most_at_once, with_effort
 
 
 def training_step(
@@ -49,12 +48,12 @@ def count(
     ``kept`` says whether the forward solve leaves linearisations of all layers behind.
     """
     solver = solver.resolve(layers)
-    most = solver.most_at_once(at_once)
+    most = most_at_once(solver, at_once)
     work = Work(layers=layers, workers=workers, auto=at_once, at_once=most, kept=kept, adjoint=adjoint)
     try:
-        solver.count(work)
+        count_work(solver, work)
     except Uncounted:
-        fixed = solver.with_effort(solver.iterations) if solver.has_tolerance else solver
+        fixed = with_effort(solver, solver.iterations) if solver.has_tolerance else solver
         return read(fixed, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
     if workers > 1:
         work.schedule.reductions += 2  # the last state, and the residual norms

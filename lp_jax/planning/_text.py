@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lp_jax._solver import Solver, code
+from lp_jax._solver import Solver
+from lp_jax.planning._words import code
 
 
 def pasted(solver: Solver, adjoint_solver: Solver) -> str:

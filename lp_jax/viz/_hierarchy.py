@@ -13,14 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lp_jax._path import Stop
-from lp_jax._solver import Solver, counted
-from lp_jax.planning import count
+from lp_jax._coarse_step import CoarseStep
+from lp_jax._solver import Solver
+from lp_jax.planning import count, summary
+from lp_jax.planning._path import Stop
+from lp_jax.planning._words import counted, iteration_name
+from lp_jax.viz._describe import describe
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, SKY, dress, figure
 
 _MOST_POINTS = 36  # of the finest level that are drawn in a row
-_MOST_ITERATIONS = 4
 
 
 def hierarchy(
@@ -48,14 +50,14 @@ def hierarchy(
     """
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     solver = solver.resolve(num_layers)
-    rows, stops = _rows(solver.grid(num_layers)), solver.stops(num_layers, min(solver.iterations, _MOST_ITERATIONS))
-    title, note = solver.describe(num_layers)
+    title, note, levels, stops = describe(solver, num_layers)
     if not stops:
         found = _counted(solver, num_layers)
         fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(found)))
         _draw_batches(fig.subplots(), found, num_layers)
         note = f"{note[:1].upper()}{note[1:]}." if note else ""
     else:
+        rows = _rows(levels)
         fig = figure(title, width=12, height=3.2 + 1.6 * len(rows))
         route, grid = fig.subplots(2, 1, height_ratios=[1.6 + len(rows), 1.0 * len(rows)])
         _draw_path(route, stops, len(rows), solver)
@@ -269,7 +271,7 @@ _PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same 
 
 def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
     if type(adjoint) is not type(solver):
-        return f"Adjoint: {adjoint.summary()}."
+        return f"Adjoint: {summary(adjoint)}."
     others = [
         f"{field.name} = {_words(getattr(adjoint, field.name))}"
         for field in dataclasses.fields(cast(Any, solver))
@@ -279,10 +281,10 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
     same = f"but {', '.join(others)}, and with" if others else "with"
     if adjoint.exact and not others:
         return "Adjoint: the same from right to left."
-    return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, adjoint.iteration_name)}."
+    return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, iteration_name(adjoint))}."
 
 
 def _words(value: Any) -> str:
-    if hasattr(value, "summary"):
-        return str(value.summary())
+    if isinstance(value, CoarseStep):
+        return summary(value)
     return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)

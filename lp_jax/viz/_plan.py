@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from lp_jax.planning import Plan
 from lp_jax.planning._text import times
+from lp_jax.planning._words import label
 from lp_jax.viz._style import BLUE, GREEN, GREY, PURPLE, RED, dress, figure, legend
 
 
@@ -44,7 +45,7 @@ def _title(found: Plan) -> str:
         text += f"; predicted {times(gain)} times as fast on {devices:,} devices"
         return textwrap.fill(text, _WIDTH)
     where = f" on {found.workers} workers" if found.workers > 1 else ""
-    solvers = found.solver.label(found.adjoint_solver)
+    solvers = label(found.solver, found.adjoint_solver)
     text = f"{found.layers} layers{where}: {solvers}, predicted {times(found.speedup)} times as fast as serial"
     return textwrap.fill(text, _WIDTH)
 

@@ -13,8 +13,8 @@ from matplotlib.patches import Patch
 
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
-from lp_jax._work import Event, Schedule
-from lp_jax.planning import count
+from lp_jax.planning import Schedule, count, summary
+from lp_jax.planning._work import Event
 from lp_jax.viz._style import BLUE, GREEN, GREY, INK, NOTE, ORANGE, PURPLE, RED, SKY, dress, figure, legend
 
 COLOURS = {
@@ -92,7 +92,7 @@ def schedule(
     Example:
         >>> import lp_jax
         >>> from lp_jax import viz
-        >>> solver = lp_jax.MGRIT(coarsening=8, iterations=2, coarse_step=lp_jax.Picard(sweeps=0), storage="all")
+        >>> solver = lp_jax.MGRIT(coarsening=8, iterations=2, coarse_step=lp_jax.Identity(), storage="all")
         >>> viz.schedule(solver, 64, workers=8).get_suptitle()
         'A training step in 40 layer evaluations on 8 workers, 192 serially'
     """
@@ -276,7 +276,7 @@ def _workers(number: int) -> str:
 
 def _note(pair: tuple[Solver, Solver], layers: int, at_once: float, costs: Mapping[str, float]) -> str:
     of = "A worker evaluates its layers one after another" if at_once == 1 else "A worker evaluates its layers at once"
-    text = f"Forward: {pair[0].summary()}. Adjoint: {pair[1].summary()}. {of}; messages take no time here."
+    text = f"Forward: {summary(pair[0])}. Adjoint: {summary(pair[1])}. {of}; messages take no time here."
     kinds = {batch.kind for solver in pair for batch in count(solver, layers, adjoint=solver is pair[1]).batches}
     if "newton" in kinds and "newton" not in costs:
         text += " A Newton iteration is drawn as one evaluation, and takes more: its Jacobians."

@@ -13,6 +13,7 @@ from lp_jax import _check
 from lp_jax._serial import Serial
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
+from lp_jax.planning import with_effort
 from lp_jax.train._controller import Pair
 from lp_jax.train._types import Batch, LossFn
 
@@ -97,7 +98,7 @@ class Doubling:
         """
         if control:
             return jnp.asarray(True), {"serial": True, "gradients": 0}
-        norms = _norms(self.loss_fn, params, batch, solver.with_effort(max(2 * solver.iterations, 3)), adjoint_solver)
+        norms = _norms(self.loss_fn, params, batch, with_effort(solver, max(2 * solver.iterations, 3)), adjoint_solver)
         *_, before, last = [math.inf, *(x for x in norms.tolist() if x >= 0)]
         factor = last / before if before > 0 else 0.0
         serial = not factor <= self.limit

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
-"""The cycles that a cycle of each kind makes on the next coarser level, one after the other."""
+from lp_jax._cycle import VISITS
+from lp_jax._mgrit import MGRIT
 
 
 class Stop(NamedTuple):
@@ -17,13 +17,21 @@ class Stop(NamedTuple):
     title: str = ""  # what that iteration is called
 
 
-def path(relaxations: tuple[str, ...], kind: str, iterations: int, *, skip: bool) -> list[Stop]:
+def relaxations(solver: MGRIT, levels: int) -> tuple[str, ...]:
+    """Return the label of the relaxation on every level: "FCF", or the name of a function."""
+    given = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
+    each = (given[min(level, len(given) - 1)] for level in range(levels))
+    return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
+
+
+def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
     """Return the stops of ``iterations`` cycles and the final sweep; successive ones on a level are one."""
     stops: list[Stop] = []
+    labels = relaxations(solver, len(solver.grid(steps)))
     for iteration in range(1, iterations + 1):
-        first = skip and iteration == 1
-        begin, *rest = (cascade_stops if first else cycle_stops)(relaxations, kind)
-        title = "coarse to fine" if first else f"{kind}-cycle"
+        first = solver.start == "cascade" and iteration == 1
+        begin, *rest = (cascade_stops if first else cycle_stops)(labels, solver.cycle)
+        title = "coarse to fine" if first else f"{solver.cycle}-cycle"
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
     _extend(stops, [Stop(0, "FC")])
     return stops

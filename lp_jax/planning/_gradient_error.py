@@ -1,5 +1,6 @@
 """How wrong is a gradient? For any function with solves inside, which stays as it is."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,9 @@ from lp_jax import _inputs
 from lp_jax._asked import Asked, asked
 from lp_jax._result import RESULTS
 from lp_jax._serial import Serial
-from lp_jax._solver import Solver, Stats, code, counted
+from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
+from lp_jax.planning._words import code, counted, iteration_name
 
 
 class Solved(NamedTuple):
@@ -159,7 +161,7 @@ def compare(
         for name, pair in pairs.items():
             gradient, reports = _compiled(loss, argnums, has_aux, Asked(pair)), _Reports()
             got = jax.device_get(gradient(*args))
-            jax.block_until_ready(_compiled(loss, argnums, has_aux, Asked(pair, reports.add))(*args))
+            jax.block_until_ready(_compiled(loss, argnums, has_aux, Asked(pair, reports.of))(*args))
             jax.effects_barrier()
             found[name] = _errors(got, wanted, reports.solved(), *_seconds((gradient, exact), args))
         return found
@@ -213,6 +215,10 @@ class _Reports:
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, int, str], list[Solved]] = {}
+
+    def of(self, direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
+        """Return what takes the reports of one solve."""
+        return functools.partial(self.add, direction, f"{type(solver).__name__} {iteration_name(solver)}", layers)
 
     def add(self, direction: str, iteration: str, layers: int, stats: Stats) -> None:
         norms = np.asarray(stats.residual_norms, float)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 from lp_jax._coarse_step import CoarseStep
-from lp_jax._path import Stop
 from lp_jax._solver import Solver
-from lp_jax._work import Work
+from lp_jax.planning._path import Stop
+from lp_jax.planning._work import Work, count_work, is_identity
 
 Grid = Sequence[tuple[int, int]]
 """(steps, coarsening factor) of every level, finest first."""
@@ -43,7 +43,7 @@ def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: Coar
 
 
 def _count_solve(level: Work, coarse_step: CoarseStep, coarsest: Solver) -> None:
-    if coarse_step.is_identity:
+    if is_identity(coarse_step):
         level.sent(level.prefix)
     else:
-        coarsest.count(level)
+        count_work(coarsest, level)

@@ -1,15 +1,23 @@
-"""What a solve does and holds, as its solver says: batches of layers, messages, bytes."""
+"""Work and memory of a solve: batches of layers, messages, bytes; and the functions that a kind of solver registers with.
+
+Each of these is a `functools.singledispatch` on the class of its first argument. `lp_jax.planning._solvers` registers the
+library's own solvers; a solver from outside registers in the same way, or does not, and its program is read.
+"""
 
 import collections
 import dataclasses
+import functools
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from lp_jax._coarse_step import CoarseStep
+from lp_jax._solver import WITHOUT_TOLERANCE, Solver
 
 KINDS = ("forward", "linearise", "adjoint", "gradient")
 
 
 class Uncounted(Exception):
-    """Raised by a solver, or a part of one, that does not count its work. Its program is read instead."""
+    """Raised where nobody counts the work of a solver, or of a part of it. Its program is read instead."""
 
 
 class Batch(NamedTuple):
@@ -112,30 +120,39 @@ class Schedule:
         return sum(n for batch, n in self.batches.items() if batch.kind in (kinds or KINDS))
 
 
-class CoarseStep(Protocol):
-    """What stands in for the layers of an interval, as far as its work is concerned."""
-
-    def count_steps(self, work: "Work", count: int, at_once: int) -> None:
-        """Record ``count`` steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A forward or adjoint solve of a chain, which its solver counts by calling the methods here."""
+    """A forward or adjoint solve of a chain, which `count_work` counts by calling the methods here.
 
-    layers: int  # number of steps of the chain, on all workers
-    workers: int = 1  # number of workers that the chain is spread over
-    auto: float = math.inf  # number of layers that at_once="auto" comes to
-    at_once: float = math.inf  # number of layers that are evaluated at once
-    kept: bool = False  # whether the forward solve leaves linearisations of all layers to the adjoint
-    adjoint: bool = False  # whether this is the adjoint solve, which gives the gradient too
-    in_rows: bool = False  # whether to count rows of layers that follow each other
-    step: CoarseStep | None = None  # the coarse step, if the chain is a coarse level; None for layers
-    span: int = 1  # number of layers that a step stands for
-    unit: int = 1  # number of steps that must live on one worker
-    phase: str = "sweep"  # name of the part of the solve that is counted
-    in_turn: bool = False  # whether the workers do that part one after the other
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)  # what has been counted so far
+    Attributes:
+        layers: number of steps of the chain, on all workers.
+        workers: number of workers that the chain is spread over.
+        auto: number of layers that ``at_once="auto"`` comes to.
+        at_once: number of layers that are evaluated at once.
+        kept: whether the forward solve leaves linearisations of all layers to the adjoint.
+        adjoint: whether this is the adjoint solve, which gives the gradient too.
+        in_rows: whether to count rows of layers that follow each other.
+        step: the coarse step, if the chain is a coarse level; None for layers.
+        span: number of layers that a step stands for.
+        unit: number of steps that must live on one worker.
+        phase: name of the part of the solve that is counted.
+        in_turn: whether the workers do that part one after the other.
+        schedule: what has been counted so far.
+    """
+
+    layers: int
+    workers: int = 1
+    auto: float = math.inf
+    at_once: float = math.inf
+    kept: bool = False
+    adjoint: bool = False
+    in_rows: bool = False
+    step: CoarseStep | None = None
+    span: int = 1
+    unit: int = 1
+    phase: str = "sweep"
+    in_turn: bool = False
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
 
     @property
     def mine(self) -> int:
@@ -156,6 +173,7 @@ class Work:
         return dataclasses.replace(self, phase=phase)
 
     def apart(self) -> "Work":
+        """Return this chain, with a schedule of its own."""
         return dataclasses.replace(self, schedule=Schedule())
 
     def steps(self, count: int, at_once: int) -> None:
@@ -163,7 +181,7 @@ class Work:
         if self.step is None:
             self.evaluate(count, at_once)
         else:
-            self.step.count_steps(self, count, at_once)
+            count_steps(self.step, self, count, at_once)
 
     def evaluate(self, count: int, at_once: int, *, rows: int | None = None, gradient: bool = False) -> None:
         """Record ``count`` batches of ``at_once`` evaluations of a layer; by default in as many rows.
@@ -223,23 +241,138 @@ def prefix_messages(workers: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """What the memory of a solver depends on."""
+    """Sizes that the memory of a solver depends on.
 
-    layers: int  # number of layers, on all workers
-    workers: int  # number of workers that they are spread over
-    state: int  # bytes of the state
-    linearised: int  # bytes of a state and of what the linearisation of a layer holds
-    parameters: int  # bytes of a layer's parameters
-    examples: int  # number of examples in the state
-    auto: float  # number of layers that at_once="auto" comes to
+    Attributes:
+        layers: number of layers, on all workers.
+        workers: number of workers that they are spread over.
+        state: bytes of the state.
+        linearised: bytes of a state and of what the linearisation of a layer holds.
+        parameters: bytes of a layer's parameters.
+        examples: number of examples in the state.
+        auto: number of layers that ``at_once="auto"`` comes to.
+    """
+
+    layers: int
+    workers: int
+    state: int
+    linearised: int
+    parameters: int
+    examples: int
+    auto: float
 
     @property
     def mine(self) -> int:
+        """Number of layers on the busiest worker."""
         return math.ceil(self.layers / self.workers)
 
 
 class Held(NamedTuple):
-    """Bytes of a training step on one worker."""
+    """Bytes of a training step on one worker.
 
-    kept: int  # states and linearisations that the forward solve leaves to the adjoint
-    working: int  # what the solvers need while they work
+    Attributes:
+        kept: states and linearisations that the forward solve leaves to the adjoint.
+        working: what the solvers need while they work.
+    """
+
+    kept: int
+    working: int
+
+
+@functools.singledispatch
+def count_work(solver: Solver, work: Work) -> None:
+    """Record what a solve does, its last sweep and the gradient included.
+
+    Register a function for a class of solvers with ``@planning.count_work.register``. Without one, the program of a solve of
+    a model network is read.
+
+    Args:
+        solver: what solves; one that `Solver.resolve` returned.
+        work: what is solved. Its methods record batches of layers and messages.
+
+    Example:
+        >>> import dataclasses, lp_jax
+        >>> from lp_jax import planning
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Mine(lp_jax.Solver):
+        ...     iterations: int = 3
+        >>> @planning.count_work.register
+        ... def _(solver: Mine, work: planning.Work) -> None:
+        ...     for _ in range(solver.iterations):
+        ...         work.steps(1, work.mine)
+        >>> planning.count(Mine(), 64).depth()
+        3
+    """
+    raise Uncounted
+
+
+@functools.singledispatch
+def count_steps(coarse_step: CoarseStep, work: Work, count: int, at_once: int) -> None:
+    """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
+
+    Register a function for a class of coarse steps with ``@planning.count_steps.register``. Without one, the program of the
+    whole solve is read.
+    """
+    raise Uncounted
+
+
+@functools.singledispatch
+def held(solver: Solver, sizes: Sizes) -> Held:
+    """Return what a training step with this solver holds: by default, what a sweep over all layers does.
+
+    Register a function for a class of solvers with ``@planning.held.register``.
+    """
+    if solver.keeps_states:
+        kept = sizes.mine * sizes.linearised
+    else:
+        kept = math.ceil(sizes.mine / solver.stride(sizes.layers)) * sizes.state
+    return Held(kept, _OF_A_SWEEP * sizes.mine * sizes.state)
+
+
+_OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
+
+
+@functools.singledispatch
+def with_effort(solver: Any, iterations: int) -> Any:
+    """Return a solver with a fixed number of iterations and no tolerance.
+
+    Register a function for a class of solvers that have no field ``iterations`` with ``@planning.with_effort.register``.
+
+    Raises:
+        TypeError: for a solver without a field ``iterations``, of a class that nobody registered.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> planning.with_effort(lp_jax.Picard(sweeps=32, rtol=1e-3), 5) == lp_jax.Picard(sweeps=5)
+        True
+    """
+    names = [field.name for field in dataclasses.fields(solver)]
+    if "iterations" not in names:
+        raise TypeError(
+            f"{type(solver).__name__} has no field `iterations`; register a function that sets their number with "
+            "lp_jax.planning.with_effort.register."
+        )
+    without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}
+    return dataclasses.replace(solver, iterations=iterations, **without)
+
+
+@functools.singledispatch
+def evaluates(solver: Solver) -> str:
+    """Return how layers are evaluated where they run one after another: "batches", "intervals" or "series".
+
+    "batches" are all layers of a sweep, which stores and reads the states of all of them.
+    """
+    return "batches"
+
+
+@functools.singledispatch
+def most_at_once(solver: Solver, auto: float) -> float:
+    """Return the number of layers that are evaluated at once, given what "auto" comes to."""
+    return auto if solver.at_once == "auto" else float(solver.at_once)
+
+
+@functools.singledispatch
+def is_identity(coarse_step: object) -> bool:
+    """Return whether a coarse step does nothing, so that the coarse problem is a prefix sum."""
+    return False

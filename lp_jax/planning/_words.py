@@ -1,0 +1,125 @@
+"""Solvers in words, for tables, titles and notes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from lp_jax._coarse_step import Identity, PerInterval
+from lp_jax._mgrit import MGRIT
+from lp_jax._newton import Newton
+from lp_jax._picard import Picard
+from lp_jax._rediscretize import Rediscretize
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver
+from lp_jax.planning._work import is_identity
+
+
+def counted(number: int, what: str) -> str:
+    """Return "1 sweep", "2 sweeps"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
+
+
+def code(solver: Any) -> str:
+    """Return the solver as code, with the main fields and those that are not at their default."""
+    shown = [
+        f"{field.name}={code(value) if isinstance(value, Solver) else repr(value)}"
+        for field in dataclasses.fields(solver)
+        if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
+    ]
+    return f"{type(solver).__name__}({', '.join(shown)})"
+
+
+@functools.singledispatch
+def iteration_name(solver: Solver) -> str:
+    """Return what one iteration is called."""
+    return "iteration"
+
+
+@iteration_name.register
+def _(solver: MGRIT) -> str:
+    return "cycle"
+
+
+@iteration_name.register
+def _(solver: Picard) -> str:
+    return "sweep"
+
+
+def iterations(solver: Solver) -> str:
+    """Return the number of iterations, with their name."""
+    return counted(solver.iterations, f"{type(solver).__name__} {iteration_name(solver)}")
+
+
+@functools.singledispatch
+def summary(part: object) -> str:
+    """Return a few words on a solver or a coarse step, for titles and notes.
+
+    Register a function for a class with ``@planning.summary.register``. Without one they are the number of iterations, or the
+    name of the class.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> planning.summary(lp_jax.Picard(sweeps=2))
+        '2 Picard sweeps over the layers'
+    """
+    return type(part).__name__
+
+
+@summary.register
+def _(part: Solver) -> str:
+    return iterations(part)
+
+
+@summary.register
+def _(part: Picard) -> str:
+    return f"{iterations(part)} over the layers"
+
+
+@summary.register
+def _(part: Newton) -> str:
+    kind = "" if part.jacobian == "full" else f" with {part.jacobian} Jacobians"
+    before = f" after {counted(part.relaxations, 'relaxation')}" if part.relaxations else ""
+    return f"{iterations(part)}{before}{kind}"
+
+
+@summary.register
+def _(part: Serial) -> str:
+    return "serial"
+
+
+@summary.register
+def _(part: Rediscretize) -> str:
+    rule = part.params if isinstance(part.params, str) else "a function"
+    return f"the layer with the interval's dt, parameters by {rule}"
+
+
+@summary.register
+def _(part: Identity) -> str:
+    return "the identity"
+
+
+@summary.register
+def _(part: PerInterval) -> str:
+    return f"the function {getattr(part.function, '__name__', part.function)}"
+
+
+@functools.singledispatch
+def label(solver: Solver, adjoint: Solver) -> str:
+    """Return a few words on a solver and its adjoint one, for the title of a plan."""
+    if not solver.has_tolerance:
+        return summary(solver)
+    limit = f"{solver.atol:.0e} absolute" if solver.rtol is None else f"{solver.rtol:.0e}"
+    return f"{type(solver).__name__} {iteration_name(solver)}s to {limit}"
+
+
+@label.register
+def _(solver: MGRIT, adjoint: Solver) -> str:
+    step = solver.coarse_step
+    coarse = "identity" if is_identity(step) else type(step).__name__
+    if isinstance(step, Solver) and step.iterations:
+        coarse = f"{coarse} {step.iterations}"
+    return f"{solver.iterations}/{adjoint.iterations} cycles, {coarse}, m = {solver.coarsening}"

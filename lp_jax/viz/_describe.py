@@ -1,0 +1,108 @@
+"""Solvers as pictures show them: a title, a note, and the path through the levels, registered by their classes."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from lp_jax._coarse_step import CoarseStep
+from lp_jax._mgrit import MGRIT
+from lp_jax._newton import Newton
+from lp_jax._picard import Picard
+from lp_jax._rediscretize import Rediscretize
+from lp_jax._serial import Serial
+from lp_jax._solver import Solver
+from lp_jax.planning import summary
+from lp_jax.planning._path import Stop, path
+from lp_jax.planning._words import iterations
+from lp_jax.planning._work import is_identity
+
+MOST_ITERATIONS = 4  # that are drawn
+
+
+class Described(NamedTuple):
+    """Words and path of a picture of a solve.
+
+    Attributes:
+        title: in a few words.
+        note: below the picture.
+        grid: (number of steps, coarsening factor) of every level, finest first; nothing where there is one level.
+        stops: the path of the first iterations through the levels; nothing where there is one level.
+    """
+
+    title: str
+    note: str = ""
+    grid: Sequence[tuple[int, int]] = ()
+    stops: Sequence[Stop] = ()
+
+
+@functools.singledispatch
+def describe(solver: Solver, layers: int) -> Described:
+    """Return what a picture of a solve of so many layers shows.
+
+    Register a function for a class of solvers with ``@viz.describe.register``.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import viz
+        >>> viz.describe(lp_jax.Serial(), 64).title
+        '64 layers one after another: serial propagation'
+    """
+    return Described(f"{layers} layers, {summary(solver)}: no coarse level")
+
+
+@describe.register
+def _(solver: MGRIT, layers: int) -> Described:
+    grid = solver.grid(layers)
+    rest = f"only {grid[-1][0]} coarse steps remain one after another"
+    if is_identity(solver.coarse_step):
+        rest = "the coarse solve is a prefix sum"
+    note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
+    stops = path(solver, layers, min(solver.iterations, MOST_ITERATIONS))
+    title = f"{layers} layers on {len(grid)} levels: {rest}"
+    return Described(title, f"{note} Coarse step: {summary(solver.coarse_step)}.", grid, stops)
+
+
+@describe.register
+def _(solver: Picard, layers: int) -> Described:
+    sweeps = iterations(solver)
+    if solver.windows > 1 and solver.has_tolerance:
+        note = "sweeps go over a window that slides to where its states still change, the last one over all layers"
+        most = f"at most {solver.windows} times {sweeps}"
+        return Described(f"{layers} layers, a window of {solver.unit(layers)}, {most}", note)
+    if solver.windows > 1:
+        note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
+        return Described(f"{layers} layers in {solver.windows} windows, {sweeps}", note)
+    most = f"{sweeps} at most" if solver.has_tolerance else sweeps
+    note = "each sweep evaluates every layer at once and adds the increments up"
+    return Described(f"{layers} layers at once, {most}: no coarse level", note)
+
+
+@describe.register
+def _(solver: Newton, layers: int) -> Described:
+    note = "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
+    return Described(f"{layers} layers at once, {summary(solver)}: no coarse level", note)
+
+
+@describe.register
+def _(solver: Serial, layers: int) -> Described:
+    return Described(f"{layers} layers one after another: serial propagation", "exact, and the baseline")
+
+
+@functools.singledispatch
+def variants(solver: Solver) -> dict[str, Solver]:
+    """Return the solvers, by name, that a picture of the gradient's error compares."""
+    return {type(solver).__name__: solver}
+
+
+@variants.register
+def _(solver: MGRIT) -> dict[str, Solver]:
+    others: dict[str, CoarseStep] = {
+        "injection": Rediscretize(params="inject"),
+        "mean of parameters": Rediscretize(params="mean"),
+        "1 Picard sweep": Picard(sweeps=1),
+        "2 Picard sweeps": Picard(sweeps=2),
+    }
+    if solver.coarse_step not in others.values():
+        others["this run's coarse step"] = cast(CoarseStep, solver.coarse_step)
+    return {name: dataclasses.replace(solver, coarse_step=step) for name, step in others.items()}
