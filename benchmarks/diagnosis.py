@@ -52,7 +52,7 @@ def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Ca
         batch = jax.tree.map(lambda x, most=network.examples: x[:most], unseen)
         steps = (0, min(max(network.steps), 400)) if len(network.steps) < 3 else network.steps[:2]
         for count, params in trained(made, sorted({0, *steps})):
-            problem, cotangent, _ = inner(made.model, params, batch, made.task.goal.measure)
+            problem, cotangent, _ = inner(made.model, params, batch, made.task.measure)
             yield network.name, f"{count} updates" if count else "at its start", problem, cotangent
 
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -100,7 +100,7 @@ def built(settings: Settings, task: Task, place: Place, solvers: Pair, layers: i
 def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: nn.Classifier) -> Experiment:
     tested: Any = nnx.clone(model)
     tested.eval()
-    loss_fn, params = task.goal.loss(model)
+    loss_fn, params = task.loss(model)
     return Experiment(
         settings=settings,
         task=task,
@@ -109,7 +109,7 @@ def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: 
         model=model,
         tested=tested,
         loss_fn=place.loss(loss_fn),
-        test_fn=place.loss(task.goal.loss(tested)[0]),
+        test_fn=place.loss(task.loss(tested)[0]),
         params=place.everywhere(params),
     )
 
@@ -194,7 +194,17 @@ def train_one(
     optimizer = optax.adam(made.settings.training.learning_rate)
     if method == "nested":
         before = len(log.of("train"))
-        state = _nested(made, solvers, options, optimizer, folder, given)
+        steps = made.task.steps_per_epoch
+        _, state, _ = depth_by_depth(
+            made,
+            schedule(options, made.settings),
+            solvers,
+            optimizer,
+            measures=lambda model: _measures(made.of(model), solvers, options, steps),
+            folder=folder / "checkpoints",
+            config=_fingerprint(made, "nested"),
+            **given,
+        )
         seconds = time.perf_counter() - begun if len(log.of("train")) > before else None
         examples = made.settings.training.batch_size
         return Run(name, state, log, solvers, layers, blocks, examples, made.place.devices, seconds)
@@ -272,36 +282,26 @@ def _mgopt(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimize
 STARTS: Mapping[str, Callable[..., Start]] = {"direct": _direct, "one-shot": _one_shot, "mgopt": _mgopt}
 
 
-def _nested(
-    made: Experiment,
-    solvers: Pair,
-    options: Mapping[str, Any],
-    optimizer: Optimizer,
-    folder: Path,
-    given: Mapping[str, Any],
-) -> TrainState:
-    """Train at each depth for the same number of epochs."""
-    settings, depths = made.settings, schedule(options, made.settings)
+def depth_by_depth(
+    made: Experiment, depths: Sequence[int], solvers: Pair, optimizer: Optimizer, **options: Any
+) -> tuple[nn.Classifier, TrainState, Log]:
+    """Train at each depth for the same number of epochs; ``options`` are those of `lp_jax.train.nested`."""
+    settings = made.settings
     ends = [settings.training.epochs * (i + 1) // len(depths) for i in range(len(depths))]
     parts = [
         Depth(layers // settings.model.blocks, end - begin, *solvers)
         for layers, begin, end in zip(depths, [0, *ends], ends, strict=False)
     ]
-    steps = made.task.steps_per_epoch
-    _, state, _ = nested(
+    return nested(
         built(settings, made.task, made.place, solvers, depths[0]),
         optimizer,
         made.batches,
         parts,
-        steps_per_epoch=steps,
+        steps_per_epoch=made.task.steps_per_epoch,
         loss=functools.partial(_loss, made),
-        measures=lambda model: _measures(made.of(model), solvers, options, steps),
-        folder=folder / "checkpoints",
-        config=_fingerprint(made, "nested"),
         ranks=made.place.ranks,
-        **given,
+        **options,
     )
-    return state
 
 
 def schedule(options: Mapping[str, Any], settings: Settings) -> list[int]:
@@ -368,7 +368,7 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
         error = gradient_error(
             restarted, state.params, (batch, restart), solver, adjoint_solver, ranks=made.place.ranks
         )
-        solves = residuals(made.model, state.params, batch, *map(_longer, solvers), loss=made.task.goal.measure)
+        solves = residuals(made.model, state.params, batch, *map(_longer, solvers), loss=made.task.measure)
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,

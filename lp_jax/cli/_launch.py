@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
-from lp_jax.cli._errors import CommandError, ToldError, UsageError, describe
+from lp_jax.cli._errors import CommandError, UsageError, UserError, describe
 from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class SeveralProcesses(Launch):
     """
 
     def once(self, f: Callable[[], T]) -> T:
-        return done_once(f, self.is_root, self._broadcast, ToldError)
+        return done_once(f, self.is_root, self._broadcast, UserError)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, SystemExit):

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from matplotlib.figure import Figure
@@ -18,9 +19,9 @@ from rich.table import Table
 from lp_jax import viz
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.cli._commands import version
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
+from lp_jax.cli._info import version
 from lp_jax.planning import code
 from lp_jax.train import gradient_error, residuals
 
@@ -181,16 +182,8 @@ def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-class GradientErrors(NamedTuple):
-    """Errors of a trained network's gradient."""
-
-    choices: dict[str, list[float]]  # after 1, 2, ... iterations, forward and adjoint alike, by the solver's name
-    own: float  # error of the run's own solvers
-    iterations: tuple[int, int]  # numbers of iterations of the run's own solvers
-
-
-def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
-    """Measure the gradient on the last batch with few iterations and more, and with other coarse steps."""
+def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
+    """Measure the gradient on the last batch with few iterations and more, and with other coarse steps; return the picture."""
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
@@ -198,7 +191,7 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
         return float(measured.relative)
 
     with quick_compilation():
-        solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.goal.measure)
+        solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
         variants, adjoints = solver.variants(), adjoint_solver.variants()
         most = ITERATIONS if len(variants) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
@@ -209,10 +202,17 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
             ]
             for name, variant in variants.items()
         }
-        return GradientErrors(choices, error(solver, adjoint_solver), taken)
+        own = error(solver, adjoint_solver)
+    return functools.partial(
+        viz.gradient_errors,
+        choices,
+        run=(f"this run, {type(solver).__name__}:\n{taken[0]} forward, {taken[1]} adjoint", taken[0], own),
+        iteration=solver.iteration_name,
+        choice="coarse step" if len(choices) > 1 else "solver",
+    )
 
 
-def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | None) -> dict[str, Figure]:
+def pictures(made: Experiment, runs: Sequence[Run], errors: Callable[[], Figure] | None) -> dict[str, Figure]:
     """Return the pictures by file name; a serial run has none of residuals and gradient errors."""
     first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
     figures = {
@@ -228,13 +228,7 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
         names = code(solver), code(adjoint_solver)
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=solver.iteration_name, solvers=names)
     if errors is not None:
-        forward, adjoint = errors.iterations
-        figures["gradient_error.png"] = viz.gradient_errors(
-            errors.choices,
-            run=(f"this run, {type(solver).__name__}:\n{forward} forward, {adjoint} adjoint", forward, errors.own),
-            iteration=solver.iteration_name,
-            choice="coarse step" if len(errors.choices) > 1 else "solver",
-        )
+        figures["gradient_error.png"] = errors()
     return figures
 
 

@@ -19,7 +19,7 @@ from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
-from lp_jax.cli._problem import Problem, Settings, find, prepare
+from lp_jax.cli._problem import Problem, Settings
 from lp_jax.cli._report import (
     CONFIG,
     drop_if_not_begun,
@@ -34,6 +34,7 @@ from lp_jax.cli._report import (
     table,
     write_json,
 )
+from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import OneDevice, workers
 from lp_jax.planning import code
