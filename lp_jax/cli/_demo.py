@@ -312,7 +312,7 @@ def run(args: Sequence[str]) -> None:
     add("--layers", type=int, default=4096, metavar="N", help="Number of layers, a multiple of 64.")
     add("--seed", type=int, default=0, metavar="N", help="Seed of the split, the first parameters and the batches.")
     add("--epochs", type=positive_int, default=6, metavar="N", help="Number of epochs of each training.")
-    add("--no-pictures", action="store_true", help="No pictures.")
+    add("--no-pictures", action="store_true", help="Draw no pictures.")
     options = parser.parse_args(args)
     if options.layers < 64 or options.layers % 64:
         parser.error(f"--layers must be a multiple of 64; got {options.layers}.")

@@ -100,7 +100,7 @@ def add_launch(parser: Any) -> None:
     )
     add("--coordinator", metavar="HOST:PORT", help="Address of process 0; srun and mpirun set it by themselves.")
     add("--process", metavar="I/N", help="Number of this process and of all of them, like 0/2; needs --coordinator.")
-    add("--debug", action="store_true", help="Traceback of an error, in place of one line.")
+    add("--debug", action="store_true", help="Show the traceback of an error, in place of one line.")
 
 
 def add_folder(parser: Any, problem: str) -> None:
@@ -174,8 +174,8 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         help="Number of steps between gradient probes. Default: 6 probes in a run.",
     )
     add("--log_every", type=positive_int, metavar="N", default=10, help="Number of steps between fetching metrics.")
-    add("--no_compare", action="store_true", help="No exact baseline, on one device, to compare with.")
-    add("--no_pictures", action="store_true", help="No pictures.")
+    add("--no_compare", action="store_true", help="Train no exact baseline, on one device, to compare with.")
+    add("--no_pictures", action="store_true", help="Draw no pictures.")
 
 
 def parser_of(

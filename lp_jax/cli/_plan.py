@@ -129,7 +129,7 @@ def _add_plan(parser: Any) -> argparse._ArgumentGroup:
 def _add_network(parser: Any) -> None:
     add = _add_plan(parser).add_argument
     add("--machine", type=Path, metavar="FILE", help="Machine file, read in place of measuring.")
-    add("--save", type=Path, metavar="FILE", help="File for what was measured.")
+    add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
     add("--seconds", type=positive_float, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
 
 
