@@ -40,7 +40,8 @@ class MenuParser(argparse.ArgumentParser):
 
 def in_words(error: argparse.ArgumentError) -> str:
     """Return a parser's message behind the name of its option, where it has one."""
-    return f"{error.argument_name}: {error.message}" if error.argument_name else error.message
+    message = error.message.removeprefix("argument ")
+    return f"{error.argument_name}: {message}" if error.argument_name else message
 
 
 def unknown_option(args: Iterable[str], options: Collection[str]) -> str | None:

@@ -15,6 +15,7 @@ from jsonargparse.typing import PositiveInt, register_type
 import lp_jax
 from lp_jax._check import nearest
 from lp_jax._solver import Solver
+from lp_jax.cli._call import METHODS
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._menu import Examples, MenuParser, description, in_words, positive_float, positive_int, unknown_option
 from lp_jax.cli._models import Model, Pair
@@ -30,9 +31,6 @@ ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
 
 Groups = Callable[[ArgumentParser], object]
 """Adds the options of one command to a parser."""
-
-
-METHODS = ("direct", "one-shot", "nested", "mgopt")
 
 _FIRST = {
     *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
@@ -264,29 +262,29 @@ _SOLVERS = ("MGRIT", "Picard", "Newton", "Serial", "auto")
 
 def _reason(text: str) -> str:
     """Return what is wrong, in the words of the command line."""
-    told = _told(text)
-    name = told.partition(":")[0]
-    if found := re.search(r"Expected a dot import path string: (\S+)", told):
+    cause = _cause(text)
+    name = cause.partition(":")[0]
+    if found := re.search(r"Expected a dot import path string: (\S+)", cause):
         near = nearest(found[1], _SOLVERS)
         hint = f"Did you mean {near}?" if near else f"It is {', '.join(_SOLVERS)}, or module.Class."
         return f"{name}: there is no solver {found[1]!r}. {hint}"
-    if "is abstract" in told:
+    if "is abstract" in cause:
         return f"{name}: fields go with a solver, like {name} MGRIT {name}.levels 3; add one of {', '.join(_SOLVERS[:-1])}."
-    if found := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", told):
+    if found := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", cause):
         kind: Any = getattr(lp_jax, found[1], None)  # None for a class of the user's
         fields = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
         near = nearest(found[2], fields)
         hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {found[1]} lists what it has."
         return f"{name}: {found[1]} has no {found[2]}. {hint}"
-    if found := re.search(r"could not convert string to float: '(.*?)'", told):
+    if found := re.search(r"could not convert string to float: '(.*?)'", cause):
         return f"{name}: must be a number; got {found[1]!r}."
-    if found := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", told):
+    if found := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", cause):
         return f"{name}: must be a {'whole ' * (found[1] == 'int')}number; got {found[2]!r}."
-    return told
+    return cause
 
 
-def _told(text: str) -> str:
-    """Return the part of the parser's message that tells what is wrong: it lists why each allowed type does not fit."""
+def _cause(text: str) -> str:
+    """Return the cause in a parser's message, which lists why each allowed type does not fit."""
     key = re.match(r'Parser key "([\w.]+)":', text)
     head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))
     reasons = [part for part in parts if "Does not validate" not in part]

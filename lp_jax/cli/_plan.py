@@ -38,11 +38,11 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     examples = [
         (f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")
     ]
-    told = dataclasses.replace(
+    shown = dataclasses.replace(
         problem, about="Recommend a solver for this network, and predict its time. Nothing is trained."
     )
     parser = parser_of(
-        f"lp-jax plan {name}", told, kind, _add_network, examples, frozenset({"epochs", "learning_rate"})
+        f"lp-jax plan {name}", shown, kind, _add_network, examples, frozenset({"epochs", "learning_rate"})
     )
     options, _ = parse(parser, problem, args)
     machine = None if options["machine"] is None else _machine(options["machine"])

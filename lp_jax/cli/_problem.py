@@ -40,7 +40,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What makes a run what it is, the solvers apart. Two runs of equal settings take the same batches."""
+    """Settings of a run, apart from its solvers. Two runs of equal settings take the same batches."""
 
     problem: str
     kind: str

@@ -1,4 +1,4 @@
-"""What a run leaves: its folder, a table, a summary, pictures."""
+"""Results of a run: its folder, a table, a summary, pictures."""
 
 import contextlib
 import fcntl
@@ -53,7 +53,7 @@ def drop_if_not_begun(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Keep other runs out of the folder. What a dead process left of its lock is taken over, with a line."""
+    """Keep other runs out of the folder. The lock of a process that is gone is taken over, with a line."""
     path = folder / LOCK
     with path.open("a+", encoding="utf-8") as file:
         file.seek(0)

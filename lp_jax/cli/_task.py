@@ -1,4 +1,4 @@
-"""What a network learns: settings of training, and data as batches."""
+"""A task that a network learns: settings of training, and data as batches."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator

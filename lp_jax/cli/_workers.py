@@ -18,8 +18,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lp_jax import MeshComm, MPIComm, layer_slices
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
+from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch, mesh_sizes, set_cpu_devices
+from lp_jax.cli._problem import Settings
 from lp_jax.nn import LayerParallel
 from lp_jax.train import Checkpoints, Info, LossFn, RankCheckpoints, Ranks
 
@@ -153,15 +155,15 @@ class RankGrid(Place):
         return self.ranks.checkpoints(folder, config=config)
 
 
-def workers(options: Mapping[str, Any], layers: int, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
-    """Return where the options put a run of this many layers. On a CPU, cut it into the devices of a mesh."""
+def workers(options: Options, settings: Settings, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
+    """Return where the options put a run. On a CPU, cut it into the devices of a mesh."""
     sizes = mesh_sizes(options)
-    if options["batch_size"] % sizes.get("data", 1):
+    if settings.training.batch_size % sizes.get("data", 1):
         raise UsageError(
-            f"--batch_size {options['batch_size']} cannot be split evenly over data={sizes['data']}; choose a multiple."
+            f"--batch_size {settings.training.batch_size} cannot be split evenly over data={sizes['data']}; choose a multiple."
         )
     if isinstance(launch, MPILaunch):
-        return RankGrid(_grid(sizes, launch, layers, solvers))
+        return RankGrid(_grid(sizes, launch, settings.layers, solvers))
     needed = math.prod(sizes.values())
     if isinstance(launch, DistributedLaunch):
         return Devices(_mesh(sizes, launch.size))
