@@ -1,4 +1,4 @@
-"""Suite 7: how many layers are evaluated at once, and whether "auto" finds it.
+"""Layers at once on one device: how many are fastest, and whether "auto" finds it.
 
 Loss and gradient by sweeps over all layers (Newton's method for recurrent cells), with 1, 4, 16, 64 and all layers at once
 and with "auto", beside a hand-written scan, the same with eight layers written out, and `Serial`. Where the best of them is

@@ -83,19 +83,29 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def common_parser(name: str, about: str, epilog: str = "") -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
+def bare_parser(name: str, about: str, examples: Sequence[tuple[str, str]]) -> argparse.ArgumentParser:
+    """A parser whose help ends with calls, (arguments, what they do)."""
+    width = max(len(arguments) for arguments, _ in examples)
+    lines = [f"  lp-jax bench {name} {arguments:<{width}}  {what}" for arguments, what in examples]
+    return argparse.ArgumentParser(
+        prog=f"lp-jax bench {name}",
         description=about,
-        epilog=epilog,
+        epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="something tiny, to see that all works; kept apart")
+
+
+def common_parser(name: str, about: str, examples: Sequence[tuple[str, str]]) -> argparse.ArgumentParser:
+    """A parser with the options of every suite."""
+    parser = bare_parser(name, about, examples)
+    parser.add_argument(
+        "--quick", action="store_true", help="Run something tiny, to see that all works. Its results are kept apart."
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="where the files go (default: runs/bench/DEVICE; --quick: runs/bench-quick/DEVICE)",
+        help="Folder for the results (default: runs/bench/DEVICE; --quick: runs/bench-quick/DEVICE).",
     )
     return parser
 
@@ -194,31 +204,30 @@ def _warn_if_busy() -> None:
 
 
 def _parser(suite: Suite) -> argparse.ArgumentParser:
-    width = max(len(arguments) for arguments, _ in suite.examples)
-    examples = "\n".join(
-        f"  python -m benchmarks.{suite.name} {arguments:<{width}}  {what}" for arguments, what in suite.examples
-    )
-    parser = common_parser(suite.name, suite.about, f"examples:\n{examples}")
+    parser = common_parser(suite.name, suite.about, suite.examples)
     pair = ",".join(suite.sizes)
     parser.add_argument(
         "--rows",
         nargs="+",
         type=suite.row,
         metavar=pair,
-        help=f"sizes, each {pair} without a space (default: {suite.rows})",
+        help=f"Sizes to run, each {pair} without a space (default: {suite.rows}).",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the baseline"
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        help="Run only the baseline and contenders with one of these in their names.",
     )
     parser.add_argument(
-        "--add", action="store_true", help="keep the rows of an earlier result that are not measured now"
+        "--add", action="store_true", help="Keep the rows of an earlier result that are not measured now."
     )
     for flag, kind, default, about in (
-        ("--rounds", positive, None, f"interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})"),
-        ("--warmup", positive, 2, "uncounted calls (default: 2)"),
-        ("--min-time", _seconds, 0.05, "seconds of a sample; shorter calls are repeated within it (default: 0.05)"),
-        ("--budget", _seconds, 60.0, "seconds per row after which others than the baseline sit out (default: 60)"),
-        ("--threads", positive, cores(), "threads of JAX on a CPU (default: all cores)"),
+        ("--rounds", positive, None, f"Number of interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})."),
+        ("--warmup", positive, 2, "Number of calls before the first that counts (default: 2)."),
+        ("--min-time", _seconds, 0.05, "Seconds of a sample. Shorter calls are repeated within it (default: 0.05)."),
+        ("--budget", _seconds, 60.0, "Seconds per row after which all but the baseline sit out (default: 60)."),
+        ("--threads", positive, cores(), "Number of threads of JAX on a CPU (default: all cores)."),
     ):
         parser.add_argument(flag, type=kind, metavar="N" if kind is positive else "S", default=default, help=about)
     suite.add_options(parser)

@@ -1,4 +1,4 @@
-"""Suite 2: loss and gradient of a dense ResNet, and what compiling them takes in time and memory.
+"""Loss and gradient of a dense ResNet, and what compiling them takes in time and memory.
 
 N layers ``y + h tanh(y W + b)`` with h = 1/N, batch 32, random weights as at initialisation, loss 0.5 |y - target|^2;
 intervals one after another, or as a batch.

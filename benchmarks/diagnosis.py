@@ -52,7 +52,7 @@ def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Ca
         batch = jax.tree.map(lambda x, most=network.examples: x[:most], unseen)
         steps = (0, min(max(network.steps), 400)) if len(network.steps) < 3 else network.steps[:2]
         for count, params in trained(made, sorted({0, *steps})):
-            problem, cotangent, _ = inner(made.model, params, batch, made.task.goal.measure)
+            problem, cotangent, _ = inner(made.model, params, batch, made.task.measure)
             yield network.name, f"{count} updates" if count else "at its start", problem, cotangent
 
 
@@ -232,12 +232,20 @@ def _cell(found: list[list[int | None]] | None) -> str:
     return f"{predicted} -> {taken}"
 
 
+EXAMPLES_OF_CALLS = [
+    ("", "networks that need no files"),
+    ("--data FOLDER --only GUM", "networks on GUM"),
+]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = common_parser("diagnosis", __doc__ or "")
+    parser = common_parser("diagnosis", __doc__ or "", EXAMPLES_OF_CALLS)
     parser.add_argument(
-        "--data", type=Path, help="folder with mnist10k/, gum/ and ucr/; without it, networks that need none"
+        "--data",
+        type=Path,
+        help="Folder with mnist10k/, gum/ and ucr/. Without it, only networks that need no files run.",
     )
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="networks with one of these in their names")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="Run only networks with one of these in their names.")
     options = parser.parse_args(arguments)
     folder, progress = results_folder(parser, options), Progress()
     result: report.Result = {

@@ -1,6 +1,6 @@
-"""Suite 5: memory of loss and gradient against the number of layers, by the compiler's own account; nothing is run.
+"""Memory of loss and gradient against the number of layers, by the compiler's own account; nothing is run.
 
-A dense ResNet, as in suite 2: a hand-written scan, its checkpointed form, and the solvers, with one state per interval or
+A dense ResNet, as in suite `dense`: a hand-written scan, its checkpointed form, and the solvers, with one state per interval or
 all of them kept, intervals looped or batched. From two lengths the bytes per layer follow, parameters and their gradient
 included, and from these the longest network that fits into a memory.
 """
@@ -90,13 +90,18 @@ def table(result: dict[str, Any]) -> str:
     return f"# {result['title']}\n\n{report.origin(result)}\n\n{about}\n\n{report.pipes(cells)}\n"
 
 
+EXAMPLES = [("", "the whole table"), ("--layers 64 128 --width 16", "two lengths of a narrow network")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = common_parser("memory", __doc__ or "")
-    parser.add_argument("--layers", nargs="+", type=int, metavar="N", help=f"two or more (default: {LAYERS})")
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="width of the state (default: 64)")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="examples (default: 32)")
+    parser = common_parser("memory", __doc__ or "", EXAMPLES)
     parser.add_argument(
-        "--capacity", type=float, metavar="GIB", help="memory to fill (default: the device's, 16 on a CPU)"
+        "--layers", nargs="+", type=int, metavar="N", help=f"Numbers of layers, two or more (default: {LAYERS})."
+    )
+    parser.add_argument("--width", type=int, default=64, metavar="N", help="Width of the state (default: 64).")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="Number of examples (default: 32).")
+    parser.add_argument(
+        "--capacity", type=float, metavar="GIB", help="Memory to fill, in GiB (default: the device's, 16 on a CPU)."
     )
     options = parser.parse_args(arguments)
     lengths = sorted(options.layers or (QUICK if options.quick else LAYERS))

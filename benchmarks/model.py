@@ -255,14 +255,24 @@ def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -
     report.save(result, folder, draw, lambda r: f"# {r['title']}\n\n{report.origin(r)}\n\n{table(r['rows'])}")
 
 
+EXAMPLES = [
+    ("--results benchmarks/results/cpu", "all rows that are kept; half an hour"),
+    ("--results benchmarks/results/cpu --suites dense --kept", "one suite, from the machines that are kept"),
+]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = common_parser("model", __doc__ or "")
-    parser.add_argument("--suites", nargs="+", metavar="NAME", help="results of these only")
+    parser = common_parser("model", __doc__ or "", EXAMPLES)
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="with the measured results (default: where the files go)"
+        "--suites", nargs="+", metavar="NAME", help="Suites whose results are predicted (default: all)."
     )
-    parser.add_argument("--kept", action="store_true", help="use the machines that are there, and calibrate the others")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="Folder with the measured results (default: that of --out)."
+    )
+    parser.add_argument(
+        "--kept", action="store_true", help="Use the machines in the folder, and calibrate only the others."
+    )
     options = parser.parse_args(arguments)
     out = results_folder(parser, options)
     folder = options.results or out

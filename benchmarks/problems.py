@@ -12,7 +12,7 @@ import optax
 
 from benchmarks.networks import SERIAL
 from lp_jax.cli._experiment import Experiment, experiment
-from lp_jax.cli._problem import prepare
+from lp_jax.cli._settings import prepare
 from lp_jax.train import init_state, make_train_step
 
 

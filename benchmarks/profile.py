@@ -5,7 +5,6 @@ the time of those is taken off. The compiled program says what an operation is, 
 library's code it comes from.
 """
 
-import argparse
 import re
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import report, single
-from benchmarks.command import Progress, network_row, positive
+from benchmarks.command import Progress, bare_parser, network_row, positive
 from benchmarks.manifest import cores, limit_jax_threads
 from benchmarks.networks import NETWORKS
 from benchmarks.training import trainer
@@ -140,27 +139,40 @@ def _shorter(source: str) -> str:
     return "/".join(parts[-5:])
 
 
+EXAMPLES = [("", "a dense network"), ("--row gru,16,256,16 --kinds", "a recurrent one, by kinds of operations")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
+    parser = bare_parser("profile", __doc__ or "", EXAMPLES)
     parser.add_argument(
         "--row",
         type=network_row(NETWORKS),
         default=("dense", 64, 1024, 32),
         metavar="network,width,layers,batch",
-        help="as in suite single (default: dense,64,1024,32)",
+        help="Sizes, as in suite single (default: dense,64,1024,32).",
     )
     parser.add_argument(
         "--only",
         nargs="+",
         metavar="TEXT",
         default=["lax.scan", "Picard to"],
-        help="contenders with one of these in their names (default: lax.scan and sweeps to a tolerance)",
+        help="Contenders with one of these in their names (default: lax.scan and sweeps to a tolerance).",
     )
-    parser.add_argument("--calls", type=positive, metavar="N", default=10, help="training steps (default: 10)")
-    parser.add_argument("--most", type=positive, metavar="N", default=12, help="operations shown (default: 12)")
-    parser.add_argument("--kinds", action="store_true", help="take operations of a kind together")
-    parser.add_argument("--threads", type=positive, metavar="N", default=cores(), help="of JAX on a CPU (default: all)")
-    parser.add_argument("--quick", action="store_true", help="two steps of a tiny row, to see that all works")
+    parser.add_argument(
+        "--calls", type=positive, metavar="N", default=10, help="Number of training steps (default: 10)."
+    )
+    parser.add_argument(
+        "--most", type=positive, metavar="N", default=12, help="Number of operations shown (default: 12)."
+    )
+    parser.add_argument("--kinds", action="store_true", help="Take operations of a kind together.")
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        metavar="N",
+        default=cores(),
+        help="Threads of JAX on a CPU (default: all).",
+    )
+    parser.add_argument("--quick", action="store_true", help="Take two steps of a tiny row, to see that all works.")
     options = parser.parse_args(arguments)
     if options.quick:
         options.row, options.calls = ("dense", 8, 16, 4), 2

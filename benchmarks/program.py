@@ -1,4 +1,4 @@
-"""What a GPU would launch, move and multiply: programs compiled for one, on a machine that need not have one.
+"""Programs compiled for a GPU that need not be there: kernels, bytes, products, messages.
 
 XLA compiles for a named device without it. Kernels, bytes, products, loops, CUDA graphs and messages are read off the
 compiled program (benchmarks/hlo.py), beside those of the same network by ``lax.scan``, as it is and with eight layers to a turn,
@@ -243,27 +243,53 @@ def _parser() -> argparse.ArgumentParser:
     parser = common_parser("program", __doc__ or "", _EXAMPLES)
     add = parser.add_argument
     row = "network,width,layers,batch"
-    add("--rows", nargs="+", type=network_row(NETWORKS), metavar=row, help=f"sizes without a space (default: {ROWS})")
-    add("--only", nargs="+", metavar="TEXT", help="contenders with one of these in their names, and the scans")
-    add("--target", choices=TARGETS, default="h200", help="device to compile for (default: h200)")
-    add("--devices", type=positive, default=1, metavar="N", help="devices that the layers are spread over (default: 1)")
-    add("--updates", action="store_true", help="training steps, SGD with momentum (default: loss and gradient)")
-    add("--run", action="store_true", help="time the programs, too, on the GPU that is here; one device")
-    add("--rounds", type=positive, default=10, metavar="N", help="of timing each program, with --run (default: 10)")
+    add(
+        "--rows",
+        nargs="+",
+        type=network_row(NETWORKS),
+        metavar=row,
+        help=f"Sizes, without a space (default: {ROWS}).",
+    )
+    add(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        help="Compile only the scans and contenders with one of these in their names.",
+    )
+    add("--target", choices=TARGETS, default="h200", help="Device to compile for (default: h200).")
+    add(
+        "--devices",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="Number of devices that hold the layers (default: 1).",
+    )
+    add(
+        "--updates", action="store_true", help="Compile training steps, SGD with momentum (default: loss and gradient)."
+    )
+    add("--run", action="store_true", help="Time the programs, too, on the GPU of this machine; one device.")
+    add(
+        "--rounds",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="Number of rounds of timing, with --run (default: 10).",
+    )
     add(
         "--xla",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="options of XLA, such as xla_gpu_graph_min_graph_size=1",
+        help="Options of XLA, such as xla_gpu_graph_min_graph_size=1.",
     )
     return parser
 
 
-_EXAMPLES = """examples:
-  python -m benchmarks.program                                        all rows for an H200
-  python -m benchmarks.program --rows dense,64,1024,64 --only Picard  a few programs
-  python -m benchmarks.program --devices 4 --target h100              layers over four devices"""
+_EXAMPLES = [
+    ("", "all rows for an H200"),
+    ("--rows dense,64,1024,64 --only Picard", "a few programs"),
+    ("--devices 4 --target h100", "layers over four devices"),
+]
 
 
 def _options(given: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Suite 3: two workers against one, on the processor: host devices of one process, MPI ranks, and serial propagation.
+"""Two workers against one, on the processor: host devices of one process, MPI ranks, and serial propagation.
 
-Convolutional rows are training steps of suite 1, dense rows loss and gradient of suite 2, rows of gru training steps of two
+Rows of conv are training steps, dense rows loss and gradient as in suite `dense`, rows of gru training steps of two
 implicit gated recurrent units on top of each other, whose time steps are the layers. Serial propagation, on one
 thread and on all, PyTorch and the workers live in processes of their own, one thread per worker; they are built
 one after the other, wait without spinning, and are timed in turn, with memory kept from step to step. A time of several
@@ -80,12 +80,14 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=positive, metavar="N", default=2, help="devices, and ranks (default: 2)")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", default=2, help="Number of devices, and of ranks (default: 2)."
+    )
     parser.add_argument(
         "--conv",
         choices=("auto", "products", "xla"),
         default="auto",
-        help="formulation of the convolution (default: auto)",
+        help="Formulation of the convolution (default: auto).",
     )
 
 

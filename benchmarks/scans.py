@@ -320,9 +320,12 @@ def text(result: report.Result) -> str:
 QUICK = 32  # steps
 
 
+EXAMPLES = [("", "all problems"), ("--only Kalman", "one of them")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = common_parser("scans", __doc__ or "")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="problems with one of these in their names")
+    parser = common_parser("scans", __doc__ or "", EXAMPLES)
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="Run only problems with one of these in their names.")
     options = parser.parse_args(arguments)
     jax.config.update("jax_enable_x64", True)
     out = results_folder(parser, options)

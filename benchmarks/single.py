@@ -1,4 +1,4 @@
-"""Suite 4: training steps on one device, with every kind of solver beside what one would use instead.
+"""Training steps on one device, with every kind of solver, beside a scan and PyTorch.
 
 Dense and convolutional ResNets in two and three dimensions, transformer encoders, and implicit GRUs, whose time steps are
 the layers. Where one layer fills only a part of the device, all layers at once take less time than one after another;

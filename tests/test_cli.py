@@ -20,7 +20,7 @@ from command import one_line, run
 
 import lp_jax
 from lp_jax import planning, train, viz
-from lp_jax.cli import _cost, _experiment, _models, _options, _problem, _report, main
+from lp_jax.cli import _cost, _experiment, _models, _options, _report, _settings, main
 from lp_jax.train._log import read_rows
 
 # optax's Adam raises floats to an integer step count
@@ -60,7 +60,7 @@ def test_every_field_of_a_solver_is_an_option(cli, kind):
 
 def options(*args, stored=None, problem="digits"):
     """The options that the command would take, and as what it would store them."""
-    known = _problem.find(problem)
+    known = _settings.find(problem)
     groups = functools.partial(_options.add_training, model=next(iter(known.models.values())), problem=problem)
     parser = _options.parser_of("lp-jax train", known, known.kind(None), groups, ())
     return _options.parse(parser, known, list(_options.spelled_out(args)), stored)
@@ -195,9 +195,9 @@ WRONG = {
     "--solver nowhere.Solver": "No module named 'nowhere'",
     "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
     "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
-    "--adjoint_iterations 0": "--adjoint_iterations: Not of type PositiveInt: 0",
-    "--log-every 0": "--log_every: Not of type PositiveInt: 0",
-    "--devices 0": "--devices must be a positive whole number; got '0'",
+    "--adjoint_iterations 0": "--adjoint_iterations: must be a positive whole number; got '0'",
+    "--log-every 0": "--log_every: must be a positive whole number; got '0'",
+    "--devices 0": "--devices: must be a positive whole number; got '0'",
     "--config nowhere.yaml": "File does not exist",
     "--frobnicate": "there is no option --frobnicate.",
     "--learnin_rate 1": "there is no option --learnin_rate; did you mean --learning_rate?",
@@ -675,7 +675,7 @@ def test_info_tells_versions_devices_and_mpi(cli):
 @pytest.mark.parametrize("args", [[], ["train"], ["--help"], ["bench"]])
 def test_help_without_a_command(cli, args):
     code, out, _ = cli(*args)
-    wanted = {"bench": ("resnet ", "ranks ")}.get("".join(args), ("lp-jax train digits",))
+    wanted = {"bench": ("single ", "ranks ")}.get("".join(args), ("lp-jax train digits",))
     assert code == 0 and all(text in out for text in wanted) and not re.search("^ +worker ", out, re.MULTILINE)
 
 

@@ -15,8 +15,8 @@ import pytest
 from command import run
 
 from conftest import QUICK
-from lp_jax import train
 from lp_jax.cli import main
+from lp_jax.train._log import read_rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -56,7 +56,7 @@ def processes(count, folder, *arguments, devices=1, timeout=200):
 
 
 def losses(folder):
-    return [row["loss"] for row in train.read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+    return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
 
 
 @pytest.mark.slow

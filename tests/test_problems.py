@@ -11,7 +11,8 @@ from data_files import photographs, pines, treebank, write
 
 from lp_jax import data
 from lp_jax.cli._commands import problems
-from lp_jax.cli._problem import find, model_and_training
+from lp_jax.cli._problem import model_and_training
+from lp_jax.cli._settings import find
 from lp_jax.cli.problems.gum import interlinear
 from lp_jax.cli.problems.text import written
 

@@ -1,10 +1,12 @@
 """The shape of the code: who imports whom, what is asked of solvers, and who may send messages.
 
-Everything is read from the sources, so imports inside functions, conditions and ``TYPE_CHECKING`` blocks count.
+Everything is read from the sources, so imports inside functions, conditions and ``TYPE_CHECKING`` blocks count, and so do
+those by a name, ``importlib.import_module(f"lp_jax.cli.problems.{name}")``.
 """
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +22,11 @@ LAYERS = {
     "viz": {"core", "planning", "lp_jax", "train"},
     "cli": {"core", "planning", "lp_jax", "data", "nn", "train", "viz"},
     "benchmarks": {"core", "planning", "lp_jax", "data", "nn", "train", "viz", "cli"},
+    "command": {"core", "planning", "lp_jax", "data", "nn", "train", "viz", "cli", "benchmarks"},
 }
+
+COMMAND = {"lp_jax.__main__", "lp_jax.cli", "lp_jax.cli._commands"}
+"""The entry of the program, above all that it can start."""
 
 MESSAGES = {"ppermute", "pcast", "psum", "all_gather", "all_to_all", "sendrecv"}
 
@@ -48,15 +54,28 @@ def imports() -> dict[str, set[str]]:
         assert node.level == 0, f"{name}, line {node.lineno}: relative import"
         whole = {f"{node.module}.{alias.name}" for alias in node.names}
         found[name] |= {w if w in sources() else node.module for w in whole}
+    for name, node in nodes(ast.Call):
+        if called(node.func) == "import_module" and node.args:
+            meant = {module for module in sources() if re.fullmatch(by_name(node.args[0]), module)}
+            found[name] |= {module for module in meant if not module.startswith(f"{name}.")}  # its own, as an attribute
     return {name: uses & set(sources()) for name, uses in found.items()}
+
+
+def by_name(node: ast.AST) -> str:
+    """A pattern of the modules that an expression may name; no module for one that is not known before it runs."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    known = [re.escape(part.value) if isinstance(part, ast.Constant) else r"\w+" for part in parts]
+    return "".join(known) if isinstance(parts[0], ast.Constant) else ""
 
 
 def layer(module: str) -> str:
     """The package of a module, as LAYERS calls it."""
+    if module in COMMAND:
+        return "command"
     first, *rest = module.split(".")
     if first == "benchmarks" or not rest:
         return first
-    return "cli" if rest[0] == "__main__" else rest[0] if f"lp_jax.{rest[0]}" in packages() else "core"
+    return rest[0] if f"lp_jax.{rest[0]}" in packages() else "core"
 
 
 @functools.cache
@@ -71,6 +90,11 @@ def test_imports_form_a_dag():
         reach = wider
     circles = [f"{name} imports {used}" for name, uses in imports().items() for used in uses if name in reach[used]]
     assert not circles, "\n".join(["", *sorted(circles)])
+
+
+def test_imports_by_a_name_are_seen():
+    assert {"benchmarks.single", "lp_jax.cli._demo"} <= imports()["lp_jax.cli._commands"]
+    assert {"lp_jax.cli.problems.digits", "lp_jax.cli.problems.gum"} <= imports()["lp_jax.cli._settings"]
 
 
 def test_no_package_imports_one_above_it():

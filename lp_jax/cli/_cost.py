@@ -1,4 +1,4 @@
-"""What a run spent: evaluations of layers, and how many of them followed each other."""
+"""The cost of a run: evaluations of layers, and how many of them followed each other."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Errors of the command line, and how any error is told: in one line, with an exit code."""
+"""Errors of the command line, and how any error is shown: in one line, with an exit code."""
 
 import errno
 import itertools
@@ -13,19 +13,19 @@ from typing import NoReturn
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class ToldError(Exception):
-    """An error whose message says all that a user needs. Never raised itself."""
+class UserError(Exception):
+    """Base of errors whose message says all that a user needs."""
 
     code: int
 
 
-class CommandError(ToldError):
+class CommandError(UserError):
     """A command that cannot do its work; the message says what to do."""
 
     code = 1
 
 
-class UsageError(ToldError):
+class UsageError(UserError):
     """Options that are wrong or contradict each other; ``command`` is the one whose help tells more."""
 
     code = 2
@@ -57,7 +57,7 @@ def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
         command = error.command or " ".join(["lp-jax", *words][:3])
         return _line(f"{error} (see {command} --help)"), UsageError.code
-    if isinstance(error, ToldError):
+    if isinstance(error, UserError):
         return _line(str(error)), error.code
     if isinstance(error, ModuleNotFoundError):
         known = "lp_jax[" in str(error)  # the message says what to install

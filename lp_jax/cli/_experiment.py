@@ -1,9 +1,9 @@
-"""What is trained: data, model, loss; and one training of it."""
+"""Data, model and loss of a training; and one run of it."""
 
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from lp_jax import nn, planning
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
+from lp_jax.cli._call import Options
 from lp_jax.cli._cost import charged
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import Launch
@@ -100,7 +101,7 @@ def built(settings: Settings, task: Task, place: Place, solvers: Pair, layers: i
 def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: nn.Classifier) -> Experiment:
     tested: Any = nnx.clone(model)
     tested.eval()
-    loss_fn, params = task.goal.loss(model)
+    loss_fn, params = task.loss(model)
     return Experiment(
         settings=settings,
         task=task,
@@ -109,7 +110,7 @@ def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: 
         model=model,
         tested=tested,
         loss_fn=place.loss(loss_fn),
-        test_fn=place.loss(task.goal.loss(tested)[0]),
+        test_fn=place.loss(task.loss(tested)[0]),
         params=place.everywhere(params),
     )
 
@@ -167,7 +168,7 @@ def _longer(solver: Solver) -> Solver:
 def train_one(
     made: Experiment,
     solvers: Pair,
-    options: Mapping[str, Any],
+    options: Options,
     folder: Path,
     console: Console,
     launch: Launch,
@@ -182,10 +183,10 @@ def train_one(
     if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)
     log = Log(folder / "metrics.jsonl" if launch.is_root else None)
-    given = {
+    given: dict[str, Any] = {
         "log": log,
-        "log_every": options["log_every"],
-        "checkpoint_every": options["checkpoint_every"],
+        "log_every": options.log_every,
+        "checkpoint_every": options.checkpoint_every,
         "meter": Bar(name, console),
         "agree": launch.agree if launch.size > 1 else None,
     }
@@ -194,14 +195,24 @@ def train_one(
     optimizer = optax.adam(made.settings.training.learning_rate)
     if method == "nested":
         before = len(log.of("train"))
-        state = _nested(made, solvers, options, optimizer, folder, given)
+        steps = made.task.steps_per_epoch
+        _, state, _ = depth_by_depth(
+            made,
+            schedule(options, made.settings),
+            solvers,
+            optimizer,
+            measures=lambda model: _measures(made.of(model), solvers, options, steps),
+            folder=folder / "checkpoints",
+            config=_fingerprint(made, "nested"),
+            **given,
+        )
         seconds = time.perf_counter() - begun if len(log.of("train")) > before else None
         examples = made.settings.training.batch_size
         return Run(name, state, log, solvers, layers, blocks, examples, made.place.devices, seconds)
     start = STARTS[method](made, solvers, options, optimizer)
     state, controller = made.place.everywhere(start.state), None
-    if options["controller"] and not solvers[0].exact:
-        controller = Controller(made.loss_fn, bound=options["controller"], ranks=made.place.ranks)
+    if options.controller and not solvers[0].exact:
+        controller = Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
         state = state._replace(control=made.place.everywhere(controller.begin(*solvers)))
     with made.place.checkpoints(folder / "checkpoints", _fingerprint(made, method)) as checkpoints:
         if checkpoints.latest is not None:
@@ -235,12 +246,12 @@ class Start(NamedTuple):
     steps_per_epoch: int
 
 
-def _direct(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
+def _direct(made: Experiment, solvers: Pair, options: Options, optimizer: Optimizer) -> Start:
     step_fn = make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
     return Start(step_fn, init_state(made.params, optimizer), made.batches, made.task.steps_per_epoch)
 
 
-def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
+def _one_shot(made: Experiment, solvers: Pair, options: Options, optimizer: Optimizer) -> Start:
     """All examples in each step; L-BFGS, whose trials take the solver of the adjoint."""
     batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
     step_fn, state = one_shot(
@@ -256,7 +267,7 @@ def _one_shot(made: Experiment, solvers: Pair, options: Mapping[str, Any], optim
     return Start(step_fn, state, lambda epoch: [batch], 1)
 
 
-def _mgopt(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimizer: Optimizer) -> Start:
+def _mgopt(made: Experiment, solvers: Pair, options: Options, optimizer: Optimizer) -> Start:
     depths = schedule(options, made.settings)
     step_fn, state = mgopt(
         made.model,
@@ -272,63 +283,53 @@ def _mgopt(made: Experiment, solvers: Pair, options: Mapping[str, Any], optimize
 STARTS: Mapping[str, Callable[..., Start]] = {"direct": _direct, "one-shot": _one_shot, "mgopt": _mgopt}
 
 
-def _nested(
-    made: Experiment,
-    solvers: Pair,
-    options: Mapping[str, Any],
-    optimizer: Optimizer,
-    folder: Path,
-    given: Mapping[str, Any],
-) -> TrainState:
-    """Train at each depth for the same number of epochs."""
-    settings, depths = made.settings, schedule(options, made.settings)
+def depth_by_depth(
+    made: Experiment, depths: Sequence[int], solvers: Pair, optimizer: Optimizer, **options: Any
+) -> tuple[nn.Classifier, TrainState, Log]:
+    """Train at each depth for the same number of epochs; ``options`` are those of `lp_jax.train.nested`."""
+    settings = made.settings
     ends = [settings.training.epochs * (i + 1) // len(depths) for i in range(len(depths))]
     parts = [
         Depth(layers // settings.model.blocks, end - begin, *solvers)
         for layers, begin, end in zip(depths, [0, *ends], ends, strict=False)
     ]
-    steps = made.task.steps_per_epoch
-    _, state, _ = nested(
+    return nested(
         built(settings, made.task, made.place, solvers, depths[0]),
         optimizer,
         made.batches,
         parts,
-        steps_per_epoch=steps,
+        steps_per_epoch=made.task.steps_per_epoch,
         loss=functools.partial(_loss, made),
-        measures=lambda model: _measures(made.of(model), solvers, options, steps),
-        folder=folder / "checkpoints",
-        config=_fingerprint(made, "nested"),
         ranks=made.place.ranks,
-        **given,
+        **options,
     )
-    return state
 
 
-def schedule(options: Mapping[str, Any], settings: Settings) -> list[int]:
+def schedule(options: Options, settings: Settings) -> list[int]:
     """Return the numbers of layers that a method goes through: those of ``--depths``, or parts of the network's."""
-    parts, layers = _PARTS[options["method"]], settings.layers
-    depths = options["depths"] or [layers // part for part in parts if layers % part == 0]
+    parts, layers = _PARTS[options.method], settings.layers
+    depths = options.depths or [layers // part for part in parts if layers % part == 0]
     factors = [after / before for before, after in itertools.pairwise(depths)]
     if depths[-1] != layers or not factors or not all(factor > 1 and factor.is_integer() for factor in factors):
         raise UsageError(
             f"--depths must have two numbers or more, each a multiple of the one before, and end with the {layers} layers of "
             f"the network; got {depths}."
         )
-    if options["method"] == "mgopt" and len(set(factors)) > 1:
+    if options.method == "mgopt" and len(set(factors)) > 1:
         raise UsageError(f"--depths of mgopt must grow by one factor, like [16, 32, 64]; got {depths}.")
     return list(depths)
 
 
-def check_method(options: Mapping[str, Any], settings: Settings) -> None:
+def check_method(options: Options, settings: Settings) -> None:
     """Refuse a method that this network cannot have."""
-    method = options["method"]
-    if method == "one-shot" and getattr(settings.model, "dropout", 0.0):
+    method = options.method
+    if method == "one-shot" and getattr(settings.model, "dropout", 0.0) > 0:
         raise UsageError("--method one-shot needs the same network in every step; add --dropout 0.")
     if method not in _PARTS:
-        if options["depths"]:
+        if options.depths:
             raise UsageError(f"--depths goes with --method nested and mgopt; got {method}.")
         return
-    if options["controller"]:
+    if options.controller:
         raise UsageError(f"--controller goes with --method direct and one-shot; got {method}.")
     schedule(options, settings)
 
@@ -348,7 +349,7 @@ def _fingerprint(made: Experiment, method: str) -> dict[str, Any]:
     return found if method == "direct" else found | {"method": method}
 
 
-def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps_per_epoch: int) -> list[Every]:
+def _measures(made: Experiment, solvers: Pair, options: Options, steps_per_epoch: int) -> list[Every]:
     """Return what is measured as training goes on: the test set's score, and the error of the gradient."""
     solver, adjoint_solver = solvers
     total = steps_per_epoch * made.settings.training.epochs
@@ -368,7 +369,7 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
         error = gradient_error(
             restarted, state.params, (batch, restart), solver, adjoint_solver, ranks=made.place.ranks
         )
-        solves = residuals(made.model, state.params, batch, *map(_longer, solvers), loss=made.task.goal.measure)
+        solves = residuals(made.model, state.params, batch, *map(_longer, solvers), loss=made.task.measure)
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,
@@ -379,7 +380,7 @@ def _measures(made: Experiment, solvers: Pair, options: Mapping[str, Any], steps
             "adjoint_scale": solves.adjoint_scale,
         }
 
-    probe_every = options["probe_every"] or max(1, total // _PROBES)
+    probe_every = options.probe_every or max(1, total // _PROBES)
     every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // _TESTS)
     measures = [] if solver.exact and adjoint_solver.exact else [Every("probe", probe_every, probe)]
     return [*measures, Every("test", every, test)]  # its line shows the gradient's error of the same step

@@ -1,12 +1,13 @@
 """``--mpi`` and ``--distributed``: the processes of one run, how they decide together and how they end together."""
 
 import abc
+import argparse
 import math
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,7 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
-from lp_jax.cli._errors import CommandError, ToldError, UsageError, describe
+from lp_jax.cli._call import Options
+from lp_jax.cli._errors import CommandError, UsageError, UserError, describe
 from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
@@ -32,8 +34,8 @@ class Launch(abc.ABC):
     number = 0
     size = 1
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._args = ["--debug"] if options["debug"] else []
+    def __init__(self, options: Options | argparse.Namespace) -> None:
+        self._args = ["--debug"] if options.debug else []
 
     @property
     def is_root(self) -> bool:
@@ -68,12 +70,12 @@ class SingleProcess(Launch):
 class SeveralProcesses(Launch):
     """One of several processes.
 
-    An error that all of them meet is told by the first one only. A process that fails alone tells it and ends the whole
-    job, as the others would wait for it.
+    The first process shows an error that all of them meet. A process that fails while others do not shows its error and
+    ends the whole job, as the others would wait for it.
     """
 
     def once(self, f: Callable[[], T]) -> T:
-        return done_once(f, self.is_root, self._broadcast, ToldError)
+        return done_once(f, self.is_root, self._broadcast, UserError)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, SystemExit):
@@ -104,7 +106,7 @@ class SeveralProcesses(Launch):
 class MPILaunch(SeveralProcesses):
     """The ranks of an MPI job."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Options | argparse.Namespace) -> None:
         super().__init__(options)
         self._host = MPIComm().host
         self.number, self.size = self._host.rank, self._host.size
@@ -138,9 +140,9 @@ class MPILaunch(SeveralProcesses):
 class DistributedLaunch(SeveralProcesses):
     """The processes of ``jax.distributed``."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Options | argparse.Namespace) -> None:
         super().__init__(options)
-        address, process = options["coordinator"], options["process"]
+        address, process = options.coordinator, options.process
         number, count = _process(process) if process is not None else (None, None)
         if (address is None) != (process is None):
             raise UsageError("--coordinator and --process belong together; under Slurm or Open MPI leave out both.")
@@ -182,14 +184,14 @@ class DistributedLaunch(SeveralProcesses):
         os._exit(code)  # leaving properly would wait for the other processes
 
 
-def launch(options: Mapping[str, Any]) -> Launch:
-    if options["mpi"] and options["distributed"]:
+def launch(options: Options | argparse.Namespace) -> Launch:
+    if options.mpi and options.distributed:
         raise UsageError("--mpi and --distributed are two engines; give one of them.")
-    if not options["distributed"] and (options["coordinator"] or options["process"]):
+    if not options.distributed and (options.coordinator or options.process):
         raise UsageError("--coordinator and --process are of --distributed.")
-    if options["mpi"]:
+    if options.mpi:
         return MPILaunch(options)
-    if options["distributed"]:
+    if options.distributed:
         return DistributedLaunch(options)
     name, count = _started()
     if count > 1:
@@ -200,18 +202,18 @@ def launch(options: Mapping[str, Any]) -> Launch:
     return SingleProcess(options)
 
 
-def mesh_sizes(options: Mapping[str, Any]) -> dict[str, int]:
+def mesh_sizes(options: Options | argparse.Namespace) -> dict[str, int]:
     """Return the sizes of the axes that ``--devices`` or ``--mesh`` name; empty where neither is given."""
-    if options["mesh"] is not None and options["devices"] is not None:
+    if options.mesh is not None and options.devices is not None:
         raise UsageError("--devices N is short for --mesh layers=N; give one of the two.")
-    if options["mesh"] is None:
-        return {} if options["devices"] is None else {"layers": options["devices"]}
+    if options.mesh is None:
+        return {} if options.devices is None else {"layers": options.devices}
     sizes: dict[str, int] = {}
-    for part in options["mesh"].split(","):
+    for part in options.mesh.split(","):
         name, _, number = part.partition("=")
         if name not in _AXES or name in sizes or not number.isdecimal() or int(number) < 1:
             raise UsageError(
-                f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options['mesh']!r}."
+                f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options.mesh!r}."
             )
         sizes[name] = int(number)
     return sizes

@@ -64,7 +64,7 @@ class Model(abc.ABC):
     t1: float | None = 2.0
 
     solvers: ClassVar[Pair] = RECOMMENDED
-    """What measured best for networks of this kind."""
+    """The solvers that measured best for networks of this kind."""
 
     blocks: ClassVar[int] = 1
     """Number of solves that the layers are cut into."""

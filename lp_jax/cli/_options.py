@@ -10,13 +10,14 @@ from typing import Any, Literal, NoReturn
 
 import jax
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, get_loader, set_parsing_settings
-from jsonargparse.typing import PositiveFloat, PositiveInt, register_type
+from jsonargparse.typing import PositiveInt, register_type
 
 import lp_jax
 from lp_jax._check import nearest
 from lp_jax._solver import Solver
-from lp_jax.cli._commands import Examples, MenuParser, description, in_words
+from lp_jax.cli._call import METHODS
 from lp_jax.cli._errors import UsageError
+from lp_jax.cli._menu import Examples, MenuParser, description, in_words, positive_float, positive_int, unknown_option
 from lp_jax.cli._models import Model, Pair
 from lp_jax.cli._problem import Problem, model_and_training
 from lp_jax.cli._task import Training
@@ -30,9 +31,6 @@ ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
 
 Groups = Callable[[ArgumentParser], object]
 """Adds the options of one command to a parser."""
-
-
-METHODS = ("direct", "one-shot", "nested", "mgopt")
 
 _FIRST = {
     *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
@@ -90,7 +88,7 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
 
 def add_launch(parser: Any) -> None:
     add = parser.add_argument_group("Devices").add_argument
-    add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
+    add("--devices", type=positive_int, metavar="N", help="Number of devices that the layers are spread over.")
     add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
     add("--mpi", action="store_true", help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.")
     add(
@@ -100,7 +98,7 @@ def add_launch(parser: Any) -> None:
     )
     add("--coordinator", metavar="HOST:PORT", help="Address of process 0; srun and mpirun set it by themselves.")
     add("--process", metavar="I/N", help="Number of this process and of all of them, like 0/2; needs --coordinator.")
-    add("--debug", action="store_true", help="Traceback of an error, in place of one line.")
+    add("--debug", action="store_true", help="Show the traceback of an error, in place of one line.")
 
 
 def add_folder(parser: Any, problem: str) -> None:
@@ -129,20 +127,20 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     )
     add(
         "--adjoint_iterations",
-        type=PositiveInt,
+        type=positive_int,
         metavar="N",
         help="Number of iterations of the adjoint solver, without a tolerance.",
     )
     add(
         "--spatial",
-        type=PositiveInt,
+        type=positive_int,
         metavar="D",
         help="Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
         "--solver.relaxation FCF.",
     )
     add(
         "--controller",
-        type=PositiveFloat,
+        type=positive_float,
         metavar="BOUND",
         help="Keep the gradient's error below this part of its mini-batch noise: tolerances move up and down. Try 0.1. "
         "Needs solvers with a tolerance.",
@@ -166,16 +164,16 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     add_launch(parser)
     add_folder(parser, problem)
     add = parser.add_argument_group("Watching").add_argument
-    add("--checkpoint_every", type=PositiveInt, metavar="N", default=200, help="Number of steps between checkpoints.")
+    add("--checkpoint_every", type=positive_int, metavar="N", default=200, help="Number of steps between checkpoints.")
     add(
         "--probe_every",
-        type=PositiveInt,
+        type=positive_int,
         metavar="N",
         help="Number of steps between gradient probes. Default: 6 probes in a run.",
     )
-    add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
-    add("--no_compare", action="store_true", help="No exact baseline, on one device, to compare with.")
-    add("--no_pictures", action="store_true", help="No pictures.")
+    add("--log_every", type=positive_int, metavar="N", default=10, help="Number of steps between fetching metrics.")
+    add("--no_compare", action="store_true", help="Train no exact baseline, on one device, to compare with.")
+    add("--no_pictures", action="store_true", help="Draw no pictures.")
 
 
 def parser_of(
@@ -213,11 +211,15 @@ def parse(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options by name: solvers as objects, and all of them as they are stored."""
     before = [] if stored is None else ["--config", json.dumps(dict(stored))]
+    if wrong := unknown_option(args, parser._option_string_actions):
+        raise UsageError(wrong)
     try:
         read = parser.parse_args([*before, *args])
         options = {name: value for name, value in vars(parser.instantiate(read)).items() if name != "config"}
-    except (argparse.ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(_reason(str(error), parser)) from None
+    except argparse.ArgumentError as error:
+        raise UsageError(_reason(in_words(error))) from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(_reason(str(error))) from None
     try:
         model_and_training(problem, options)
     except (TypeError, ValueError) as error:
@@ -258,31 +260,31 @@ def _coarsened(solver: Any, dims: int | None) -> Solver:
 _SOLVERS = ("MGRIT", "Picard", "Newton", "Serial", "auto")
 
 
-def _reason(text: str, parser: ArgumentParser) -> str:
+def _reason(text: str) -> str:
     """Return what is wrong, in the words of the command line."""
-    told = _told(text)
-    name = told.partition(":")[0]
-    if found := re.search(r"Expected a dot import path string: (\S+)", told):
+    cause = _cause(text)
+    name = cause.partition(":")[0]
+    if found := re.search(r"Expected a dot import path string: (\S+)", cause):
         near = nearest(found[1], _SOLVERS)
         hint = f"Did you mean {near}?" if near else f"It is {', '.join(_SOLVERS)}, or module.Class."
         return f"{name}: there is no solver {found[1]!r}. {hint}"
-    if "is abstract" in told:
+    if "is abstract" in cause:
         return f"{name}: fields go with a solver, like {name} MGRIT {name}.levels 3; add one of {', '.join(_SOLVERS[:-1])}."
-    if found := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", told):
+    if found := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", cause):
         kind: Any = getattr(lp_jax, found[1], None)  # None for a class of the user's
         fields = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
         near = nearest(found[2], fields)
         hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {found[1]} lists what it has."
         return f"{name}: {found[1]} has no {found[2]}. {hint}"
-    if found := re.search(r"could not convert string to float: '(.*?)'", told):
+    if found := re.search(r"could not convert string to float: '(.*?)'", cause):
         return f"{name}: must be a number; got {found[1]!r}."
-    if found := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", told):
+    if found := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", cause):
         return f"{name}: must be a {'whole ' * (found[1] == 'int')}number; got {found[2]!r}."
-    return in_words(told, parser._option_string_actions)
+    return cause
 
 
-def _told(text: str) -> str:
-    """Return the part of the parser's message that tells what is wrong: it lists why each allowed type does not fit."""
+def _cause(text: str) -> str:
+    """Return the cause in a parser's message, which lists why each allowed type does not fit."""
     key = re.match(r'Parser key "([\w.]+)":', text)
     head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))
     reasons = [part for part in parts if "Does not validate" not in part]

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from lp_jax import planning
-from lp_jax.cli._commands import MenuParser
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import experiment
+from lp_jax.cli._menu import MenuParser, positive_float, positive_int
 from lp_jax.cli._options import first_look, parse, parser_of, spelled_out
-from lp_jax.cli._problem import Settings, find, prepare
+from lp_jax.cli._problem import Settings
+from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import mesh_comm
 
@@ -38,11 +38,11 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     examples = [
         (f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")
     ]
-    told = dataclasses.replace(
+    shown = dataclasses.replace(
         problem, about="Recommend a solver for this network, and predict its time. Nothing is trained."
     )
     parser = parser_of(
-        f"lp-jax plan {name}", told, kind, _add_network, examples, frozenset({"epochs", "learning_rate"})
+        f"lp-jax plan {name}", shown, kind, _add_network, examples, frozenset({"epochs", "learning_rate"})
     )
     options, _ = parse(parser, problem, args)
     machine = None if options["machine"] is None else _machine(options["machine"])
@@ -63,7 +63,7 @@ def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     )
     parser = MenuParser(prog="lp-jax plan machine", description=about, allow_abbrev=False)
     parser.add_argument("file", type=Path, help="Machine file.")
-    parser.add_argument("--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers.")
+    parser.add_argument("--layers", type=positive_int, metavar="N", required=True, help="Number of layers.")
     _add_plan(parser)
     options = parser.parse_args(list(spelled_out(args)))
     machine = _machine(options.file)
@@ -97,7 +97,7 @@ def planned(
             made.model,
             made.params,
             batch,
-            loss=task.goal.measure,
+            loss=task.measure,
             error=error,
             workers=workers,
             machine=machine,
@@ -113,10 +113,14 @@ def planned(
 def _add_plan(parser: Any) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("Plan")
     group.add_argument(
-        "--workers", type=PositiveInt, metavar="N", default=1, help="Number of devices that the layers are spread over."
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        default=1,
+        help="Number of devices that the layers are spread over.",
     )
     group.add_argument(
-        "--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient."
+        "--error", type=positive_float, metavar="X", default=1e-2, help="Largest relative error of the gradient."
     )
     group.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
     return group
@@ -125,8 +129,8 @@ def _add_plan(parser: Any) -> argparse._ArgumentGroup:
 def _add_network(parser: Any) -> None:
     add = _add_plan(parser).add_argument
     add("--machine", type=Path, metavar="FILE", help="Machine file, read in place of measuring.")
-    add("--save", type=Path, metavar="FILE", help="File for what was measured.")
-    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
+    add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
+    add("--seconds", type=positive_float, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
 
 
 def _machine(path: Path) -> planning.Machine:

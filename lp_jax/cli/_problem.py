@@ -1,9 +1,7 @@
-"""Problems of the command line: what one is, how it is found, and what a run on it is."""
+"""A problem of the command line, and the settings of a run on it."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lp_jax.cli._errors import UsageError
@@ -42,7 +40,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What makes a run what it is, the solvers apart. Two runs of equal settings take the same batches."""
+    """Settings of a run, apart from its solvers. Two runs of equal settings take the same batches."""
 
     problem: str
     kind: str
@@ -72,37 +70,9 @@ class Settings:
         )
 
 
-def find(name: str) -> Problem:
-    module = importlib.import_module(f"lp_jax.cli.problems.{name}")
-    return dataclasses.replace(module.PROBLEM, about=(module.__doc__ or "").partition("\n")[0])
-
-
 def model_and_training(problem: Problem, options: Mapping[str, Any]) -> tuple[Model, Training]:
     """Return the settings that the options give, or the problem's own; the message of an error begins with its name."""
     return _updated(problem.models[problem.kind(options.get("model"))], options), _updated(problem.training, options)
-
-
-def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
-    """Return what the options ask for, with the data that they name."""
-    problem = find(name)
-    model, training = model_and_training(problem, options)
-    sources = {source: options[source] for source in problem.sources}
-    if "data" in sources:
-        sources["data"] = Path(sources["data"])
-    task = problem.load(training, **sources)
-    layers = model.layers or task.length
-    if layers == 0:
-        raise UsageError(f"--layers must be a number; got null, and the inputs of {name} are no sequences.")
-    settings = Settings(
-        problem=name,
-        kind=problem.kind(options.get("model")),
-        model=model,
-        training=training,
-        sources=sources,
-        layers=layers,
-        t1=model.t1 or float(layers),
-    )
-    return settings, task
 
 
 def _updated(settings: T, options: Mapping[str, Any]) -> T:

@@ -61,7 +61,7 @@ def why(
         f"{1e3 * (exact + update):.2g}, or {ratio:.2f} of the time. Measured: {measured:.2f}."
     )
     explained = 1 / _ENOUGH <= ratio / measured <= _ENOUGH
-    return text if explained else f"{text} What is between the two, these counts do not explain."
+    return text if explained else f"{text} These counts do not explain the difference."
 
 
 def _update(optimizer: optax.GradientTransformation, params: PyTree) -> float:

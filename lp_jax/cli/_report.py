@@ -1,7 +1,8 @@
-"""What a run leaves: its folder, a table, a summary, pictures."""
+"""Results of a run: its folder, a table, a summary, pictures."""
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from matplotlib.figure import Figure
@@ -18,9 +19,9 @@ from rich.table import Table
 from lp_jax import viz
 from lp_jax._solver import Solver
 from lp_jax._types import PyTree
-from lp_jax.cli._commands import version
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
+from lp_jax.cli._info import version
 from lp_jax.planning import code, with_effort
 from lp_jax.planning._words import iteration_name
 from lp_jax.train import gradient_error, residuals
@@ -54,7 +55,7 @@ def drop_if_not_begun(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Keep other runs out of the folder. What a dead process left of its lock is taken over, with a line."""
+    """Keep other runs out of the folder. The lock of a process that is gone is taken over, with a line."""
     path = folder / LOCK
     with path.open("a+", encoding="utf-8") as file:
         file.seek(0)
@@ -183,16 +184,8 @@ def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-class GradientErrors(NamedTuple):
-    """Errors of a trained network's gradient."""
-
-    choices: dict[str, list[float]]  # after 1, 2, ... iterations, forward and adjoint alike, by the solver's name
-    own: float  # error of the run's own solvers
-    iterations: tuple[int, int]  # numbers of iterations of the run's own solvers
-
-
-def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
-    """Measure the gradient on the last batch with few iterations and more, and with other coarse steps."""
+def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
+    """Measure the gradient on the last batch with few iterations and more, and with other coarse steps; return the picture."""
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
@@ -200,7 +193,7 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
         return float(measured.relative)
 
     with quick_compilation():
-        solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.goal.measure)
+        solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
         compared, adjoints = variants(solver), variants(adjoint_solver)
         most = ITERATIONS if len(compared) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
@@ -211,10 +204,17 @@ def gradient_errors(made: Experiment, params: PyTree) -> GradientErrors:
             ]
             for name, variant in compared.items()
         }
-        return GradientErrors(choices, error(solver, adjoint_solver), taken)
+        own = error(solver, adjoint_solver)
+    return functools.partial(
+        viz.gradient_errors,
+        choices,
+        run=(f"this run, {type(solver).__name__}:\n{taken[0]} forward, {taken[1]} adjoint", taken[0], own),
+        iteration=iteration_name(solver),
+        choice="coarse step" if len(choices) > 1 else "solver",
+    )
 
 
-def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | None) -> dict[str, Figure]:
+def pictures(made: Experiment, runs: Sequence[Run], errors: Callable[[], Figure] | None) -> dict[str, Figure]:
     """Return the pictures by file name; a serial run has none of residuals and gradient errors."""
     first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
     figures = {
@@ -230,13 +230,7 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: GradientErrors | Non
         names = code(solver), code(adjoint_solver)
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=iteration_name(solver), solvers=names)
     if errors is not None:
-        forward, adjoint = errors.iterations
-        figures["gradient_error.png"] = viz.gradient_errors(
-            errors.choices,
-            run=(f"this run, {type(solver).__name__}:\n{forward} forward, {adjoint} adjoint", forward, errors.own),
-            iteration=iteration_name(solver),
-            choice="coarse step" if len(errors.choices) > 1 else "solver",
-        )
+        figures["gradient_error.png"] = errors()
     return figures
 
 

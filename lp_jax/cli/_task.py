@@ -1,4 +1,4 @@
-"""What a network learns: settings of training, and data as batches."""
+"""A task that a network learns: settings of training, and data as batches."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -42,18 +42,6 @@ class Training:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Goal:
-    """A loss: as training takes it, and as a function of outputs and targets."""
-
-    loss: Callable[..., Any]  # from a model to its loss and parameters
-    measure: Measure  # the same, of outputs and targets
-
-
-CLASSES = Goal(loss=classification, measure=cross_entropy)
-VALUES = Goal(loss=regression, measure=mean_squared_error)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """Data as batches ``(x, labels)`` or ``(x, values)``, and the sizes that a network for them needs."""
 
@@ -62,7 +50,8 @@ class Task:
     test_batches: list[Any]  # the test set
     shape: tuple[int, ...]  # shape of one input, without the batch: of an image, a point, or one time of a sequence
     outputs: int  # number of classes, or of values
-    goal: Goal = CLASSES
+    loss: Callable[..., Any] = classification  # from a model to its loss and parameters
+    measure: Measure = cross_entropy  # the same, of outputs and targets
     unscaled: Callable[[np.ndarray], np.ndarray] | None = None  # outputs in the units of the file; of values
     about: str = ""  # a line on what was found in the data
     names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
@@ -100,7 +89,8 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
         test_batches=test,
         shape=dataset.shape,
         outputs=dataset.classes or dataset.train_y.shape[-1],
-        goal=CLASSES if unscaled is None else VALUES,
+        loss=classification if dataset.classes else regression,
+        measure=cross_entropy if dataset.classes else mean_squared_error,
         unscaled=unscaled,
         names=dataset.names,
     )

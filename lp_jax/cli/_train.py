@@ -1,5 +1,6 @@
 """``lp-jax train``: from options to results."""
 
+import argparse
 import contextlib
 import functools
 import math
@@ -13,13 +14,14 @@ from rich.console import Console
 
 from lp_jax import Serial, planning, viz
 from lp_jax._types import PyTree
+from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import Experiment, Run, check_method, experiment, train_one
 from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import planned
-from lp_jax.cli._problem import Problem, Settings, find, prepare
+from lp_jax.cli._problem import Problem, Settings
 from lp_jax.cli._report import (
     CONFIG,
     drop_if_not_begun,
@@ -34,6 +36,7 @@ from lp_jax.cli._report import (
     table,
     write_json,
 )
+from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import OneDevice, workers
 from lp_jax.planning import code
@@ -47,12 +50,10 @@ _OF_THIS_CALL = (
 )
 _MOST_CLASSES = 100  # of a picture that one can read
 
-Options = Mapping[str, Any]
-
 
 def run(name: str, args: Sequence[str]) -> None:
     problem, args = find(name), list(spelled_out(args))
-    look = vars(first_look(args, f"lp-jax train {name}"))
+    look = first_look(args, f"lp-jax train {name}")
     with launch(look) as processes, contextlib.ExitStack() as held:
         _train(name, problem, args, look, processes, held)
 
@@ -61,34 +62,34 @@ def _train(
     name: str,
     problem: Problem,
     args: Sequence[str],
-    look: Options,
+    look: argparse.Namespace,
     processes: Launch,
     held: contextlib.ExitStack,
 ) -> None:
-    folder, console = look["out"], Console(stderr=True, quiet=not processes.is_root)
-    before = processes.once(lambda: stored_run(folder, name)) if look["resume"] else None
-    stored = None if before is None else overridden(before["options"], look)
-    kind = problem.kind(look["model"] or (stored or {}).get("model"))
+    folder, console = look.out, Console(stderr=True, quiet=not processes.is_root)
+    before = processes.once(lambda: stored_run(folder, name)) if look.resume else None
+    stored = None if before is None else overridden(before["options"], vars(look))
+    kind = problem.kind(look.model or (stored or {}).get("model"))
     if before is not None and kind != before["fingerprint"]["model"]:
         raise _another_model(folder, before["fingerprint"], {"model": kind})
     groups = functools.partial(add_training, model=problem.models[kind], problem=name)
     parser = parser_of(f"lp-jax train {name}", problem, kind, groups, problem.examples)
-    options, kept = parse(parser, problem, args, stored)
-    pair = solvers(options, problem.models[kind])
+    given, kept = parse(parser, problem, args, stored)
+    options, pair = Options.of(given), solvers(given, problem.models[kind])
     if before is None:
         processes.once(lambda: new_run(folder))
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     processes.once(lambda: held.enter_context(locked(folder, say)))
     if before is None and processes.is_root:
         held.callback(drop_if_not_begun, folder)
-    settings, task = prepare(name, options)
+    settings, task = prepare(name, given)
     check_method(options, settings)
     if before is not None and first_difference(before["fingerprint"], settings.fingerprint()):
         raise _another_model(folder, before["fingerprint"], settings.fingerprint())
-    if options["solver"] == "auto":
+    if given["solver"] == "auto":
         pair = _recommended(settings, task, mesh_sizes(options), console, processes)
     _same_everywhere(settings, pair, processes)
-    place = workers(options, settings.layers, processes, pair)
+    place = workers(options, settings, processes, pair)
     made = experiment(settings, task, place, pair)
     texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
     if before is not None and any(before[which] != text for which, text in texts.items()):
@@ -104,7 +105,7 @@ def _train(
     _report(made, _runs(made, options, console, processes, say), options, console, processes)
 
 
-def _another_model(folder: Any, there: Options, here: Options) -> CommandError:
+def _another_model(folder: Any, there: Mapping[str, Any], here: Mapping[str, Any]) -> CommandError:
     difference = first_difference({name: value for name, value in there.items() if name in here}, here)
     return CommandError(f"the run in {folder} is of another model: {difference}; choose another --out.")
 
@@ -113,9 +114,9 @@ def _runs(
     made: Experiment, options: Options, console: Console, processes: Launch, say: Callable[[str], object]
 ) -> list[Run]:
     """Train with the solvers and then, to compare, serially on one device."""
-    folder, problem = options["out"], made.settings.problem
-    trained = [(made, made.solvers, folder, options["method"])]
-    if not (made.solvers[0].exact and options["method"] == "direct") and not options["no_compare"]:
+    folder, problem = options.out, made.settings.problem
+    trained = [(made, made.solvers, folder, options.method)]
+    if not (made.solvers[0].exact and options.method == "direct") and not options.no_compare:
         if processes.size == 1:
             alone = experiment(made.settings, made.task, OneDevice(), made.solvers)
             trained.append((alone, (Serial(), Serial()), folder / "serial", "direct"))
@@ -155,12 +156,12 @@ def _same_everywhere(settings: Settings, pair: Pair, processes: Launch) -> None:
 
 def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Console, processes: Launch) -> None:
     """Show table, summary and pictures. All processes measure; the first one shows."""
-    folder, params, task = options["out"], runs[0].state.params, made.task
+    folder, params, task = options.out, runs[0].state.params, made.task
     figures, samples, errors = {}, None, None
     if task.samples is not None:
         with console.status("a few answers, to read"):
             samples = task.samples(lambda x: np.array(predict(made.tested, params, x)))
-    if not options["no_pictures"]:
+    if not options.no_pictures:
         answers = _answers(made, params)
         if not all(solver.exact for solver in made.solvers):
             with console.status("for a picture, other solvers are compiled and their gradients measured"):
@@ -168,7 +169,7 @@ def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Co
     if not processes.is_root:
         return
     write_json(folder / "summary.json", summary(made, runs))
-    if not options["no_pictures"]:
+    if not options.no_pictures:
         figures = pictures(made, runs, errors) | answers
     out = Console()
     out.print(table(runs))

@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import MeshComm, MPIComm, layer_slices
 from lp_jax._solver import Solver, Stats
 from lp_jax._types import PyTree
+from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch, mesh_sizes, set_cpu_devices
+from lp_jax.cli._problem import Settings
 from lp_jax.nn import LayerParallel
 from lp_jax.train import Checkpoints, Info, LossFn, RankCheckpoints, Ranks
 
@@ -82,20 +84,42 @@ class Devices(Place):
         return f"devices: {shape}{_of_processes(jax.process_count())}{shared}"
 
     def everywhere(self, tree: PyTree) -> PyTree:
-        devices = set(self.comm.mesh.devices.flat)
-        return jax.tree.map(lambda x: x if x.sharding.device_set == devices else self._put(x, PartitionSpec()), tree)
+        return _replicated(tree, self.comm.mesh)
 
     def share(self, batch: PyTree) -> PyTree:
         if "data" not in self.comm.mesh.axis_names:
             return batch
-        return jax.tree.map(lambda x: self._put(x, PartitionSpec("data")), batch)
+        return jax.tree.map(lambda x: _put(x, self.comm.mesh, PartitionSpec("data")), batch)
 
-    def _put(self, x: Any, spec: PartitionSpec) -> jax.Array:
-        sharding = NamedSharding(self.comm.mesh, spec)
-        if sharding.is_fully_addressable:
-            return jax.device_put(x, sharding)
-        x = np.asarray(x)  # which every process has
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+class Copies(Place):
+    """The devices of a mesh, each with all layers and its share of the examples; gradients are summed once a step."""
+
+    def __init__(self, comm: MeshComm) -> None:
+        self._comm = comm
+        self.devices = comm.mesh.size
+
+    def describe(self) -> str:
+        return f"devices: data {self.devices}"
+
+    def everywhere(self, tree: PyTree) -> PyTree:
+        return _replicated(tree, self._comm.mesh)
+
+    def loss(self, loss_fn: LossFn) -> LossFn:
+        return data_parallel(loss_fn, self._comm)
+
+
+def _replicated(tree: PyTree, mesh: Mesh) -> PyTree:
+    devices = set(mesh.devices.flat)
+    return jax.tree.map(lambda x: x if x.sharding.device_set == devices else _put(x, mesh, PartitionSpec()), tree)
+
+
+def _put(x: Any, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    sharding = NamedSharding(mesh, spec)
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)  # which every process has
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 class RankGrid(Place):
@@ -131,15 +155,15 @@ class RankGrid(Place):
         return self.ranks.checkpoints(folder, config=config)
 
 
-def workers(options: Mapping[str, Any], layers: int, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
-    """Return where the options put a run of this many layers. On a CPU, cut it into the devices of a mesh."""
+def workers(options: Options, settings: Settings, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
+    """Return where the options put a run. On a CPU, cut it into the devices of a mesh."""
     sizes = mesh_sizes(options)
-    if options["batch_size"] % sizes.get("data", 1):
+    if settings.training.batch_size % sizes.get("data", 1):
         raise UsageError(
-            f"--batch_size {options['batch_size']} cannot be split evenly over data={sizes['data']}; choose a multiple."
+            f"--batch_size {settings.training.batch_size} cannot be split evenly over data={sizes['data']}; choose a multiple."
         )
     if isinstance(launch, MPILaunch):
-        return RankGrid(_grid(sizes, launch, layers, solvers))
+        return RankGrid(_grid(sizes, launch, settings.layers, solvers))
     needed = math.prod(sizes.values())
     if isinstance(launch, DistributedLaunch):
         return Devices(_mesh(sizes, launch.size))

@@ -42,7 +42,7 @@ class Rule(Protocol):
 
 
 class Control(NamedTuple):
-    """What a `Controller` has decided: a part of the training state, so that a checkpoint holds it.
+    """Decision of a `Controller`: a part of the training state, so that a checkpoint holds it.
 
     Attributes:
         rtol: tolerance of the forward solve, a float32 scalar.

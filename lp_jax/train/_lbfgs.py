@@ -13,7 +13,7 @@ from lp_jax.train._ranks import Ranks, takes_global_sums, total
 
 
 class LBFGSState(NamedTuple):
-    """What L-BFGS remembers.
+    """Memory of L-BFGS.
 
     Attributes:
         updates: their number, an int32 scalar.

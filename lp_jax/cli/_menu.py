@@ -1,0 +1,78 @@
+"""A parser that raises, types of its options, and the text of its help."""
+
+import argparse
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NoReturn
+
+from lp_jax._check import nearest
+from lp_jax.cli._errors import UsageError
+
+Examples = Sequence[tuple[str, str]]
+"""Calls, and what each does."""
+
+
+class MenuParser(argparse.ArgumentParser):
+    """A parser that raises what is wrong."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(exit_on_error=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments that this parser knows."""
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            self.error(in_words(error))
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments; name the option that may be meant by one that is not there."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(unknown_option(rest, self._option_string_actions) or f"{rest[0]!r} is not an option.")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message."""
+        error = UsageError(message)
+        error.command = self.prog
+        raise error
+
+
+def in_words(error: argparse.ArgumentError) -> str:
+    """Return a parser's message behind the name of its option, where it has one."""
+    message = error.message.removeprefix("argument ")
+    return f"{error.argument_name}: {message}" if error.argument_name else message
+
+
+def unknown_option(args: Iterable[str], options: Collection[str]) -> str | None:
+    """Return a message about the first option that is not there, with the one that may be meant; or None."""
+    names = (arg.partition("=")[0] for arg in args if arg.startswith("--"))
+    unknown = next((name for name in names if name.partition(".")[0] not in options), None)
+    if unknown is None:
+        return None
+    near = nearest(unknown.lstrip("-").replace("-", "_"), [option[2:] for option in options if option.startswith("--")])
+    return f"there is no option {unknown}" + (f"; did you mean --{near}?" if near else ".")
+
+
+def positive_int(value: str | int) -> int:
+    """Return a number above 0 from the command line or a file of options."""
+    if not str(value).isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive whole number; got {value!r}.")
+    return int(value)
+
+
+def positive_float(value: str | float) -> float:
+    """Return a number above 0 from the command line or a file of options."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number; got {value!r}.")
+    return number
+
+
+def description(about: str, examples: Examples) -> str:
+    """Return the head of a help: what the command is for, and calls of it."""
+    width = max((len(call) for call, _ in examples), default=0)
+    return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])
