@@ -90,7 +90,9 @@ def test_adjoint_iterates(storage, iterations):
     np.testing.assert_allclose(gradients.y0, lam[0], rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(("body", "fields"), zip((step, knows_the_batch), SOLVERS.values(), strict=True), ids=SOLVERS)
+@pytest.mark.parametrize(
+    ("body", "fields"), [(step, SOLVERS["all"]), (knows_the_batch, SOLVERS["states"])], ids=SOLVERS
+)
 def test_as_many_iterations_as_layers_are_exact(body, fields):
     given = tuple(map(jnp.asarray, weights())), jnp.asarray(inputs())
     y0 = jnp.ones((BATCH, WIDTH))
