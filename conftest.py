@@ -104,6 +104,12 @@ def few_programs() -> Iterator[None]:
         jax.clear_caches()
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays; looking for garbage need not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_header() -> list[str]:
     """Versions, and loudly whether the tests that need files outside the repository can run."""
     lines = [f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"]

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,4 @@ def recurrent_loss(gru, x):
     return sum(jnp.sum(h * t) for h, t in zip(gru((x, recurrent.LENGTHS)), recurrent.TARGET, strict=True))
 
 
-def assert_same(got, wanted):
-    """Equal but for the order of sums."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, wanted)
+assert_same = functools.partial(chex.assert_trees_all_close, rtol=1e-12, atol=1e-13)  # but for the order of sums

@@ -1,8 +1,8 @@
 """Small pieces that the tests of Flax modules share."""
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import lp_jax
@@ -16,7 +16,7 @@ def normal(shape, seed=1):
 
 
 def assert_close(got, wanted, rtol=1e-12):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, wanted)
+    chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=rtol)
 
 
 def mesh(size=4):

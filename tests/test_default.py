@@ -52,6 +52,7 @@ def test_a_pre_norm_network_at_its_start(layers):
     assert relative_error(gradient_of(solved, params), gradient_of(plain, params)) < 2e-3
 
 
+@functools.cache
 def recurrent(cell, steps, solver=None, **options):
     """The gradient of a loss of a Flax cell, and what the solves did."""
     inputs = jax.random.normal(jax.random.key(2), (steps, 4, 5), F64)
@@ -88,6 +89,14 @@ def test_all_workers_fall_back_together(workers):
     assert relative_error(got, wanted) < 1e-12 and stats.result == adjoint.result == FELL_BACK
 
 
+@jax.jit
+def both_ways(params, y0, solver):
+    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+    solution, pullback = lp_jax.solve_vjp(step, params, y0, t1=3.0, solver=solver)
+    gradients, stats = pullback(jnp.cos(solution.y1))
+    return (solution.y1, gradients.params), solution.trajectory, (solution.stats, stats)
+
+
 @pytest.mark.parametrize(
     "solver",
     [
@@ -105,14 +114,8 @@ def test_any_solver_may_fall_back(solver):
     params = jax.random.normal(jax.random.key(5), (22, 6, 6), F64)
     y0 = jax.random.normal(jax.random.key(6), (3, 6), F64)
 
-    def run(solver):
-        step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-        solution, pullback = lp_jax.solve_vjp(step, params, y0, t1=3.0, solver=solver)
-        gradients, stats = pullback(jnp.cos(solution.y1))
-        return (solution.y1, gradients.params), solution.trajectory, (solution.stats, stats)
-
-    got, trajectory, stats = jax.jit(lambda: run(solver))()
-    wanted, states, _ = jax.jit(lambda: run(lp_jax.Serial()))()
+    got, trajectory, stats = both_ways(params, y0, solver)
+    wanted, states, _ = both_ways(params, y0, lp_jax.Serial())
     assert relative_error(got, wanted) < 1e-13
     assert [int(each.result) for each in stats] in (
         [FELL_BACK] * 2,
@@ -198,8 +201,9 @@ def test_training_without_a_solver_takes_what_the_model_was_built_with():
         return [row["loss"] for row in log.rows if row["kind"] == "train"]
 
     one_cycle = lp_jax.MGRIT(iterations=1, coarse_step=lp_jax.Rediscretize())
-    assert trained(one_cycle) == trained(None, solver=one_cycle) != trained(None)
-    assert trained(None) == trained(one_cycle, solver=DEFAULT, adjoint_solver=ADJOINT_DEFAULT)
+    default = trained(None)
+    assert trained(one_cycle) == trained(None, solver=one_cycle) != default
+    assert default == trained(one_cycle, solver=DEFAULT, adjoint_solver=ADJOINT_DEFAULT)
 
 
 def test_a_start_that_diverges_does_not_make_its_own_tolerance():

@@ -26,28 +26,33 @@ def dense(golden):
     return Dense.load(golden)
 
 
-@functools.partial(jax.jit, static_argnames=("step", "cycles", "nested"))
-def history(solver, step, params, y0, guess, t1, data=None, *, cycles, nested=False):
-    """After each cycle: norm during it, norm after it, all states after F-relaxation, and the final sweep's last state."""
+def relaxed(solver, levels, u):
+    """The norm, and all states after F-relaxation."""
+    return _tree.norm(lp_jax.residual(levels[0], u)), lp_jax.f_relax(levels[0], u)
+
+
+def swept(solver, levels, u):
+    """The final sweep's last state."""
+    return (solver.finish(levels, u, None)[0][-1],)
+
+
+@functools.partial(jax.jit, static_argnames=("step", "cycles", "watch", "nested"))
+def history(solver, step, params, y0, guess, t1, data=None, *, cycles, watch, nested=False):
+    """After each cycle: the norm during it, and what ``watch`` makes of the C-points that it leaves."""
     levels = lp_jax.hierarchy(lp_jax.Problem(step, params, y0, data=data, t1=t1), solver)
     # PyMGRIT's nested iteration makes a V-cycle on every level on the way up: the cascade of an F-cycle
     start = lp_jax.Start(lp_jax.cascade(solver, levels, kind="F")) if nested else solver.init(levels, guess)
     u, spent = start.state, start.spent
 
-    def watch(u):
-        return (
-            _tree.norm(lp_jax.residual(levels[0], u)),
-            lp_jax.f_relax(levels[0], u),
-            solver.finish(levels, u, None)[0][-1],
-        )
-
     def body(u, _):
         u, squares = solver.improve(levels, u)
-        return u, (jnp.sqrt(squares), *watch(u))
+        return u, (jnp.sqrt(squares), *watch(solver, levels, u))
 
-    first = jax.tree.map(lambda x: jnp.asarray(x)[None], (jnp.asarray(-1, y0.dtype), *watch(u)))
     _, rest = jax.lax.scan(body, u, length=cycles - spent)
-    return jax.tree.map(lambda a, b: jnp.concatenate([a[:spent], b]), first, rest)
+    if not spent:
+        return rest
+    first = jnp.asarray(-1, y0.dtype), *watch(solver, levels, u)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
 
 
 def agree(got, wanted, what):
@@ -100,7 +105,8 @@ def test_xbraid_forward(golden, dense, part):
     for case in by_structure(stored)[part * 24 : part * 24 + 24]:
         solver = xbraid_solver(case, iterations=8)
         guess = initial_guess(dense, case["option"], case["cf"])
-        norms, _, _, last = history(solver, dense_step, dense.params, dense.y0, guess, case["T"], cycles=8)
+        arguments = dense_step, dense.params, dense.y0, guess, case["T"]
+        norms, last = history(solver, *arguments, cycles=8, watch=swept)
         agree(norms, case["rnorm"], f"rnorm of {solver}")
         error = jnp.linalg.norm(last - dense.serial[case["T"]][-1][None], axis=(1, 2))
         agree(error, case["err_yN_l2"], f"err_yN of {solver}")
@@ -113,7 +119,8 @@ def test_pymgrit(golden, dense, part):
     for case in by_structure(stored)[part * 18 : part * 18 + 18]:
         solver, n = pymgrit_solver(case), len(case["conv"])
         guess = initial_guess(dense, case["init"], case["cf"])
-        norms, after, states, _ = history(solver, dense_step, dense.params, dense.y0, guess, case["T"], cycles=n)
+        arguments = dense_step, dense.params, dense.y0, guess, case["T"]
+        norms, after, states = history(solver, *arguments, cycles=n, watch=relaxed)
         agree(after, case["conv"], f"conv of {solver}")
         if case["cf_iter"] == 0:
             agree(norms[1:], case["conv"][:-1], f"residual_norms of {solver}")
@@ -136,7 +143,7 @@ def test_dahlquist(golden, part):
         solver, nested = pymgrit_solver(case, c_weight=case["weight_c"]), case["nested_iteration"]
         exact = (1 + case["dt"]) ** -np.arange(1.0, steps + 1)
         arguments = None, jnp.ones(()), jnp.zeros(-(-steps // case["cf"])), case["T"], jnp.arange(steps)
-        _, after, states, _ = history(solver, backward_euler, *arguments, cycles=n, nested=nested)
+        _, after, states = history(solver, backward_euler, *arguments, cycles=n, watch=relaxed, nested=nested)
         error = jnp.linalg.norm(states - exact[None], axis=1)
         agree(after, case["conv"], f"conv of {solver}, nested {nested}")
         agree(error, case["err_spacetime_l2"], f"error of {solver}, nested {nested}")

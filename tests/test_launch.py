@@ -61,10 +61,13 @@ def losses(folder):
 
 @pytest.mark.slow
 def test_a_run_moves_from_engine_to_engine(tmp_path):
-    """Two by two ranks for layers and examples, then two processes with two devices each, then one device: one run."""
+    """Two ranks for examples, then two processes with two devices each for layers and examples, then one device: one run.
+
+    Layers over ranks are in the tests below, and both over four ranks in ranks_solve.py.
+    """
     moved, stayed = tmp_path / "moved", tmp_path / "stayed"
-    ended = ranks(4, tmp_path, *SMALL, "--mesh", "layers=2,data=2", "--epochs", 1, "--out", moved)
-    assert ended.code == 0 and "MPI ranks: layers 2, data 2" in ended.output, ended.output
+    ended = ranks(2, tmp_path, *SMALL, "--mesh", "data=2", "--epochs", 1, "--out", moved)
+    assert ended.code == 0 and "MPI ranks: layers 1, data 2" in ended.output, ended.output
     assert ended.output.count("test accuracy") == ended.output.count("step 7  ") + 2  # the table, too, comes once
     resume = ["--mesh", "layers=2,data=2", "--epochs", 2, "--resume", "--out", moved]
     first, second = processes(2, tmp_path, *resume, devices=2)

@@ -78,7 +78,7 @@ def on_one_device(name):
 
 
 @pytest.mark.parametrize(
-    ("workers", "sequential"), [(2, "relay"), (3, "relay"), (4, "relay"), (8, "relay"), (3, "gather"), (8, "gather")]
+    ("workers", "sequential"), [(2, "relay"), (3, "relay"), (8, "relay"), (3, "gather"), (8, "gather")]
 )
 def test_numbers_do_not_depend_on_the_number_of_devices(workers, sequential):
     assert_same(everything(SOLVERS["3 levels"], line(workers, sequential=sequential)), on_one_device("3 levels"))
@@ -210,17 +210,11 @@ def test_arrays_may_be_anywhere():
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("workers", [3, 8])
-def test_training_ends_with_the_same_parameters(workers):
-    """200 steps on real digits, 22 layers."""
-    wanted, losses = trained_on_one_device()
+def test_training_ends_with_the_same_parameters():
+    """200 steps on real digits, 22 layers; over three ranks of MPI in ranks_solve.py."""
+    wanted, losses = digits_training.train(digits_training.initial(), None)
     assert losses[-1] < 0.5 * losses[0]
-    assert relative_error(digits_training.train(digits_training.initial(), line(workers))[0], wanted) < 1e-8
-
-
-@functools.cache
-def trained_on_one_device():
-    return digits_training.train(digits_training.initial(), None)
+    assert relative_error(digits_training.train(digits_training.initial(), line(8))[0], wanted) < 1e-8
 
 
 @pytest.mark.parametrize("sequential", ["relay", "gather"])
@@ -306,7 +300,7 @@ def test_memory_falls_with_the_number_of_devices():
     params, y0 = dense_params(n, width), dense_state(batch, width)
     solver = lp_jax.MGRIT(coarsening=4, iterations=2)
     temporary, arguments = {}, {}
-    for workers in (1, 2, 4, 8):
+    for workers in (1, 2, 8):
         comm = line(workers)
 
         def loss(params, comm=comm):
@@ -319,9 +313,9 @@ def test_memory_falls_with_the_number_of_devices():
         temporary[workers] = analysis.temp_size_in_bytes
         shards = {s.data.shape for g in jax.tree.leaves(gradient(placed)) for s in g.addressable_shards}
         assert shards == {(n // workers, width, width), (n // workers, width)}
-    for workers in (2, 4, 8):
+    for workers in (2, 8):
         assert arguments[workers] < 1.01 * arguments[1] / workers
-        # measured 5.3, 4.5, 1.9 and 1.0 MB: on two devices the parameters' gradient is accumulated in a buffer of its own
+        # measured 5.3, 4.5 and 1.0 MB: on two devices the parameters' gradient is accumulated in a buffer of its own
         assert temporary[workers] < (1.8 if workers == 2 else 1.5) * temporary[1] / workers
 
 
@@ -344,7 +338,7 @@ def test_parameters_and_what_the_optimizer_keeps_are_spread():
         none = jnp.int32(0)
         return jnp.mean(solution.y1**2), train.Info(none, solution.stats, solution.result)
 
-    for workers in (1, 2, 8):
+    for workers in (1, 8):
         comm = line(workers)
         with jax.numpy_dtype_promotion("standard"):
             make = lambda rngs: nn.DenseResidual(width, rngs=rngs)  # noqa: E731

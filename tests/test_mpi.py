@@ -31,7 +31,7 @@ JOBS = {
         "solvers=identity,Picard,Newton,tolerance,serial,windows,falls back,cycles fall back",
         "depths",
     ),
-    "2 ranks, the rest": (2, "small=all", "disagree", "wires", "grid=1", "grid=2", "modules", "examples"),
+    "2 ranks, the rest": (2, "small=all", "disagree", "wires", "grid=2", "modules", "examples"),
     "3 ranks": (3, "solvers=3 levels", "training", "messages", "spline", "outputs", "restarts", "one_shot"),
     "4 ranks": (4, "small=some", "grid=2"),
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,11 +98,11 @@ def _clipped(jacobian):
     ],
     ids=["full", "diagonal", "identity", "shrunk", "clipped", "clipped diagonal"],
 )
-@pytest.mark.parametrize("iterations", [1, 3])
-def test_iterates(fields, change, iterations):
+def test_iterates(fields, change):
     params, y0 = problem()
-    got = states(dense_step, params, y0, newton(iterations, **fields))
-    np.testing.assert_allclose(got, by_hand(params, y0, iterations, change), rtol=1e-12, atol=1e-12)
+    for iterations in (3,) if fields else (1, 3):
+        got = states(dense_step, params, y0, newton(iterations, **fields))
+        np.testing.assert_allclose(got, by_hand(params, y0, iterations, change), rtol=1e-12, atol=1e-12)
 
 
 def test_the_identity_member_is_picard():
@@ -124,7 +125,7 @@ def test_convergence_is_quadratic():
 def test_as_many_iterations_leave_as_many_states_exact(jacobian):
     params, y0 = problem(scale=4.0)
     exact = states(dense_step, params, y0, lp_jax.Serial(checkpoint_every=1))
-    for k in (1, 4, N):
+    for k in (4, N):
         damping = lp_jax.Clip(limit=1.0) if jacobian != "identity" else None
         got = states(dense_step, params, y0, newton(k, jacobian=jacobian, damping=damping))
         error = np.abs(got - exact).max(axis=(1, 2))
@@ -206,7 +207,7 @@ def test_states_of_several_leaves(jacobian):
     batched = states(step, w, y0, newton(3, jacobian=jacobian))
     one = lp_jax.Newton(jacobian=jacobian, iterations=3)
     mapped = jax.jit(jax.vmap(lambda y: states(single, w, y, one), out_axes=1))(y0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), batched, mapped)
+    chex.assert_trees_all_close(batched, mapped, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -283,8 +284,10 @@ def chain(n):
 
 
 @pytest.mark.parametrize("processor", [ACCELERATOR, dataclasses.replace(CPU, turn=0.0)], ids=["products", "in turn"])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 8, 9, 13, 64, 88, 128])
+@pytest.mark.parametrize(
+    "n, reverse",
+    [(1, False), (2, True), (8, False), (9, True), (13, False), (13, True), (64, True), (88, False), (128, True)],
+)
 def test_chains_of_affine_maps(n, reverse, processor):
     """Of whole matrices, of blocks, and of diagonals, in turn and in groups."""
     matrices, vectors, states = chain(n)
@@ -425,8 +428,9 @@ def test_units_are_not_taken_for_examples():
         assert relative_error(got, gradient(weights, lp_jax.Serial(), step)) < 1e-12
 
 
-@pytest.mark.parametrize("leaves", [1, 2])
-@pytest.mark.parametrize("how", ["mean", "norm", "product", "attention"])
+@pytest.mark.parametrize(
+    "how, leaves", [("mean", 1), ("mean", 2), ("norm", 1), ("product", 2), ("attention", 1), ("attention", 2)]
+)
 def test_a_step_that_combines_examples_is_refused(how, leaves):
     """One iteration of the adjoint is then not exact."""
     mix = jax.random.normal(jax.random.key(2), (4, 4))
@@ -453,8 +457,8 @@ def test_a_step_that_combines_examples_is_refused(how, leaves):
     for solvers in ((newton(3), exact), (exact, newton(1))):
         with pytest.raises(ValueError, match=r"batch_axes=1\).*combines entries along the first axes.*batch_axes=0"):
             jax.grad(loss)(weights, *solvers)
-    whole = lp_jax.Newton(iterations=8, batch_axes=0)
-    assert relative_error(jax.grad(loss)(weights, whole, whole), jax.grad(loss)(weights, exact, exact)) < 1e-12
+    whole, gradient = lp_jax.Newton(iterations=8, batch_axes=0), jax.jit(jax.grad(loss))
+    assert relative_error(gradient(weights, whole, whole), gradient(weights, exact, exact)) < 1e-12
 
 
 def test_a_step_that_treats_examples_alone_is_taken():
@@ -474,8 +478,8 @@ def test_a_step_that_treats_examples_alone_is_taken():
     def loss(weights, solver):
         return jnp.sum(lp_jax.solve(step, weights, y0, solver=solver).y1 ** 2)
 
-    weights = jnp.linspace(-1, 1, 6)
-    got, exact = (jax.grad(loss)(weights, s) for s in (lp_jax.Newton(iterations=6, batch_axes=1), lp_jax.Serial()))
+    weights, gradient = jnp.linspace(-1, 1, 6), jax.jit(jax.grad(loss))
+    got, exact = (gradient(weights, s) for s in (lp_jax.Newton(iterations=6, batch_axes=1), lp_jax.Serial()))
     assert relative_error(got, exact) < 1e-12
 
 
@@ -495,8 +499,10 @@ def test_equal_trees_are_paired(copies):
         y1 = lp_jax.solve(step, None, y0, data=data, t1=4.0, solver=solver).y1
         return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(y1))
 
+    value_and_gradient = jax.jit(jax.value_and_grad(loss))
+
     def solved(solver):
-        return jax.value_and_grad(loss)(jnp.ones(12), solver)
+        return value_and_gradient(jnp.ones(12), solver)
 
     def solver(jacobian, iterations):
         return lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=0)
@@ -518,14 +524,16 @@ def test_states_that_overflow_are_set_back(jacobian):
     def step(y, layer):
         return y + layer.dt * rate(y + 0.5 * layer.dt * rate(y))
 
+    @jax.jit
     def solve(t1, solver):
         return lp_jax.solve(step, None, jnp.ones(3, "float32"), data=jnp.zeros(64), t1=t1, solver=solver)
 
     exact, newton = lp_jax.Serial(), lp_jax.Newton(jacobian=jacobian, iterations=64)
-    norms = solve(3.2, newton).stats.residual_norms
+    solution = solve(3.2, newton)
+    norms = solution.stats.residual_norms
     assert not np.isfinite(norms).all() and norms[-1] == 0
-    np.testing.assert_array_equal(solve(3.2, newton).y1, solve(3.2, exact).y1)
-    assert solve(3.2, newton).result == DONE
+    np.testing.assert_array_equal(solution.y1, solve(3.2, exact).y1)
+    assert solution.result == DONE
     assert not np.isfinite(solve(6.4, exact).y1).all()  # the network's own states overflow
     assert solve(6.4, newton).result == NON_FINITE
 

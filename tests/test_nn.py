@@ -82,8 +82,9 @@ def test_dense_residual_is_its_formula(standard_promotion):
     assert_close(layer(y, 0.0, dt), y + dt * f)
 
 
-@pytest.mark.parametrize("kernel", [(5,), (3, 3), (3, 1, 3)])
-@pytest.mark.parametrize("norm", [None, "layer", "group"])
+@pytest.mark.parametrize(
+    ("kernel", "norm"), [((5,), None), ((5,), "group"), ((3, 3), "layer"), ((3, 3), "group"), ((3, 1, 3), None)]
+)
 def test_conv_residual_is_its_formula(kernel, norm, standard_promotion):
     y, dt = normal((2, *(6, 5, 4)[: len(kernel)], 4)), 0.25
     layer = conv(nnx.Rngs(0), kernel=kernel, norm=norm, groups=2, activation=nnx.tanh)
@@ -502,8 +503,9 @@ def normalise(x, mean, var):
     return (x - mean) / np.sqrt(var + 1e-5)
 
 
-@pytest.mark.parametrize("solver", ["exact", "serial", "picard"])
-@pytest.mark.parametrize("comm", [None, "mesh"])
+@pytest.mark.parametrize(
+    ("comm", "solver"), [(None, "exact"), ("mesh", "exact"), (None, "serial"), ("mesh", "picard"), (None, "picard")]
+)
 def test_running_statistics_come_from_the_final_sweep(comm, solver, standard_promotion):
     comm = comm and mesh()
     solver = {"exact": EXACT, "serial": lp_jax.Serial(), "picard": lp_jax.Picard(sweeps=LAYERS)}[solver]
@@ -527,7 +529,8 @@ def test_running_statistics_come_from_the_final_sweep(comm, solver, standard_pro
         return 0.5 * jnp.sum((y - target) ** 2)
 
     gradient = nnx.jit(nnx.grad(loss))(trunk, y)
-    assert_close(gradient["layers"]["linear"]["kernel"][...], jax.grad(loop)(jnp.asarray(kernel), y), rtol=1e-10)
+    by_hand = jax.jit(jax.grad(loop))(jnp.asarray(kernel), y)
+    assert_close(gradient["layers"]["linear"]["kernel"][...], by_hand, rtol=1e-10)
     norm = trunk.layers.norm
     assert_close(norm.mean[...], np.stack(means), rtol=1e-12)
     assert_close(norm.var[...], np.stack(variances), rtol=1e-12)

@@ -102,11 +102,16 @@ def test_a_loss_that_does_not_see_the_last_state():
     assert relative_error(got, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("workers", [3, 8])
 @pytest.mark.parametrize(
-    "solver",
-    [MGRIT(), MGRIT(storage="all", levels=3, coarsening=2, coarse_step=INJECT), Picard(windows=3), Serial()],
-    ids=["looped", "3 levels, all kept", "windows", "serial"],
+    ("solver", "workers"),
+    [
+        (MGRIT(), 8),
+        (MGRIT(storage="all", levels=3, coarsening=2, coarse_step=INJECT), 3),
+        (Picard(windows=3), 8),
+        (Picard(windows=3), 3),
+        (Serial(), 3),
+    ],
+    ids=["looped", "3 levels, all kept", "windows, 8", "windows", "serial"],
 )
 def test_the_number_of_devices_changes_nothing(solver, workers):
     mesh = jax.make_mesh((workers,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
@@ -215,9 +220,16 @@ def test_one_state_per_interval_stays_one_state_per_interval():
 
 
 @pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint], ids=["plain", "jit", "vmap", "remat"]
+    ("transform", "solver"),
+    [
+        (lambda f: f, Serial()),
+        (lambda f: f, MGRIT()),
+        (jax.jit, MGRIT()),
+        (jax.vmap, MGRIT()),
+        (jax.checkpoint, Serial()),
+    ],
+    ids=["plain, serial", "plain", "jit", "vmap", "remat"],
 )
-@pytest.mark.parametrize("solver", [Serial(), MGRIT()], ids=["serial", "MGRIT"])
 def test_the_gradient_of_a_trajectory_is_refused(solver, transform):
     def solve(params):
         return lp_jax.solve(lambda y, layer: y * layer.params, params, jnp.ones(()), solver=solver)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +40,18 @@ def exact():
     return jnp.stack(cotangents[:0:-1])
 
 
-def solve_vjp(adjoint_solver, adjoint_guess=None, solver=Serial(), **options):
+@functools.partial(jax.jit, static_argnames="comm")
+def solve_vjp(adjoint_solver, adjoint_guess=None, solver=Serial(), comm=None):
     _, pullback = lp_jax.solve_vjp(
-        dense_step, PARAMS, Y0, solver=solver, adjoint_solver=adjoint_solver, adjoint_guess=adjoint_guess, **options
+        dense_step, PARAMS, Y0, solver=solver, adjoint_solver=adjoint_solver, adjoint_guess=adjoint_guess, comm=comm
     )
     return pullback(COTANGENT)
+
+
+@functools.cache
+def serial_gradient():
+    loss = lambda p, y: jnp.vdot(lp_jax.solve(dense_step, p, y, solver=Serial()).y1, COTANGENT)  # noqa: E731
+    return jax.jit(jax.grad(loss, (0, 1)))(PARAMS, Y0)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -53,10 +61,7 @@ def test_from_the_solution_nothing_is_left_to_do(name, workers):
     guess = exact()[:: adjoint_solver.resolve(LAYERS).stride(LAYERS)]
     comm = None if workers == 1 else mesh(workers)
     gradients, stats = solve_vjp(adjoint_solver, guess, comm=comm, solver=MGRIT(coarsening=4, iterations=10))
-    wanted = jax.grad(lambda p, y: jnp.vdot(lp_jax.solve(dense_step, p, y, solver=Serial()).y1, COTANGENT), (0, 1))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-13), gradients[:2], wanted(PARAMS, Y0)
-    )
+    chex.assert_trees_all_close(gradients[:2], serial_gradient(), rtol=1e-11, atol=1e-13)
     np.testing.assert_allclose(gradients.adjoint_trajectory, guess, rtol=1e-11, atol=1e-13)
     assert (stats.residual_norms < 1e-12).all()
 
@@ -66,7 +71,7 @@ def test_sweeps_go_on_where_they_ended(solver):
     first, _ = solve_vjp(Picard(sweeps=2), solver=solver)
     second, _ = solve_vjp(Picard(sweeps=1), first.adjoint_trajectory, solver=solver)
     at_once, _ = solve_vjp(Picard(sweeps=3), solver=solver)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-13, atol=1e-15), second, at_once)
+    chex.assert_trees_all_close(second, at_once, rtol=1e-13, atol=1e-15)
     assert float(jnp.abs(second.adjoint_trajectory - exact()).max()) < 1e-3
 
 
@@ -80,16 +85,13 @@ def test_the_gradient_of_a_guess_is_the_next_one(comm):
         y1 = lp_jax.solve(dense_step, params, Y0, **options).y1
         return jnp.vdot(y1, COTANGENT)
 
-    got = jax.jit(jax.grad(loss, (0, 1)))(PARAMS, start)
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    got = gradient(PARAMS, start)
     wanted, stats = solve_vjp(solver, start)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14),
-        got,
-        (wanted.params, wanted.adjoint_trajectory),
-    )
+    chex.assert_trees_all_close(got, (wanted.params, wanted.adjoint_trajectory), rtol=1e-12, atol=1e-14)
     assert stats.residual_norms.shape == (1,)  # no down-cycle was skipped
     for _ in range(8):  # a cycle makes another interval exact, and there are eight
-        start = jax.grad(loss, 1)(PARAMS, start)
+        start = gradient(PARAMS, start)[1]
     np.testing.assert_allclose(start, exact()[::4], rtol=1e-11)
 
 
@@ -102,8 +104,9 @@ def test_a_scan_and_modules_take_guesses():
 
     def after(run, rounds):
         guess = jnp.zeros((10, 2, 4))
+        gradient = jax.jit(jax.grad(lambda g: jnp.sum(run(g) ** 2)))
         for _ in range(rounds):
-            guess = jax.grad(lambda g: jnp.sum(run(g) ** 2))(guess)
+            guess = gradient(guess)
         return guess
 
     def scanned(guess):
@@ -118,9 +121,9 @@ def test_a_scan_and_modules_take_guesses():
     def through(guesses):
         return network.solve(y, solver=Serial(), adjoint_solver=solver, adjoint_guess=guesses).y1
 
-    guesses = [jnp.zeros((10, 2, 4))] * 2
+    guesses, gradient = [jnp.zeros((10, 2, 4))] * 2, jax.jit(jax.grad(lambda g: jnp.sum(through(g) ** 2)))
     for _ in range(11):
-        guesses = jax.grad(lambda g: jnp.sum(through(g) ** 2))(guesses)
+        guesses = gradient(guesses)
     wanted = jax.grad(lambda y: jnp.sum(network.solve(y, solver=Serial()).y1 ** 2))(y)
     np.testing.assert_allclose(guesses[0][0], wanted, rtol=1e-10)
     again = network.solve(y, solver=solver, guess=network.solve(y, solver=Picard(sweeps=10)).trajectory)

@@ -1,6 +1,7 @@
 """What theory says of a correct solver. None of these numbers comes from the library."""
 
 import collections
+import functools
 import itertools
 import math
 
@@ -57,8 +58,9 @@ def squared(y):
 # ---------------------------------------------------------------------------------------------- equality, termination
 
 
-@pytest.mark.parametrize("n", [61, 7])
-@pytest.mark.parametrize("coarse_step", COARSE_STEPS)
+@pytest.mark.parametrize(
+    "coarse_step, n", [*((name, 61) for name in COARSE_STEPS), ("inject", 7), ("picard1", 7), ("trajectory", 7)]
+)
 def test_serial_equality_at_convergence(coarse_step, n):
     params, y0 = dense_params(n, 5), dense_state(3, 5)
     solver = lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=n, coarse_step=COARSE_STEPS[coarse_step], atol=1e-15)
@@ -96,8 +98,15 @@ def test_termination_of_the_gradient():
     assert relative_error(gradient(n // m), (g_params, g_y0)) < 1e-12
 
 
-@pytest.mark.parametrize("coarse_step", [lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(sweeps=4)])
-@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    "coarse_step, skip",
+    [
+        (lp_jax.Serial(), True),
+        (lp_jax.Serial(), False),
+        (lp_jax.Serial(checkpoint_every=3), True),
+        (lp_jax.Picard(sweeps=4), False),
+    ],
+)
 def test_exact_coarse_steps_converge_in_one_cycle(coarse_step, skip):
     solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=coarse_step, start="cascade" if skip else "guess")
     assert_serial(dense_step, dense_params(30, 4), dense_state(2, 4), squared, solver, t1=4.0)
@@ -137,12 +146,17 @@ def test_two_level_bound(m, z, relaxation, printed, adjoint):
     assert abs(bound - printed) < 1e-5
 
     solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, start="guess")
-    levels = levels_of(solver, linear_step, jnp.full(n, z * n), jnp.zeros(()))
-    if adjoint:
-        levels = transposed(levels, jnp.zeros(n))
-    # with u[0] = 0 the solution is 0, so a guess is its own error: the columns of the propagator
-    columns = jax.vmap(lambda e: lp_jax.cycle(solver, levels, e)[0])(jnp.eye(intervals))
+    columns = propagator(solver, jnp.full(n, z * n), intervals=intervals, adjoint=adjoint)
     assert abs(jnp.abs(columns).sum(axis=0).max() - bound) < 1e-13
+
+
+@functools.partial(jax.jit, static_argnames=("intervals", "adjoint"))
+def propagator(solver, params, *, intervals, adjoint):
+    """Its columns: with u[0] = 0 the solution is 0, so that a guess is its own error."""
+    levels = levels_of(solver, linear_step, params, jnp.zeros(()))
+    if adjoint:
+        levels = transposed(levels, jnp.zeros(params.size))
+    return jax.vmap(lambda e: lp_jax.cycle(solver, levels, e)[0])(jnp.eye(intervals))
 
 
 def transposed(levels, states):
@@ -169,6 +183,13 @@ def smooth_params(n, width=6):
     return jnp.einsum("nk,kij->nij", basis, modes), jnp.tile(jnp.asarray(rng.normal(size=width)), (n, 1))
 
 
+@jax.jit
+def solved_both_ways(params, solver):
+    solution, pull = lp_jax.solve_vjp(dense_step, params, dense_state(2, 6), t1=2.0, solver=solver)
+    _, adjoint = pull(solution.y1)
+    return solution.result, solution.stats.iterations, adjoint.iterations
+
+
 @pytest.mark.parametrize("coarse_step", ["inject", "picard1"])
 def test_iterations_do_not_grow_with_depth(coarse_step):
     counts = []
@@ -177,10 +198,9 @@ def test_iterations_do_not_grow_with_depth(coarse_step):
         solver = lp_jax.MGRIT(
             levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=COARSE_STEPS[coarse_step]
         )
-        solution, pull = lp_jax.solve_vjp(dense_step, smooth_params(n), dense_state(2, 6), t1=2.0, solver=solver)
-        _, adjoint = pull(solution.y1)
-        assert int(solution.result) == 0
-        counts.append((int(solution.stats.iterations), int(adjoint.iterations)))
+        result, *iterations = solved_both_ways(smooth_params(n), solver)
+        assert int(result) == 0
+        counts.append(tuple(map(int, iterations)))
     assert max(f for f, _ in counts) <= counts[0][0]
     assert max(b for _, b in counts) <= counts[0][1]
     assert counts[0][0] < 12
@@ -273,9 +293,17 @@ def design_cost(sizes, m, nu, cycles, skip):
     return total
 
 
-@pytest.mark.parametrize("at_once", [math.inf, 1])
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("relaxation", ["F", ("F", "FCF"), "FCF"])
+@pytest.mark.parametrize(
+    "relaxation, skip, at_once",  # every pair of two of them
+    [
+        ("F", True, math.inf),
+        ("F", False, 1),
+        (("F", "FCF"), False, math.inf),
+        (("F", "FCF"), True, 1),
+        ("FCF", True, 1),
+        ("FCF", False, math.inf),
+    ],
+)
 def test_evaluation_counts(at_once, skip, relaxation):
     n, m, forward_cycles, adjoint_cycles = 64, 4, 3, 2
     sizes = [64, 16, 4]
@@ -331,9 +359,7 @@ def test_storing_all_states_recomputes_none():
     assert linearised == adjoint == cycle_cost([64, 16], [0, 0], 2, True)
 
 
-@pytest.mark.parametrize("n", [32, 29])
-@pytest.mark.parametrize("adjoint", [False, True])
-@pytest.mark.parametrize("sweeps", [1, 3])
+@pytest.mark.parametrize("n, adjoint, sweeps", [(32, False, 3), (32, True, 1), (29, False, 1), (29, True, 3)])
 def test_picard_in_windows(n, adjoint, sweeps):
     """Sweeps over one window after the other, then one over all layers, by a loop over numbers."""
     windows, t1 = 4, 5.0
