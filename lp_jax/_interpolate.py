@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax import _check, _inputs
-from lp_jax._types import CPoints, State
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import CPoints, State
+from lp_jax._programs import _inputs
 
 
 def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from lp_jax import _check, _inputs, _tree
-from lp_jax._comm import Comm, OneDevice
-from lp_jax._gradient import without_gradient
-from lp_jax._level import Level
-from lp_jax._program import partitions, seen_of
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._gradient import without_gradient
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._comms._comm import Comm, OneDevice
+from lp_jax._levels._level import Level
+from lp_jax._programs import _inputs
+from lp_jax._programs._program import partitions, seen_of
+from lp_jax._programs._traced import prepare, trace
 from lp_jax._solution import Solution
-from lp_jax._solver import Solver, Stats
-from lp_jax._traced import prepare, trace
-from lp_jax._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._solvers._solver import Solver, Stats
 
 
 class Gradients(NamedTuple):

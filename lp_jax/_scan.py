@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _check, _inputs, _products
-from lp_jax._comm import Comm
+from lp_jax._arrays import _check, _products
+from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
+from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._solver import Solver
-from lp_jax._types import CPoints, Layer, PyTree, Stacked, State
+from lp_jax._programs import _inputs
+from lp_jax._solvers._solver import Solver
 
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 """The body of a scan: ``body(carry, x) -> (carry, y)``."""

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lp_jax._result import DONE, FELL_BACK, RESULTS
-from lp_jax._solver import Stats
-from lp_jax._types import PyTree, State
+from lp_jax._arrays._types import PyTree, State
+from lp_jax._levels._result import DONE, FELL_BACK, RESULTS
+from lp_jax._solvers._solver import Stats
 
 
 class SolveError(RuntimeError):

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from lp_jax import _check, _inputs
-from lp_jax._comm import Comm
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._comms._comm import Comm
 from lp_jax._problem import Gradients, Problem
+from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
-from lp_jax._solver import Solver, Stats
-from lp_jax._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._solvers._solver import Solver, Stats
 
 
 @_check.called_right

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 import lp_jax
-from lp_jax._products import Cost as Cost
-from lp_jax._products import cost as cost
-from lp_jax._solver import Solver
+from lp_jax._arrays._products import Cost as Cost
+from lp_jax._arrays._products import cost as cost
+from lp_jax._solvers._solver import Solver
 
 
 def training_step(layers: int, solver: Solver, adjoint_solver: Solver | None = None) -> Cost:

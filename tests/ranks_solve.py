@@ -482,7 +482,7 @@ def examples(_=None):
     from lp_jax import train
 
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        for module in (lp_jax._mpi, train._ranks):
+        for module in (lp_jax._comms._mpi, train._ranks):
             result = doctest.testmod(module)
             assert result.attempted and not result.failed
 

@@ -14,8 +14,8 @@ from problems import relative_error
 
 import lp_jax
 from lp_jax import nn, train
-from lp_jax._picard import ADJOINT_DEFAULT, DEFAULT
-from lp_jax._result import DONE, FELL_BACK, NOT_CONVERGED
+from lp_jax._levels._result import DONE, FELL_BACK, NOT_CONVERGED
+from lp_jax._solvers._picard import ADJOINT_DEFAULT, DEFAULT
 
 WIDTH, BATCH = 64, 16
 X = jax.random.normal(jax.random.key(0), (BATCH, WIDTH), F64)

@@ -14,7 +14,7 @@ import pytest
 from problems import INJECT, Dense, cases, conv_step, dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
-from lp_jax import _tree
+from lp_jax._arrays import _tree
 
 ROUNDING = 16 * np.finfo(np.float64).eps
 RELAX = {0: "F", 1: "FCF", 2: "FCFCF"}

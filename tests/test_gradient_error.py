@@ -14,7 +14,7 @@ from problems import relative_error
 
 import lp_jax
 from lp_jax import nn, train
-from lp_jax._result import DONE, FELL_BACK, NOT_CONVERGED
+from lp_jax._levels._result import DONE, FELL_BACK, NOT_CONVERGED
 
 ROUGH, SERIAL = lp_jax.Picard(sweeps=2), lp_jax.Serial()
 WEIGHTS, Y = normal((12, 4, 4)), normal((3, 4), seed=2)

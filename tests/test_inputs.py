@@ -10,7 +10,7 @@ import pytest
 from problems import INJECT, dense_params, dense_state, dense_step
 
 import lp_jax
-from lp_jax._result import DONE, NON_FINITE, NOT_CONVERGED, NOT_FALLING
+from lp_jax._levels._result import DONE, NON_FINITE, NOT_CONVERGED, NOT_FALLING
 
 PARAMS, Y0 = dense_params(12, 3), dense_state(2, 3)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lp_jax
-from lp_jax import _wire
+from lp_jax._comms import _wire
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process")
 

@@ -20,11 +20,11 @@ from problems import (
 )
 
 import lp_jax
-from lp_jax import _affine
-from lp_jax._at_once import ACCELERATOR, CPU
-from lp_jax._comm import Local
-from lp_jax._jacobians import Blocks, Full, Shared
-from lp_jax._result import DONE, NON_FINITE
+from lp_jax._arrays._at_once import ACCELERATOR, CPU
+from lp_jax._comms._workers import Local
+from lp_jax._levels._result import DONE, NON_FINITE
+from lp_jax._solvers import _affine
+from lp_jax._solvers._jacobians import Blocks, Full, Shared
 
 N, WIDTH, T1 = 13, 4, 6.0
 

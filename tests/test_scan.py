@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from problems import INJECT
 
 import lp_jax
-from lp_jax import _at_once
+from lp_jax._arrays import _at_once
 
 RNG = np.random.default_rng(0)
 CLOSED_OVER = jnp.asarray(RNG.normal(size=(3, 3)))

@@ -9,7 +9,7 @@ import pytest
 from networks import mesh
 
 import lp_jax
-from lp_jax import _tree
+from lp_jax._arrays import _tree
 
 N, D, BATCH = 50, 4, 3
 

@@ -10,7 +10,7 @@ import recurrent
 from problems import relative_error
 
 import lp_jax
-from lp_jax._jacobians import own_operands
+from lp_jax._solvers._jacobians import own_operands
 
 N, BATCH, WIDTH = 13, 4, 4  # as many examples as units: weights have the shape of a state
 SOLVERS = {"all": {}, "states": {"storage": "states"}}

@@ -11,18 +11,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a package may import beside itself. "core" is every module directly in lp_jax, "lp_jax" the names it exports.
+FLOORS = ["_arrays", "_comms", "_levels", "_solvers", "_programs", "core"]
+"""The house, from the ground up: a module imports from its own floor and from those below. "core", the modules directly in lp_jax,
+is what users call."""
+
+# What a package may import besides itself. "lp_jax" is the names that it exports.
 LAYERS = {
-    "core": set(),
-    "planning": {"core"},
-    "lp_jax": {"core", "planning"},
-    "data": {"core"},
-    "nn": {"core", "planning", "lp_jax"},
-    "train": {"core", "planning", "lp_jax", "nn"},
-    "viz": {"core", "planning", "lp_jax", "train"},
-    "cli": {"core", "planning", "lp_jax", "data", "nn", "train", "viz"},
-    "benchmarks": {"core", "planning", "lp_jax", "data", "nn", "train", "viz", "cli"},
-    "command": {"core", "planning", "lp_jax", "data", "nn", "train", "viz", "cli", "benchmarks"},
+    **{floor: set(FLOORS[:number]) for number, floor in enumerate(FLOORS)},
+    "planning": {*FLOORS},
+    "lp_jax": {*FLOORS, "planning"},
+    "data": {"_arrays"},
+    "nn": {*FLOORS, "planning", "lp_jax"},
+    "train": {*FLOORS, "planning", "lp_jax", "nn"},
+    "viz": {*FLOORS, "planning", "lp_jax", "train"},
+    "cli": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz"},
+    "benchmarks": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz", "cli"},
+    "command": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz", "cli", "benchmarks"},
 }
 
 COMMAND = {"lp_jax.__main__", "lp_jax.cli", "lp_jax.cli._commands"}
@@ -214,7 +218,7 @@ def test_nobody_asks_which_solver_it_has():
 
 def test_a_solver_is_asked_for_what_a_method_needs():
     """What planners, pictures and texts ask for is registered from outside."""
-    trees = [sources()[f"lp_jax.{module}"] for module in ("_solver", "_coarse_step")]
+    trees = [sources()[f"lp_jax._solvers.{module}"] for module in ("_solver", "_coarse_step")]
     classes = [
         n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("Solver", "CoarseStep")
     ]
@@ -252,8 +256,8 @@ def test_values_reach_other_workers_in_one_place():
     What says that numbers vary within a user's ``shard_map`` sends nothing itself; its transpose is one sum.
     """
     allowed = {
-        "lp_jax._mesh",
-        "lp_jax._mpi",
+        "lp_jax._comms._mesh",
+        "lp_jax._comms._mpi",
         "lp_jax.train._average",
         "lp_jax.train.contrib._codecs",
         "lp_jax.cli._workers",
@@ -264,9 +268,14 @@ def test_values_reach_other_workers_in_one_place():
         if called(node) in MESSAGES
         and name.startswith("lp_jax.")
         and name not in allowed
-        and (name, called(node)) != ("lp_jax._tree", "pcast")
+        and (name, called(node)) != ("lp_jax._arrays._tree", "pcast")
     ]
     assert not found
+
+
+def test_every_floor_says_what_it_is_for():
+    for number, floor in enumerate(FLOORS[:-1], 1):
+        assert ast.get_docstring(sources()[f"lp_jax.{floor}"]).startswith(f"Floor {number}: ")
 
 
 def test_modules_are_small():

@@ -21,7 +21,7 @@ from problems import (
 )
 
 import lp_jax
-from lp_jax import _tree
+from lp_jax._arrays import _tree
 
 MEAN = lp_jax.Rediscretize(params="mean")
 COARSE_STEPS = {
@@ -160,7 +160,7 @@ def propagator(solver, params, *, intervals, adjoint):
 
 
 def transposed(levels, states):
-    from lp_jax._adjoint import transpose, transpose_coarse
+    from lp_jax._programs._adjoint import transpose, transpose_coarse
 
     zero = jnp.zeros(())
     return transpose(levels[0], states, zero), *transpose_coarse(levels, lambda span: states[::span], zero)

@@ -16,7 +16,8 @@ from problems import INJECT
 from relaxation import Relaxation
 
 import lp_jax
-from lp_jax import _serial, planning, viz
+from lp_jax import planning, viz
+from lp_jax._solvers import _serial
 from lp_jax.train._log import flat
 from lp_jax.viz._hierarchy import batches
 from lp_jax.viz._schedule import timelines

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lp_jax._check import nearest
+from lp_jax._arrays._check import nearest
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._menu import Examples, MenuParser, description
 

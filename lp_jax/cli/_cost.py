@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lp_jax import Serial, planning
-from lp_jax._solver import Solver
+from lp_jax._solvers._solver import Solver
 from lp_jax.cli._models import Pair
 from lp_jax.train._log import unflat
 

@@ -17,8 +17,8 @@ from rich.table import Table
 
 import lp_jax
 from lp_jax import MGRIT, MeshComm, Picard, Rediscretize, Serial, nn, planning, train, viz
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver
 from lp_jax.cli._experiment import Experiment, built, depth_by_depth, experiment
 from lp_jax.cli._launch import set_cpu_devices
 from lp_jax.cli._menu import MenuParser, positive_int

@@ -14,8 +14,8 @@ from flax import nnx
 from rich.console import Console
 
 from lp_jax import nn, planning
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver
 from lp_jax.cli._call import Options
 from lp_jax.cli._cost import charged
 from lp_jax.cli._errors import UsageError

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-from lp_jax._check import nearest
+from lp_jax._arrays._check import nearest
 from lp_jax.cli._errors import UsageError
 
 Examples = Sequence[tuple[str, str]]

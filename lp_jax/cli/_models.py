@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from lp_jax import MGRIT, Picard, Serial, _check, nn
-from lp_jax._solver import Solver
+from lp_jax._solvers._solver import Solver
 from lp_jax.cli._task import Task
 from lp_jax.planning import RECOMMENDED
 

@@ -13,8 +13,8 @@ from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter,
 from jsonargparse.typing import PositiveInt, register_type
 
 import lp_jax
-from lp_jax._check import nearest
-from lp_jax._solver import Solver
+from lp_jax._arrays._check import nearest
+from lp_jax._solvers._solver import Solver
 from lp_jax.cli._call import METHODS
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._menu import Examples, MenuParser, description, in_words, positive_float, positive_int, unknown_option

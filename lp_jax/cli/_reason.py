@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax import MeshComm, Picard, Problem, Serial, planning
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
 from lp_jax.planning import _measure
 from lp_jax.train import init_state
 

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lp_jax import viz
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
 from lp_jax.cli._info import version

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lp_jax import _check, data
+from lp_jax import data
+from lp_jax._arrays import _check
 from lp_jax.data._dataset import scaler
 from lp_jax.train import classification, cross_entropy, mean_squared_error, regression
 from lp_jax.train._supervised import Measure

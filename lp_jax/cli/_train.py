@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from lp_jax import Serial, planning, viz
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
 from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import Experiment, Run, check_method, experiment, train_one

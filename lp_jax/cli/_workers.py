@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import MeshComm, MPIComm, layer_slices
-from lp_jax._solver import Solver, Stats
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch, mesh_sizes, set_cpu_devices

@@ -4,7 +4,7 @@ All of it is NumPy; nothing here downloads or unpickles. docs/data.md says which
 `lp_jax.data.contrib` has data sets of single problems.
 """
 
-from lp_jax._renamed import old_names as _old_names
+from lp_jax._arrays._renamed import old_names as _old_names
 from lp_jax.data._arrays import arrays as arrays
 from lp_jax.data._batches import Sequences as Sequences
 from lp_jax.data._batches import batches as batches

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset, check_fraction, lines, wrong
 from lp_jax.data._gum import PADDING, UNKNOWN, read_conllu
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.data._batches import UNLABELLED, Sequences
 from lp_jax.data._dataset import lines, needed, reading, wrong
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset, stratified
 
 _HALF = 3.0  # of the square's side

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from lp_jax import _check
-from lp_jax._comm import default_platform
+from lp_jax._arrays import _check
+from lp_jax._comms._comm import default_platform
 
 _FORMULATIONS = ("auto", "xla", "products")
 _CACHE = 2**21  # bytes of patches and products that are computed at once

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.nn._convolution import Conv
 from lp_jax.nn._residual import Activation
 

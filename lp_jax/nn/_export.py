@@ -12,9 +12,10 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax import lax
 
-from lp_jax import _inputs, _tree
-from lp_jax._solver import Solver
-from lp_jax._types import Layer, PyTree, State
+from lp_jax._arrays import _tree
+from lp_jax._arrays._types import Layer, PyTree, State
+from lp_jax._programs import _inputs
+from lp_jax._solvers._solver import Solver
 from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
 from lp_jax.nn._stack import PerCall, PerLayer
 

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lp_jax import _inputs, planning
+from lp_jax import planning
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._problem import Problem
-from lp_jax._serial import Serial
+from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
-from lp_jax._solver import Solver, Stats
-from lp_jax._types import PyTree, State
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.nn._spline import Spline, coefficients, expand
 from lp_jax.nn._stack import MakeModule, PerCall, PerLayer, TrunkStep, stacked_module, trunk_step
 

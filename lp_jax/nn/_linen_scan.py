@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import linen
 from flax.core.scope import in_filter
 
-from lp_jax._comm import Comm
+from lp_jax._arrays._types import PyTree
+from lp_jax._comms._comm import Comm
 from lp_jax._scan import scan as scan_layers
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._solvers._solver import Solver
 from lp_jax.nn._scan import Solving, moved
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._solution import Solution
-from lp_jax._solver import NOT_MEASURED, Solver, Stats
-from lp_jax._types import PyTree, State
+from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
 
 Pullback = Callable[[State], tuple[State, Stats]]
 

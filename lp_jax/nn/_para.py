@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax import _check, _inputs
-from lp_jax._newton import Newton
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import Layer, State
 from lp_jax._problem import Problem
+from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
-from lp_jax._solver import Solver
-from lp_jax._types import Layer, State
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._solver import Solver
 from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
 Gate = tuple[jax.Array, ...]

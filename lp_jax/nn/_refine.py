@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lp_jax import _check
-from lp_jax._inputs import number_of_layers
-from lp_jax._mpi import layer_slices
-from lp_jax._types import PyTree
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
+from lp_jax._comms._mpi import layer_slices
+from lp_jax._programs._inputs import number_of_layers
 from lp_jax.nn._layer_parallel import LayerParallel, placing_solvers, refuse_ranks
 from lp_jax.nn._spline import midpoints
 

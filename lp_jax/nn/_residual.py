@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.nn._convolution import Conv
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax._comm import Comm
+from lp_jax._arrays._types import PyTree
+from lp_jax._comms._comm import Comm
 from lp_jax._scan import scan as scan_layers
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._solvers._solver import Solver
 
 
 class Solving(NamedTuple):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lp_jax import _check
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver
 from lp_jax.nn._stack import MakeModule, stacked_module
 
 

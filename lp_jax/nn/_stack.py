@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from lp_jax import _check
-from lp_jax._solver import Solver
-from lp_jax._types import Layer, PyTree, State
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import Layer, PyTree, State
+from lp_jax._solvers._solver import Solver
 
 MakeModule = Callable[[nnx.Rngs], nnx.Module]
 

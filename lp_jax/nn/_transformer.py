@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 
 
 class Attention(nnx.Module):

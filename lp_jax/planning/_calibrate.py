@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from lp_jax import _tree
-from lp_jax._comm import OneDevice
+from lp_jax._arrays import _tree
+from lp_jax._comms._comm import OneDevice
 from lp_jax._problem import Problem
-from lp_jax._serial import Serial
-from lp_jax._traced import trace
+from lp_jax._programs._traced import trace
+from lp_jax._solvers._serial import Serial
 from lp_jax.planning import _measure
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import examples_of, kept_bytes, layers_at_once

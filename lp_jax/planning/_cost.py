@@ -14,7 +14,7 @@ the gradients w are summed.
 import math
 from typing import Any, NamedTuple
 
-from lp_jax._solver import Solver
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._schedule import count
 from lp_jax.planning._work import Schedule, Sizes, evaluates, held, most_at_once

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from lp_jax._coarse_step import CoarseStep
-from lp_jax._solver import Solver
+from lp_jax._solvers._coarse_step import CoarseStep
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._path import Stop
 from lp_jax.planning._work import Work, count_work, is_identity
 

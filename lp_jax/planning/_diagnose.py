@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _check, _inputs, _tree
-from lp_jax._mgrit import MGRIT
-from lp_jax._newton import Newton
-from lp_jax._picard import Picard
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._types import PyTree, State
+from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem
-from lp_jax._result import DONE
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
-from lp_jax._traced import trace
-from lp_jax._types import PyTree, State
+from lp_jax._programs import _inputs
+from lp_jax._programs._traced import trace
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import Pair
 from lp_jax.planning._measure import arrays, examples_of, small
 from lp_jax.planning._text import aligned

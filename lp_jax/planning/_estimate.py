@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from lp_jax import _tree
-from lp_jax._at_once import processor
-from lp_jax._picard import Picard
+from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import processor
+from lp_jax._arrays._products import cost, switches
+from lp_jax._arrays._types import Arrays, PyTree
 from lp_jax._problem import Problem
-from lp_jax._products import cost, switches
-from lp_jax._program import Program
-from lp_jax._serial import Serial
-from lp_jax._traced import trace
-from lp_jax._types import Arrays, PyTree
+from lp_jax._programs._program import Program
+from lp_jax._programs._traced import trace
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._serial import Serial
 from lp_jax.planning._candidates import RECOMMENDED, Pair
 from lp_jax.planning._cost import predict
 from lp_jax.planning._machine import Machine

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax import _inputs
-from lp_jax._asked import Asked, asked
-from lp_jax._result import RESULTS
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver, Stats
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._levels._result import RESULTS
+from lp_jax._programs import _inputs
+from lp_jax._programs._asked import Asked, asked
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.planning._words import code, counted, iteration_name
 
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax import _inputs
-from lp_jax._comm import Comm
-from lp_jax._picard import Picard
+from lp_jax._arrays._types import Layer
+from lp_jax._comms._comm import Comm
+from lp_jax._programs import _inputs
 from lp_jax._solve import solve
-from lp_jax._types import Layer
+from lp_jax._solvers._picard import Picard
 from lp_jax.planning._work import prefix_messages
 
 _SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5

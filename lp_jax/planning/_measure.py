@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._coarse_step import Identity
-from lp_jax._mgrit import MGRIT
-from lp_jax._newton import Newton
-from lp_jax._picard import Picard
+from lp_jax._arrays._types import Arrays, PyTree, State
 from lp_jax._problem import Problem
-from lp_jax._program import Program
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
-from lp_jax._traced import trace
-from lp_jax._types import Arrays, PyTree, State
+from lp_jax._programs._program import Program
+from lp_jax._programs._traced import trace
+from lp_jax._solvers._coarse_step import Identity
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 
 _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 

@@ -1,11 +1,11 @@
-"""The path of a multigrid solve through its levels, as `lp_jax._cycle` walks it."""
+"""The path of a multigrid solve through its levels, as `lp_jax._solvers._cycle` walks it."""
 
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lp_jax._cycle import VISITS
-from lp_jax._mgrit import MGRIT
+from lp_jax._solvers._cycle import VISITS
+from lp_jax._solvers._mgrit import MGRIT
 
 
 class Stop(NamedTuple):

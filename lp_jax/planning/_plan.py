@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lp_jax import _inputs
-from lp_jax._comm import Comm, OneDevice, default_platform
+from lp_jax._arrays._types import State
+from lp_jax._comms._comm import Comm, OneDevice, default_platform
 from lp_jax._problem import Problem
-from lp_jax._solver import Solver
-from lp_jax._types import State
+from lp_jax._programs import _inputs
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._calibrate import calibrate
 from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
 from lp_jax.planning._cost import memory, predict

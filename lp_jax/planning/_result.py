@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import Pair, exact_cycles
 from lp_jax.planning._cost import Memory, Time, pipeline, predict
 from lp_jax.planning._diagnose import Diagnosis

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax._adjoint import Forward, entered_in_final_sweep, solve_adjoint
-from lp_jax._at_once import ACCELERATOR
-from lp_jax._chain import Chain
-from lp_jax._comm import Run, Workers
-from lp_jax._picard import Picard
-from lp_jax._products import cost_of
-from lp_jax._solver import Solver, iterate
-from lp_jax._types import CPoints, PyTree, Slices, Stacked, State
+from lp_jax._arrays._at_once import ACCELERATOR
+from lp_jax._arrays._products import cost_of
+from lp_jax._arrays._types import CPoints, PyTree, Slices, Stacked, State
+from lp_jax._comms._workers import Run, Workers
+from lp_jax._levels._chain import Chain
+from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._solver import Solver, iterate
 from lp_jax.planning._work import Schedule, Uncounted, Work, count_work, most_at_once, with_effort
 
 

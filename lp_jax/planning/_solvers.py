@@ -4,13 +4,13 @@ import dataclasses
 import math
 from typing import cast
 
-from lp_jax._coarse_step import CoarseStep, Identity
-from lp_jax._mgrit import MGRIT
-from lp_jax._newton import Newton
-from lp_jax._picard import Picard
-from lp_jax._rediscretize import Rediscretize
-from lp_jax._serial import Serial
-from lp_jax._solver import WITHOUT_TOLERANCE
+from lp_jax._solvers._coarse_step import CoarseStep, Identity
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._rediscretize import Rediscretize
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import WITHOUT_TOLERANCE
 from lp_jax.planning import _work
 from lp_jax.planning._cycle_work import busiest, count_stops
 from lp_jax.planning._path import cascade_stops, cycle_stops, relaxations

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lp_jax._solver import Solver
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._words import code
 
 

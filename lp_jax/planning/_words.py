@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from typing import Any
 
-from lp_jax._coarse_step import Identity, PerInterval
-from lp_jax._mgrit import MGRIT
-from lp_jax._newton import Newton
-from lp_jax._picard import Picard
-from lp_jax._rediscretize import Rediscretize
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
+from lp_jax._solvers._coarse_step import Identity, PerInterval
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._rediscretize import Rediscretize
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._work import is_identity
 
 

@@ -10,8 +10,8 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from lp_jax._coarse_step import CoarseStep
-from lp_jax._solver import WITHOUT_TOLERANCE, Solver
+from lp_jax._solvers._coarse_step import CoarseStep
+from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
 
 KINDS = ("forward", "linearise", "adjoint", "gradient")
 

@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
-from lp_jax._renamed import old_names as _old_names
+from lp_jax._arrays._renamed import old_names as _old_names
 from lp_jax.train._average import average_gradients as average_gradients
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints

@@ -9,7 +9,7 @@ from typing import Any
 import optax
 from jax import lax
 
-from lp_jax._renamed import warn_renamed
+from lp_jax._arrays._renamed import warn_renamed
 
 
 def average_gradients(axis: str, send: Callable[..., Any] | None = None) -> optax.GradientTransformation:

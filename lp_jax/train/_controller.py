@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from lp_jax import _check
-from lp_jax._result import DONE
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
+from lp_jax._levels._result import DONE
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.train._ranks import Ranks, ranks_of, total
 from lp_jax.train._types import Batch, LossFn
 

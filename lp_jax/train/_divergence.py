@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lp_jax._result import DONE, FELL_BACK, NON_FINITE, RESULTS
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS
 
 ADVICE = (
     'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lp_jax import _check
-from lp_jax._types import PyTree
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
 from lp_jax.train._ranks import Ranks, takes_global_sums, total
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lp_jax import _check
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver
 
 
 class Found(NamedTuple):

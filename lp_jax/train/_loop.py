@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lp_jax import _check, _inputs
-from lp_jax._picard import or_default
-from lp_jax._result import DONE
-from lp_jax._solver import Solver
+from lp_jax._arrays import _check
+from lp_jax._levels._result import DONE
+from lp_jax._programs import _inputs
+from lp_jax._solvers._picard import or_default
+from lp_jax._solvers._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Rule
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message, search_warning

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax import _check
-from lp_jax._solver import NOT_MEASURED, Solver, Stats
+from lp_jax._arrays import _check
+from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
 from lp_jax.train._types import Batch, Info, LossFn, Restart
 
 

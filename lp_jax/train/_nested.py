@@ -17,9 +17,9 @@ import optax
 from flax import nnx
 
 from lp_jax import nn, planning
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.nn._refine import staying
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._log import Log

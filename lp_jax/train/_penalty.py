@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from lp_jax import _check, _inputs, _tree
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._types import Layer, Points, State
 from lp_jax._problem import Problem
-from lp_jax._types import Layer, Points, State
+from lp_jax._programs import _inputs
 
 
 def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.Array:

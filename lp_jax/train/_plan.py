@@ -6,9 +6,9 @@ import jax
 from flax import nnx
 
 from lp_jax import planning
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._problem import Problem
-from lp_jax._serial import Serial
-from lp_jax._types import PyTree, State
+from lp_jax._solvers._serial import Serial
 from lp_jax.nn import Classifier
 from lp_jax.train._supervised import Measure, cross_entropy
 from lp_jax.train._types import Batch

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.train._ranks import Ranks, all_sums, takes_global_sums
 from lp_jax.train._types import Batch, LossFn
 

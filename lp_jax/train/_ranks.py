@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._asked import asked, watched
-from lp_jax._mpi import MPIComm
-from lp_jax._renamed import warn_renamed
-from lp_jax._solver import NOT_MEASURED, Stats
-from lp_jax._types import PyTree
+from lp_jax._arrays._renamed import warn_renamed
+from lp_jax._arrays._types import PyTree
+from lp_jax._comms._mpi import MPIComm
+from lp_jax._programs._asked import asked, watched
+from lp_jax._solvers._solver import NOT_MEASURED, Stats
 from lp_jax.train._checkpoint import CheckpointError, Checkpoints
 from lp_jax.train._types import Batch, Info, LossFn, TrainState
 

@@ -11,10 +11,10 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lp_jax import _tree
-from lp_jax._asked import value_and_grad
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays import _tree
+from lp_jax._arrays._types import PyTree
+from lp_jax._programs._asked import value_and_grad
+from lp_jax._solvers._solver import Solver
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._ranks import Ranks, takes_global_sums, total
 from lp_jax.train._types import Batch, Info, LossFn, Metrics, Restart, StepFn, TrainState

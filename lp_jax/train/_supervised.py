@@ -10,11 +10,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lp_jax import _tree
+from lp_jax._arrays import _tree
+from lp_jax._arrays._types import PyTree
 from lp_jax._problem import Problem
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver, Stats
-from lp_jax._types import PyTree
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.nn import Classifier, LayerParallel
 from lp_jax.train._types import Batch, Info, LossFn, Restart
 

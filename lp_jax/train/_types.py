@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import jax
 
-from lp_jax._renamed import warn_renamed
-from lp_jax._solver import Stats
-from lp_jax._types import PyTree
+from lp_jax._arrays._renamed import warn_renamed
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Stats
 
 Batch: TypeAlias = Any
 

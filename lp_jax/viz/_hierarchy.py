@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lp_jax._coarse_step import CoarseStep
-from lp_jax._solver import Solver
+from lp_jax._solvers._coarse_step import CoarseStep
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning import count, summary
 from lp_jax.planning._path import Stop
 from lp_jax.planning._words import counted, iteration_name

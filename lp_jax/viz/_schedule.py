@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning import Schedule, count, summary
 from lp_jax.planning._work import Event
 from lp_jax.viz._style import BLUE, GREEN, GREY, INK, NOTE, ORANGE, PURPLE, RED, SKY, dress, figure, legend

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset, needed, reading, scaler, stratified, wrong
 
 _NAMES = """Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats

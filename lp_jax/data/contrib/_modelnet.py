@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
 
 

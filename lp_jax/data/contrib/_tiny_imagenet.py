@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lp_jax import _check
+from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
 
 _SIDE = 64

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lp_jax._types import PyTree
+from lp_jax._arrays._types import PyTree
 
 Send = Callable[[jax.Array, str], tuple[jax.Array, jax.Array]]
 """Maps an array and the name of the axis to the mean of what the copies sent, and to what this copy sent."""

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lp_jax import _check
-from lp_jax._serial import Serial
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning import with_effort
 from lp_jax.train._controller import Pair
 from lp_jax.train._types import Batch, LossFn

@@ -11,9 +11,10 @@ import optax
 from flax import nnx
 from jax import lax
 
-from lp_jax import _check, nn
-from lp_jax._solver import Solver
-from lp_jax._types import PyTree
+from lp_jax import nn
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver
 from lp_jax.nn._refine import staying
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk

@@ -1,0 +1,243 @@
+"""What a program costs in matrix products: how many there are, and how many of them wait for each other.
+
+Both are read off the jaxpr, as if loops were unrolled. They do not depend on the machine.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+
+class Cost(NamedTuple):
+    """Of a computation.
+
+    Attributes:
+        work: number of products, each of a batch of products counted.
+        depth: length of the longest chain of products of which each needs the one before; a batch is one.
+    """
+
+    work: float
+    depth: float
+
+
+def cost(f: Callable[..., Any], *arguments: Any, unit: float = 1.0) -> Cost:
+    """Return the cost of ``f(*arguments)`` in products of ``unit`` flops; what nothing depends on is not counted."""
+    return cost_of(jax.make_jaxpr(f)(*arguments).jaxpr, unit=unit)
+
+
+def cost_of(jaxpr: core.Jaxpr, *, unit: float = 1.0, terms: int | None = None) -> Cost:
+    """Return the cost of a program.
+
+    Args:
+        jaxpr: the program.
+        unit: flops of a product.
+        terms: count only the products whose entries are sums of so many terms; None counts all.
+    """
+    live = (True,) * len(jaxpr.outvars)
+    depths = _depths(jaxpr, (0.0,) * len(jaxpr.invars), live, terms)
+    found = Cost(_work(jaxpr, live, terms) / unit, max(depths, default=0.0))
+    _live.cache_clear()
+    _work.cache_clear()
+    return found
+
+
+Flags = tuple[bool, ...]
+
+
+def used_inputs(jaxpr: core.Jaxpr, outputs: Flags) -> Flags:
+    """Which inputs of a program the outputs asked for depend on."""
+    return _live(jaxpr, outputs)[0]
+
+
+@functools.cache
+def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
+    """Which inputs, and which outputs of each equation, the outputs asked for depend on."""
+    wanted = {v for v, flag in zip(jaxpr.outvars, out, strict=True) if flag and not isinstance(v, core.Literal)}
+    outs: list[Flags] = []
+    for equation in reversed(jaxpr.eqns):
+        flags = tuple(v in wanted for v in equation.outvars)
+        if any(flags):
+            used = _inputs(equation, flags)
+            operands = zip(equation.invars, used, strict=True)
+            wanted |= {v for v, flag in operands if flag and not isinstance(v, core.Literal)}
+        outs.append(flags)
+    return tuple(v in wanted for v in jaxpr.invars), tuple(reversed(outs))
+
+
+def _inputs(equation: Any, out: Flags) -> Flags:
+    """Which inputs of an equation its outputs asked for depend on."""
+    inner, name = inside(equation), equation.primitive.name
+    if name == "scan":
+        return _live(inner[0], _scan_outputs(equation, out))[0]
+    if name == "cond":
+        branches = [_live(branch, out)[0] for branch in inner]
+        return (True, *(any(flags) for flags in zip(*branches, strict=True)))
+    if (program := called(equation)) is not None:
+        return _live(program, out)[0]
+    return (True,) * len(equation.invars)
+
+
+def _scan_outputs(equation: Any, out: Flags) -> Flags:
+    """Outputs of a scan's body that are needed: a carry is if a later turn needs it."""
+    consts, carries = _parts(equation)
+    (body,) = inside(equation)
+    while True:
+        used = _live(body, out)[0][consts : consts + carries]
+        more = (*(a or b for a, b in zip(out[:carries], used, strict=True)), *out[carries:])
+        if more == out:
+            return out
+        out = more
+
+
+def _parts(equation: Any) -> tuple[int, int]:
+    """Numbers of constants and carries of a scan; what it goes over, and what it stacks, has an axis less within."""
+    (body,) = inside(equation)
+
+    def alike(outer: Any, inner: Any) -> int:
+        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
+    carries = alike(equation.outvars, body.outvars)
+    return alike(equation.invars, body.invars) - carries, carries
+
+
+def inside(equation: Any) -> list[core.Jaxpr]:
+    """Programs within an equation: of a loop's body, a call."""
+    found = []
+    for name, value in equation.params.items():
+        for jaxpr in value if isinstance(value, tuple | list) else [value]:
+            if isinstance(jaxpr, core.ClosedJaxpr):
+                jaxpr = jaxpr.jaxpr
+            if isinstance(jaxpr, core.Jaxpr) and name != "cond_jaxpr":
+                found.append(jaxpr)
+    return found
+
+
+def called(equation: Any) -> core.Jaxpr | None:
+    """The program that an equation calls with its own operands; none of a loop, nor of a scatter that is told how to add."""
+    if equation.primitive.name == "while":
+        return None
+    arity = len(equation.invars), len(equation.outvars)
+    return next((p for p in inside(equation) if (len(p.invars), len(p.outvars)) == arity), None)
+
+
+@functools.cache
+def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
+    """Flops of the products."""
+    total = 0.0
+    for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
+        if not any(flags):
+            continue
+        inner, name = inside(equation), equation.primitive.name
+        if is_product(equation):
+            total += _flops(equation, terms)
+        elif name == "scan":
+            total += equation.params["length"] * _work(inner[0], _scan_outputs(equation, flags), terms)
+        elif name == "cond":
+            total += max(_work(branch, flags, terms) for branch in inner)
+        elif name == "while":
+            raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
+        elif (program := called(equation)) is not None:
+            total += _work(program, flags, terms)
+    return total
+
+
+def is_product(equation: Any) -> bool:
+    """Whether an equation is a product, or one of those of `lp_jax._arrays._outer`."""
+    return equation.primitive.name in ("dot_general", "few_terms", "outer_terms")
+
+
+def _flops(equation: Any, terms: int | None) -> float:
+    """Flops of a product; none where it is not to be counted."""
+    if not is_product(equation):
+        return 0.0
+    shape = equation.invars[0].aval.shape
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    summed = math.prod(shape[i] for i in contracted)
+    return 0.0 if terms not in (None, summed) else 2.0 * math.prod(equation.outvars[0].aval.shape) * summed
+
+
+def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int | None) -> tuple[float, ...]:
+    """Number of products behind each output, given that behind each input."""
+    depth: dict[Any, float] = dict(zip(jaxpr.invars, entering, strict=True))
+
+    def of(v: Any) -> float:
+        return 0.0 if isinstance(v, core.Literal) else depth.get(v, 0.0)
+
+    for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
+        if not any(flags):
+            continue
+        operands, inner, name = tuple(map(of, equation.invars)), inside(equation), equation.primitive.name
+        if is_product(equation):
+            reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
+        elif name == "scan":
+            reached = _scan_depths(equation, inner[0], operands, flags, terms)
+        elif name == "cond":
+            branches = [_depths(branch, operands[1:], flags, terms) for branch in inner]
+            reached = tuple(max(operands[0], *ends) for ends in zip(*branches, strict=True))
+        elif (program := called(equation)) is not None:
+            reached = _depths(program, operands, flags, terms)
+        else:
+            reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
+        depth.update(zip(equation.outvars, reached, strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _scan_depths(
+    equation: Any, body: core.Jaxpr, entering: tuple[float, ...], out: Flags, terms: int | None
+) -> tuple[float, ...]:
+    (consts, carries), length = _parts(equation), equation.params["length"]
+    out = _scan_outputs(equation, out)
+    fixed, state, xs = entering[:consts], entering[consts : consts + carries], entering[consts + carries :]
+    history: list[tuple[float, ...]] = []
+    for turn in range(length):
+        reached = _depths(body, (*fixed, *state, *xs), out, terms)
+        state = reached[:carries]
+        history.append(reached)
+        if len(history) >= 4:  # regular from here on, or not yet
+            steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(history[-4:])]
+            if steps[0] == steps[1] == steps[2]:
+                return tuple(r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True))
+    return history[-1] if history else (*state, *(0.0,) * (len(out) - carries))
+
+
+def switches(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program chooses between branches, of which a batch evaluates all."""
+    return any(e.primitive.name == "cond" or any(map(switches, inside(e))) for e in jaxpr.eqns)
+
+
+_OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")
+
+
+def opaque(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program calls something whose work it does not tell; printing aside."""
+    return any(
+        (any(name in equation.primitive.name for name in _OPAQUE) and equation.primitive.name != "debug_callback")
+        or any(map(opaque, inside(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def most_alive(jaxpr: core.Jaxpr) -> int:
+    """Bytes of the arrays that a program has alive at the same time, at most; its inputs count where they are used last."""
+    last: dict[Any, int] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        last.update((v, number) for v in equation.invars if not isinstance(v, core.Literal))
+    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not isinstance(v, core.Literal))
+    alive: dict[Any, int] = {}
+    most = 0
+    for number, equation in enumerate(jaxpr.eqns):
+        alive.update((v, _nbytes(v)) for v in equation.outvars if v in last)
+        within = max(map(most_alive, inside(equation)), default=0)
+        most = max(most, sum(alive.values()) + max(0, within - sum(map(_nbytes, equation.outvars))))
+        alive = {v: size for v, size in alive.items() if last[v] > number}
+    return most
+
+
+def _nbytes(v: Any) -> int:
+    size = math.prod(getattr(v.aval, "shape", ()))
+    return size * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)

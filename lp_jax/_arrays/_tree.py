@@ -1,0 +1,315 @@
+"""Arithmetic on pytrees, and the stacking of layers into intervals."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lp_jax._arrays._types import PyTree, Scalar
+
+
+def add(a: PyTree, b: PyTree | None) -> PyTree:
+    """``a + b``, where None stands for zero."""
+    return a if b is None else jax.tree.map(jnp.add, a, b)
+
+
+def sub(a: PyTree, b: PyTree) -> PyTree:
+    """``a - b``."""
+    return jax.tree.map(jnp.subtract, a, b)
+
+
+def blend(weight: jax.Array | float, a: PyTree, b: PyTree) -> PyTree:
+    """``weight * a + (1 - weight) * b``, in the dtype of ``a``; ``a`` itself for the Python number 1."""
+    if isinstance(weight, int | float) and weight == 1:
+        return a
+
+    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
+        w = jnp.asarray(weight).astype(x.dtype)
+        return w * x + (1 - w) * y
+
+    return jax.tree.map(leaf, a, b)
+
+
+def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
+    """Leafwise ``jnp.where`` with a scalar condition."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def zeros_like(tree: PyTree, dtype: Any = None) -> PyTree:
+    """Zeros of the same shapes, and dtypes where none is given (of arrays or of shape structs)."""
+    return jax.tree.map(lambda x: varying(lax.full_like(x, 0, dtype), x), tree)
+
+
+def padded(x: jax.Array, more: int) -> jax.Array:
+    """An array with zeros after its last entry."""
+    return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
+
+
+def varying(tree: PyTree, like: PyTree) -> PyTree:
+    """Within a user's ``shard_map``: ``tree``, said to differ between devices where ``like`` does."""
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
+
+    def leaf(x: jax.Array) -> jax.Array:
+        more = tuple(axis for axis in axes if axis not in varying_axes(x))
+        numbers = more and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return lax.pcast(x, more, to="varying") if numbers else x
+
+    return jax.tree.map(leaf, tree) if axes else tree
+
+
+def entry_like(tree: PyTree) -> PyTree:
+    """Shapes and dtypes of one entry of the leading axis, of which there may be none."""
+
+    def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
+        if varying_axes(x):
+            return jax.eval_shape(lambda x: x[0], x)
+        if explicit(x):
+            place = jax.typeof(x).sharding
+            rest = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rest)
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    return jax.tree.map(leaf, tree)
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
+    kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x  # of what is no array, others tell the user
+    return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
+
+
+def summed(tree: PyTree, like: PyTree) -> PyTree:
+    """Within a user's ``shard_map``: ``tree``, summed over the axes along which ``like`` is the same everywhere."""
+
+    def leaf(x: jax.Array, y: Any) -> jax.Array:
+        if varying_axes(x) <= varying_axes(y):
+            return x
+        return cast(jax.Array, jax.linear_transpose(lambda y: varying(y, x), y)(x)[0])
+
+    return jax.tree.map(leaf, tree, like)
+
+
+def explicit(x: Any) -> bool:
+    """Whether an array's type holds its place on a mesh."""
+    return isinstance(x, jax.Array) and bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def broadcast(x: jax.Array, like: jax.Array) -> jax.Array:
+    """An array in the shape of another, and in its place on a mesh where types hold that."""
+    return jnp.broadcast_to(x, like.shape, out_sharding=jax.typeof(like).sharding if explicit(like) else None)
+
+
+def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
+    """What is at ``index`` in the leading axes of every leaf, in one slice."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        sizes = (1,) * len(index) + x.shape[len(index) :]
+        found = lax.dynamic_slice(x, start(x, index), sizes, allow_negative_indices=False)
+        return lax.squeeze(found, range(len(index)))
+
+    return jax.tree.map(leaf, tree)
+
+
+def put(tree: PyTree, value: PyTree, *index: jax.Array | int) -> PyTree:
+    """``tree`` with what is at ``index`` in the leading axes of every leaf replaced."""
+
+    def leaf(x: jax.Array, new: jax.Array) -> jax.Array:
+        new = lax.expand_dims(new, range(len(index)))
+        return lax.dynamic_update_slice(x, new, start(x, index), allow_negative_indices=False)
+
+    return jax.tree.map(leaf, tree, value)
+
+
+def start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array | np.int32]:
+    """Where a slice starts. A Python integer may count from the end; an index that is computed is never negative."""
+    where = [
+        np.int32(i + n * (i < 0)) if isinstance(i, int) else lax.convert_element_type(i, jnp.int32)
+        for i, n in zip(index, x.shape, strict=False)
+    ]
+    return [*where, *(np.int32(0),) * (x.ndim - len(index))]
+
+
+def repeat(tree: PyTree, n: int) -> PyTree:
+    """``n`` copies along a new leading axis."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), tree)
+
+
+def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:
+    """``start`` plus inclusive prefix sums (suffix sums if ``reverse``) along the leading axis."""
+    before, _ = prefix_sums(wide(tree), start, reverse=reverse)
+    return narrow(add(before, wide(tree)), tree)
+
+
+def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | None = None) -> tuple[PyTree, PyTree]:
+    """``start`` plus what comes before each entry (after it, if ``reverse``), and ``start`` plus all.
+
+    With a ``factor`` the sum so far is multiplied by it before an entry is added: ``v[n+1] = factor v[n] + x[n]``.
+    """
+    leaves, structure = jax.tree.flatten(wide(tree))
+    starts = jax.tree.leaves(wide(start))
+    if factor is None:
+        sums = [_sums(y, x, reverse) for y, x in zip(starts, leaves, strict=True)]
+    else:
+        sums = [_decaying(y, x, factor.astype(x.dtype), reverse) for y, x in zip(starts, leaves, strict=True)]
+    before, last = (jax.tree.unflatten(structure, part) for part in zip(*sums, strict=True))
+    return narrow(before, tree), last
+
+
+def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
+    """`prefix_sums` of an array: within groups of a few entries, and between them by the same.
+
+    Memory is passed over three times. A product with a triangle of ones would take as long, and spread what is infinite
+    far behind to all of its block. Each level is computed before the next one reads it: a GPU's compiler would sum the groups
+    anew for every entry above them, which takes a quarter longer (docs/gpu.md).
+    """
+    n, rest = x.shape[0], x.shape[1:]
+    if n == 0:
+        return x, start
+    if n <= _GROUP:
+        sums = list(itertools.accumulate([start, *(x[::-1] if reverse else x)]))
+        return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
+    size = next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
+    if size is None:
+        before, last = _sums(start, padded(x, -n % _GROUP), reverse)
+        return before[:n], last
+    groups = x.reshape(n // size, size, *rest)
+    within = list(itertools.accumulate(groups[:, i] for i in (range(size)[::-1] if reverse else range(size))))
+    before, last = _sums(start, lax.optimization_barrier(within[-1]), reverse)
+    entries = [before, *(before + sums for sums in within[:-1])]
+    return jnp.stack(entries[::-1] if reverse else entries, axis=1).reshape(n, *rest), last
+
+
+def _decaying(start: jax.Array, x: jax.Array, factor: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
+    """`_sums` with a factor; entries that fill no group come last."""
+
+    def then(total: jax.Array, entry: jax.Array) -> jax.Array:
+        return factor * total + entry
+
+    if reverse:
+        before, last = _decaying(start, x[::-1], factor, False)
+        return before[::-1], last
+    n, rest = x.shape[0], x.shape[1:]
+    if n == 0:
+        return x, start
+    if n < 2 * _GROUP:
+        *sums, last = itertools.accumulate([start, *x], then)
+        return jnp.stack(sums), last
+    whole = n - n % _GROUP
+    groups = x[:whole].reshape(whole // _GROUP, _GROUP, *rest)
+    within = list(itertools.accumulate((groups[:, i] for i in range(_GROUP)), then))
+    before, last = _decaying(start, lax.optimization_barrier(within[-1]), factor**_GROUP, False)
+    entries = [before, *(factor**i * before + sums for i, sums in enumerate(within[:-1], 1))]
+    entering = jnp.stack(entries, axis=1).reshape(whole, *rest)
+    if whole == n:
+        return entering, last
+    left, last = _decaying(last, x[whole:], factor, False)
+    return jnp.concatenate([entering, left]), last
+
+
+_GROUP = 8
+
+
+def wide(tree: PyTree) -> PyTree:
+    """The leaves in at least single precision, in which sums over many layers are taken."""
+    return jax.tree.map(lambda x: x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32), tree)
+
+
+def narrow(tree: PyTree, like: PyTree) -> PyTree:
+    """The leaves in the dtypes of ``like``."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def total(tree: PyTree) -> PyTree:
+    """Sums along the leading axis, in at least single precision."""
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), wide(tree))
+
+
+def nbytes(tree: PyTree) -> int:
+    """Bytes of all leaves."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def resize(tree: PyTree, n: int) -> PyTree:
+    """The leading axis of n entries: cut off, or extended by copies of the last entry. As it is where it has n."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        missing = n - x.shape[0]
+        if missing <= 0:
+            return x if missing == 0 else x[:n]
+        last = jnp.broadcast_to(with_fresh_keys(x)[-1:], (missing, *x.shape[1:]))
+        return jnp.concatenate([with_fresh_keys(x), last])
+
+    return jax.tree.map(leaf, tree)
+
+
+def with_fresh_keys(tree: PyTree) -> PyTree:
+    """The keys as clones: a layer's key is used on every visit, which ``jax_debug_key_reuse`` would take for a mistake."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def leading(tree: PyTree) -> int:
+    """Length of the leading axis."""
+    return jax.tree.leaves(tree)[0].shape[0]
+
+
+def leaf_squares(tree: PyTree) -> PyTree:
+    """Sum of squared magnitudes of each leaf, in at least single precision."""
+    dtype = real_dtype(tree, at_least=jnp.float32)
+    return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x)).astype(dtype)), tree)
+
+
+def sum_of_squares(tree: PyTree) -> jax.Array:
+    """Sum of squared magnitudes over all leaves, in at least single precision."""
+    zero = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
+    return jax.tree.reduce(jnp.add, leaf_squares(tree), zero)
+
+
+def inner(a: PyTree, b: PyTree) -> jax.Array:
+    """Real part of the inner product over all leaves, in at least single precision."""
+    dtype = real_dtype(a, at_least=jnp.float32)
+    products = jax.tree.map(lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), a, b)
+    return jax.tree.reduce(jnp.add, products, jnp.zeros((), dtype))
+
+
+def norm(tree: PyTree) -> jax.Array:
+    """2-norm over all leaves, in at least single precision."""
+    return jnp.sqrt(sum_of_squares(tree))
+
+
+def real_dtype(tree: PyTree, at_least: Any = None) -> Any:
+    """The real floating dtype that all leaves of a state promote to."""
+    dtypes = [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)]
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes, *([] if at_least is None else [at_least]))
+
+
+def split(tree: PyTree, size: int) -> PyTree:
+    """Group the leading axis, whose length ``size`` divides: ``(n, ...) -> (n / size, size, ...)``."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]), with_fresh_keys(tree))
+
+
+def merge(tree: PyTree) -> PyTree:
+    """Undo `split`: ``(groups, size, ...) -> (n, ...)``."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
+
+
+def partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+    """The leaves to differentiate (all inexact ones by default), and how to put the tree together around others."""
+    leaves, structure = jax.tree.flatten(tree)
+    mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves] if mask is None else mask
+
+    def combine(new: Sequence[Any], *, fill: Any = ...) -> PyTree:
+        values = iter(new)
+        kept = [next(values) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
+        return jax.tree.unflatten(structure, kept)
+
+    return [x for x, m in zip(leaves, mask, strict=True) if m], combine

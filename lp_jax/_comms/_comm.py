@@ -1,0 +1,123 @@
+"""Where the layers live. The one place in which a state may cross from one worker to another.
+
+The layers are spread over a row of workers in contiguous runs. A `Comm` is what the user names: it says which layers
+each worker holds. `Workers` is the same row seen from one of them, inside a solve: a solver sees its own worker's
+intervals only, and asks for what lies beyond them. An engine implements the abstract methods of both; all else is
+written once, on top of them.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import AxisType
+
+from lp_jax._arrays._types import PyTree, Stacked
+from lp_jax._comms._workers import Local, Workers
+
+
+class Unit(Protocol):
+    """The part of a solver that a `Comm` uses: how many layers must stay together on one worker."""
+
+    def unit(self, steps: int) -> int:
+        """Number of layers that one step of the coarsest level stands for, in a network of ``steps`` layers."""
+
+
+class Comm(abc.ABC):
+    """Where the layers of a network live: what ``solve(comm=...)`` takes.
+
+    Subclasses are frozen and hashable. `place` decides which layers each worker holds; the other methods have a meaning
+    for engines whose workers do not share their arrays, and return their arguments by default.
+    """
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Number of workers."""
+
+    @property
+    def platform(self) -> str:
+        """The platform of the workers, "cpu", "gpu" or "tpu": by default the one that JAX computes on."""
+        return default_platform()
+
+    @property
+    def splits(self) -> bool:
+        """Whether the caller of `solve` passes this process's layers only."""
+        return False
+
+    @abc.abstractmethod
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
+        """Decide which layers each worker holds.
+
+        Args:
+            given: number of layers that the caller of `solve` passed.
+            solvers: forward and adjoint; no worker may hold a part of their ``unit`` of layers.
+            stacked: ``params`` and ``data``, leaves ``(given, ...)``.
+            common: ``y0`` and ``shared``.
+        """
+
+    def adopt(self, tree: PyTree) -> PyTree:
+        """Move arrays that lie elsewhere to the workers."""
+        return tree
+
+    def check_closed_over(self, values: Sequence[Any]) -> None:
+        """Refuse values that the step closes over and that have a place on the mesh of the context.
+
+        Within a solve over several workers, places are automatic.
+        """
+        for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
+            if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
+                raise ValueError(
+                    f"step closes over {jax.typeof(value)}, an array of a mesh with explicit axes, inside jax.set_mesh. Pass it "
+                    "as shared=, which the step sees as layer.shared; or leave jax.set_mesh."
+                )
+
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
+        """Return ``make(keys)``, stacked over the layers, made where it will be used. ``solvers=None``: not spread."""
+        return make(keys)
+
+    def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
+        """Return the part of arrays over all layers that the caller of `solve` passes on this worker."""
+        return stacked
+
+    def replicate(self, tree: PyTree) -> PyTree:
+        """Return the tree; its gradient is summed over the workers, each of which uses it for its own layers."""
+        return tree
+
+    def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
+        """Return ``program(arrays)``; ``specs()`` are the partitions of its outputs, for types that hold them."""
+        return program(arrays)
+
+    def spread(self, stacked: Stacked) -> Stacked:
+        """Return arrays over all layers, made under jit, each worker holding its own layers where they divide evenly."""
+        return stacked
+
+
+def default_platform() -> str:
+    """The platform that JAX computes on: that of `jax.default_device`, else `jax.default_backend`."""
+    config: Any = jax.config
+    device = config.jax_default_device
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice(Comm):
+    """All layers on one device: ``comm=None``."""
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
+        return Local(layers=given, held=(given,))
+
+    def check_closed_over(self, values: Sequence[Any]) -> None:
+        """Take all values: types keep their places within the solve."""
+
+
+def common_unit(solvers: Sequence[Unit], steps: int) -> int:
+    """Number of layers that must live on one worker for all of these solvers of ``steps`` layers."""
+    return math.lcm(*(solver.unit(steps) for solver in solvers))

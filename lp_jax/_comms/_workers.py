@@ -1,0 +1,289 @@
+"""A row of workers as a solver sees it: its own intervals, and messages to the others."""
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import CPU, Processor
+from lp_jax._arrays._types import CPoints, PyTree, Scalar, Stacked, State
+from lp_jax._comms import _wire
+
+Compose = Callable[[PyTree, PyTree], PyTree]
+"""An associative operation ``compose(first, second)``."""
+
+Run = Callable[[State], tuple[CPoints, Any]]
+"""A worker's part of a sequential solve: from the state that enters to its points, and whatever else it returns."""
+
+SEQUENTIAL = ("auto", "relay", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers(abc.ABC):
+    """A row of workers, seen from one of them. Stacked arrays are spread over it in contiguous runs.
+
+    A worker may hold slots beyond the last layer. Such a slot is inert: its step is the identity, and the state that
+    enters it is its own. Methods with an argument ``span`` take arrays with an entry for every ``span`` layers.
+
+    Attributes:
+        layers: number of layers, of all workers.
+        held: number of slots for layers on each worker. Workers without layers come last.
+        sequential: how a level is solved step after step: "relay", "gather" or "auto".
+        processor: what they do well; of `Comm.platform`.
+    """
+
+    layers: int
+    held: tuple[int, ...]
+    sequential: str
+    processor: Processor = dataclasses.field(default=CPU, kw_only=True)
+
+    @abc.abstractmethod
+    def index(self) -> Any:
+        """Return the number of this worker."""
+
+    @property
+    @abc.abstractmethod
+    def rows(self) -> tuple[int, int]:
+        """Length of stacked arrays as the caller of `solve` passes them, and with all slots."""
+
+    @abc.abstractmethod
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        """Run ``body(stacked, common) -> (stacked, common)`` on every worker, on its part of what is stacked."""
+
+    @abc.abstractmethod
+    def shift(self, tree: PyTree, by: int) -> PyTree:
+        """Return what the worker ``by`` places earlier in the row passed (one message); zeros where there is none."""
+
+    @abc.abstractmethod
+    def sum(self, tree: PyTree) -> PyTree:
+        """Return the sum over the workers, on each of them."""
+
+    @abc.abstractmethod
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        """Return what worker ``root`` holds, on each of them."""
+
+    @abc.abstractmethod
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        """Return the stacked arrays of all workers, on each of them."""
+
+    @abc.abstractmethod
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        """Return this worker's part of what `gather` returns."""
+
+    @abc.abstractmethod
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+        """``run`` on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self.held)
+
+    @property
+    def active(self) -> int:
+        """Number of workers that hold layers."""
+        starts = itertools.accumulate(self.held, initial=0)
+        return sum(n > 0 and start < self.layers for n, start in zip(self.held, starts, strict=False))
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are slots beyond the last layer."""
+        return sum(self.held) > self.layers
+
+    def fit(self, unit: int) -> "Workers":
+        """Return these workers with slots for whole units of layers."""
+        return dataclasses.replace(self, held=tuple(-(-n // unit) * unit for n in self.held))
+
+    def pad(self, tree: Stacked, span: int = 1) -> Stacked:
+        """Extend arrays as the caller passes them to all slots, by copies of their last entry."""
+        return _tree.resize(tree, self.rows[1] // span)
+
+    def trim(self, tree: Stacked, span: int = 1) -> Stacked:
+        """Undo `pad`."""
+        return _tree.resize(tree, -(-self.rows[0] // span))
+
+    def start(self, span: int) -> Any:
+        """Return the number of this worker's first entry among those of all workers."""
+        starts = [n // span for n in itertools.accumulate(self.held, initial=0)]
+        index = self.index()
+        return starts[index] if isinstance(index, int) else jnp.asarray(starts, jnp.int32)[index]
+
+    def total(self, span: int) -> int:
+        """Number of entries of all workers, inert ones aside."""
+        return -(-self.layers // span)
+
+    def first(self, reverse: bool) -> int:
+        """Return the number of the worker where a chain begins."""
+        return self.active - 1 if reverse else 0
+
+    def end(self, span: int, n: int) -> tuple[Any, int]:
+        """Return whether the last entry is on this worker, and at which of its ``n`` positions."""
+        at = self.total(span) - 1 - sum(self.held[: self.active - 1]) // span
+        return self.index() == self.active - 1, min(at, n - 1)
+
+    def incoming(self, u: CPoints, y0: State, span: int, *, reverse: bool) -> CPoints:
+        """Return the states that enter: ``y0`` for the first entry, its predecessor's ``u`` for every other one.
+
+        Leaves ``(n, ...)`` for the n entries of this worker. A reversed chain begins with the last one. One message of
+        one state.
+        """
+        n = _tree.leading(u)
+        if n == 0:
+            return u
+        entered = y0
+        if self.active > 1:
+            edge = jax.tree.map(lambda x: x[0 if reverse else -1], u)
+            entered = self._first_or(y0, self.shift(edge, -1 if reverse else 1), reverse=reverse)
+
+        def leaf(first: jax.Array, x: jax.Array) -> jax.Array:
+            first = first[None].astype(x.dtype)
+            return jnp.concatenate([x[1:], first] if reverse else [first, x[:-1]])
+
+        states = jax.tree.map(leaf, entered, u)
+        if sum(self.held) // span == self.total(span):
+            return states
+        if reverse:
+            here, at = self.end(span, n)
+            states = _tree.put(states, select(here, y0, _tree.take(states, at)), at)
+        inside = self.start(span) + jnp.arange(n, dtype=jnp.int32) < self.total(span)
+        return jax.tree.map(lambda s, x: jnp.where(inside.reshape(n, *[1] * (x.ndim - 1)), s, x), states, u)
+
+    def _first_or(self, y0: State, received: State, *, reverse: bool) -> State:
+        """``y0`` on the worker where a chain begins, what was received on every other one."""
+        here = self.index() == self.first(reverse)
+        if isinstance(here, bool):  # what follows a message depends on it, see `_wire.after`
+            return _wire.after(y0, received) if here else received
+        return _tree.where(here, y0, received)
+
+    def last(self, u: CPoints, span: int, *, reverse: bool) -> State:
+        """Return the state that leaves the chain, on every worker."""
+        n = _tree.leading(u)
+        if n:
+            edge = _tree.take(u, 0 if reverse else self.end(span, n)[1])
+        else:
+            edge = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), u)
+        return self.broadcast(edge, 0 if reverse else self.active - 1)
+
+    def cumsum(self, increments: CPoints, y0: State, *, reverse: bool) -> CPoints:
+        """Return ``y0`` plus the inclusive prefix sums of the increments."""
+        start = self._before(increments, y0, reverse=reverse)
+        return _tree.cumsum(increments, start, reverse=reverse)
+
+    def prefix_sums(
+        self, increments: Stacked, y0: State, *, reverse: bool, factor: Scalar | None = None
+    ) -> tuple[Stacked, State]:
+        """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus those and its own.
+
+        With a ``factor`` the sum so far is multiplied by it before an increment is added.
+        """
+        if factor is None:
+            start = self._before(increments, y0, reverse=reverse)
+        else:
+            start = self._decayed_before(increments, y0, factor, reverse=reverse)
+        before, last = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
+        return before, _tree.narrow(last, y0)
+
+    def _decayed_before(self, increments: Stacked, y0: State, factor: Scalar, *, reverse: bool) -> State:
+        """The sum that enters this worker. A worker maps it to ``power * sum + total``; the first one starts from ``y0``."""
+        if self.active == 1 or not _tree.leading(increments):
+            return y0
+        y0, here = _tree.wide(y0), self.index() == self.first(reverse)
+        start = select(here, y0, _tree.zeros_like(y0))
+        _, total = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
+        power = jnp.where(here, 0, factor ** _tree.leading(increments))
+
+        def compose(first: tuple[Scalar, State], second: tuple[Scalar, State]) -> tuple[Scalar, State]:
+            power, total = second
+            return first[0] * power, jax.tree.map(lambda x, y: power.astype(x.dtype) * x + y, first[1], total)
+
+        _, total = self.exclusive_scan((power, total), reverse=reverse, compose=compose)
+        return select(here, y0, total)
+
+    def _before(self, increments: Stacked, y0: State, *, reverse: bool) -> State:
+        """``y0`` plus the increments of all workers before this one."""
+        if self.active == 1 or not _tree.leading(increments):
+            return y0
+        total = _tree.total(increments)
+        return _tree.add(_tree.wide(y0), self.exclusive_scan(total, reverse=reverse))
+
+    def exclusive_scan(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:
+        """Compose (add up) the values of all workers before this one, in ``1 + ceil(log2(active - 1))`` messages."""
+        by = -1 if reverse else 1
+        total = self.shift(value, by)
+        distance = 1
+        while distance < self.active - 1:
+            total = compose(self.shift(total, by * distance), total)
+            distance *= 2
+        return total
+
+    def prefers_gather(self, operands: PyTree, state: State, total: int, solves: int) -> bool:
+        """Whether a level of ``total`` sequential steps is solved on every worker, from a copy of all its operands.
+
+        Args:
+            operands: this worker's, leaves ``(n, ...)``.
+            state: one state.
+            total: number of steps of the level.
+            solves: how often the level is solved.
+        """
+        if self.size == 1 or self.sequential != "auto":
+            return self.size > 1 and self.sequential == "gather"
+        one = _tree.nbytes(state)
+        each = _tree.nbytes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands))
+        relayed = solves * (self.active - 1) * (_LATENCY + one)
+        gathered = total * (each + solves * one) + (solves + 1) * _LATENCY
+        return gathered < relayed
+
+    def norm(self, squares: jax.Array) -> Scalar:
+        """Return the 2-norm, from every worker's sum of squares."""
+        return jnp.sqrt(self.sum(squares))
+
+
+_LATENCY = 100_000
+"""Bytes that could be sent in the time that an empty message takes: 10 us at 10 GB/s, assumed for all engines."""
+
+
+def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:
+    """``a`` where the scalar condition holds, else ``b``; decided at once where the condition is known."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return _tree.where(condition, a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(Workers):
+    """All layers on one device."""
+
+    sequential: str = "relay"
+
+    def index(self) -> int:
+        return 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.layers, self.held[0]
+
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+        return body(stacked, common)
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
+        return _tree.zeros_like(tree)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        return tree
+
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        return tree
+
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        return tree
+
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        return tree
+
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+        return run(y0)

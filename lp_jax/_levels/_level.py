@@ -1,0 +1,179 @@
+"""One level of the hierarchy: a chain of dependent steps, grouped into intervals.
+
+A level is the system ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``. The finest level has no
+right-hand side; a coarse level is the same thing with another step and the right-hand side that the FAS scheme gives
+it, so nothing in the solver asks which level it is on. The adjoint system is a level too, reversed: its chain runs
+from the last step to the first.
+
+C-points are the states that leave the intervals, stacked along a leading axis of length ``intervals``. The F-points
+between them are functions of the C-points and are never stored by the solver.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._types import CPoints, Points, PyTree, SliceStep, State, Transfer
+from lp_jax._comms._workers import Workers, select
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["xs", "shared", "y0", "rhs", "gathered"],
+    meta_fields=[
+        "step",
+        "steps",
+        "factor",
+        "workers",
+        "number",
+        "span",
+        "reverse",
+        "at_once",
+        "transfer",
+        "expand",
+        "around",
+        "alone",
+        "origin",
+        "driven",
+    ],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """A chain of ``steps`` steps in ``steps / factor`` intervals. See the module's text.
+
+    Attributes:
+        xs: operands of the steps, as `split` groups them.
+        shared: operand of every step.
+        y0: the state that enters the chain.
+        rhs: right-hand side, as `split` groups it, or None for zero.
+        step: ``step(u, x, shared) -> u_next``; the identity beyond the last layer.
+        steps: number of steps on this worker, a multiple of ``factor``.
+        factor: coarsening factor to the next level; 1 on the coarsest.
+        workers: where the intervals live.
+        number: 0 is the finest level.
+        span: number of layers that one step stands for.
+        reverse: whether the chain runs from the last step to the first.
+        at_once: number of intervals whose steps are evaluated at once.
+        transfer: (restrict, prolong) of the state between this level and the next coarser one, or None.
+        expand: turns one interval's ``xs`` into the per-step operands, ``(factor, ...)``, or None where they are that.
+        around: ``around(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
+            does not ask for them.
+        gathered: operands of all workers' steps, where the level is solved on every worker; else None.
+        alone: whether ``step`` is at hand for a single example, too.
+        origin: the step whose Jacobian stands for that of ``step``, where it is another one; of an adjoint, the one to be
+            transposed: ``origin(u, x, shared)``, of u and x in its operands ``(x, u, ...)``.
+        driven: whether steps take a state of zeros to something else: an adjoint with sources.
+    """
+
+    xs: PyTree
+    shared: PyTree
+    y0: State
+    step: SliceStep
+    steps: int
+    factor: int
+    workers: Workers
+    number: int = 0
+    span: int = 1
+    rhs: Points | None = None
+    reverse: bool = False
+    at_once: int = 1
+    transfer: Transfer | None = None
+    expand: Callable[[PyTree, PyTree], PyTree] | None = None
+    around: Callable[[PyTree, Points], PyTree] | None = None
+    gathered: PyTree = None
+    alone: bool = False
+    origin: SliceStep | None = None
+    driven: bool = False
+
+    @property
+    def intervals(self) -> int:
+        """Number of intervals on this worker."""
+        return self.steps // self.factor
+
+    @property
+    def interval_span(self) -> int:
+        """Number of layers that one interval stands for."""
+        return self.span * self.factor
+
+    def split(self, tree: Points) -> PyTree:
+        """Leaves ``(steps, ...)`` by intervals, ``(intervals, factor, ...)``; as they are where an interval is one step.
+
+        XLA copies what enters a loop with an axis of length 1.
+        """
+        return tree if self.factor == 1 else _tree.split(tree, self.factor)
+
+    def merge(self, tree: PyTree) -> Points:
+        """Undo `split`."""
+        return tree if self.factor == 1 else _tree.merge(tree)
+
+    def incoming(self, u: CPoints) -> CPoints:
+        """States that enter the intervals, given the C-points that leave them."""
+        return self.workers.incoming(u, self.y0, self.interval_span, reverse=self.reverse)
+
+    def incoming_points(self, points: Points) -> Points:
+        """States that enter the steps, given those that leave them."""
+        return self.workers.incoming(points, self.y0, self.span, reverse=self.reverse)
+
+    def last(self, u: CPoints) -> State:
+        """The state that leaves the chain, given the C-points."""
+        return self.workers.last(u, self.interval_span, reverse=self.reverse)
+
+    def cumsum(self, increments: CPoints, y0: State) -> CPoints:
+        """Prefix sums of increments in the order of the chain, from ``y0``."""
+        return self.workers.cumsum(increments, y0, reverse=self.reverse)
+
+    @property
+    def ends_short(self) -> bool:
+        """Whether the chain ends within an interval; its last step is a C-point nevertheless."""
+        return bool(self.workers.total(self.span) % self.factor) and not self.reverse and self.steps > 0
+
+    def c_points(self, points: Points) -> CPoints:
+        """The C-points among the states after every step, leaves ``(steps, ...)``."""
+        edge = 0 if self.reverse else -1
+        u = jax.tree.map(lambda x: x[:, edge], _tree.split(points, self.factor))
+        if self.ends_short:
+            here, at = self.workers.end(self.span, self.steps)
+            last = at // self.factor
+            u = _tree.put(u, select(here, _tree.take(points, at), _tree.take(u, last)), last)
+        return u
+
+    def with_c_points(self, points: Points, u: CPoints) -> Points:
+        """``points`` with the last one set to the last C-point where that is not the end of a full interval."""
+        if not self.ends_short:
+            return points
+        here, at = self.workers.end(self.span, self.steps)
+        return _tree.put(points, select(here, _tree.take(u, at // self.factor), _tree.take(points, at)), at)
+
+    def with_rhs(self, rhs: Points) -> "Level":
+        """This level with a right-hand side, leaves ``(steps, ...)``."""
+        return dataclasses.replace(self, rhs=self.split(rhs))
+
+    def taken_around(self, states: Points) -> "Level":
+        """This level with its steps taken around ``states`` (those that enter every layer), if they ask for them."""
+        if self.around is None:
+            return self
+        states = self.split(_tree.split(states, self.span))
+        return dataclasses.replace(self, xs=self.around(self.xs, states), around=None)
+
+    def collected(self, solves: int) -> "Level":
+        """This level with all workers' operands at hand, if solving it so takes less time; it is solved ``solves`` times.
+
+        Never where the operands change from cycle to cycle, nor where the solution is a prefix sum.
+        """
+        total = self.workers.total(self.span)
+        stays = self.step is identity or self.around is not None
+        if stays or not self.workers.prefers_gather(self.xs, self.y0, total, solves):
+            return self
+        return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
+
+    def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
+        """The step, emitting nothing."""
+        return self.step(u, x, shared), None
+
+
+def identity(u: State, x: PyTree, shared: PyTree) -> State:
+    """The step that does nothing. A chain of them is a prefix sum of its right-hand side."""
+    return u

@@ -1,0 +1,108 @@
+"""Relaxation and residual: the parallel half of a cycle (algorithm: Falgout et al. 2014, Guenther et al. 2020).
+
+All of these take C-points, leaves ``(intervals, ...)``. F-points are not stored: each function propagates the C-points
+over them, so "F-relaxation, then ..." is part of what it computes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, State
+from lp_jax._levels._level import Level
+from lp_jax._levels._sweep import sweep
+
+
+class Relaxed(NamedTuple):
+    """A level after its pre-relaxation.
+
+    Attributes:
+        u: the C-points.
+        residual: the residual there.
+        incoming: states that enter the intervals.
+        points: states that enter every step, leaves ``(steps, ...)``; None where nothing asks for them.
+    """
+
+    u: CPoints
+    residual: CPoints
+    incoming: CPoints
+    points: Points | None = None
+
+
+def f_relax(level: Level, u: CPoints) -> Points:
+    """F-relaxation: the states after every step, F-points propagated from the C-point on their left.
+
+    Returns:
+        Leaves ``(steps, ...)``; the C-points among them are ``u`` itself.
+    """
+    if level.factor == 1:
+        return u
+
+    def points(c: jax.Array, e: jax.Array) -> jax.Array:
+        # the state that enters a step is the one that left the step before
+        parts = [c[:, None], e[:, :-1]] if level.reverse else [e[:, 1:], c[:, None]]
+        return jnp.concatenate(parts, axis=1)
+
+    entered = _tree.split(entering(level, level.incoming(u)), level.factor)
+    return level.with_c_points(_tree.merge(jax.tree.map(points, u, entered)), u)
+
+
+def c_relax(level: Level, u: CPoints, weight: jax.Array | float = 1.0) -> CPoints:
+    """F-relaxation, then C-relaxation ``u_c <- w Phi(u[c-1]) + (1 - w) u_c`` of all C-points at once (Jacobi)."""
+    swept, _ = sweep(level, level.incoming(u))
+    return _tree.blend(weight, swept, u)
+
+
+def residual(level: Level, u: CPoints) -> CPoints:
+    """F-relaxation, then the residual at the C-points, ``r_c = Phi(u[c-1]) + g_c - u_c``. F-points have none."""
+    return _tree.sub(sweep(level, level.incoming(u))[0], u)
+
+
+def with_residual(level: Level, u: CPoints) -> Relaxed:
+    """Relaxed C-points and their `residual`."""
+    incoming = level.incoming(u)
+    return Relaxed(u, _tree.sub(sweep(level, incoming)[0], u), incoming)
+
+
+def with_points(level: Level, u: CPoints) -> Relaxed:
+    """`with_residual`, and the states that enter every step, of the same sweep."""
+    incoming = level.incoming(u)
+    swept, entered = sweep(level, incoming, advance=_with_incoming(level))
+    return Relaxed(u, _tree.sub(swept, u), incoming, level.merge(entered))
+
+
+def fcf_relax(level: Level, u: CPoints, count: int, weight: jax.Array | float) -> Relaxed:
+    """``count`` times `c_relax`, then `with_residual`, as one loop over the sweeps that both are."""
+
+    def body(carry: tuple[CPoints, CPoints, CPoints], _: None) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
+        u, swept, _ = carry
+        u = _tree.blend(weight, swept, u)
+        incoming = level.incoming(u)
+        return (u, sweep(level, incoming)[0], incoming), None
+
+    (u, swept, incoming), _ = lax.scan(body, (u, u, u), length=count + 1)
+    return Relaxed(u, _tree.sub(swept, u), incoming)
+
+
+def entering(level: Level, incoming: CPoints) -> Points:
+    """F-relaxation: the states that enter every step, leaves ``(steps, ...)``, given those that enter the intervals."""
+    m = level.factor
+    if m == 1:
+        return incoming
+    last, entered = sweep(level, incoming, advance=_with_incoming(level), count=m - 1)
+
+    def points(f: jax.Array, e: jax.Array) -> jax.Array:
+        parts = [f[:, None], e[:, 1:]] if level.reverse else [e[:, :-1], f[:, None]]
+        return jnp.concatenate(parts, axis=1)
+
+    return _tree.merge(jax.tree.map(points, last, entered))
+
+
+def _with_incoming(level: Level) -> Advance:
+    def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, State]:
+        return level.step(u, x, shared), u
+
+    return advance

@@ -1,0 +1,48 @@
+"""How a solve ended, as a number: a solve raises nothing under jit."""
+
+import jax
+import jax.numpy as jnp
+
+from lp_jax._arrays._types import State
+
+DONE, FELL_BACK, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(5)  # the larger, the worse
+
+RESULTS = {
+    DONE: "done as asked",
+    FELL_BACK: (
+        "the residual norm did not come down to the tolerance, and the layers were propagated one after another instead: the "
+        "result is right, but took longer than lp_jax.Serial() alone. Take a solver that converges on this network "
+        "(lp_jax.plan tries them), or Serial()"
+    ),
+    NOT_CONVERGED: (
+        "the residual norm did not come down to the tolerance within `iterations` cycles. Allow more iterations, relax more "
+        '(relaxation="FCF"), use a coarse step closer to the layers (coarse_step=Picard(sweeps=2)), loosen rtol/atol, or set '
+        "fallback=True"
+    ),
+    NON_FINITE: (
+        "the state is not finite. If the serial network's is (solver=Serial()), the iteration diverged: use more relaxation, a "
+        "coarse step closer to the layers (coarse_step=Picard(sweeps=2)) or a smaller t1; otherwise the network itself overflows"
+    ),
+    NOT_FALLING: (
+        "the last residual norm is larger than the first, so that more iterations do not help. Use more relaxation "
+        '(relaxation="FCF"), a coarse step closer to the layers (coarse_step=Picard(sweeps=2)) or a smaller t1'
+    ),
+}
+"""Result codes and what they mean."""
+
+
+def of_norms(norms: jax.Array, met: jax.Array | bool, floor: jax.Array) -> jax.Array:
+    """The code that residual norms give, -1 where none was taken; those below ``floor`` are rounding."""
+    if not len(norms):
+        return jnp.where(met, DONE, NOT_CONVERGED).astype(jnp.int32)
+    taken = ~(norms < 0)
+    first, last = norms[jnp.argmax(taken)], norms[len(norms) - 1 - jnp.argmax(taken[::-1])]
+    falling = (last <= first) | (last <= floor) | ~jnp.isfinite(first)
+    code = jnp.where(met, jnp.where(falling, DONE, NOT_FALLING), NOT_CONVERGED)
+    return jnp.where(jnp.isfinite(last), code, NON_FINITE).astype(jnp.int32)
+
+
+def if_finite(code: jax.Array, y1: State) -> jax.Array:
+    """The code, unless the state is not finite."""
+    finite = jnp.asarray([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(y1)]).all()
+    return jnp.where(finite, code, NON_FINITE).astype(jnp.int32)

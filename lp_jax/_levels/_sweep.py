@@ -1,0 +1,220 @@
+"""Through a level: all intervals at once (`sweep`), or one step after another (`march`)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import chunk, in_chunks, several
+from lp_jax._arrays._types import Advance, CPoints, PyTree, State
+from lp_jax._comms._workers import Run
+from lp_jax._levels._level import Level, identity
+
+
+def sweep(
+    level: Level, incoming: CPoints, *, advance: Advance | None = None, count: int | None = None
+) -> tuple[CPoints, Any]:
+    """Propagate states through the first ``count`` steps of their intervals (all by default), all at once.
+
+    Args:
+        level: the level.
+        incoming: states that enter the intervals, leaves ``(intervals, ...)``.
+        advance: the step to take, where more than ``level.step`` is wanted.
+        count: number of steps, in the direction of the chain.
+
+    Returns:
+        The states reached, ``(intervals, ...)``, and what ``advance`` emitted, as `Level.split` groups it, at the position of
+        the step that emitted it.
+    """
+    if level.factor == 1:
+        return each(level, single(level, advance), incoming, (level.xs, level.rhs))
+    count, emitted = level.factor if count is None else count, None
+    if advance is not None:
+        room = _room(level, advance, *_tree.entry_like((incoming, level.xs)))
+        emitted = _tree.varying(_tree.repeat(room, level.intervals), incoming)
+    run = functools.partial(_interval, level, advance, count)
+    if not level.intervals:  # a worker without layers
+        return incoming, emitted
+    size = chunk(level.intervals, level.at_once)
+    if size == level.intervals > 1:
+        return _at_once(level, advance, count, incoming, emitted, 0, size)
+    if size > 1:
+        return _chunks(level, advance, count, incoming, emitted, size)
+
+    def interval(k: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+        reached, emitted = carry
+        u, emitted = run(_tree.take(incoming, k), level.xs, level.rhs, emitted, k)
+        return _tree.put(reached, u, k), emitted
+
+    carry = (_tree.zeros_like(incoming), emitted)
+    return interval(0, carry) if level.intervals == 1 else lax.fori_loop(0, level.intervals, interval, carry)
+
+
+def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+    """``one`` for every entry of the operands' leading axis, as many at once as the level says."""
+    n = _tree.leading(operands)
+    size = chunk(n, level.at_once)
+    at_once = several(one, size)
+    if size == n:
+        return at_once(*operands)
+    return in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
+
+
+def _chunks(
+    level: Level, advance: Advance | None, count: int, incoming: CPoints, emitted: PyTree, size: int
+) -> tuple[CPoints, PyTree]:
+    """`sweep` through ``size`` intervals at once, and as many after these."""
+
+    def some(first: jax.Array | int, size: int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+        reached, emitted = carry
+        u = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), incoming)
+        u, emitted = _at_once(level, advance, count, u, emitted, first, size)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), reached, u), emitted
+
+    whole, left = divmod(level.intervals, size)
+    carry = (_tree.zeros_like(incoming), emitted)
+    carry = lax.fori_loop(0, whole, lambda k, carry: some(k * size, size, carry), carry)
+    return some(whole * size, left, carry) if left else carry
+
+
+def _at_once(
+    level: Level, advance: Advance | None, count: int, u: CPoints, emitted: PyTree, first: jax.Array | int, size: int
+) -> tuple[CPoints, PyTree]:
+    """`sweep` through ``size`` intervals as a batch: a loop over steps, in each of which the intervals are a batch.
+
+    The other way round, as a batch of loops, writing what a step emits would be a scatter.
+    """
+    xs, rhs, whole = level.xs, level.rhs, size == level.intervals
+    if level.expand is not None:
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), xs)
+        xs = jax.vmap(level.expand, in_axes=(0, None))(some, level.shared)
+    one = jax.vmap(advance or level.step, in_axes=(0, 0, None))
+
+    def step(u: CPoints, n: jax.Array | int) -> tuple[CPoints, PyTree]:
+        def take(x: jax.Array) -> jax.Array:
+            if len(x) == size:
+                return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
+            at = _tree.start(x, (first, n))
+            return lax.squeeze(lax.dynamic_slice(x, at, (size, 1, *x.shape[2:]), allow_negative_indices=False), (1,))
+
+        out = one(u, jax.tree.map(take, xs), level.shared)
+        u, new = out if advance else (out, None)
+        return _tree.add(u, jax.tree.map(take, rhs)), new
+
+    def body(i: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+        u, emitted = carry
+        n = level.factor - 1 - i if level.reverse else i
+        u, new = step(u, n)
+        return u, jax.tree.map(functools.partial(put, n=n), emitted, new)
+
+    def put(x: jax.Array, new: jax.Array, n: jax.Array | int) -> jax.Array:
+        if whole:
+            return lax.dynamic_update_index_in_dim(x, new, n, axis=1)
+        new = lax.expand_dims(new, (1,))
+        return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
+
+    turns = level.workers.processor.written_out(count, body, 0, (u, emitted))
+    if turns < level.factor or not whole:
+        return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
+    found = []
+    for n in range(level.factor)[:: -1 if level.reverse else 1]:
+        u, new = step(u, n)
+        found.append(new)
+    return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(found[::-1] if level.reverse else found))
+
+
+def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any]:
+    """Solve the level step after step. Same results as `sweep` from exact C-points."""
+    if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
+        return level.cumsum(level.rhs, level.y0), None
+    if level.gathered is None:
+        return level.workers.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
+    everywhere = dataclasses.replace(level, xs=level.gathered, rhs=level.workers.gather(level.rhs, level.span))
+    return level.workers.local_slice(_marcher(everywhere, advance)(level.y0), level.span)
+
+
+def _marcher(level: Level, advance: Advance | None) -> Run:
+    """`march` through the intervals at hand, whichever these are, as a function of the state that enters."""
+    run = functools.partial(_interval, level, advance, level.factor)
+
+    def interval(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, PyTree]:
+        xs, rhs = operands
+        return run(u, xs, rhs, None if advance is None else _room(level, advance, u, xs))
+
+    through = single(level, advance) if level.factor == 1 else interval
+
+    def body(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, PyTree]]:
+        u, emitted = through(u, operands)
+        return u, (u, emitted)
+
+    def marched(y0: State) -> tuple[CPoints, Any]:
+        operands = level.xs, level.rhs
+        first = _tree.entry_like(operands)
+        unroll = level.workers.processor.written_out(level.intervals, body, y0, first)
+        return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
+
+    return marched
+
+
+def single(
+    level: Level, advance: Advance | None = None
+) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
+    """Through an interval of one step."""
+
+    def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
+        xs, rhs = operands
+        u, emitted = advance(u, xs, level.shared) if advance else (level.step(u, xs, level.shared), None)
+        return _tree.add(u, rhs), emitted
+
+    return step
+
+
+def _interval(
+    level: Level,
+    advance: Advance | None,
+    count: int,
+    u: State,
+    xs: PyTree,
+    rhs: PyTree,
+    emitted: PyTree,
+    *at: jax.Array | int,
+) -> tuple[State, PyTree]:
+    """``count`` steps from ``u`` through the interval ``at`` of ``xs``, ``rhs`` and ``emitted``.
+
+    These have leaves ``(intervals, factor, ...)``, or ``(factor, ...)`` where ``at`` is left out. They are indexed by interval
+    and step at once, not scanned over: an interval's operands would be copied first, and under vmap a scanned operand
+    would have its two leading axes swapped, which copies all parameters.
+    """
+    xs, within = _expanded(level, xs, *at)
+
+    def body(i: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
+        u, emitted = carry
+        n = level.factor - 1 - i if level.reverse else i
+        x = _tree.take(xs, *within, n)
+        u, new = advance(u, x, level.shared) if advance else (level.step(u, x, level.shared), None)
+        u = _tree.add(u, None if rhs is None else _tree.take(rhs, *at, n))
+        return u, _tree.put(emitted, new, *at, n)
+
+    if count == 1:
+        return body(0, (u, emitted))
+    unroll = level.workers.processor.written_out(count, body, 0, (u, emitted))
+    return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
+
+
+def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
+    """Where the steps of the interval ``at`` find their operands: the tree, and the leading part of the index into it."""
+    return (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
+
+
+def _room(level: Level, advance: Advance, u: State, xs: PyTree) -> PyTree:
+    """Zeros in the place of what the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
+
+    def first(u: State, xs: PyTree) -> PyTree:
+        return advance(u, _tree.take(_expanded(level, xs)[0], 0), level.shared)[1]
+
+    return _tree.repeat(_tree.zeros_like(jax.eval_shape(first, u, xs)), level.factor)

@@ -1,0 +1,240 @@
+"""The adjoint system as levels of its own, and the gradient that its solution gives.
+
+With lam[N] the cotangent of the last state, ``lam[n] = (dPhi_n/du at u[n])^T lam[n+1]`` is a chain of steps that runs
+from the last layer to the first. Transposing every forward level, linearised at one consistent trajectory, gives the
+levels of the adjoint solve; the solvers do not know the difference.
+
+The finest level is linearised at the states that the forward solve's final sweep met, which fixes what the adjoint solve
+converges to; a coarse level, which only decides how fast, at the C-points that the sweep left behind.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._types import Advance, Arrays, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
+from lp_jax._levels._chain import Chain
+from lp_jax._levels._contract import (
+    emit_gradient,
+    emit_linearised_gradient,
+    gradient_of_aux,
+    of_linearised,
+    of_steps,
+    shared_gradient,
+    sources_of,
+    with_cotangent,
+)
+from lp_jax._levels._level import Level, identity
+from lp_jax._levels._linear import Linearised
+from lp_jax._levels._relax import entering
+from lp_jax._levels._result import if_finite
+from lp_jax._solvers._solver import Solver, Stats, iterate
+
+
+class Forward(NamedTuple):
+    """Arrays that the forward solve leaves for the adjoint.
+
+    Attributes:
+        c_points: states that leave every interval of the forward solve's finest level, after its final sweep,
+            ``(intervals, ...)``.
+        entered: states that entered every interval in the final sweep: from these all states that it met can be recomputed.
+            None where they follow from ``c_points``.
+        states: states that entered every layer in the final sweep, ``(N, ...)``; None where they are to be recomputed.
+        linearisations: what `Linearised` keeps of every layer at those states, ``(N, ...)``; None with them.
+    """
+
+    c_points: CPoints
+    entered: CPoints | None = None
+    states: Stacked | None = None
+    linearisations: PyTree = None
+
+
+def entered_in_final_sweep(level: Level, before: CPoints | None, c_points: CPoints) -> CPoints | None:
+    """`Forward.entered`, given the C-points before and after the final sweep."""
+    return None if before is None or before is c_points else level.incoming(before)
+
+
+def solve_adjoint(
+    chain: Chain,
+    solver: Solver,
+    left: Forward,
+    stride: int,
+    y1_cotangent: State,
+    aux_cotangents: Sequence[Stacked | None] = (),
+    guess: CPoints | str | None = None,
+) -> tuple[Arrays, Stats]:
+    """Solve the adjoint system and form the gradient.
+
+    Args:
+        chain: the forward problem.
+        solver: settings of the adjoint solve.
+        left: what the forward solve left.
+        stride: number of layers between two C-points of the forward solve.
+        y1_cotangent: cotangent of the state after the last layer.
+        aux_cotangents: cotangents of the inexact leaves of aux, ``(N, ...)``; None for those that the loss does not see,
+            nothing where it sees none.
+        guess: where the solve starts: cotangents of the states that enter the intervals, "zeros", or None for the solver's
+            own start.
+
+    Returns:
+        The gradient, None in the place of leaves that are not differentiated; its ``adjoint_guess`` are the cotangents of the
+        states that enter the intervals. And the stats.
+    """
+    forward, linearised = solver.discretize(chain), chain.linearised
+    fine = forward[0]
+    around = any(level.around for level in forward)  # coarse steps linearised at all states
+    recompute = (
+        left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not around
+    )
+    if left.states is not None:
+        states = left.states
+    else:
+        level = chain.finest(stride, at_once=fine.at_once)
+        states = level.incoming(left.c_points) if left.entered is None else left.entered
+        if not recompute:
+            states = entering(level, states)
+    if not recompute:
+        forward = tuple(level.taken_around(states) for level in forward)
+
+    def entering_coarse(span: int) -> Points:
+        """States that enter every ``span``-th layer, C-relaxed where they are C-points of the forward solve."""
+        if span % stride:
+            return jax.tree.map(lambda x: x[::span], states)
+        c_points = chain.workers.incoming(left.c_points, chain.y0, stride, reverse=False)
+        return jax.tree.map(lambda x: x[:: span // stride], c_points)
+
+    advance, sources = chain.emitting([a is not None for a in aux_cotangents]), sources_of(chain, aux_cotangents)
+    at_hand = left.linearisations is not None
+    if at_hand:
+        finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
+        emit = emit_linearised_gradient(linearised)
+    else:
+        finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
+        emit = emit_gradient(chain, advance)
+    of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once) if at_hand and sources else None
+    if of_aux is not None:
+        finest = finest.with_rhs(of_aux.states)
+    levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
+
+    if isinstance(guess, str):
+        guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
+    elif guess is not None and chain.workers.padded:  # what pads comes before the chain begins
+        number = chain.workers.start(fine.interval_span) + jnp.arange(fine.intervals, dtype=jnp.int32)
+        inert = number >= chain.workers.total(fine.interval_span)
+        guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
+    lam, stats = iterate(solver, levels, guess)
+    weights, combine = _tree.partition(fine.shared)
+    lam, (slices, cotangents) = solver.finish(levels, lam, with_cotangent(emit, keep=bool(weights)))
+    slices = fine.merge(slices)
+    contraction = of_linearised(fine, linearised) if at_hand else of_steps(fine, advance)
+    shared = shared_gradient(fine, finest, cotangents, contraction)
+    if of_aux is not None:
+        slices, shared = _tree.add(slices, of_aux.slices), _tree.add(shared, of_aux.shared)
+    gradient = Arrays(
+        slices, finest.last(lam), combine(chain.workers.sum(shared) if weights else [], fill=None), adjoint_guess=lam
+    )
+    return gradient, stats._replace(result=if_finite(stats.result, gradient.y0))
+
+
+def transpose_coarse(
+    forward: Sequence[Level], entering_coarse: Callable[[int], Points], cotangent: State
+) -> list[Level]:
+    """The adjoints of all levels but the finest, each linearised at ``entering_coarse(span)``."""
+    levels = []
+    transfers: list[Callable[[State], State]] = []
+    for finer, level in itertools.pairwise(forward):
+        if finer.transfer is not None:
+            transfers.append(jax.vmap(finer.transfer[0]))
+            restrict, _ = _transposed_transfer(finer)
+            cotangent = restrict(cotangent)
+        at = functools.reduce(lambda u, transfer: transfer(u), transfers, entering_coarse(level.span))
+        levels.append(transpose(level, at, cotangent))
+    return levels
+
+
+def transpose(
+    level: Level,
+    states: Points,
+    cotangent: State,
+    advance: Advance | None = None,
+    sources: Points | None = None,
+    *,
+    recompute: bool = False,
+) -> Level:
+    """The adjoint of a level at ``states``, those that enter its steps.
+
+    ``sources`` are cotangents of what ``advance``, the level's step, emits. With ``recompute``, ``states`` are only those
+    that enter its intervals; those that enter the other steps are recomputed from them, interval by interval, whenever
+    they are needed.
+    """
+    forward = advance or level.advance
+
+    def step(lam: State, x: tuple[PyTree, State, PyTree], shared: PyTree) -> State:
+        operand, u, source = x
+        return jax.vjp(lambda u: forward(u, operand, shared), u)[1]((lam, source))[0]
+
+    def expand(x: tuple[PyTree, State, PyTree], shared: PyTree) -> tuple[PyTree, Points, PyTree]:
+        operands, u, source = x
+        return operands, _interval_states(level, operands, u, shared), source
+
+    everywhere = None
+    if level.gathered is not None:
+        everywhere = (level.gathered, *level.workers.gather((states, sources), level.span))
+    return dataclasses.replace(
+        _reversed(level, cotangent),
+        xs=(level.xs, states if recompute else level.split(states), level.split(sources)),
+        gathered=everywhere,
+        step=identity if level.step is identity else step,
+        expand=expand if recompute else None,
+        driven=bool(jax.tree.leaves(sources)),
+    )
+
+
+def _transpose_linearised(
+    level: Level, linearised: Linearised, states: Points, kept: PyTree, cotangent: State
+) -> Level:
+    """The adjoint of the finest level from linearisations of its steps: no step is evaluated again."""
+
+    def step(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> State:
+        operand, u, kept = x
+        return linearised.transpose(u, operand, shared, kept)(lam)[0]
+
+    return dataclasses.replace(_reversed(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step)
+
+
+def _reversed(level: Level, cotangent: State) -> Level:
+    """The level reversed, its steps not yet transposed."""
+    transfer = None if level.transfer is None else _transposed_transfer(level)
+    return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.origin or level.step)
+
+
+def _transposed_transfer(level: Level) -> Transfer:
+    """Restriction of cotangents is the transpose of prolongation, and the other way round."""
+    assert level.transfer is not None
+    restrict, prolong = level.transfer
+    fine = jax.eval_shape(lambda: level.y0)
+    coarse = jax.eval_shape(restrict, fine)
+    return (
+        lambda lam: jax.linear_transpose(prolong, coarse)(lam)[0],
+        lambda lam: jax.linear_transpose(restrict, fine)(lam)[0],
+    )
+
+
+def _interval_states(level: Level, operands: PyTree, u: State, shared: PyTree) -> Points:
+    """States that enter each step of one interval, ``(factor, ...)``."""
+    last = level.factor - 1
+    states = _tree.repeat(_tree.zeros_like(u), level.factor)
+
+    def body(i: jax.Array, carry: tuple[State, Points]) -> tuple[State, Points]:
+        u, states = carry
+        return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
+
+    u, states = lax.fori_loop(0, last, body, (u, states))
+    return _tree.put(states, u, last)

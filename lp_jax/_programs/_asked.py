@@ -1,0 +1,116 @@
+"""A context that replaces the solvers of all solves traced inside it, or has each report what it measured and how it ended.
+
+The caches of ``jax.jit`` know of it, so that a function that was traced before is traced anew.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lp_jax._arrays._types import PyTree
+from lp_jax._levels._result import RESULTS
+from lp_jax._solvers._solver import Solver, Stats
+
+
+class Watch:
+    """Holds the array whose cotangent is the sum of `counts_of` over the solves. Compared by identity."""
+
+    def __init__(self, counts: jax.Array) -> None:
+        self.counts = counts
+
+
+class Asked(NamedTuple):
+    """Replacements and reports that hold for the solves inside the context.
+
+    Attributes:
+        solvers: forward and adjoint solver in the place of each solve's own; None keeps these.
+        report: ``report(direction, solver, layers)`` returns what is called on the host with what a solve measured.
+        watch: what each solve that is differentiated is counted in.
+    """
+
+    solvers: tuple[Solver, Solver | None] | None = None
+    report: Callable[[str, Solver, int], Callable[[Stats], None]] | None = None
+    watch: Watch | None = None
+
+
+asked = jax.make_user_context(Asked())
+
+
+def tell(direction: str, solver: Solver, layers: int, stats: Stats) -> None:
+    """Report a solve, where a report is asked for."""
+    report = asked.value.report
+    if report is not None:
+        jax.debug.callback(report(direction, solver, layers), jax.lax.stop_gradient(stats))
+
+
+class Results(NamedTuple):
+    """How the solves inside a gradient ended: the worst code of each direction, of `lp_jax.RESULTS`; 0 is as asked."""
+
+    forward: jax.Array
+    adjoint: jax.Array
+
+
+def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
+    """One solve, counted by its result codes: ``(2, len(RESULTS))``."""
+    return jax.nn.one_hot(jnp.stack([forward, adjoint]), len(RESULTS), dtype=jnp.float32)
+
+
+def watched(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """``loss`` with another argument, the first, whose cotangent counts how the solves inside end."""
+
+    @functools.wraps(loss)
+    def call(counts: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        watch = Watch(counts)
+        try:
+            with asked(asked.value._replace(watch=watch)):
+                return loss(*args, **kwargs)
+        finally:
+            del watch.counts  # what was traced may be remembered for longer than its trace
+
+    return call
+
+
+def value_and_grad(
+    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, PyTree, Results]]:
+    """``jax.value_and_grad`` that also returns how the solves inside ended, forward and adjoint.
+
+    ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap or shard_map. No
+    callback is involved: the codes are outputs of the program, so that it can be exported and cached.
+
+    Args:
+        loss: as for ``jax.value_and_grad``.
+        argnums: as for ``jax.value_and_grad``.
+        has_aux: as for ``jax.value_and_grad``.
+
+    Returns:
+        A function that returns ``(value, gradient, results)``, value and gradient as ``jax.value_and_grad`` does, with the
+        worst `Results` of all solves that are differentiated; 0 where there is none.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> def loss(weights, y):
+        ...     step = lambda y, layer: y + layer.dt * jnp.tanh(layer.params * y)
+        ...     return lp_jax.solve(step, weights, y, solver=lp_jax.Picard(sweeps=1, rtol=1e-3)).y1
+        >>> value, gradient, results = lp_jax.value_and_grad(loss)(jnp.ones(16), jnp.ones(()))
+        >>> lp_jax.RESULTS[int(results.adjoint)].partition(" within")[0]
+        'the residual norm did not come down to the tolerance'
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    shifted = (0, *(number + 1 if number >= 0 else number for number in numbers))
+    inner = jax.value_and_grad(watched(loss), shifted, has_aux)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, PyTree, Results]:
+        value, (counts, *gradients) = inner(jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs)
+        return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), worst(counts)
+
+    return call
+
+
+def worst(counts: jax.Array) -> Results:
+    """The largest codes that were counted."""
+    codes = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[1]), 0), axis=1).astype(jnp.int32)
+    return Results(codes[0], codes[1])

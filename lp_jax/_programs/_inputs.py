@@ -1,0 +1,236 @@
+"""Refusals of `solve`, at trace time, and the times of the layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lp_jax._arrays._types import PyTree, State
+from lp_jax._comms._comm import Comm, OneDevice
+from lp_jax._comms._mesh import MeshComm
+from lp_jax._solvers._solver import Solver
+
+
+def state(y0: State) -> State:
+    """``y0`` as arrays, all of them floating point or complex."""
+    leaves = jax.tree.leaves_with_path(y0)
+    if not leaves:
+        raise ValueError("y0 has no arrays in it; pass the state that enters the first layer.")
+    for path, leaf in leaves:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"y0{jax.tree_util.keystr(path)} has dtype {dtype}; the state must be floating point or complex. Cast it, "
+                "or pass what does not change from layer to layer as `shared`."
+            )
+    return arrays(y0)
+
+
+def arrays(tree: PyTree, name: str = "y0") -> PyTree:
+    """The leaves as arrays; shapes stay what they are."""
+
+    def leaf(path: Any, x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        if callable(x) or isinstance(x, str):
+            raise TypeError(
+                f"{name}{jax.tree_util.keystr(path)} is {x!r}, not an array. Take functions and names out of the tree, with "
+                "equinox.partition(module, equinox.is_array) or flax.nnx.split(module), and let the step close over them."
+            )
+        return jnp.asarray(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def called(step: Any, u: State, params: PyTree) -> str:
+    """A note to an error in the step: what it was called with, and mistakes that explain some errors."""
+    name = getattr(step, "__name__", type(step).__name__)
+    note = (
+        f"lp_jax called {name}(y, layer), the state first, with y: {_describe(u)} and layer.params, one layer's slice: "
+        f"{_describe(params)}."
+    )
+    if isinstance(params, list) and len(params) > 1 and all(alike(params[0], other) for other in params[1:]):
+        note += (
+            f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
+            "lambda *leaves: jnp.stack(leaves), *params)."
+        )
+    return note
+
+
+def alike(a: PyTree, b: PyTree) -> bool:
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (a, b)]
+    return _same_structure(a, b) and shapes[0] == shapes[1]
+
+
+def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int:
+    """The common leading length of all leaves of ``params`` and ``data``; 0 is for one of several workers only."""
+    lengths = {}
+    for name, tree in (("params", params), ("data", data)):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            where = name + jax.tree_util.keystr(path)
+            if jnp.ndim(leaf) == 0:
+                raise ValueError(
+                    f"{where} is a scalar; every leaf of {name} must be stacked along a leading axis of length N, the "
+                    "number of layers. Pass what all layers share as `shared`."
+                )
+            lengths[where] = jnp.shape(leaf)[0]
+    if not lengths:
+        raise ValueError(
+            "params and data have no arrays in them, so the number of layers is unknown; stack each layer's parameters (or "
+            "inputs) along a leading axis. A network without either can pass data=jnp.arange(N)."
+        )
+    if len(set(lengths.values())) > 1:
+        different = ", ".join(f"{where}: {n}" for where, n in lengths.items())
+        stacked = ""
+        if isinstance(params, list) and all(alike(params[0], other) for other in params[1:]):
+            stacked = (
+                f" params is a list of {len(params)} equal trees: if these are the layers, stack them, jax.tree.map(lambda "
+                "*leaves: jnp.stack(leaves), *params)."
+            )
+        raise ValueError(
+            f"params (and data) must have one leading length, the number of layers; got {different}. Pass what all layers "
+            f"share as `shared`.{stacked}"
+        )
+    where, n = next(iter(lengths.items()))
+    if n == 0 and alone:
+        raise ValueError(f"{where} has leading length 0; a network needs at least one layer.")
+    return n
+
+
+def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Start and length of every layer, ``(steps,)`` each."""
+    for name, value in (("t0", t0), ("t1", t1)):
+        if isinstance(value, str) or value is None:
+            raise TypeError(f"{name} must be a number{', or an array of times' * (name == 't1')}; got {value!r}.")
+    if jnp.ndim(t0) != 0:
+        raise ValueError(f"t0 must be a scalar; got shape {jnp.shape(t0)}. A grid of times is passed as t1.")
+    if isinstance(t1, list | tuple):
+        t1 = np.asarray(t1)
+    if jnp.ndim(t1) == 0:
+        fraction = np.arange(steps) / steps
+        if not (_known(t0) and _known(t1)):
+            start, end = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype)
+            return start + (end - start) * jnp.asarray(fraction, dtype), jnp.broadcast_to(
+                (end - start) / steps, (steps,)
+            )
+        first, length = float(t0), float(t1) - float(t0)
+        if not 0 < length < np.inf:
+            raise ValueError(f"t1 must be finite and later than t0; got t0={first}, t1={float(t1)}.")
+        return jnp.asarray(first + length * fraction, dtype), jnp.full((steps,), length / steps, dtype)
+    if jnp.shape(t1) != (steps + 1,):
+        raise ValueError(
+            f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and the last one ends; got "
+            f"shape {jnp.shape(t1)}."
+        )
+    if _known(t1):
+        grid = np.asarray(t1, np.float64)
+        if not np.all(np.diff(grid) > 0):
+            n = int(np.argmin(np.diff(grid) > 0))
+            raise ValueError(f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}.")
+        return jnp.asarray(grid[:-1], dtype), jnp.asarray(np.diff(grid), dtype)
+    traced = jnp.asarray(t1, dtype)
+    return traced[:-1], jnp.diff(traced)
+
+
+def _known(value: Any) -> bool:
+    return not isinstance(value, jax.core.Tracer)
+
+
+def comm(value: Any) -> Comm:
+    """Where the layers live; None is one device, and a mesh stands for its axis "layers"."""
+    if value is None:
+        return OneDevice()
+    if isinstance(value, Mesh):
+        return MeshComm(value)
+    if not isinstance(value, Comm):
+        raise TypeError(
+            "comm must be None (one device), a mesh, MeshComm(mesh, axis=...) or MPIComm(comm); got "
+            f"{value!r} ({type(value).__name__})."
+        )
+    return value
+
+
+def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str = "y") -> None:
+    """The step returned the state's structure, shapes and dtypes."""
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"step must return (y_next, aux) with has_aux=True; got {_describe(out)}. Return a pair, or leave has_aux out."
+            )
+        out = out[0]
+    if not _same_structure(u, out):
+        hint = ""
+        if not has_aux and isinstance(out, tuple) and len(out) == 2 and _same_structure(out[0], u):
+            hint = " It looks like (y_next, aux): pass has_aux=True."
+        raise TypeError(f"{step} must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
+    for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            leaf = f"{y}{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"{step} must return a state of the same shapes and dtypes as the one it got; leaf {leaf} went in as "
+                f"{_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside. Put a layer "
+                "that changes the state's shape between two solves."
+            )
+
+
+def same_output(out: PyTree, structure: Any) -> None:
+    """The step returned what it returned when it was traced first."""
+    if jax.tree.structure(out) != structure:
+        raise TypeError(
+            f"step must return the same structure in every call; got {structure} and then {jax.tree.structure(out)}. Let it "
+            "depend on nothing but its arguments."
+        )
+
+
+def guess(value: Any, y0: State, intervals: int) -> State | str:
+    """The words "constant" and "zeros", or C-points with leaves ``(intervals, ...)``."""
+    if isinstance(value, str):
+        if value not in ("constant", "zeros"):
+            raise ValueError(f'guess must be "constant", "zeros" or a trajectory; got {value!r}.')
+        return value
+    return trajectory("guess", value, y0, intervals)
+
+
+def trajectory(name: str, value: Any, y0: State, intervals: int) -> State:
+    """C-points with leaves ``(intervals, ...)``."""
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
+    got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
+    if not _same_structure(wanted, got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
+        raise ValueError(
+            f"{name} must have one state for each interval of the finest level, {_describe(wanted)}, like Solution.trajectory of "
+            f"a solve with the same coarsening and batch; got {_describe(got)}."
+        )
+    return jax.tree.map(jnp.asarray, value)
+
+
+def _same_structure(a: PyTree, b: PyTree) -> bool:
+    structures: list[Any] = [jax.tree.structure(a), jax.tree.structure(b)]
+    return bool(structures[0] == structures[1])
+
+
+def _aval(x: Any) -> str:
+    return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
+
+
+def _describe(tree: PyTree) -> str:
+    return str(jax.tree.map(_aval, tree)).replace("'", "")
+
+
+def at_once(solver: Solver, layers: int) -> None:
+    """Refuse more layers at once than there are."""
+    if isinstance(solver.at_once, int) and solver.at_once > layers:
+        raise ValueError(
+            f"{type(solver).__name__}(at_once={solver.at_once}) got {layers} layers. Set at most {layers}, math.inf for all "
+            'layers whatever their number, or "auto".'
+        )
+
+
+def solver(name: str, value: Any) -> None:
+    """A solver instance."""
+    if not isinstance(value, Solver):
+        hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
+        raise TypeError(
+            f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
+        )

@@ -1,0 +1,298 @@
+"""The program of a solve: serial propagation that JAX differentiates, or an iterative solve with an adjoint of its own."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.sharding import PartitionSpec
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import Footprint
+from lp_jax._arrays._gradient import reverse_only, without_gradient
+from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State
+from lp_jax._comms._workers import Workers
+from lp_jax._levels._chain import Chain, pad_slices
+from lp_jax._levels._result import DONE, if_finite
+from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
+from lp_jax._programs._asked import counts_of, tell
+from lp_jax._programs._step import LayerStep
+from lp_jax._solvers._serial import propagate
+from lp_jax._solvers._solver import Stats, iterate
+
+Output = tuple[State, PyTree, tuple[Stats, CPoints]]
+"""The state after the last layer and aux, which are differentiable; and the rest of a `Solution`."""
+
+Seen = tuple[jax.Array | None, ...]
+"""Cotangents of the inexact leaves of aux, None for those that the loss does not see; empty if it sees none."""
+
+Pullback = Callable[[State, Seen], tuple[Arrays, Stats]]
+
+_FORWARD_MODE = (
+    "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
+    "a gradient in reverse mode: take jax.grad, jax.vjp or jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and "
+    "so does jax.hessian. solver=lp_jax.Serial() is differentiated in both modes."
+)
+_TWICE = (
+    "Reverse mode was applied twice to lp_jax.solve with a tolerance, whose number of iterations is known only when it has "
+    "run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), or leave rtol and atol out."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
+
+    Equal programs are compiled once (`kept`): their functions are jitted, and JAX caches what it compiles.
+
+    Attributes:
+        steps: the layer on each level, and as other steps of the solvers.
+        workers: how many layers there are, and which of them each worker holds, with slots for whole intervals of both solves.
+        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
+        has_aux: whether the step returns ``(y_next, aux)``.
+        recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
+            network. Their gradient is then one contraction over all steps.
+        footprint: what a layer costs and holds.
+        alone: whether the step takes a single example, too, for a solver that averages examples.
+        zeros: whether both solves start from zeros.
+        scan: whether this is a ``lax.scan`` that JAX differentiates.
+    """
+
+    steps: tuple[tuple[Any, LayerStep], ...]
+    workers: Workers
+    differentiable: tuple[bool, ...]
+    has_aux: bool
+    recurrent: bool
+    footprint: Footprint
+    alone: bool
+    zeros: bool = False
+    scan: bool = False
+
+    def run(self, arrays: Arrays) -> Output:
+        """The solve, differentiable."""
+        if self.scan:
+            return self._scanned(arrays)
+        slices, y0, shared = reverse_only((arrays.slices, arrays.y0, arrays.shared), _FORWARD_MODE)
+        return self._solved(arrays._replace(slices=slices, y0=y0, shared=shared))
+
+    def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
+        """The solve, and its pullback, which also gives the stats of the adjoint solve."""
+        if self.scan:
+            return self._scan_vjp(arrays)
+        out, left = self._forward(arrays, keep=True)
+        return out, functools.partial(self._backward, arrays, left, keep=True)
+
+    def chain(self, arrays: Arrays) -> Chain:
+        """The chain of the layers in ``arrays``: all of them, or one worker's."""
+        layers = dict(self.steps)
+        return Chain(
+            layer=lambda which: layers[which].advance,
+            slices=arrays.slices,
+            shared=arrays.shared,
+            y0=arrays.y0,
+            layers=self.workers.layers,
+            padded=layers[0].layers is not None,
+            workers=self.workers,
+            differentiable=self.differentiable,
+            recurrent=self.recurrent,
+            footprint=self.footprint,
+            alone=self.alone,
+        )
+
+    def with_slots(self, arrays: Arrays) -> Arrays:
+        """Extend the arrays that are spread over the workers to all slots."""
+        workers, n = self.workers, self.workers.layers
+        stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
+        guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)
+        slices = pad_slices(arrays.slices, workers.rows[1], n)
+        return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
+
+    @functools.cached_property
+    def _scanned(self) -> Callable[[Arrays], Output]:
+        """Serial propagation, differentiated by JAX."""
+        return jax.jit(functools.partial(_scan, self))
+
+    def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
+        leaves, combine = _tree.partition((arrays.slices, arrays.y0, arrays.shared))
+
+        def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
+            slices, y0, shared = combine(leaves)
+            out = self._scanned(arrays._replace(slices=slices, y0=y0, shared=shared))
+            return (out[0], _tree.partition(out[1])[0]), out
+
+        (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
+
+        def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
+            of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
+            return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent)
+
+        return out, pullback
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
+        return jax.jit(functools.partial(_forward, self), static_argnames="keep")
+
+    @functools.cached_property
+    def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
+        return jax.jit(functools.partial(_backward, self), static_argnames="keep")
+
+    @functools.cached_property
+    def _solved(self) -> Callable[[Arrays], Output]:
+        """The solve, with the adjoint solve as its gradient."""
+
+        @jax.custom_vjp
+        def solve(arrays: Arrays) -> Output:
+            return self._forward(arrays, keep=False)[0]
+
+        def fwd(primals: Any) -> tuple[Output, Any]:
+            arrays = custom_vjp_primal_tree_values(primals)
+            out, left = self._forward(arrays, keep=True)
+            return out, (arrays, left, (out[0], out[1], out[2][0].result))
+
+        def bwd(residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output) -> tuple[Any]:
+            arrays, left, (y1, aux, result) = residuals
+            y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
+            gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+            if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
+                ended = gradient.adjoint_guess
+                gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(adjoint_guess=ended)
+            watch = None if arrays.watch is None else counts_of(result, stats.result)
+            return (gradient._replace(watch=watch),)
+
+        solve.defvjp(fwd, bwd, symbolic_zeros=True)
+        return solve
+
+
+@functools.lru_cache(maxsize=128)
+def _first(program: Program) -> Program:
+    """The first of all programs that are equal to this one."""
+    return program
+
+
+def kept(program: Program) -> Program:
+    """The program whose functions JAX may have compiled already."""
+    try:
+        return _first(program)
+    except TypeError:  # a step that cannot be hashed
+        return program
+
+
+def _scan(program: Program, arrays: Arrays) -> Output:
+    """Serial propagation."""
+    solver, workers = arrays.solver, program.workers
+    stride = solver.stride(workers.layers)
+    y1, (states, aux) = propagate(program.chain(arrays), None if solver.keeps_states else stride)
+    kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
+    return y1, aux, (_no_stats(y1), workers.trim(kept, stride))
+
+
+def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
+    """The forward solve, and what it leaves for the adjoint."""
+    solver, workers = arrays.solver, program.workers
+
+    def body(spread: Arrays, common: Arrays) -> tuple[Any, Any]:
+        arrays = Arrays.joined(spread, common)
+        chain, solver, guess = program.chain(arrays), arrays.solver, arrays.guess
+        levels = solver.discretize(chain)
+        if program.zeros:
+            guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
+        before, stats = iterate(solver, levels, guess)
+        keep_states = keep and solver.keeps_states
+        advance = _emit(chain, keep_states) if keep_states or program.has_aux else None
+        u, emitted = solver.finish(levels, before, advance)
+        states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
+        entered = entered_in_final_sweep(levels[0], before, u) if keep and not keep_states else None
+        y1 = levels[0].last(u)
+        stats = stats._replace(result=if_finite(stats.result, y1))
+        return (Forward(u, entered, states, linearisations), aux), (y1, stats)
+
+    used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
+    (left, aux), (y1, stats) = workers.run(body, *program.with_slots(used).parts())
+    tell("forward", solver, workers.layers, stats)
+    out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, solver.stride(workers.layers)))
+    return out, left if keep else None
+
+
+def _backward(
+    program: Program, arrays: Arrays, left: Forward, cotangent: State, seen: Seen, *, keep: bool
+) -> tuple[Arrays, Stats]:
+    """The adjoint solve: the gradient, and how the solve went. Where it ended is a part of the gradient, if to be kept."""
+    solver, workers = arrays.adjoint_solver, program.workers
+    stride = arrays.solver.stride(workers.layers)
+
+    def body(spread: tuple[Arrays, Forward, Seen], common: tuple[Arrays, State]) -> tuple[Arrays, tuple[Arrays, Stats]]:
+        (mine, left, seen), (others, cotangent) = spread, common
+        arrays = Arrays.joined(mine, others)
+        start = "zeros" if arrays.adjoint_guess is None and program.zeros else arrays.adjoint_guess
+        chain, solver = program.chain(arrays), arrays.adjoint_solver
+        gradient, stats = solve_adjoint(chain, solver, left, stride, cotangent, seen, start)
+        mine, others = gradient._replace(adjoint_guess=gradient.adjoint_guess if keep else None).parts()
+        return mine, (others, stats)
+
+    mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
+    spread, (common, stats) = workers.run(body, (mine, left, workers.pad(seen)), (others, cotangent))
+    tell("adjoint", solver, workers.layers, stats)
+    gradient = Arrays.joined(spread, common)
+    ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
+    return gradient._replace(slices=workers.trim(gradient.slices), adjoint_guess=ended), stats
+
+
+def _emit(chain: Chain, keep_states: bool) -> Advance:
+    """A step of the finest level that emits aux, and, if asked to, the state it got and what its transpose needs."""
+    layer, linearised = chain.layer(0), chain.linearised
+
+    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
+        if keep_states:
+            u_next, aux, kept = linearised.evaluate(u, x, shared)
+            return u_next, (u, kept, aux)
+        u_next, aux = layer(u, x, shared)
+        return u_next, (None, None, aux)
+
+    return advance
+
+
+def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
+    return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _no_stats(y1: State) -> Stats:
+    norms = jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32))
+    return Stats(jnp.int32(0), norms, if_finite(jnp.int32(DONE), y1))
+
+
+def partitions(program: Program, arrays: Arrays) -> Output:
+    """Partitions of what a solve returns: the states as ``y0`` is, and so is aux of the shape of a state."""
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        sharding = jax.typeof(x).sharding
+        return PartitionSpec() if sharding.mesh.empty else sharding.spec
+
+    def one(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
+    first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
+    _, aux = jax.eval_shape(dict(program.steps)[0].advance, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
+    nowhere: Any = PartitionSpec()
+    return (
+        jax.tree.map(spec, arrays.y0),
+        jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
+        (Stats(nowhere, nowhere, nowhere), jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), arrays.y0)),
+    )
+
+
+def seen_of(aux: PyTree, cotangents: PyTree) -> Seen:
+    """``cotangents``, a tree like ``aux``, as the adjoint solve takes them."""
+    if cotangents is None:
+        return ()
+    leaves, structure = jax.tree.flatten(aux)
+    pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)  # type: ignore[attr-defined]
+    found = tuple(
+        None if a is None or isinstance(a, SymbolicZero) else a
+        for x, a in pairs
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    )
+    return found if any(a is not None for a in found) else ()

@@ -1,0 +1,233 @@
+"""A `Problem` as a `Program` and its `Arrays`: what does not fit is refused, the step traced, the layers placed."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import footprint, processor
+from lp_jax._arrays._outer import has_few
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Transfer
+from lp_jax._comms._comm import Comm, common_unit
+from lp_jax._programs import _inputs
+from lp_jax._programs._asked import asked
+from lp_jax._programs._program import Program, kept
+from lp_jax._programs._step import Hoisted, LayerStep, Signature, signature
+from lp_jax._solvers._jacobians import mean_example, own_operands
+from lp_jax._solvers._picard import or_default
+from lp_jax._solvers._solver import Solver
+
+
+class Network(Protocol):
+    """The attributes of a `Problem`, which is defined above this module because it solves itself."""
+
+    @property
+    def step(self) -> Step: ...
+    @property
+    def params(self) -> Stacked: ...
+    @property
+    def y0(self) -> State: ...
+    @property
+    def shared(self) -> PyTree: ...
+    @property
+    def data(self) -> Stacked: ...
+    @property
+    def t0(self) -> Any: ...
+    @property
+    def t1(self) -> Any: ...
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def has_aux(self) -> bool: ...
+    @property
+    def layers(self) -> int: ...
+
+
+def prepare(
+    problem: Network,
+    solver: Solver | None,
+    adjoint_solver: Solver | None,
+    guess: str | CPoints,
+    adjoint_guess: CPoints | None,
+) -> tuple[Program, Arrays]:
+    """The program and the arrays of a solve."""
+    if asked.value.solvers is not None:
+        (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
+    solver, adjoint_solver = or_default(solver, adjoint_solver)
+    _inputs.solver("solver", solver)
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    _inputs.solver("adjoint_solver", adjoint_solver)
+    program, arrays = trace(problem, (solver, adjoint_solver))
+    workers, layers = program.workers, program.workers.layers
+    solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
+    intervals, of_adjoint = (-(-workers.rows[0] // each.stride(layers)) for each in (solver, adjoint_solver))
+    for each in (solver, adjoint_solver):
+        _inputs.at_once(each, layers)
+    guess = _inputs.guess(guess, arrays.y0, intervals)
+    given = not isinstance(guess, str)
+    if adjoint_guess is not None:
+        adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, of_adjoint)
+        adjoint_solver = adjoint_solver.resolve(layers, warm=True)
+    exact = workers.size == 1 and solver.exact and adjoint_solver.exact
+    scan = (
+        adjoint_guess is None
+        and exact
+        and (not workers.processor.launches or not (program.recurrent and solver.keeps_states))
+    )
+    arrays = arrays._replace(
+        solver=solver.resolve(layers, warm=True) if given else solver,
+        adjoint_solver=adjoint_solver,
+        guess=guess if given else None,
+        adjoint_guess=adjoint_guess,
+        watch=asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)),
+    )
+    return kept(dataclasses.replace(program, zeros=not given and guess == "zeros", scan=scan)), arrays
+
+
+def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
+    """Place the layers, trace the step once per level of each solver, and hoist what it closes over."""
+    comm = problem.comm
+    params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
+    # within a user's shard_map one sum over devices, of the whole gradient: it is the transpose of this
+    params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
+    workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
+    steps, t0, t1 = workers.layers, problem.t0, problem.t1
+    workers = dataclasses.replace(workers, processor=processor(comm.platform))
+    slots = workers.fit(common_unit([solver.resolve(steps) for solver in solvers], steps))
+    traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
+    if traced_times:
+        t0, t1 = comm.replicate((t0, t1))
+    t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
+    first = 0 if workers.rows[0] == steps else workers.start(1)
+    t, dt, index = (x[first : first + workers.rows[0]] for x in (t, dt, jnp.arange(steps, dtype=jnp.int32)))
+    slices = Slices(params, data, t, dt, index)
+    mask = jax.tree.map(_is_inexact, slices)
+    differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
+
+    x, tracing = _tree.entry_like(slices), _Tracing(problem, shared)
+    needs = [solver.resolve(steps).needs(steps) for solver in solvers]
+    for need in needs:
+        for level, u in enumerate(_states_on_levels(need.transfers, y0)):
+            tracing.add(level, problem.step, level, u, x)
+    whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for need in needs for other in need.steps]
+    alone, axes = None, max(need.averaged_axes for need in needs)
+    if axes:
+        alone = _single_example(problem, y0, x, shared, axes)
+    for which, other in [(0, problem.step), *((other, other) for other in others)]:
+        for u, own in filter(None, (whole, alone)):
+            tracing.add(which, other, 0, u, own)
+
+    terms, seen_by_all = workers.processor.terms, (shared, tuple(tracing.closed_over))
+    weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
+    program = Program(
+        steps=tracing.steps(terms, steps if slots.padded else None),
+        workers=slots,
+        differentiable=differentiable,
+        has_aux=problem.has_aux,
+        recurrent=weights and not any(jax.tree.leaves(mask.params)),
+        footprint=footprint(tracing.programs[0], x, terms=terms),
+        alone=alone is not None,
+    )
+    return program, Arrays(slices, y0, seen_by_all)
+
+
+class _Tracing:
+    """The steps of a problem as they are traced, and what they close over."""
+
+    def __init__(self, problem: Network, shared: PyTree) -> None:
+        self.problem, self.shared = problem, shared
+        self.closed_over: list[jax.Array] = []
+        self.programs: list[core.Jaxpr] = []
+        self._table: dict[Any, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
+
+    def add(self, which: Any, step: Step, level: int, u: State, x: Slices) -> None:
+        """Trace ``step`` for a state, if it was not."""
+        table = self._table.setdefault(which, {})
+        if signature(u) not in table:
+            table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
+
+    def steps(self, terms: int, layers: int | None) -> tuple[tuple[Any, LayerStep], ...]:
+        """The layer by level, or in the place of that another of the steps."""
+        few = terms if any(has_few(program, terms) for program in self.programs) else 0
+        steps = []
+        for which, table in self._table.items():
+            hoisted = tuple((of, program) for of, (_, program) in table.items() if program is not None)
+            step = next(iter(table.values()))[0]
+            steps.append((which, dataclasses.replace(step, terms=few, layers=layers, hoisted=hoisted)))
+        return tuple(steps)
+
+    def _trace(self, step: LayerStep, u: State, x: Slices) -> tuple[LayerStep, Hoisted | None]:
+        problem, shared = self.problem, self.shared
+
+        @functools.wraps(step.step)  # errors of JAX name the user's function
+        def call(u: State, x: Slices, shared: Any) -> Any:
+            return step(u, x, shared)
+
+        try:
+            closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, shared)
+        except Exception as error:
+            if _exchanged(step, u, x, shared):
+                raise TypeError(
+                    "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come "
+                    "first: solve(step, params, y0)."
+                ) from error
+            error.add_note(_inputs.called(step.step, u, x.params))
+            raise
+        self.programs.append(closed.jaxpr)
+        _inputs.step_output(out, u, problem.has_aux)
+        problem.comm.check_closed_over(closed.consts)
+        step = dataclasses.replace(step, structure=jax.tree.structure(out))
+        if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+            return step, None
+        positions = []
+        for constant in closed.consts:
+            known = [i for i, c in enumerate(self.closed_over) if c is constant]
+            positions.append(known[0] if known else len(self.closed_over))
+            if not known:
+                self.closed_over.append(constant)
+        return step, Hoisted(closed.jaxpr, tuple(positions))
+
+
+def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes: int) -> tuple[State, Slices] | None:
+    """State and slice of a batch of one, if the step takes that: it may know the batch's size, or close over arrays of it."""
+
+    def call(u: State, x: Slices) -> State:
+        out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)
+        return out[0] if problem.has_aux else out
+
+    one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, alone=True))
+    u = jax.eval_shape(lambda y: y, y0)
+    if len({leaf.shape[:axes] for leaf in jax.tree.leaves(u)}) > 1:
+        return None  # refused by the solver
+    own = own_operands(call, u, x, jax.tree.leaves(u)[0].shape[:axes])
+    u, x = jax.tree.map(one, u), jax.tree.map(lambda leaf, own: one(leaf) if own else leaf, x, own)
+    try:
+        out = jax.eval_shape(call, u, x)
+    except Exception:
+        return None
+    return (u, x) if signature(out) == signature(u) else None
+
+
+def _is_inexact(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _states_on_levels(transfers: Sequence[Transfer | None], y0: State) -> list[State]:
+    states = [jax.eval_shape(lambda y: y, y0)]
+    for transfer in transfers:
+        states.append(states[-1] if transfer is None else jax.eval_shape(transfer[0], states[-1]))
+    return states
+
+
+def _exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
+    """Whether a step that failed would take a slice of the state for its parameters, and the parameters for its state."""
+    try:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)
+        return _inputs.alike(x.params, jax.eval_shape(step, x.params, x._replace(params=params), shared))
+    except Exception:
+        return False

@@ -1,0 +1,1 @@
+"""Floor 4: the solvers, their driver, and coarse steps."""

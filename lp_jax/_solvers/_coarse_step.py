@@ -1,0 +1,101 @@
+"""Coarse steps: the interface of what replaces an interval's layers on a coarse level, and a plain function as one."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._pytree import register
+from lp_jax._arrays._renamed import old_methods, register_old_methods
+from lp_jax._arrays._types import Layer, Points, PyTree, Slices, SliceStep, State
+from lp_jax._levels._chain import Chain
+from lp_jax._levels._level import identity
+
+
+class Coarse(NamedTuple):
+    """The steps of a coarse level.
+
+    Attributes:
+        step: ``step(u, x, shared) -> u_next``, through one interval.
+        xs: its operands, leaves ``(intervals, ...)``.
+        around: puts the F-point states of the last relaxation into the operands, where the step asks for them.
+    """
+
+    step: SliceStep
+    xs: PyTree
+    around: Callable[[PyTree, Points], PyTree] | None = None
+
+
+OLD_METHODS = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}
+OLD_METHODS |= {"count": "lp_jax.planning.count_work"}
+
+
+class CoarseStep(abc.ABC):
+    """A step of a coarse level of `MGRIT`, in the place of an interval's layers."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = old_methods(OLD_METHODS | {"describe": "lp_jax.viz.describe"})
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls._adapt_old_methods()
+
+    @classmethod
+    def _adapt_old_methods(cls) -> None:
+        register_old_methods(cls, OLD_METHODS)
+
+    @property
+    def stretches_dt(self) -> bool:
+        """Whether a step with a longer dt stands for several layers, so that the step must know its dt."""
+        return False
+
+    @abc.abstractmethod
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        """Make the steps of a coarse level.
+
+        Args:
+            chain: all layers.
+            level: number of the coarse level.
+            span: number of layers in an interval.
+            at_once: number of layers that are evaluated at once, where they do not depend on each other.
+        """
+
+
+@register()
+@dataclasses.dataclass(frozen=True)
+class Identity(CoarseStep):
+    """The coarse step that does nothing: the coarse problem is a prefix sum, with no sequential part.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.MGRIT(coarse_step=lp_jax.Identity()).coarse_step
+        Identity()
+    """
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        return Coarse(identity, _tree.split(chain.slices, span))
+
+
+@register()
+@dataclasses.dataclass(frozen=True)
+class PerInterval(CoarseStep):
+    """A plain function ``f(step, y, layers) -> y`` as a coarse step.
+
+    Args:
+        function: ``layers`` is a `Layer` whose leaves have the interval's layers as leading axis; ``shared`` and
+            ``level`` are None there. ``step(y, layer)`` is the user's own step with the two filled in.
+    """
+
+    function: Callable[[Callable[[State, Layer], State], State, Layer], State]
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        step = chain.step(level)
+
+        def through(u: State, x: Slices, shared: PyTree) -> State:
+            def one(y: State, layer: Layer) -> State:
+                return step(y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared)
+
+            return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
+
+        return Coarse(through, _tree.split(chain.slices, span))

@@ -1,0 +1,91 @@
+"""Multigrid cycles over a tuple of levels, finest first. Static recursion; one screen, like the paper's algorithm."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._types import CPoints, Points, Scalar
+from lp_jax._levels._level import Level
+from lp_jax._levels._relax import Relaxed, f_relax
+from lp_jax._levels._sweep import sweep
+from lp_jax._levels._transfer import coarse_rhs, correct, prolong, restrict
+from lp_jax._solvers._solver import Solver, run
+
+VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
+"""The cycles that a cycle of each kind makes on the next coarser level, one after the other."""
+
+
+class Multigrid(Protocol):
+    """The settings of a cycle; `MGRIT` has them."""
+
+    @property
+    def cycle(self) -> str:
+        """Kind of cycle: "V", "F" or "W"."""
+
+    @property
+    def coarsest(self) -> Solver:
+        """Solver of the coarsest level."""
+
+    def pre_relax(self, level: Level, u: CPoints, *, points: bool) -> Relaxed:
+        """Relax, and take the residual; with the states that enter every step, if ``points``."""
+
+
+def cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, *, kind: str | None = None) -> tuple[CPoints, Scalar]:
+    """One FAS cycle on ``levels[0]``, and its residual norm.
+
+    Args:
+        mgrit: relaxation, kind of cycle and solver of the coarsest level.
+        levels: this level and all coarser ones.
+        u: C-points of ``levels[0]``, leaves ``(intervals, ...)``.
+        kind: "V", "F" or "W"; that of ``mgrit`` if None.
+
+    Returns:
+        The corrected C-points, and the residual norm over the C-points after pre-relaxation, before correction.
+    """
+    u, squares = fas_cycle(mgrit, levels, u, kind or mgrit.cycle)
+    return u, levels[0].workers.norm(squares)
+
+
+def fas_cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, kind: str) -> tuple[CPoints, Scalar]:
+    """`cycle`, with the sum of squares of this worker's residuals in the place of the norm over all workers."""
+    fine, *coarser = levels
+    u, r, incoming, points = mgrit.pre_relax(fine, u, points=any(level.around for level in coarser))
+    coarse, *coarser = [level.taken_around(points) for level in coarser]
+    v = restrict(fine, u)
+    rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
+    w = coarse_solve(mgrit, [coarse.with_rhs(rhs), *coarser], v, kind)
+    return correct(fine, u, w, v), _tree.sum_of_squares(r)
+
+
+def coarse_solve(mgrit: Multigrid, levels: Sequence[Level], v: Points, kind: str) -> Points:
+    """Approximate solution at all points of ``levels[0]``, leaves ``(steps, ...)``: exact if it is the coarsest."""
+    if len(levels) == 1:
+        return run(mgrit.coarsest, levels, guess=v)
+    u = levels[0].c_points(v)
+    for visit in VISITS[kind]:
+        u, _ = fas_cycle(mgrit, levels, u, visit)
+    return f_relax(levels[0], u)
+
+
+def cascade(mgrit: Multigrid, levels: Sequence[Level], *, kind: str | None = None) -> CPoints:
+    """Approximate the states without a guess: solve the coarsest level, then inject and F-relax level by level.
+
+    It stands for the first visit of a cycle of its kind: where that makes more than one (F, W), the others follow on
+    every level but the finest and the coarsest. An adjoint with sources hands these down as a cycle does that finds zeros
+    everywhere: to the C-point that an interval ends in, what its own sources add up to there.
+
+    Returns:
+        C-points of ``levels[0]``.
+    """
+    kind = kind or mgrit.cycle
+    fine, coarse, *coarser = [dataclasses.replace(level, around=None) for level in levels]  # there are no states yet
+    if fine.driven or fine.rhs is not None:
+        zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))
+        coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))
+    if not coarser:
+        return prolong(fine, run(mgrit.coarsest, (coarse,)))
+    u = cascade(mgrit, (coarse, *coarser), kind=kind)
+    for visit in VISITS[kind][1:]:
+        u, _ = fas_cycle(mgrit, (coarse, *coarser), u, visit)
+    return prolong(fine, f_relax(coarse, u))

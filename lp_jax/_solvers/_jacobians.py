@@ -1,0 +1,334 @@
+"""Jacobians of a step by the state that enters it, and how they multiply: whole ones, and those of small blocks."""
+
+import abc
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._products import inside
+from lp_jax._arrays._types import PyTree, State
+from lp_jax._solvers._coupling import UNKNOWN, acts_in_place, couples_examples, example_axes
+
+StateStep = Callable[[State], State]
+Step = Callable[[State, PyTree], State]
+
+
+class Jacobians(abc.ABC):
+    """One kind of Jacobian of steps ``state -> state``, for states like a given one."""
+
+    @abc.abstractmethod
+    def join(self, state: State) -> jax.Array:
+        """A state as an array, which the Jacobian multiplies."""
+
+    @abc.abstractmethod
+    def part(self, vector: jax.Array) -> State:
+        """Undo `join`."""
+
+    @abc.abstractmethod
+    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        """The Jacobian as ``damp(jacobian, is_matrix)`` changes it; see `Damping`."""
+
+    @abc.abstractmethod
+    def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
+        """A Jacobian times a vector."""
+
+    @abc.abstractmethod
+    def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        """The Jacobian of one step after the other, ``second @ first``."""
+
+    @abc.abstractmethod
+    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """The Jacobian of the step that changes nothing."""
+
+    @abc.abstractmethod
+    def flops(self, shape: Sequence[int]) -> float:
+        """Of `compose`, for Jacobians of one layer of a shape."""
+
+    group = 8
+    """How many are composed at a time: many, where matrices are most of what is moved."""
+
+
+class OwnJacobians(Jacobians):
+    """Jacobians of each example, at its own state."""
+
+    @abc.abstractmethod
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """The state after the step, and the step's Jacobian.
+
+        ``transposed``: the step is an adjoint one. Whole Jacobians are then taken by its transpose, which is the derivative
+        that the network's own step has: its first products are those of unit vectors, the same for all layers that share
+        weights.
+        """
+
+
+class Whole(Jacobians):
+    """Whole Jacobians of states as vectors ``(*batch, d)``, all leaves side by side."""
+
+    def __init__(self, state: State, batch_axes: int | None) -> None:
+        leaves, self._structure = jax.tree.flatten(state)
+        self._shapes = [jnp.shape(x) for x in leaves]
+        self._dtypes = [x.dtype for x in leaves]
+        self._axes = _batches(self._shapes, batch_axes)
+
+    def join(self, state: State) -> jax.Array:
+        leaves = [x.reshape(*x.shape[: self._axes], -1) for x in jax.tree.leaves(state)]
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.concatenate(leaves, axis=-1)
+
+    def part(self, vector: jax.Array) -> State:
+        leaves, begin = [], 0
+        for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
+            size = math.prod(shape[self._axes :])
+            leaves.append(vector[..., begin : begin + size].reshape(shape).astype(dtype))
+            begin += size
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def derivative(
+        self, step: StateStep, u: State, *, transposed: bool
+    ) -> tuple[State, Callable[[jax.Array], jax.Array], int]:
+        """The state after the step, and what makes of a unit vector a column of the Jacobian (-1), or a row (-2)."""
+
+        def joined(v: jax.Array) -> tuple[jax.Array, State]:
+            u_next = step(self.part(v))
+            return self.join(u_next), u_next
+
+        v = self.join(u)
+        if transposed or _only_backward(step, u):
+            _, pull, u_next = jax.vjp(joined, v, has_aux=True)
+            derivative, axis = (lambda unit: pull(unit)[0]), -2
+        else:
+            if self._axes and all(len(shape) == self._axes for shape in self._shapes):
+                _refuse_units(step, u, self._shapes, self._axes)
+            _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
+            axis = -1
+        self._refuse_coupled(derivative, v)
+        return u_next, derivative, axis
+
+    def _refuse_coupled(self, linear: Callable[[jax.Array], jax.Array], v: jax.Array) -> None:
+        if self._axes and couples_examples(linear, v, self._axes):
+            raise ValueError(
+                f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step combines entries along the "
+                f"first axes of a state with leaves of shapes {self._shapes}, as a normalisation over the batch does. Say "
+                "batch_axes=0, for one Jacobian of the whole state, or take another solver."
+            )
+
+    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
+
+    def flops(self, shape: Sequence[int]) -> float:
+        return 2.0 * math.prod(shape) * shape[-1]
+
+
+class Full(Whole, OwnJacobians):
+    """One ``(*batch, d, d)`` for each example, by d evaluations of the step's derivative."""
+
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        v = self.join(u)
+        units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
+        u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
+        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
+
+    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        return damp(jacobian, True)
+
+    def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
+        return jnp.einsum("...ij,...j->...i", matrix, vector, precision=lax.Precision.HIGHEST)
+
+    def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        return jnp.matmul(second, first, precision=lax.Precision.HIGHEST)
+
+
+class Shared(Whole):
+    """One whole Jacobian for all examples, transposed, ``(d, d)``: at the mean of their states and of their operands.
+
+    The step is evaluated for a single example, at the mean, where its program is at hand for one (``alone``). Where not, every
+    example is at the mean and takes a unit vector of its own, so that as many columns as there are examples are found at once.
+    """
+
+    group = 2
+
+    def __init__(self, state: State, batch_axes: int, *, alone: bool) -> None:
+        super().__init__(state, batch_axes)
+        self._mean = functools.partial(mean_example, axes=self._axes, alone=alone)
+
+    def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
+        """The operands of all layers, ``(N, ...)``, with the mean of those that every example has its own of."""
+        x = _tree.entry_like(xs)
+        jax.eval_shape(lambda u, x: self.derivative(lambda u: step(u, x), u, transposed=False)[0], u, x)  # refuses
+        own = own_operands(step, u, x, self._shapes[0][: self._axes])
+        return jax.tree.map(lambda x, own: jax.vmap(self._mean)(x) if own else x, xs, own)
+
+    def at_mean(self, step: StateStep, u: State) -> jax.Array:
+        """The Jacobian of a step that has the mean operands, at the mean of the states."""
+        state = jax.tree.map(self._mean, u)
+        one = Full(state, self._axes)
+        _, derivative, axis = one.derivative(step, state, transposed=False)
+        center = one.join(state)
+        batch, size = center.shape[:-1], center.shape[-1]
+        turns = -(-size // math.prod(batch))
+        units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(turns, *batch, size)
+        found = jax.vmap(derivative)(_tree.varying(units, center)).reshape(-1, size)[:size]
+        transpose = found.T if axis == -2 else found
+        return jnp.where(jnp.isfinite(transpose), transpose, 0)
+
+    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        return damp(jacobian.T, True).T
+
+    def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
+        return jnp.matmul(vector, matrix, precision=lax.Precision.HIGHEST)
+
+    def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        return jnp.matmul(first, second, precision=lax.Precision.HIGHEST)
+
+
+def mean_example(x: jax.Array, *, axes: int, alone: bool) -> jax.Array:
+    """The mean over the examples: a single one, or in the place of each of them."""
+    mean = jnp.mean(_tree.wide(x), axis=tuple(range(axes)), keepdims=True).astype(x.dtype)
+    return mean if alone else _tree.broadcast(mean, x)
+
+
+def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyTree:
+    """Which leaves of a step's operand hold a part for each example, as their shapes and the step's program say."""
+    leaves, structure = jax.tree.flatten(x)
+    axes, floating = len(batch), [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    alike = [i for i, leaf in enumerate(leaves) if floating[i] and leaf.shape[:axes] == batch]
+
+    def pull(u: State, leaves: list[Any], cotangent: State) -> list[jax.Array]:
+        def of_some(some: list[jax.Array]) -> State:
+            given = dict(zip(alike, some, strict=True))
+            return step(u, jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+        gradients: list[jax.Array] = jax.vjp(of_some, [leaves[i] for i in alike])[1](cotangent)[0]
+        return gradients
+
+    found = dict(zip(alike, example_axes(pull, (u, leaves), u, axes), strict=True))
+    kinds = (tuple(range(axes)), UNKNOWN)
+    return jax.tree.unflatten(structure, [found.get(i) in kinds for i in range(len(leaves))])
+
+
+class Blocks(OwnJacobians):
+    """Of Jacobians what numbers at one place of k leaves of one shape make of each other, and nothing between places.
+
+    Blocks ``(k, k, *batch, *place)`` of states ``(k, *batch, *place)``. Leaves of several shapes, as many of each, are k
+    vectors: parameters with their moments are three. Where there are more of one shape than of another they are one, k = 1,
+    the diagonal. They take k evaluations of the step's derivative where each number acts on those at its own place only,
+    which its program tells; else one for each number of an example's state.
+    """
+
+    def __init__(self, state: State, batch_axes: int | None) -> None:
+        leaves, self._structure = jax.tree.flatten(state)
+        self._like = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
+        self._batch_axes = batch_axes
+        places: dict[tuple[int, ...], list[int]] = {}
+        for i, x in enumerate(self._like):
+            places.setdefault(x.shape, []).append(i)
+        self._paired = len(set(map(len, places.values()))) == 1
+        self._blocks = list(zip(*places.values(), strict=True)) if self._paired else [tuple(range(len(leaves)))]
+        self._vectors = None if len(places) == 1 else Full([leaves[i] for i in self._blocks[0]], batch_axes)
+
+    def join(self, state: State) -> jax.Array:
+        leaves = jax.tree.leaves(state)
+        if self._vectors is not None:
+            leaves = [self._vectors.join([leaves[i] for i in block]) for block in self._blocks]
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.stack(leaves)
+
+    def part(self, vector: jax.Array) -> State:
+        found: dict[int, jax.Array] = {}
+        for block, joined in zip(self._blocks, vector, strict=True):
+            found |= dict(zip(block, [joined] if self._vectors is None else self._vectors.part(joined), strict=True))
+        return jax.tree.unflatten(self._structure, [found[i].astype(x.dtype) for i, x in enumerate(self._like)])
+
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        transposed = transposed or _only_backward(step, u)
+        u_next, derivative = _transpose(step, u) if transposed else jax.linearize(step, u)
+        joined = self.join(u)
+        leaves, across = range(len(joined)), 0 if transposed else 1
+
+        def of(leaf: int, places: jax.Array) -> jax.Array:
+            """What some places of a leaf make of those of all leaves; for the transpose, what is made of them."""
+            direction = [places if i == leaf else jnp.zeros_like(places) for i in leaves]
+            return self.join(derivative(self.part(_tree.varying(jnp.stack(direction), joined))))
+
+        if self._paired and acts_in_place(derivative, self.part(joined)):
+            return u_next, jnp.stack([of(i, jnp.ones_like(joined[0])) for i in leaves], axis=across)
+        axes = _batches([x.shape for x in self._like], self._batch_axes)
+        batch, place = joined.shape[1 : 1 + axes], joined.shape[1 + axes :]
+        number = math.prod(place)
+
+        def entries(i: jax.Array) -> jax.Array:
+            here = (jnp.arange(number) == i).astype(joined.dtype).reshape((1,) * axes + place)
+            found = [of(leaf, _tree.broadcast(here, joined[0])).reshape(-1, *batch, number) for leaf in leaves]
+            return jnp.stack(found, axis=across)[..., i]
+
+        blocks = lax.map(entries, jnp.arange(number), batch_size=min(number, _AT_ONCE))
+        return u_next, jnp.moveaxis(blocks, 0, -1).reshape(len(joined), *joined.shape)
+
+    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        if len(jacobian) == 1:
+            return damp(jacobian, False)
+        return jnp.moveaxis(damp(jnp.moveaxis(jacobian, (0, 1), (-2, -1)), True), (-2, -1), (0, 1))
+
+    def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.add, (matrix[:, j] * vector[j][None] for j in range(len(vector))))
+
+    def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.add, (second[:, j, None] * first[j][None] for j in range(len(first))))
+
+    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        eye = jnp.eye(shape[0], dtype=dtype)
+        return jnp.broadcast_to(eye.reshape(*eye.shape, *(1,) * (len(shape) - 2)), shape)
+
+    def flops(self, shape: Sequence[int]) -> float:
+        return 2.0 * math.prod(shape) * shape[0]
+
+
+def _transpose(step: StateStep, u: State) -> tuple[State, StateStep]:
+    u_next, pull = jax.vjp(step, u)
+    return u_next, lambda cotangent: pull(cotangent)[0]
+
+
+def _only_backward(step: StateStep, u: State) -> bool:
+    """Whether a part of the step has a derivative of its own that is a pullback alone (`jax.custom_vjp`)."""
+
+    def there(jaxpr: Any) -> bool:
+        return any(
+            equation.primitive.name.startswith("custom_vjp") or any(map(there, inside(equation)))
+            for equation in jaxpr.eqns
+        )
+
+    return there(jax.make_jaxpr(step)(u).jaxpr)
+
+
+_AT_ONCE = 32  # evaluations; all of them would take the memory of a full Jacobian
+
+
+def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
+    """Number of leading axes that are those of examples."""
+    if axes is None and any(len(shape) > 1 for shape in shapes):
+        raise ValueError(
+            f"Newton got a state with leaves of shapes {shapes}. Say along how many of their leading axes a layer "
+            "treats entries independently, like examples: Newton(batch_axes=1), or batch_axes=0 if there are none. "
+            "A full Jacobian has the square of the other numbers as entries, a diagonal one takes an evaluation for each."
+        )
+    axes = axes or 0
+    batches = {shape[:axes] for shape in shapes}
+    if len(batches) > 1 or any(len(shape) < axes for shape in shapes):
+        raise ValueError(f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got {shapes}.")
+    return axes
+
+
+def _refuse_units(step: StateStep, u: State, shapes: list[tuple[int, ...]], axes: int) -> None:
+    """Refuse a state that is all examples, one number each, where the step's program combines them."""
+    if not acts_in_place(jax.linearize(step, u)[1], u):
+        raise ValueError(
+            f"Newton(batch_axes={axes}) takes a state with leaves of shapes {shapes} for examples of one number each, and the "
+            "step combines numbers at different places. If these are units, say batch_axes=0: inside jax.vmap a state has no "
+            "axis of examples."
+        )

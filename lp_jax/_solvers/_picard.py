@@ -1,0 +1,237 @@
+"""Picard iteration: every layer evaluated at once, their increments added up."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._at_once import check as check_at_once
+from lp_jax._arrays._at_once import chunk, in_chunks, several
+from lp_jax._arrays._pytree import register
+from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
+from lp_jax._comms._workers import Local
+from lp_jax._levels._chain import Chain
+from lp_jax._levels._level import Level
+from lp_jax._levels._sweep import sweep
+from lp_jax._solvers._coarse_step import Coarse, Identity
+from lp_jax._solvers._picard_sweeps import Swept, plain_sweep, secant_sweep, swept, unmoved
+from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort, solve_intervals
+from lp_jax._solvers._windows import slide
+
+
+@register("rtol", "atol")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picard(Solver):
+    r"""Fixed-point sweeps over all layers at once.
+
+    With the increment :math:`D_n(y) = \Phi_n(y) - y` of layer n, a sweep is
+    :math:`y_n \leftarrow y_0 + \sum_{i<n} D_i(y_i)`: one batched evaluation and a prefix sum, no sequential chain. The
+    error after s sweeps is about :math:`(L T)^s / s!`, L the Lipschitz constant of the right-hand side; after N sweeps
+    it is zero. Its work per sweep is that of one serial propagation, its depth that of one layer.
+
+    As a solver it sweeps over all N layers, forward or adjoint. As ``coarse_step`` of `MGRIT` it sweeps over the layers
+    of each interval, a fixed number of times.
+
+    Args:
+        sweeps: number of sweeps; with a tolerance their largest number. 0, as a coarse step only, is `Identity`.
+        windows: number of windows that the layers are cut into: all sweeps but the last go over one window after the other,
+            each from the state that leaves the one before; the last one goes over all layers. With W windows a sweep sees a
+            W-th of the time, so that fewer are enough, a W-th of the layers is evaluated at once, and W (sweeps - 1) + 1
+            evaluations wait for each other. Windows are solved one by one on several workers, too. With a tolerance one window
+            of a W-th of the layers slides: converged layers leave it, later ones enter, in W (sweeps - 1) sweeps at most.
+        rtol: stop when the residual norm is at most this times the first one.
+        atol: stop when the residual norm is at most this.
+        fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
+            residual norm has grown by ten) or that gets no further is given up at once.
+        secant: whether a sweep also learns how the layers answer a change: :math:`y_{n+1} \leftarrow \Phi_n(u_n) +
+            (1 + a) (y_n - u_n)` for the states u of the sweep before, with one slope a in [-1, 0] for all layers, that of the
+            last two sweeps. Plain sweeps have a = 0. Chains that contract, such as a GRU, take a quarter of the sweeps; others
+            take as many.
+        around: where a coarse step takes its increments: "start", the state that enters the interval, or "trajectory",
+            the states of the last relaxation, shifted by the change of the state that enters. The latter is more
+            accurate far from an ODE and stores all states.
+        storage: what the adjoint finds, of a solver: "all" (what a scan's gradient keeps; no layer is evaluated again), or
+            "states" (no more than these; each layer is linearised again in every sweep).
+        at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
+            or "auto": by what a layer holds. Numbers change by rounding only.
+
+    Raises:
+        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, for windows with less than one
+            sweep, or two with a tolerance, and for ``secant`` with windows or in a coarse step.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> lp_jax.solve(step, jnp.ones(8), jnp.ones(()), solver=lp_jax.Picard(sweeps=8)).y1.round(4)
+        Array(2.5658, dtype=float32)
+
+    Reference:
+        Gander, "50 years of time parallel time integration", 2015, section 2.1 (Picard-Lindeloef, waveform relaxation).
+    """
+
+    sweeps: int = 2
+    windows: int = 1
+    rtol: float | jax.Array | None = None
+    atol: float | jax.Array | None = None
+    fallback: bool = False
+    secant: bool = False
+    around: str = "start"
+    storage: str = "all"
+    at_once: int | float | str = "auto"
+
+    def __post_init__(self) -> None:
+        _check.integer("sweeps", self.sweeps, least=0)
+        _check.integer("windows", self.windows, least=1)
+        if self.windows > 1 and self.sweeps < 1 + self.has_tolerance:
+            least = "2 with a tolerance" if self.has_tolerance else "1"
+            raise ValueError(f"Picard(windows={self.windows}) takes at least {least} sweeps; got sweeps={self.sweeps}.")
+        if self.windows > 1 and self.secant:
+            raise ValueError(f"Picard(secant=True) sweeps over all layers; got windows={self.windows}. Leave one out.")
+        _check.one_of("around", self.around, ("start", "trajectory"))
+        _check.one_of("storage", self.storage, ("states", "all"))
+        check_at_once("at_once", self.at_once)
+        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
+
+    @property
+    def iterations(self) -> int:
+        return self.sweeps
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.storage == "all"
+
+    def resolve(self, steps: int, *, warm: bool = False) -> Solver:
+        if self.sweeps == 0:
+            raise ValueError(
+                "solver=Picard(sweeps=0) does nothing: it is a coarse step, the identity. Use sweeps of at least 1, or "
+                "MGRIT(coarse_step=Identity())."
+            )
+        if warm and self.windows > 1:
+            raise ValueError(
+                f"guess is not used by Picard(windows={self.windows}), whose windows start from the state that leaves the "
+                "one before. Leave the guess out, or set windows=1."
+            )
+        return self
+
+    def unit(self, steps: int) -> int:
+        return -(-steps // self.windows) if self.windows > 1 else 1
+
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        level = levels[0]
+        if self.windows == 1:
+            begin = Swept(constant(level, None), level.y0) if guess is None else swept(level, guess)
+            return Start(unmoved(begin) if self.secant else begin)
+        if level.number > 0:
+            raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
+        if self.has_tolerance:
+            size = self.unit(level.workers.total(level.span))
+            slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
+            return Start(swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+        return Start(swept(level, self._march(level)), self.sweeps - 1)
+
+    def _march(self, level: Level) -> Points:
+        """The states after every step, window after window."""
+        size = self.unit(level.workers.total(level.span))
+        alone = Local(layers=size, held=(size,), processor=level.workers.processor)
+
+        def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
+            xs, rhs = operands
+            inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=alone)
+            at = Swept(constant(inside, None), u)
+            for _ in range(self.sweeps - 1):
+                at, _ = self.improve((inside,), at)
+            return at.last, (at.last, at.points(inside))
+
+        windows = _tree.split((level.xs, level.rhs), size)
+
+        def run(y0: State) -> tuple[CPoints, Points]:
+            return lax.scan(window, y0, windows, reverse=level.reverse)[1]
+
+        _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
+        return _tree.merge(points)
+
+    def improve(self, levels: Sequence[Level], u: Swept) -> tuple[Swept, Scalar]:
+        return (secant_sweep if self.secant else plain_sweep)(levels[0], u)
+
+    def c_points(self, levels: Sequence[Level], u: Swept) -> CPoints:
+        return u.points(levels[0])
+
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+        return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        if self.windows > 1:
+            return solve_intervals(self, chain, level, span)
+        require_fixed_effort(self)
+        if self.secant:
+            raise ValueError(f"coarse_step={self!r} would depend on the sweeps before it; leave secant out.")
+        xs, step = _tree.split(chain.slices, span), chain.step(level)
+        if self.sweeps == 0:
+            return Identity().coarsen(chain, level, span, at_once=at_once)
+
+        def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
+            x, states = x
+            return self._interval(step, u, x, states, shared, at_once=at_once)
+
+        def around(xs: PyTree, states: Points) -> PyTree:
+            return (xs[0], states)
+
+        return Coarse(solve_interval, (xs, None), around if self.around == "trajectory" else None)
+
+    def _interval(
+        self,
+        step: SliceStep,
+        u: State,
+        xs: PyTree,
+        states: State | None,
+        shared: PyTree,
+        *,
+        at_once: int,
+    ) -> State:
+        """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
+        if states is None:
+            incoming = _tree.repeat(u, _tree.leading(xs))
+        else:  # moved by the change of the state that enters
+            incoming = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
+
+        def increment(y: State, x: PyTree) -> State:
+            return _tree.sub(step(y, x, shared), y)
+
+        size = chunk(_tree.leading(xs), at_once)
+        if size == 1:  # with one increment at a time nothing but the total is kept for the transpose
+
+            def one(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
+                return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
+
+            for _ in range(self.sweeps - 1):
+                incoming = lax.scan(one, _tree.wide(u), (incoming, xs))[1]
+            return _tree.narrow(lax.scan(one, _tree.wide(u), (incoming, xs))[0], u)
+
+        increments = several(increment, size)
+
+        def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
+            before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
+            return total, before
+
+        def last(total: State, operands: tuple[Points, PyTree]) -> tuple[State, None]:
+            return _tree.add(total, _tree.total(increments(*operands))), None
+
+        for _ in range(self.sweeps - 1):
+            incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
+        return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)
+
+
+DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)
+ADJOINT_DEFAULT = Picard(sweeps=32, rtol=1e-2, fallback=True)
+"""What solves where no solver is named: sweeps to a tolerance, and serial propagation where they do not meet it."""
+
+
+def or_default(solver: Solver | None, adjoint_solver: Solver | None) -> tuple[Solver, Solver | None]:
+    """The solvers that are named, and the default where none is."""
+    if solver is None:
+        return DEFAULT, ADJOINT_DEFAULT if adjoint_solver is None else adjoint_solver
+    return solver, adjoint_solver

@@ -1,0 +1,136 @@
+"""Sweeps over all steps of a level: plain ones, and those with a slope that earlier ones have taught."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import chunk, in_chunks, several
+from lp_jax._arrays._types import Points, PyTree, Scalar, State
+from lp_jax._levels._level import Level
+from lp_jax._levels._sweep import single, sweep
+
+
+class Swept(NamedTuple):
+    """What sweeps work on: the states that enter the layers, ``(n, ...)``, and the one that leaves this worker's last.
+
+    Sums of increments are these states: nothing has to be shifted by a layer between two sweeps.
+
+    Attributes:
+        entering: states that enter the layers.
+        last: the state that leaves the last one.
+        change: of a secant sweep, how the last one changed the states that enter the layers; else None.
+        slope: of a secant sweep, the slope that it took; else None.
+    """
+
+    entering: Points
+    last: State
+    change: Points | None = None
+    slope: Scalar | None = None
+
+    def points(self, level: Level) -> Points:
+        """The states that leave the layers."""
+
+        def leaf(x: jax.Array, last: jax.Array) -> jax.Array:
+            if not x.shape[0]:
+                return x
+            return jnp.concatenate([last[None], x[:-1]] if level.reverse else [x[1:], last[None]])
+
+        return jax.tree.map(leaf, self.entering, self.last)
+
+
+def swept(level: Level, points: Points) -> Swept:
+    """From the states that leave the layers."""
+    edge = 0 if level.reverse else -1
+    last = jax.tree.map(lambda x, y: x[edge] if x.shape[0] else y, points, level.y0)
+    return Swept(level.incoming(points), last)
+
+
+def plain_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
+    """Evaluate every step and add their increments up; also this worker's squared residuals before."""
+    if chunk(level.steps, level.at_once) < level.steps:
+        return _by_chunks(level, u)
+    stepped, _ = sweep(level, u.entering)
+    entering, last = level.workers.prefix_sums(_tree.sub(stepped, u.entering), level.y0, reverse=level.reverse)
+    return Swept(entering, last), _tree.sum_of_squares(_tree.sub(stepped, u.points(level)))
+
+
+def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
+    """A sweep over so many layers at once as the level says, and as many after these.
+
+    Increments are added up, and residuals squared, on the way: the states of all layers pass through memory once, not four
+    times. A layer's residual is known when its successor's entering state is.
+    """
+    first, n = level.workers.active == 1, level.steps
+    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
+    if not n:
+        return u, jnp.zeros((), dtype)
+    size = chunk(n, level.at_once)
+    stepped_from = several(single(level), size)
+
+    def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
+        """Squares of what each layer's predecessor leaves, less what enters it."""
+        one = before[None]
+        left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
+        squares = jnp.square(jnp.abs(left - entering)).astype(dtype)
+        return total + _tree.padded(squares, len(total) - len(left))
+
+    def layers(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
+        total, squares, before = carry
+        stepped, _ = stepped_from(*operands)
+        squares = jax.tree.map(square, squares, before, stepped, operands[0])
+        entering, total = _tree.prefix_sums(_tree.sub(stepped, operands[0]), total, reverse=level.reverse)
+        return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
+
+    start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
+    squares = _tree.zeros_like(_tree.repeat(start, size), dtype)  # of each number: sums take time
+    entered = _tree.take(u.entering, -1 if level.reverse else 0)
+    operands = u.entering, (level.xs, level.rhs)
+    carry = start, squares, entered
+    (total, squares, stepped), entering = in_chunks(layers, carry, operands, size, reverse=level.reverse)
+    squares = [jnp.sum(x) for x in jax.tree.leaves(squares)]
+    squares.append(_tree.sum_of_squares(_tree.sub(stepped, u.last)).astype(dtype))
+    if not first:
+        before = _tree.add(_tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse))
+        entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
+        total = _tree.add(total, before)
+    return Swept(entering, _tree.narrow(total, level.y0)), sum(squares[1:], squares[0])
+
+
+def unmoved(u: Swept) -> Swept:
+    """The start of secant sweeps, the first of which is a plain one."""
+    slope = _tree.varying(jnp.zeros((), _tree.real_dtype(u.last, at_least=jnp.float32)), u)
+    return u._replace(change=_tree.zeros_like(u.entering), slope=slope)
+
+
+def secant_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
+    """Evaluate every step, and propagate through ``y -> Phi(u) + (1 + slope) (y - u)`` instead.
+
+    If the states u changed by d, with slope s, then Phi(u) - Phi(u - d) is (1 + s) d plus the residuals. So the slope that
+    fits best is s + <residuals, d> / <d, d>.
+    """
+    workers = level.workers
+    stepped, _ = sweep(level, u.entering)
+    residuals = _tree.sub(stepped, u.points(level))
+    along, squared = workers.sum((_tree.inner(residuals, u.change), _tree.sum_of_squares(u.change)))
+    slope = jnp.clip(u.slope + along / jnp.where(squared > 0, squared, 1), -1, 0)
+    slope = jnp.where(jnp.isfinite(slope), slope, 0)
+    factor = 1 + slope
+    increments = jax.tree.map(lambda f, y: f - factor.astype(f.dtype) * y, stepped, u.entering)
+    entering, last = workers.prefix_sums(increments, level.y0, reverse=level.reverse, factor=factor)
+    change = _tree.sub(entering, u.entering)
+    if workers.padded and not level.reverse and level.steps:
+        entering, last, change = _held(level, entering, last, change)
+    return Swept(entering, last, change, slope), _tree.sum_of_squares(residuals)
+
+
+def _held(level: Level, entering: Points, last: State, change: Points) -> tuple[Points, State, Points]:
+    """In all slots behind the last layer the state that leaves it, and no change."""
+    n, workers = level.steps, level.workers
+    end = jnp.asarray(jnp.clip(workers.total(level.span) - workers.start(level.span), 0, n), jnp.int32)
+    number = jnp.arange(n, dtype=jnp.int32)
+    last = jax.tree.map(lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last)
+    entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
+    change = jax.tree.map(lambda x: jnp.where((number < end).reshape(n, *[1] * (x.ndim - 1)), x, 0), change)
+    return entering, last, change

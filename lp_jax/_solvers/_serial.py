@@ -1,0 +1,96 @@
+"""Serial propagation: the oracle and the baseline."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._pytree import register
+from lp_jax._arrays._types import Advance, CPoints, PyTree, Stacked, State
+from lp_jax._levels._chain import Chain
+from lp_jax._levels._level import Level
+from lp_jax._levels._sweep import march
+from lp_jax._solvers._solver import Solver, Start
+
+
+@register()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serial(Solver):
+    """One layer after another, a ``lax.scan``; exact, and differentiated by JAX itself.
+
+    A recurrent network (all weights in ``shared``, the inputs in ``data``) has a gradient of its own on one accelerator,
+    unless there are checkpoints: that of the weights is one contraction over all steps, instead of a sum that grows by one
+    step at a time. Only reverse mode is defined there. On a CPU the sum is faster, as its terms stay in the cache.
+
+    Args:
+        checkpoint_every: keep the state at every so many layers only, and recompute the others for the gradient.
+            None keeps what ``jax.grad`` of a scan keeps.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.Serial(checkpoint_every=16)
+        Serial(checkpoint_every=16)
+    """
+
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every is not None:
+            _check.integer("checkpoint_every", self.checkpoint_every, least=1)
+
+    @property
+    def iterations(self) -> int:
+        return 0
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.checkpoint_every is None
+
+    def stride(self, steps: int) -> int:
+        return min(self.checkpoint_every or 1, steps)
+
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        return (chain.finest(self.stride(chain.total), at_once=1),)
+
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        return Start(None)
+
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+        return march(levels[0], advance=advance)
+
+
+def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, Any]]:
+    """A ``lax.scan`` over the layers, to be differentiated by JAX.
+
+    Returns:
+        The last state, and stacked over the layers: the states after each, and aux.
+    """
+    unroll, layer = chain.workers.processor.unrolled(chain.footprint), chain.layer(0)
+
+    def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
+        u, aux = layer(u, x, chain.shared)
+        return u, (u, aux)
+
+    if checkpoint_every is None or checkpoint_every >= chain.steps:
+        return lax.scan(body, chain.y0, chain.slices, unroll=unroll)
+    size, n = checkpoint_every, chain.steps
+
+    @jax.checkpoint
+    def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, Any]]:
+        return lax.scan(body, u, xs, unroll=unroll)
+
+    full = n - n % size
+    u, out = lax.scan(segment, chain.y0, _tree.split(jax.tree.map(lambda x: x[:full], chain.slices), size))
+    out = _tree.merge(out)
+    if full < n:
+        u, rest = segment(u, jax.tree.map(lambda x: x[full:], chain.slices))
+        out = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
+    return u, out

@@ -1,0 +1,306 @@
+"""Solvers: settings and a few small methods on the levels of a chain; and the one driver of their iterations.
+
+`Solver` and `CoarseStep` are the doors through which a method from outside comes in. The built-in ones use no other.
+"""
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._renamed import register_old_methods, warn_renamed
+from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
+from lp_jax._levels._chain import Chain
+from lp_jax._levels._level import Level
+from lp_jax._levels._result import DONE, FELL_BACK, of_norms
+from lp_jax._levels._sweep import march, sweep
+from lp_jax._levels._tolerance import ROUNDING, believed, hopeless, rounding
+from lp_jax._solvers._coarse_step import OLD_METHODS, Coarse, CoarseStep
+
+
+class Start(NamedTuple):
+    """Where the iterations of a solver begin.
+
+    Attributes:
+        state: what `Solver.improve` iterates on: C-points, or whatever holds them.
+        spent: number of iterations that this start cost.
+        taken: number of iterations that are reported for it, where that depends on the data.
+        first: first residual norm, where the start measured it; else it is that of the first iteration.
+        recovers: whether iterations go on from a residual norm that is not finite.
+    """
+
+    state: Any
+    spent: int = 0
+    taken: jax.Array | None = None
+    first: Scalar | None = None
+    recovers: bool = False
+
+
+class Needs(NamedTuple):
+    """Evaluations of a solver, those of the step on states like ``y0`` apart. All are traced before the solve.
+
+    Attributes:
+        transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
+        steps: other steps of the user's.
+        averaged_axes: number of leading axes of examples, where the step is evaluated for one at their mean, too; else 0.
+    """
+
+    transfers: Sequence[Transfer | None] = ()
+    steps: tuple[Callable, ...] = ()
+    averaged_axes: int = 0
+
+
+class Solver(CoarseStep):
+    """Solves a chain of layers, forward or adjoint, without knowing which.
+
+    A subclass is a frozen, keyword-only dataclass and a pytree (`lp_jax.register`): tolerances and weights are leaves,
+    all else is structure. It has a field or property `iterations` and a method `improve`; all else has a default. On a
+    level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``. A solver with fixed effort also stands in
+    for the coarse steps of `MGRIT`.
+
+    Attributes:
+        rtol: stop when the residual norm is at most this times the first one that was measured; None: no such test.
+        atol: stop when the residual norm is at most this; None: no such test.
+        fallback: whether the layers are propagated serially where the tolerance is not met.
+        at_once: number of layers that a worker evaluates at once, or "auto".
+    """
+
+    rtol: Any = None
+    atol: Any = None
+    fallback: Any = False
+    at_once: Any = "auto"
+
+    @classmethod
+    def _adapt_old_methods(cls) -> None:
+        register_old_methods(cls, OLD_METHODS)
+        target: Any = cls
+        own = vars(target)
+        if callable(own.get("start")) and "init" not in own:
+            warn_renamed(f"{cls.__name__}.start(levels, guess)", "init, which returns a lp_jax.Start,", stacklevel=4)
+            target.init = lambda self, levels, guess: Start(*self.start(levels, guess))
+        if callable(own.get("grid")) and "stride" not in own:
+            warn_renamed(f"{cls.__name__}.grid(steps)", "stride(steps)", stacklevel=4)
+            target.stride = lambda self, steps: self.grid(steps)[0][1]
+            target.unit = lambda self, steps: math.prod(factor for _, factor in self.grid(steps))
+
+    @property
+    @abc.abstractmethod
+    def iterations(self) -> int:
+        """Number of iterations, or their cap where there is a tolerance. 0 of a solver that is all in its final sweep."""
+
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        """Return where the iterations begin: by default at the guess, or at ``y0`` at every C-point."""
+        return Start(constant(levels[0], guess))
+
+    def improve(self, levels: Sequence[Level], state: Any) -> tuple[Any, Scalar]:
+        """Make one iteration.
+
+        Args:
+            levels: of `discretize`, finest first.
+            state: as `init` begins with: by default C-points of ``levels[0]``, leaves ``(intervals, ...)``.
+
+        Returns:
+            The new state, and this worker's sum of squared residuals (`lp_jax.sum_of_squares`) before they were corrected.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has iterations, and needs a method `improve` that makes one.")
+
+    def c_points(self, levels: Sequence[Level], state: Any) -> CPoints:
+        """Return the C-points that a state holds: by default it is these."""
+        return state
+
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+        """Make the final sweep.
+
+        Returns:
+            The last C-points, and what ``advance`` emitted at each step of the finest level.
+        """
+        return sweep(levels[0], levels[0].incoming(u), advance=advance)
+
+    def stride(self, steps: int) -> int:
+        """Return the number of layers between two C-points of the finest level, in a network of ``steps`` layers."""
+        return 1
+
+    def unit(self, steps: int) -> int:
+        """Return the number of layers that must live on one worker: by default those between two C-points."""
+        return self.stride(steps)
+
+    def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        """Return the levels that the solver works on, finest first: by default one, with intervals of `stride` layers."""
+        return (chain.finest(self.stride(chain.total), at_once=chain.at_once(self.at_once)),)
+
+    def needs(self, steps: int) -> Needs:
+        """Return what the solver evaluates in a network of ``steps`` layers: by default nothing but the step."""
+        return Needs()
+
+    def resolve(self, steps: int, *, warm: bool = False) -> "Solver":
+        """Return the solver for a network of ``steps`` layers, and refuse settings that cannot solve it.
+
+        Args:
+            steps: number of layers.
+            warm: whether a trajectory is given as ``guess``, where the solver has to start.
+        """
+        return self
+
+    def for_adjoint(self) -> "Solver":
+        """Return the solver of the adjoint system, which is linear, where no other one is named."""
+        return self
+
+    @property
+    def exact(self) -> bool:
+        """Whether the states are those of serial propagation, whatever the settings."""
+        return False
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the forward solve leaves all states to the adjoint, or only one per interval."""
+        return False
+
+    @property
+    def has_tolerance(self) -> bool:
+        """Whether iterations end when a tolerance is met."""
+        return self.rtol is not None or self.atol is not None
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        return solve_intervals(self, chain, level, span)
+
+
+WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}
+"""Fields of a solver that makes a fixed number of iterations."""
+
+
+def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coarse:
+    """``solver``, run on the layers of each interval, as the steps of a coarse level."""
+    require_fixed_effort(solver)
+    solver = solver.resolve(span)
+
+    def through(u: State, xs: Slices, shared: PyTree) -> State:
+        levels = solver.discretize(chain.interval(level, xs, shared, u, solver.unit(span)))
+        return levels[0].last(run(solver, levels))
+
+    return Coarse(through, _tree.split(chain.slices, span))
+
+
+def require_fixed_effort(solver: Solver) -> None:
+    """Refuse tolerances where a solver must be a function of the state."""
+    if solver.has_tolerance:
+        raise ValueError(
+            f"coarse_step={type(solver).__name__}(...) got a tolerance, rtol={solver.rtol}, atol={solver.atol}; a coarse "
+            "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."
+        )
+
+
+def constant(level: Level, guess: CPoints | None) -> CPoints:
+    """The guess, or ``y0`` at every C-point."""
+    return _tree.repeat(level.y0, level.intervals) if guess is None else guess
+
+
+NOT_MEASURED = -1.0
+"""In the place of a residual norm that was not taken."""
+
+
+class Stats(NamedTuple):
+    """What a solve measured.
+
+    Attributes:
+        iterations: number of cycles (of sweeps, for `Picard`) that were done, an int32 scalar.
+        residual_norms: 2-norm of the residual over the C-points of the finest level, all leaves of the state and the
+            whole batch, taken during each cycle after its pre-relaxation and before its coarse correction. Fixed
+            length; -1 (`NOT_MEASURED`), which no norm is, for a skipped down-cycle and for cycles that were not needed.
+        result: how it ended, an int32 code; 0 is done as asked, `RESULTS` has the messages.
+    """
+
+    iterations: jax.Array
+    residual_norms: jax.Array
+    result: jax.Array
+
+    def __repr__(self) -> str:
+        """In few words, where these are numbers: not under a transformation, nor of a batch of solves."""
+        if isinstance(self.iterations, jax.core.Tracer) or jnp.ndim(self.iterations) != 0:
+            return f"Stats(iterations={self.iterations}, residual_norms={self.residual_norms})"
+        norms = [float(norm) for norm in self.residual_norms]
+        while norms and norms[-1] < 0:  # iterations that were not needed
+            norms.pop()
+        shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:_MOST_NORMS]]
+        more = ["..."] if len(norms) > _MOST_NORMS else []
+        return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown + more)}])"
+
+
+_MOST_NORMS = 12  # that are told
+
+
+def run(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
+    """Return the C-points of the solution, with nothing measured."""
+    u, _ = iterate(solver, levels, guess)
+    return solver.finish(levels, u, None)[0]
+
+
+def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
+    """Run ``solver`` on ``levels``, to a fixed number of iterations or to a tolerance.
+
+    Args:
+        solver: gives the start, one iteration, the number of iterations and the tolerances.
+        levels: finest first.
+        guess: C-points, leaves ``(intervals, ...)``, or None for the solver's own start.
+
+    Returns:
+        The C-points, and what was measured; its result does not look at the states.
+    """
+    workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
+    state, spent, reported, first, recovers = solver.init(levels, guess)
+    taken = spent if reported is None else reported
+    cycles = solver.iterations - spent
+    least, floor = rounding(levels[0]), ROUNDING * rounding(levels[0])
+
+    def stats(iterations: Any, norms: jax.Array, met: jax.Array | bool) -> Stats:
+        norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
+        return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, floor))
+
+    if cycles <= 0:
+        u, found = solver.c_points(levels, state), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
+        if not solver.fallback:
+            return u, found
+        return march(levels[0])[0], found._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
+    if not solver.has_tolerance:
+        state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
+        norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
+        return solver.c_points(levels, state), stats(solver.iterations, norms, True)
+
+    atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
+
+    most = believed(levels[0]).astype(dtype) if spent and first is None else jnp.inf
+
+    def tolerance(norms: jax.Array) -> jax.Array:
+        reference = jnp.minimum(norms[0] if first is None else first, most)
+        asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * reference)
+        return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
+
+    def unfinished(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+        _, k, norms = carry
+        last, limit = norms[k - 1], tolerance(norms)
+        # a NaN stops a solve that would keep it
+        wanted = ~(last <= limit) if recovers and not solver.fallback else last > limit
+        if solver.fallback:
+            wanted &= ~hopeless(norms, k)
+        return (k < cycles) & ((k == 0) | wanted)
+
+    def body(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        state, k, norms = carry
+        state, squares = solver.improve(levels, state)
+        return state, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
+
+    begin = jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)
+    state, k, norms = lax.while_loop(unfinished, body, (state, *_tree.varying(begin, (state, levels[0].y0))))
+    u, met = solver.c_points(levels, state), norms[k - 1] <= tolerance(norms)
+    if not solver.fallback:
+        return u, stats(k + taken, norms, met)
+    met |= norms[k - 1] <= floor
+    # a loop of one turn at most: under vmap a cond would propagate serially whether one has to or not
+    u, _ = lax.while_loop(
+        lambda carry: ~carry[1], lambda _: (march(levels[0])[0], _tree.varying(jnp.asarray(True), met)), (u, met)
+    )
+    return u, stats(k + taken, norms, met)._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
