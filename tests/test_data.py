@@ -11,6 +11,7 @@ import pytest
 from data_files import CODES, MNIST, PAGE, idx, mnist, ragged, refused, run_page, same, write
 
 from lp_jax import data
+from lp_jax.data import contrib
 
 
 def images(count=20, rows=4, columns=3):
@@ -107,7 +108,7 @@ def test_damaged_gzip_is_refused(tmp_path):
         refused(f"{path}: cannot be read (", data.read_idx, path)
 
 
-@pytest.mark.parametrize("read", [data.read_idx, data.read_conllu, data.read_ts, data.read_off, data.characters])
+@pytest.mark.parametrize("read", [data.read_idx, data.read_conllu, data.read_ts, contrib.read_off, data.characters])
 def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path, read):
     refused(f"{tmp_path / 'nowhere'}: cannot be read (No such file or directory)", read, tmp_path / "nowhere")
     refused(f"{tmp_path}: cannot be read (Is a directory)", read, tmp_path)
@@ -194,7 +195,7 @@ def test_batches_keep_samples_lengths_and_labels_together():
 
 BATCHES = functools.partial(data.batches, data=(np.arange(5),), batch_size=2, seed=0, epoch=0)
 BUCKETED = functools.partial(data.bucketed, data=ragged(), batch_size=10, seed=0, epoch=0)
-VOXELIZE = functools.partial(data.voxelize, vertices=np.eye(3), faces=np.array([[0, 1, 2]]))
+VOXELIZE = functools.partial(contrib.voxelize, vertices=np.eye(3), faces=np.array([[0, 1, 2]]))
 FIVE, FOUR = np.arange(5), np.arange(4)
 
 
@@ -229,10 +230,10 @@ FIVE, FOUR = np.arange(5), np.arange(4)
         (data.peaks, {"samples": 10.0}, "samples must be an integer"),
         (data.peaks, {"classes": 1}, "classes must be at least 2; got 1"),
         (data.peaks, {"seed": -1}, "seed must be at least 0; got -1"),
-        (data.indian_pines, {"folder": "nowhere", "seed": 0.5}, "seed must be an integer"),
-        (data.tiny_imagenet, {"folder": "nowhere", "per_class": 0}, "per_class must be at least 1; got 0"),
-        (data.modelnet, {"folder": "nowhere", "size": 0}, "size must be at least 1; got 0"),
-        (data.modelnet, {"folder": "nowhere", "margin": 0.5}, "margin must be an integer"),
+        (contrib.indian_pines, {"folder": "nowhere", "seed": 0.5}, "seed must be an integer"),
+        (contrib.tiny_imagenet, {"folder": "nowhere", "per_class": 0}, "per_class must be at least 1; got 0"),
+        (contrib.modelnet, {"folder": "nowhere", "size": 0}, "size must be at least 1; got 0"),
+        (contrib.modelnet, {"folder": "nowhere", "margin": 0.5}, "margin must be an integer"),
         (data.gum, {"folder": "nowhere", "task": "xpos"}, "task must be 'upos' or 'feats'; got 'xpos'"),
         (data.gum, {"folder": "nowhere", "longer": "drop"}, "longer must be 'split' or 'cut' or 'refuse'; got 'drop'"),
         (data.gum, {"folder": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
@@ -264,10 +265,10 @@ def test_senseless_arguments_are_refused_at_once(call, options, message):
     ("package", "load"),
     [
         ("sklearn.datasets", lambda folder: data.digits()),
-        ("scipy.io", data.indian_pines),
-        ("PIL.Image", data.tiny_imagenet),
+        ("scipy.io", contrib.indian_pines),
+        ("PIL.Image", contrib.tiny_imagenet),
         ("conllu", data.read_conllu),
-        ("trimesh", data.read_off),
+        ("trimesh", contrib.read_off),
     ],
 )
 def test_without_a_package_the_extra_is_named(monkeypatch, package, load):
@@ -277,8 +278,9 @@ def test_without_a_package_the_extra_is_named(monkeypatch, package, load):
 
 
 def test_the_page_names_every_loader():
-    for name in (name for name in vars(data) if not name.startswith("_") and callable(getattr(data, name))):
-        assert f"`{name}" in PAGE, name
+    for package, prefix in ((data, ""), (contrib, "contrib.")):
+        names = [name for name in vars(package) if not name.startswith("_") and callable(getattr(package, name))]
+        assert not [name for name in names if f"`{prefix}{name}" not in PAGE]
 
 
 @pytest.mark.parametrize("package", ["optax", "grain"])
