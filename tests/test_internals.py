@@ -70,7 +70,7 @@ def test_the_drawing_is_the_traceback():
 
 def test_the_tour_is_of_ten_short_files():
     tour = PAGE.read_text().partition("## A tour of ten files")[2].partition("\n## ")[0]
-    files = re.findall(r"^\| *\d+ *\| `(_\w+\.py)`", tour, flags=re.MULTILINE)
+    files = re.findall(r"^\| *\d+ *\| `([\w/]+\.py)`", tour, flags=re.MULTILINE)
     assert len(files) == len(set(files)) == 10
     assert all(len((PACKAGE / file).read_text().splitlines()) <= 300 for file in files)
 
