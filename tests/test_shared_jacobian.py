@@ -246,6 +246,12 @@ def test_another_step_that_is_none_is_refused():
         lp_jax.solve(step, None, jnp.ones((BATCH, WIDTH)), shared=weights(), data=inputs(), solver=lp_jax.Newton(
             batch_axes=1, jacobian_of=lambda y, layer: y[0]
         ))  # fmt: skip
+    problem = lp_jax.scanned(
+        lambda h, x: (0.5 * jnp.tanh(h + x), None), jnp.zeros((BATCH, WIDTH)), jnp.ones((N, BATCH, WIDTH))
+    )
+    body = lp_jax.Newton(batch_axes=1, jacobian_of=lambda h, x: (h + x, None))
+    with pytest.raises(TypeError, match=r"a scan's body belongs to lp_jax\.scan"):
+        problem.solve(solver=body)
     with pytest.raises(TypeError, match="jacobian_of must be a function of the form of the step; got 'full'"):
         lp_jax.Newton(jacobian_of="full")
     with pytest.raises(ValueError, match="Leave jacobian_of out"):
