@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = ["_arrays", "_comms", "_levels", "_solvers", "_programs", "core"]
-"""The house, from the ground up: a module imports from its own floor and from those below. "core", the modules directly in lp_jax,
-is what users call."""
+"""The house, from the ground up: a module imports from its own floor and from those below. "core" is the modules directly
+in lp_jax, what users call."""
 
 # What a package may import besides itself. "lp_jax" is the names that it exports.
 LAYERS = {

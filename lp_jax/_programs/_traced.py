@@ -179,8 +179,8 @@ class _Tracing:
             error.add_note(_inputs.called(step.step, u, x.params))
             if step.step is not problem.step:
                 raise TypeError(
-                    f"jacobian_of={step.step!r} cannot be called as the step is, (y, layer). Give it the form of the step; a scan's "
-                    "body belongs to lp_jax.scan(..., solver=Newton(jacobian_of=body))."
+                    f"jacobian_of={step.step!r} cannot be called as the step is, (y, layer). Give it the form of the step; a "
+                    "scan's body belongs to lp_jax.scan(..., solver=Newton(jacobian_of=body))."
                 ) from error
             raise
         self.programs.append(closed.jaxpr)
