@@ -18,7 +18,7 @@ from lp_jax._outer import has_few
 from lp_jax._picard import or_default
 from lp_jax._program import Program, kept
 from lp_jax._solver import Solver
-from lp_jax._step import Hoisted, LayerStep, Signature, signature
+from lp_jax._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
 from lp_jax._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step
 
 
@@ -181,7 +181,7 @@ class _Tracing:
         problem.comm.check_closed_over(closed.consts)
         step = dataclasses.replace(step, structure=jax.tree.structure(out))
         if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
-            return step, None
+            return dataclasses.replace(step, in_place=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:
             known = [i for i, c in enumerate(self.closed_over) if c is constant]
