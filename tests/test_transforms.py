@@ -200,3 +200,38 @@ def test_every_solver_under_the_checks_of_jax(settings):
     command = [sys.executable, "-c", CHECKED]
     ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
     assert ran.stdout.count("ok") == 9, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("rule", ("vjp", "jvp"))
+def test_a_rule_within_the_step_may_use_values_of_the_step(rule):
+    """Its code then runs wherever a solve has the step; the program of another trace would not know these values."""
+
+    def plain(y, layer):
+        return y + layer.dt * jnp.cos(layer.t) * jnp.tanh(y)
+
+    def ruled(y, layer):
+        def slope(y):
+            return 1 + layer.dt * jnp.cos(layer.t) / jnp.cosh(y) ** 2
+
+        def call(y):
+            return plain(y, layer)
+
+        if rule == "vjp":
+            f = jax.custom_vjp(call)
+            f.defvjp(lambda y: (call(y), y), lambda y, cotangent: (cotangent * slope(y),))
+        else:
+            f = jax.custom_jvp(call)
+            f.defjvp(lambda y, t: (call(*y), t[0] * slope(*y)))
+        return f(y)
+
+    def gradient(step, solver):
+        params = jnp.zeros(16)
+        return jax.grad(lambda y: jnp.sum(lp_jax.solve(step, params, y, solver=solver).y1))(jnp.linspace(0.1, 1, 3))
+
+    exact = gradient(plain, lp_jax.Serial())
+    inject = lp_jax.Rediscretize("inject")
+    for solver in (
+        lp_jax.MGRIT(iterations=8, coarse_step=inject, at_once=1),
+        lp_jax.Picard(sweeps=16, storage="states", at_once=1),
+    ):
+        np.testing.assert_allclose(gradient(ruled, solver), exact, rtol=1e-10)

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._outer import with_few_terms
+from lp_jax._arrays._products import inside
 from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step
 from lp_jax._programs import _inputs
 
@@ -48,6 +50,7 @@ class LayerStep:
         terms: products of at most ``terms`` rows have the gradient of their weight as a sum of outer products; 0 for none.
         layers: number of layers, where slots may lie beyond the last one; None where every slot is a layer.
         hoisted: the program for every state, where the step closes over traced values.
+        in_place: whether its code must run wherever the step stands: see `needs_its_trace`.
     """
 
     step: Step
@@ -57,6 +60,7 @@ class LayerStep:
     terms: int = 0
     layers: int | None = None
     hoisted: tuple[tuple[Signature, Hoisted], ...] = ()
+    in_place: bool = False
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> Any:
         params, shared, data = _tree.with_fresh_keys((x.params, shared, x.data))
@@ -67,16 +71,45 @@ class LayerStep:
 
     def advance(self, u: State, x: Slices, shared: Shared) -> tuple[State, PyTree]:
         """``(u_next, aux)``; aux is None for a step that has none. The identity on a slot beyond the last layer."""
-        if self.hoisted:
-            hoisted = dict(self.hoisted)[signature(u)]
-            constants: Sequence[Any] = [shared[1][i] for i in hoisted.positions]
-            program = core.ClosedJaxpr(hoisted.jaxpr, _tree.with_fresh_keys(constants))
+        if self.in_place:
+            out = self(u, x, shared[0])
         else:
-            with jax.sharding.use_abstract_mesh(
-                jax.sharding.get_abstract_mesh()
-            ):  # None and an empty one are two to JAX
-                program = jax.make_jaxpr(self)(u, x, shared[0])
-        evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
-        out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
+            with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):  # to JAX, None is not an empty mesh
+                program = self._of_hoisted(u, shared[1]) if self.hoisted else jax.make_jaxpr(self)(u, x, shared[0])
+            evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
+            out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
         u_next, aux = out if self.has_aux else (out, None)
         return u_next if self.layers is None else _tree.where(x.index < self.layers, u_next, u), aux
+
+    def _of_hoisted(self, u: State, closed_over: Sequence[jax.Array]) -> core.ClosedJaxpr:
+        hoisted = dict(self.hoisted)[signature(u)]
+        constants: Sequence[Any] = [closed_over[i] for i in hoisted.positions]
+        return core.ClosedJaxpr(hoisted.jaxpr, _tree.with_fresh_keys(constants))
+
+
+def _cotangent(x: jax.Array) -> Any:
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
+    """Whether a derivative rule in a step's program uses a value of the trace that the program came from.
+
+    Such a rule (``jax.custom_vjp`` within the step, on ``layer.dt``, say) cannot be evaluated later. Yes, if in doubt.
+    """
+
+    def rules(jaxpr: core.Jaxpr) -> bool:
+        return any(e.primitive.name.startswith("custom_") or any(map(rules, inside(e))) for e in jaxpr.eqns)
+
+    def transposed(*arguments: jax.Array) -> Any:
+        leaves, combine = _tree.partition(list(arguments))
+        out, pull = jax.vjp(lambda leaves: core.jaxpr_as_fun(program)(*combine(leaves)), leaves)
+        return pull([_cotangent(x) for x in out])
+
+    if not rules(program.jaxpr):
+        return False
+    try:
+        constants = jax.make_jaxpr(transposed)(*jax.tree.leaves(arguments)).consts
+    except Exception:
+        return True
+    return any(isinstance(c, jax.core.Tracer) for c in constants)

@@ -17,7 +17,7 @@ from lp_jax._comms._comm import Comm, common_unit
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program, kept
-from lp_jax._programs._step import Hoisted, LayerStep, Signature, signature
+from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._picard import or_default
 from lp_jax._solvers._solver import Solver
@@ -188,7 +188,7 @@ class _Tracing:
         problem.comm.check_closed_over(closed.consts)
         step = dataclasses.replace(step, structure=jax.tree.structure(out))
         if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
-            return step, None
+            return dataclasses.replace(step, in_place=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:
             known = [i for i, c in enumerate(self.closed_over) if c is constant]
