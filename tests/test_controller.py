@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import lp_jax
-from lp_jax import train
+from lp_jax import planning, train
 from lp_jax.train._controller import _measured, _norms
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -168,7 +168,9 @@ def test_the_published_rule_goes_serial_for_good_where_twice_the_cycles_diverge(
     state, log, _ = doubling_run(5 * PARAMS, None, 4)
     rows = log.of("control")
     assert [row["step"] for row in rows] == [1, 3] and all(row["serial"] for row in rows)
-    norms = lp_jax.solve(step, 5 * PARAMS, next(batches(0, 1))[0], t1=24.0, solver=INJECTION.with_effort(3)).stats
+    norms = lp_jax.solve(
+        step, 5 * PARAMS, next(batches(0, 1))[0], t1=24.0, solver=planning.with_effort(INJECTION, 3)
+    ).stats
     np.testing.assert_allclose(rows[0]["factor"], norms.residual_norms[2] / norms.residual_norms[1], rtol=1e-9)
     assert rows[0]["factor"] > 1 and "factor" not in rows[1]
     assert not [row for row in log.of("train") if "forward_residual_1" in row]  # serial steps have no residuals
