@@ -9,7 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from flax import nnx
 
-from lp_jax import MGRIT, Picard, Serial, _check, nn
+from lp_jax import MGRIT, Picard, Serial, nn
+from lp_jax._arrays import _check
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._task import Task
 from lp_jax.planning import RECOMMENDED
