@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
     adjoint_trajectory: CPoints | None = None
 
 
-@_check.called_right
+@_check.check_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A deep network and the state that enters it, as one value: ``solve(step, params, y0, ...)`` is ``problem.solve(...)``.

@@ -21,7 +21,7 @@ Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 """The body of a scan: ``body(carry, x) -> (carry, y)``."""
 
 
-@_check.called_right
+@_check.check_arguments
 def scan(
     body: Body,
     init: PyTree,

@@ -12,7 +12,7 @@ from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
 
 
-@_check.called_right
+@_check.check_arguments
 def solve(
     step: Step,
     params: Stacked,
@@ -90,7 +90,7 @@ def solve(
     return problem.solve(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
 
 
-@_check.called_right
+@_check.check_arguments
 def solve_vjp(
     step: Step,
     params: Stacked,

@@ -27,10 +27,10 @@ else:
 
 @jax.tree_util.register_pytree_node_class
 class Static(int):
-    """An integer that transformations of JAX leave as it is: structure, not a leaf."""
+    """An integer that is structure of a pytree, not a leaf: transformations of JAX leave it as it is."""
 
     def tree_flatten(self) -> tuple[tuple[()], int]:
-        """Nothing, and the number."""
+        """No leaves, and the number as structure."""
         return (), int(self)
 
     @classmethod
@@ -84,26 +84,26 @@ class Arrays(NamedTuple):
     Attributes:
         slices: the layers, leaves ``(N, ...)``.
         y0: the state that enters.
-        shared: what every layer sees.
-        solver: of the forward solve; its tolerances are arrays.
-        adjoint_solver: of the adjoint solve.
+        shared: operands of every layer.
+        solver: solver of the forward solve, a pytree whose tolerances are arrays.
+        adjoint_solver: solver of the adjoint solve.
         guess: C-points at which the forward solve starts, ``(intervals, ...)``; None for the solver's own start.
-        adjoint_guess: the same for the adjoint solve. Of a gradient: where that ended.
-        watch: an array whose gradient counts how solves ended; None where nobody watches.
+        adjoint_guess: the same for the adjoint solve. In a gradient, the states at which that solve ended.
+        watch: an array whose gradient counts how solves ended; None where no count is wanted.
     """
 
     slices: Slices
     y0: State
     shared: Shared
-    solver: Any = None
-    adjoint_solver: Any = None
+    solver: PyTree = None
+    adjoint_solver: PyTree = None
     guess: CPoints | None = None
     adjoint_guess: CPoints | None = None
     watch: jax.Array | None = None
 
     def parts(self) -> "tuple[Arrays, Arrays]":
-        """Split into the arrays that are spread over the workers and those that each of them has. `joined` undoes it."""
-        nothing: Any = None
+        """Split into the arrays that are spread over the workers and those that each worker has. `joined` undoes it."""
+        nothing: PyTree = None
         spread = Arrays(self.slices, nothing, nothing, guess=self.guess, adjoint_guess=self.adjoint_guess)
         return spread, self._replace(slices=nothing, guess=None, adjoint_guess=None)
 

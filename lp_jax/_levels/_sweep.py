@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import chunk, in_chunks, several
+from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._types import Advance, CPoints, PyTree, State
 from lp_jax._comms._workers import Run
 from lp_jax._levels._level import Level, identity
@@ -59,7 +59,7 @@ def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     """``one`` for every entry of the operands' leading axis, as many at once as the level says."""
     n = _tree.leading(operands)
     size = chunk(n, level.at_once)
-    at_once = several(one, size)
+    at_once = batched(one, size)
     if size == n:
         return at_once(*operands)
     return in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
@@ -118,7 +118,7 @@ def _at_once(
         new = lax.expand_dims(new, (1,))
         return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
 
-    turns = level.workers.processor.written_out(count, body, 0, (u, emitted))
+    turns = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
     if turns < level.factor or not whole:
         return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
     found = []
@@ -155,7 +155,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     def marched(y0: State) -> tuple[CPoints, Any]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
-        unroll = level.workers.processor.written_out(level.intervals, body, y0, first)
+        unroll = level.workers.processor.loop_unroll(level.intervals, body, y0, first)
         return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
 
     return marched
@@ -202,7 +202,7 @@ def _interval(
 
     if count == 1:
         return body(0, (u, emitted))
-    unroll = level.workers.processor.written_out(count, body, 0, (u, emitted))
+    unroll = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
     return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
 
 

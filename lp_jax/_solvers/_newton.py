@@ -229,7 +229,7 @@ class Newton(Solver):
             return level.incoming(sweep(level, entering)[0])
 
         entering = level.incoming(u)
-        unroll = level.workers.processor.written_out(relaxations, relaxed, 0, entering)
+        unroll = level.workers.processor.loop_unroll(relaxations, relaxed, 0, entering)
         entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
         return sweep(level, entering)[0]
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._at_once import check as check_at_once
-from lp_jax._arrays._at_once import chunk, in_chunks, several
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._comms._workers import Local
@@ -211,7 +211,7 @@ class Picard(Solver):
                 incoming = lax.scan(one, _tree.wide(u), (incoming, xs))[1]
             return _tree.narrow(lax.scan(one, _tree.wide(u), (incoming, xs))[0], u)
 
-        increments = several(increment, size)
+        increments = batched(increment, size)
 
         def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
             before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)

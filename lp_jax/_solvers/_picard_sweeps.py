@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import chunk, in_chunks, several
+from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._types import Points, PyTree, Scalar, State
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import single, sweep
@@ -67,14 +67,14 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     if not n:
         return u, jnp.zeros((), dtype)
     size = chunk(n, level.at_once)
-    stepped_from = several(single(level), size)
+    stepped_from = batched(single(level), size)
 
     def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
         """Squares of what each layer's predecessor leaves, less what enters it."""
         one = before[None]
         left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
         squares = jnp.square(jnp.abs(left - entering)).astype(dtype)
-        return total + _tree.padded(squares, len(total) - len(left))
+        return total + _tree.pad_zeros(squares, len(total) - len(left))
 
     def layers(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
         total, squares, before = carry

@@ -73,7 +73,7 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     Returns:
         The last state, and stacked over the layers: the states after each, and aux.
     """
-    unroll, layer = chain.workers.processor.unrolled(chain.footprint), chain.layer(0)
+    unroll, layer = chain.workers.processor.serial_unroll(chain.footprint), chain.layer(0)
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
         u, aux = layer(u, x, chain.shared)
