@@ -96,7 +96,7 @@ class Problem:
         object.__setattr__(self, "comm", _inputs.comm(self.comm))
         for name in ("params", "shared", "data"):
             object.__setattr__(self, name, _inputs.arrays(getattr(self, name), name))
-        _inputs.number_of_layers(self.params, self.data, alone=self.comm == OneDevice())
+        _inputs.number_of_layers(self.params, self.data, one_worker=self.comm == OneDevice())
 
     @property
     def layers(self) -> int:

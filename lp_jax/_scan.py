@@ -81,7 +81,7 @@ def scan(
     length = _length(xs, length)
     solved_for = any(map(_is_inexact, jax.tree.leaves(init)))
     if not solved_for:
-        _alone(comm, "a carry without floating-point numbers")
+        _refuse_split(comm, "a carry without floating-point numbers")
     if not solved_for or not length:
         return lax.scan(body, init, xs, length, reverse, unroll, _split_transpose)
     problem, fixed = _scanned(body, init, xs, length, reverse, comm)
@@ -160,7 +160,7 @@ def _scanned(
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
     init = _strong(body, init, x)
     if reverse:
-        _alone(comm, "reverse=True")
+        _refuse_split(comm, "reverse=True")
         xs = _flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
     data = _Data(fixed, jnp.arange(n, dtype=jnp.int32))
@@ -226,7 +226,7 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
     start = _others(init)
     if not jax.tree.leaves(start):
         return start, start
-    _alone(comm, "a carry with integers or keys")
+    _refuse_split(comm, "a carry with integers or keys")
     inexact = [_is_inexact(leaf) for leaf in jax.tree.leaves(init)]
     closed = jax.make_jaxpr(body)(init, x)
     others = len(closed.jaxpr.outvars) - len(inexact)
@@ -247,7 +247,7 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
     return entering, last
 
 
-def _alone(comm: Comm | None, what: str) -> None:
+def _refuse_split(comm: Comm | None, what: str) -> None:
     if comm is not None and comm.splits:
         raise ValueError(
             f"{what} needs all layers in one place, and comm={comm!r} gives each process only its own. Use MeshComm, or one "

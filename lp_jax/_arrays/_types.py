@@ -116,6 +116,9 @@ class Arrays(NamedTuple):
 Step = Callable[[State, Layer], State]
 """The user's step: ``step(y, layer) -> y_next``."""
 
+Which = int | Step
+"""A step of a problem: the user's step on a level, by its number, or another of the user's steps."""
+
 SliceStep = Callable[[State, PyTree, PyTree], State]
 """A step of a level: ``step(u, x, shared) -> u_next``, with ``x`` one slice of a level's stacked operands."""
 

@@ -89,9 +89,9 @@ def solve_adjoint(
     """
     forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
-    around = any(level.around for level in forward)  # coarse steps linearised at all states
+    needs_states = any(level.linearise_at for level in forward)  # coarse steps linearised at all states
     recompute = (
-        left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not around
+        left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not needs_states
     )
     if left.states is not None:
         states = left.states
@@ -101,7 +101,7 @@ def solve_adjoint(
         if not recompute:
             states = entering(level, states)
     if not recompute:
-        forward = tuple(level.taken_around(states) for level in forward)
+        forward = tuple(level.linearised_at(states) for level in forward)
 
     def entering_coarse(span: int) -> Points:
         """States that enter every ``span``-th layer, C-relaxed where they are C-points of the forward solve."""
@@ -193,7 +193,7 @@ def transpose(
         gathered=everywhere,
         step=identity if level.step is identity else step,
         expand=expand if recompute else None,
-        driven=bool(jax.tree.leaves(sources)),
+        has_sources=bool(jax.tree.leaves(sources)),
     )
 
 

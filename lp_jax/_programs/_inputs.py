@@ -64,8 +64,8 @@ def alike(a: PyTree, b: PyTree) -> bool:
     return _same_structure(a, b) and shapes[0] == shapes[1]
 
 
-def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int:
-    """The common leading length of all leaves of ``params`` and ``data``; 0 is for one of several workers only."""
+def number_of_layers(params: PyTree, data: PyTree, *, one_worker: bool = True) -> int:
+    """The common leading length of all leaves of ``params`` and ``data``; 0 is refused on ``one_worker``."""
     lengths = {}
     for name, tree in (("params", params), ("data", data)):
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -94,7 +94,7 @@ def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int
             f"share as `shared`.{stacked}"
         )
     where, n = next(iter(lengths.items()))
-    if n == 0 and alone:
+    if n == 0 and one_worker:
         raise ValueError(f"{where} has leading length 0; a network needs at least one layer.")
     return n
 

@@ -56,7 +56,7 @@ class Program:
         recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
             network. Their gradient is then one contraction over all steps.
         footprint: what a layer costs and holds.
-        alone: whether the step takes a single example, too, for a solver that averages examples.
+        single_example: whether the step also takes a single example, for a solver that averages examples.
         zeros: whether both solves start from zeros.
         scan: whether this is a ``lax.scan`` that JAX differentiates.
     """
@@ -67,7 +67,7 @@ class Program:
     has_aux: bool
     recurrent: bool
     footprint: Footprint
-    alone: bool
+    single_example: bool
     zeros: bool = False
     scan: bool = False
 
@@ -99,7 +99,7 @@ class Program:
             differentiable=self.differentiable,
             recurrent=self.recurrent,
             footprint=self.footprint,
-            alone=self.alone,
+            single_example=self.single_example,
         )
 
     def with_slots(self, arrays: Arrays) -> Arrays:

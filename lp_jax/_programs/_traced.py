@@ -115,11 +115,11 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         for level, u in enumerate(_states_on_levels(need.transfers, y0)):
             tracing.add(level, problem.step, level, u, x)
     whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for need in needs for other in need.steps]
-    alone, axes = None, max(need.averaged_axes for need in needs)
+    single, axes = None, max(need.averaged_axes for need in needs)
     if axes:
-        alone = _single_example(problem, y0, x, shared, axes)
+        single = _single_example(problem, y0, x, shared, axes)
     for which, other in [(0, problem.step), *((other, other) for other in others)]:
-        for u, own in filter(None, (whole, alone)):
+        for u, own in filter(None, (whole, single)):
             tracing.add(which, other, 0, u, own)
 
     terms, seen_by_all = workers.processor.terms, (shared, tuple(tracing.closed_over))
@@ -131,7 +131,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
         footprint=footprint(tracing.programs[0], x, terms=terms),
-        alone=alone is not None,
+        single_example=single is not None,
     )
     return program, Arrays(slices, y0, seen_by_all)
 
@@ -205,7 +205,7 @@ def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes
         out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)
         return out[0] if problem.has_aux else out
 
-    one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, alone=True))
+    one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, single=True))
     u = jax.eval_shape(lambda y: y, y0)
     if len({leaf.shape[:axes] for leaf in jax.tree.leaves(u)}) > 1:
         return None  # refused by the solver

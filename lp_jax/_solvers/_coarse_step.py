@@ -19,12 +19,12 @@ class Coarse(NamedTuple):
     Attributes:
         step: ``step(u, x, shared) -> u_next``, through one interval.
         xs: its operands, leaves ``(intervals, ...)``.
-        around: puts the F-point states of the last relaxation into the operands, where the step asks for them.
+        linearise_at: puts the F-point states of the last relaxation into the operands; None where the step does not need them.
     """
 
     step: SliceStep
     xs: PyTree
-    around: Callable[[PyTree, Points], PyTree] | None = None
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
 
 
 OLD_METHODS = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}

@@ -50,8 +50,8 @@ def cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, *, kind: str | 
 def fas_cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, kind: str) -> tuple[CPoints, Scalar]:
     """`cycle`, with the sum of squares of this worker's residuals in the place of the norm over all workers."""
     fine, *coarser = levels
-    u, r, incoming, points = mgrit.pre_relax(fine, u, points=any(level.around for level in coarser))
-    coarse, *coarser = [level.taken_around(points) for level in coarser]
+    u, r, incoming, points = mgrit.pre_relax(fine, u, points=any(level.linearise_at for level in coarser))
+    coarse, *coarser = [level.linearised_at(points) for level in coarser]
     v = restrict(fine, u)
     rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
     w = coarse_solve(mgrit, [coarse.with_rhs(rhs), *coarser], v, kind)
@@ -79,8 +79,10 @@ def cascade(mgrit: Multigrid, levels: Sequence[Level], *, kind: str | None = Non
         C-points of ``levels[0]``.
     """
     kind = kind or mgrit.cycle
-    fine, coarse, *coarser = [dataclasses.replace(level, around=None) for level in levels]  # there are no states yet
-    if fine.driven or fine.rhs is not None:
+    fine, coarse, *coarser = [
+        dataclasses.replace(level, linearise_at=None) for level in levels
+    ]  # there are no states yet
+    if fine.has_sources or fine.rhs is not None:
         zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))
         coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))
     if not coarser:

@@ -147,15 +147,15 @@ class Full(Whole, OwnJacobians):
 class Shared(Whole):
     """One whole Jacobian for all examples, transposed, ``(d, d)``: at the mean of their states and of their operands.
 
-    The step is evaluated for a single example, at the mean, where its program is at hand for one (``alone``). Where not, every
+    The step is evaluated for a single example, at the mean, where its program is at hand for one (``single``). Where not, every
     example is at the mean and takes a unit vector of its own, so that as many columns as there are examples are found at once.
     """
 
     group = 2
 
-    def __init__(self, state: State, batch_axes: int, *, alone: bool) -> None:
+    def __init__(self, state: State, batch_axes: int, *, single: bool) -> None:
         super().__init__(state, batch_axes)
-        self._mean = functools.partial(mean_example, axes=self._axes, alone=alone)
+        self._mean = functools.partial(mean_example, axes=self._axes, single=single)
 
     def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
         """The operands of all layers, ``(N, ...)``, with the mean of those that every example has its own of."""
@@ -187,10 +187,10 @@ class Shared(Whole):
         return jnp.matmul(first, second, precision=lax.Precision.HIGHEST)
 
 
-def mean_example(x: jax.Array, *, axes: int, alone: bool) -> jax.Array:
+def mean_example(x: jax.Array, *, axes: int, single: bool) -> jax.Array:
     """The mean over the examples: a single one, or in the place of each of them."""
     mean = jnp.mean(_tree.wide(x), axis=tuple(range(axes)), keepdims=True).astype(x.dtype)
-    return mean if alone else _tree.broadcast(mean, x)
+    return mean if single else _tree.broadcast(mean, x)
 
 
 def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyTree:

@@ -18,7 +18,7 @@ from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
 from lp_jax._levels._sweep import sweep
-from lp_jax._levels._transfer import fitted
+from lp_jax._levels._transfer import fit_transfer
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval
 from lp_jax._solvers._cycle import VISITS, cascade, fas_cycle
 from lp_jax._solvers._picard import Picard
@@ -187,12 +187,12 @@ class MGRIT(Solver):
         at_once = chain.at_once(self.at_once)
         transfer = [*self.needs(chain.total).transfers, None]
         (_, factor), *coarser = self.grid(chain.total)
-        levels = [chain.finest(factor, at_once=at_once, transfer=fitted(transfer[0], chain.y0))]
+        levels = [chain.finest(factor, at_once=at_once, transfer=fit_transfer(transfer[0], chain.y0))]
         for number, (_, factor) in enumerate(coarser, 1):
             finer = levels[-1]
             y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
-            step, xs, around = self._coarse.coarsen(chain, number, finer.interval_span, at_once=at_once)
-            if around is not None and any(transfer):
+            step, xs, linearise_at = self._coarse.coarsen(chain, number, finer.interval_span, at_once=at_once)
+            if linearise_at is not None and any(transfer):
                 raise ValueError(
                     'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
                     f"`spatial` made smaller; got {self.coarse_step!r}. Leave one of the two out."
@@ -208,12 +208,12 @@ class MGRIT(Solver):
                     number=number,
                     span=finer.interval_span,
                     at_once=max(1, at_once // finer.interval_span),
-                    transfer=fitted(transfer[number], y0),
-                    around=around,
+                    transfer=fit_transfer(transfer[number], y0),
+                    linearise_at=linearise_at,
                 )
             )
         if self.coarsest.exact:
-            levels[-1] = levels[-1].collected(self.iterations)
+            levels[-1] = levels[-1].with_gathered(self.iterations)
         return tuple(levels)
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:

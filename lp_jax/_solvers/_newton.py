@@ -267,7 +267,7 @@ class Newton(Solver):
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
     def _shared(self, level: Level) -> Shared:
-        return Shared(level.y0, self._averaged_axes, alone=level.alone)
+        return Shared(level.y0, self._averaged_axes, single=level.single_example)
 
     def _linearised(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
         """The states after all layers, and the layers' Jacobians."""

@@ -19,7 +19,7 @@ from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._result import DONE, FELL_BACK, of_norms
 from lp_jax._levels._sweep import march, sweep
-from lp_jax._levels._tolerance import ROUNDING, believed, hopeless, rounding
+from lp_jax._levels._tolerance import ROUNDING, hopeless, largest_reference, rounding
 from lp_jax._solvers._coarse_step import OLD_METHODS, Coarse, CoarseStep
 
 
@@ -272,7 +272,7 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
 
     atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
 
-    most = believed(levels[0]).astype(dtype) if spent and first is None else jnp.inf
+    most = largest_reference(levels[0]).astype(dtype) if spent and first is None else jnp.inf
 
     def tolerance(norms: jax.Array) -> jax.Array:
         reference = jnp.minimum(norms[0] if first is None else first, most)
