@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
@@ -84,8 +84,8 @@ class Problem:
     _: dataclasses.KW_ONLY
     shared: PyTree = None
     data: Stacked = None
-    t0: _inputs.Times = 0.0
-    t1: _inputs.Times = 1.0
+    t0: Times = 0.0
+    t1: Times = 1.0
     comm: Comm = None  # type: ignore[assignment]
     has_aux: bool = False
 

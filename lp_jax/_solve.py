@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from lp_jax._arrays import _check
-from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Gradients, Problem
 from lp_jax._programs import _inputs
@@ -19,8 +19,8 @@ def solve(
     *,
     shared: PyTree = None,
     data: Stacked = None,
-    t0: _inputs.Times = 0.0,
-    t1: _inputs.Times = 1.0,
+    t0: Times = 0.0,
+    t1: Times = 1.0,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",

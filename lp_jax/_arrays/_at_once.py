@@ -1,7 +1,7 @@
-"""How many layers are evaluated at once, and the other choices between programs that compute the same numbers.
+"""Number of layers that are evaluated at once, and other choices between programs that compute the same numbers.
 
 All of them go by size: the cost and the memory of a layer are read from its program when it is traced, and `Processor` has
-measured numbers. Nothing else in the library asks what it runs on.
+measured numbers. No other module depends on the device.
 """
 
 import dataclasses

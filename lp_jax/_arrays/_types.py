@@ -1,13 +1,14 @@
 """The argument of a step, and the names of the trees that the solver works on, with their shapes.
 
-A state is any pytree of inexact arrays. The names below say what the leaves of a tree have as their leading axis; to a
-type checker they are trees of such arrays, at run time they are `Any`.
+A state is any pytree of inexact arrays. The names below describe the leading axis of the leaves. To a type
+checker they are trees of such arrays; at run time they are `Any`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
+from jax.typing import ArrayLike
 
 PyTree = Any
 
@@ -79,7 +80,7 @@ Shared = tuple[PyTree, tuple[jax.Array, ...]]
 
 
 class Arrays(NamedTuple):
-    """The arrays of a solve. Its gradient has the same type, with None for what has no gradient.
+    """The arrays of a solve. Its gradient has the same type, with None for parts without gradient.
 
     Attributes:
         slices: the layers, leaves ``(N, ...)``.
@@ -112,6 +113,9 @@ class Arrays(NamedTuple):
         """Undo `parts`."""
         return common._replace(slices=spread.slices, guess=spread.guess, adjoint_guess=spread.adjoint_guess)
 
+
+Times = ArrayLike | Sequence[float]
+"""A time, or increasing times."""
 
 Step = Callable[[State, Layer], State]
 """The user's step: ``step(y, layer) -> y_next``."""

@@ -189,7 +189,7 @@ def _interval(
     and step at once, not scanned over: an interval's operands would be copied first, and under vmap a scanned operand
     would have its two leading axes swapped, which copies all parameters.
     """
-    xs, within = _expanded(level, xs, *at)
+    xs, within = _expand(level, xs, *at)
 
     def body(i: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
         u, emitted = carry
@@ -205,7 +205,7 @@ def _interval(
     return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
 
 
-def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
+def _expand(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
     """Tree with the operands of the interval's steps, and the leading part of their index in it."""
     return (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
 
@@ -214,6 +214,6 @@ def _room(level: Level, advance: Advance, u: State, xs: PyTree) -> PyTree:
     """Zeros like the outputs that the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
 
     def first(u: State, xs: PyTree) -> PyTree:
-        return advance(u, _tree.take(_expanded(level, xs)[0], 0), level.shared)[1]
+        return advance(u, _tree.take(_expand(level, xs)[0], 0), level.shared)[1]
 
     return _tree.repeat(_tree.zeros_like(jax.eval_shape(first, u, xs)), level.factor)

@@ -152,7 +152,7 @@ def transpose_coarse(
     for finer, level in itertools.pairwise(forward):
         if finer.transfer is not None:
             transfers.append(jax.vmap(finer.transfer[0]))
-            restrict, _ = _transposed_transfer(finer)
+            restrict, _ = _transpose_transfer(finer)
             cotangent = restrict(cotangent)
         at = functools.reduce(lambda u, transfer: transfer(u), transfers, entering_coarse(level.span))
         levels.append(transpose(level, at, cotangent))
@@ -187,7 +187,7 @@ def transpose(
     if level.gathered is not None:
         everywhere = (level.gathered, *level.workers.gather((states, sources), level.span))
     return dataclasses.replace(
-        _reversed(level, cotangent),
+        _reverse(level, cotangent),
         xs=(level.xs, states if recompute else level.split(states), level.split(sources)),
         gathered=everywhere,
         step=identity if level.step is identity else step,
@@ -205,16 +205,16 @@ def _transpose_linearised(
         operand, u, kept = x
         return linearised.transpose(u, operand, shared, kept)(lam)[0]
 
-    return dataclasses.replace(_reversed(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step)
+    return dataclasses.replace(_reverse(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step)
 
 
-def _reversed(level: Level, cotangent: State) -> Level:
+def _reverse(level: Level, cotangent: State) -> Level:
     """The level in reverse, with steps not yet transposed."""
-    transfer = None if level.transfer is None else _transposed_transfer(level)
+    transfer = None if level.transfer is None else _transpose_transfer(level)
     return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.origin or level.step)
 
 
-def _transposed_transfer(level: Level) -> Transfer:
+def _transpose_transfer(level: Level) -> Transfer:
     """Transposed transfers: restriction of cotangents is the transpose of prolongation, and vice versa."""
     assert level.transfer is not None
     restrict, prolong = level.transfer

@@ -1,6 +1,6 @@
 """Refusals of `solve`, at trace time, and the times of the layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +13,6 @@ from lp_jax._arrays._types import CPoints, PyTree, State
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._comms._mesh import MeshComm
 from lp_jax._solvers._solver import Solver
-
-Times = ArrayLike | Sequence[float]
-"""A time, or increasing times."""
 
 
 def state(y0: State) -> State:

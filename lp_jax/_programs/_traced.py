@@ -12,7 +12,7 @@ from jax.extend import core
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Transfer, Which
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Times, Transfer, Which
 from lp_jax._comms._comm import Comm, common_unit
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
@@ -37,9 +37,9 @@ class Network(Protocol):
     @property
     def data(self) -> Stacked: ...
     @property
-    def t0(self) -> _inputs.Times: ...
+    def t0(self) -> Times: ...
     @property
-    def t1(self) -> _inputs.Times: ...
+    def t1(self) -> Times: ...
     @property
     def comm(self) -> Comm: ...
     @property
@@ -200,7 +200,7 @@ class _Tracing:
 
 
 def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes: int) -> tuple[State, Slices] | None:
-    """State and slice of a batch of one; None if the step needs the batch's own size, for arrays that it closes over, say."""
+    """State and slice of a batch of one; None if the step does not take that, as where it closes over a batch."""
 
     def call(u: State, x: Slices) -> State:
         out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)

@@ -59,8 +59,8 @@ def _follow(
 ) -> list[Property]:
     """Propagate a property through a program, from its inputs to its results.
 
-    ``rule(equation, properties)`` gives the property of an equation's results from those of its operands. None is the property
-    of a number that depends on no input.
+    ``rule(equation, properties)`` gives the property of an equation's results from those of its operands. Numbers that
+    depend on no input have the property None.
     """
     known: dict[core.Var, Property] = dict(zip(jaxpr.invars, inputs, strict=True))
 

@@ -209,28 +209,28 @@ class Newton(Solver):
         shared = self.jacobian == "shared"
         if guess is None and level.reverse and shared:  # for cotangents that fade away
             guess = _tree.zeros_like(_tree.repeat(level.y0, level.intervals))
-        u = Iterate(self._relaxed(level, constant(level, guess)))
+        u = Iterate(self._relax(level, constant(level, guess)))
         if shared:
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._shared(level).operands(_forward(level), level.y0, operands))
         if level.reverse and self.iterations > 1 and self.jacobian != "identity":
-            u = Iterate(u.states, jacobians=self._linearised(level, u)[1])
+            u = Iterate(u.states, jacobians=self._linearise(level, u)[1])
         return Start(u, recovers=True)
 
     def c_points(self, levels: Sequence[Level], state: Iterate) -> CPoints:
         return state.states
 
-    def _relaxed(self, level: Level, u: CPoints) -> CPoints:
+    def _relax(self, level: Level, u: CPoints) -> CPoints:
         relaxations = min(self.relaxations, level.workers.total(level.span))
         if not relaxations:
             return u
 
-        def relaxed(_: int, entering: CPoints) -> CPoints:
+        def relax(_: int, entering: CPoints) -> CPoints:
             return level.incoming(sweep(level, entering)[0])
 
         entering = level.incoming(u)
-        unroll = level.workers.processor.loop_unroll(relaxations, relaxed, 0, entering)
-        entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
+        unroll = level.workers.processor.loop_unroll(relaxations, relax, 0, entering)
+        entering = lax.fori_loop(1, relaxations, relax, entering, unroll=unroll)
         return sweep(level, entering)[0]
 
     def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Scalar]:
@@ -238,7 +238,7 @@ class Newton(Solver):
         if self.jacobian == "identity" or u.jacobians is not None:
             stepped, jacobians = sweep(level, level.incoming(old))[0], u.jacobians
         else:
-            stepped, jacobians = self._linearised(level, u)
+            stepped, jacobians = self._linearise(level, u)
         residuals = _tree.sub(stepped, old)
         if jacobians is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
@@ -269,7 +269,7 @@ class Newton(Solver):
     def _shared(self, level: Level) -> Shared:
         return Shared(level.y0, self._averaged_axes, single=level.single_example)
 
-    def _linearised(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
+    def _linearise(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
         """The state after each layer, and the layers' Jacobians."""
         entering = level.incoming(u.states)
         if self.jacobian == "shared":
