@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
@@ -86,14 +87,26 @@ class MPIComm(Comm):
         return int(self.comm.py2f()), self.sequential
 
     @property
-    def device(self) -> "Intracomm":
-        """The communicator of compiled programs."""
+    def compiled_comm(self) -> "Intracomm":
+        """Communicator for compiled programs."""
         return _duplicates(self.comm)[0]
 
     @property
-    def host(self) -> "Intracomm":
-        """The communicator of Python. Compiled programs may still run and use `device`."""
+    def python_comm(self) -> "Intracomm":
+        """Communicator for Python; compiled programs may still run and use `compiled_comm`."""
         return _duplicates(self.comm)[1]
+
+    @property
+    def device(self) -> "Intracomm":
+        """The old name of `compiled_comm`."""
+        warn_renamed("MPIComm.device", "MPIComm.compiled_comm")
+        return self.compiled_comm
+
+    @property
+    def host(self) -> "Intracomm":
+        """The old name of `python_comm`."""
+        warn_renamed("MPIComm.host", "MPIComm.python_comm")
+        return self.python_comm
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MPIComm) and self._key() == other._key()
@@ -115,7 +128,7 @@ class MPIComm(Comm):
         def reduce(x: jax.Array) -> jax.Array:
             with jax.numpy_dtype_promotion("standard"):
                 wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.device).astype(x.dtype)
+            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.compiled_comm).astype(x.dtype)
 
         return _wire.apply_by_dtype(tree, reduce)
 
@@ -167,7 +180,7 @@ class MPIComm(Comm):
             "what all layers share": describe("y0, shared", common, 0),
             "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
         }
-        everyone = self.host.allgather((given, facts))
+        everyone = self.python_comm.allgather((given, facts))
         for rank, (_, theirs) in enumerate(everyone):
             for what, leaves in everyone[0][1].items():
                 for name in {**leaves, **theirs[what]}:
@@ -259,7 +272,7 @@ class OnRanks(Workers):
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
             x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
-            return mpi4jax.allgather(x, comm=self.comm.device).reshape(-1, x.shape[1])[jnp.asarray(rows)]
+            return mpi4jax.allgather(x, comm=self.comm.compiled_comm).reshape(-1, x.shape[1])[jnp.asarray(rows)]
 
         return _wire.apply_packed(tree, everyone, listed=True)
 
@@ -294,7 +307,7 @@ class OnRanks(Workers):
                 x,
                 null if source is None else source,
                 null if dest is None else dest,
-                comm=self.comm.device,
+                comm=self.comm.compiled_comm,
             )
 
         return _wire.apply_packed(tree, sendrecv)
