@@ -105,7 +105,7 @@ class Level:
         """
         return tree if self.factor == 1 else _tree.split(tree, self.factor)
 
-    def merge(self, tree: PyTree) -> Points:
+    def merge(self, tree: PyTree) -> PyTree:
         """Undo `split`."""
         return tree if self.factor == 1 else _tree.merge(tree)
 

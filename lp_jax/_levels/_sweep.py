@@ -210,10 +210,10 @@ def _expand(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tup
     return (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
 
 
-def _room(level: Level, advance: Advance, u: State, xs: PyTree) -> PyTree:
+def _room(level: Level, advance: Advance, u: PyTree, xs: PyTree) -> PyTree:
     """Zeros like the outputs that the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
 
-    def first(u: State, xs: PyTree) -> PyTree:
+    def first(u: PyTree, xs: PyTree) -> PyTree:
         return advance(u, _tree.take(_expand(level, xs)[0], 0), level.shared)[1]
 
     return _tree.repeat(_tree.zeros_like(jax.eval_shape(first, u, xs)), level.factor)

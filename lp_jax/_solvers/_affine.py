@@ -8,7 +8,7 @@ products of matrices with matrices. A single processor applies the maps one afte
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from lp_jax._arrays import _tree
 from lp_jax._comms._workers import Compose, Workers
 
 
+@runtime_checkable
 class Product(Protocol):
     """How a kind of matrices multiplies vectors and each other; ``group`` matrices are composed at a time."""
 

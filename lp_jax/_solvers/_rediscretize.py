@@ -66,7 +66,7 @@ class Rediscretize(CoarseStep):
         return Coarse(chain.step(level), coarse)
 
 
-def _inject(tree: Stacked, span: int) -> Stacked:
+def _inject(tree: Stacked, span: int) -> PyTree:
     """The first entry of each group of ``span``."""
     return jax.tree.map(lambda x: x[::span], _tree.with_fresh_keys(tree))
 
@@ -78,7 +78,7 @@ def _weights(chain: Chain, span: int) -> jax.Array:
     return groups / jnp.maximum(1, jnp.sum(groups, axis=1, keepdims=True))
 
 
-def _mean(tree: Stacked, weights: jax.Array, span: int) -> Stacked:
+def _mean(tree: Stacked, weights: jax.Array, span: int) -> PyTree:
     """Mean over each group of layers; integers and keys are injected."""
 
     def leaf(x: jax.Array) -> jax.Array:

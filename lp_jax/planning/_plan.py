@@ -71,8 +71,8 @@ def plan(
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
         >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
-        >>> lp_jax.plan(problem, machine=gpu).solver
-        Picard(sweeps=32, windows=1, rtol=0.01, atol=None, fallback=False, around='start', storage='all', at_once='auto')
+        >>> print(planning.code(lp_jax.plan(problem, machine=gpu).solver))
+        Picard(sweeps=32, rtol=0.01)
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")

@@ -1,0 +1,53 @@
+"""Annotations hold: shapes and types are checked while every kind of solver runs, forward and adjoint."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Packages whose functions work on arrays. The others also trace with shapes, batches of tolerances and the like.
+CHECKED = [
+    "lp_jax._levels",
+    "lp_jax._programs._adjoint",
+    *(f"lp_jax._solvers.{name}" for name in ("_affine", "_cycle", "_picard_sweeps", "_rediscretize", "_windows")),
+]
+
+SCRIPT = f"""
+import typing
+import beartype, flax, jax, jax.experimental, jax.extend.core, jaxtyping, numpy
+typing.TYPE_CHECKING = True  # the names of trees are those that a type checker sees
+with jaxtyping.install_import_hook({CHECKED!r}, "beartype.beartype"):
+    import lp_jax
+import jax.numpy as jnp
+from lp_jax import MGRIT, Newton, Picard, Rediscretize, Serial
+
+params = jax.random.normal(jax.random.key(0), (20, 4, 4)) / 3
+y0 = {{"a": jnp.ones((3, 4))}}
+
+def step(y, layer):
+    return {{"a": y["a"] + layer.dt * jnp.tanh(y["a"] @ layer.params)}}
+
+solvers = [
+    Serial(), Serial(checkpoint_every=5), None, Picard(sweeps=2, secant=True), Picard(sweeps=3, windows=3),
+    Picard(sweeps=9, windows=4, rtol=1e-3), Picard(sweeps=2, at_once=3), MGRIT(), MGRIT(at_once=1), MGRIT(levels=3, coarse_step=Rediscretize("mean"), relaxation="FCF", cycle="W"),
+    MGRIT(storage="all", coarse_step=Picard(sweeps=1, around="trajectory")), Newton(iterations=2, batch_axes=1),
+    Newton(jacobian="shared", iterations=2, batch_axes=1), Newton(jacobian="diagonal", iterations=2, batch_axes=1),
+]
+for solver in solvers:
+    gradient = jax.jit(jax.grad(lambda p: jnp.sum(lp_jax.solve(step, p, y0, t1=2.0, solver=solver).y1["a"])))(params)
+    assert bool(jnp.all(jnp.isfinite(gradient))), solver
+try:  # an annotation that does not hold is told
+    lp_jax.f_relax(lp_jax.hierarchy(lp_jax.Problem(step, params, y0), MGRIT())[0], {{"a": "text"}})
+except jaxtyping.TypeCheckError:
+    print("checked")
+"""
+
+
+def test_annotations_hold_while_solvers_run():
+    for package in ("beartype", "jaxtyping"):
+        pytest.importorskip(package, reason=f"{package} comes with the extra lp_jax[test]")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip() == "checked"
