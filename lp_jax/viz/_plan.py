@@ -18,7 +18,7 @@ from lp_jax.viz._style import BLUE, GREEN, GREY, PURPLE, RED, dress, figure, leg
 def plan(found: Plan) -> Figure:
     """Draw an `lp_jax.plan`: error against predicted time of each solver, and the speedup on more devices.
 
-    Without gradients, as in a plan of shapes, the picture has the speedup only.
+    A plan without measured gradients has the speedup only.
 
     Example:
         >>> from lp_jax import planning, viz
@@ -54,7 +54,7 @@ _WIDTH = 75  # letters of a title
 
 
 def _errors(ax: Axes, found: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
-    """Gradient error against predicted time, of all whose gradient was taken."""
+    """Draw gradient error against predicted time, for all solvers with a measured gradient."""
     for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not exact enough", False, "x", GREY)):
         points = [(ms, error) for ms, error in looked_at if (error <= found.error) is good]
         if points:
@@ -74,7 +74,7 @@ def _errors(ax: Axes, found: Plan, looked_at: Sequence[tuple[float, float]]) -> 
 
 
 def _devices(ax: Axes, found: Plan) -> None:
-    """Speedup over one device with serial propagation, by what the devices are spread along."""
+    """Draw the speedup over one device with serial propagation: along layers, examples, or both."""
     rows = found.scaling()
     lines = {"layers": BLUE, "data": RED, "pipeline": PURPLE, "both": GREEN}
     names = {"layers": "layers", "data": "examples", "pipeline": "pipeline", "both": "layers and examples"}
@@ -102,5 +102,5 @@ def _numbers(axis: Axis) -> None:
 
 
 def _below(ax: Axes) -> None:
-    """A legend that covers nothing."""
+    """Put the legend below the picture, where it covers nothing."""
     legend(ax, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
