@@ -58,7 +58,7 @@ def search_warning(trials: int) -> str:
 def divergence_message(
     step: int, loss: float, gradient_norm: float, result: int, batch: PyTree = None, outside: int = 0
 ) -> str:
-    """Return why training stops at a step that is not finite, and what to do: its batch is looked at first."""
+    """Return why training stops at a step that is not finite, and what to do. The batch is checked first."""
     if outside:
         return (
             f"stopped at step {step}: {outside} labels of its batch are none of the classes, so that the loss is {loss}. Labels "
