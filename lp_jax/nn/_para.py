@@ -31,7 +31,7 @@ TimeStep = Callable[[State, Layer], tuple[State, jax.Array]]
 class _Cell(nnx.Module, abc.ABC):
     """A cell from sequences to the states of all times: one ``kernel`` for all gates, and their ``recurrent`` diagonals."""
 
-    gates: int  # that see the input
+    gates: int  # number of gates that see the input
     diagonals: int
 
     def __init__(

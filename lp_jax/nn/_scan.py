@@ -241,7 +241,7 @@ def _split_outputs(out: PyTree, axes: PyTree) -> tuple[PyTree, list[PyTree]]:
         named = str(axes).replace(str(nnx.Carry), "nnx.Carry")
         raise ValueError(
             f"out_axes={named} must have one nnx.Carry and an entry for every output; the function returned {out!r}. With "
-            "out_axes=(nnx.Carry, 0) it returns a pair, `return carry, y`, and y may be None; for the carry alone say "
+            "out_axes=(nnx.Carry, 0) it returns a pair, `return carry, y`, and y may be None; to return only the carry, say "
             "out_axes=nnx.Carry."
         )
     at = axes.index(nnx.Carry)

@@ -32,10 +32,10 @@ class Rehearsal(NamedTuple):
     Attributes:
         solver: the forward solver.
         adjoint_solver: the adjoint solver.
-        iterations: of the forward solver, until its tolerance was met or it gave up.
-        adjoint_iterations: of the adjoint solver.
-        result: how the forward solve ended, a code of `lp_jax.RESULTS`.
-        adjoint_result: how the adjoint solve ended.
+        iterations: iterations of the forward solver, until its tolerance was met or it gave up.
+        adjoint_iterations: iterations of the adjoint solver.
+        result: result of the forward solve, a code of `lp_jax.RESULTS`.
+        adjoint_result: result of the adjoint solve.
     """
 
     solver: Solver
@@ -73,7 +73,7 @@ class Diagnosis:
 
     @property
     def growth(self) -> float:
-        """How many times a disturbance grows on its way through all layers."""
+        """Factor by which a disturbance grows on its way through all layers."""
         return math.exp(min(self.lyapunov * self.layers, _LARGEST))
 
     @property
@@ -110,7 +110,7 @@ class Diagnosis:
         )
 
     def _outcome(self) -> str:
-        """Which of the rehearsed solvers converge."""
+        """Return which of the rehearsed solvers converge, in words."""
         names = [type(r.solver).__name__ for r in self.rehearsals]
         good = [name for name, r in zip(names, self.rehearsals, strict=True) if r.converges]
         bad = [name for name, r in zip(names, self.rehearsals, strict=True) if not r.converges]

@@ -47,7 +47,7 @@ class GradientErrors(NamedTuple):
 
     Attributes:
         relative: ``|g - e| / |e|``, in the 2-norm.
-        cosine: of the angle between g and e.
+        cosine: cosine of the angle between g and e.
         leaves: the relative error of each leaf, by its path.
         solves: statistics of the solves inside; empty if there are none.
         seconds: time of one value and gradient, the median of several.

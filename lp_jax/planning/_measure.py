@@ -23,7 +23,7 @@ _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 
 
 def small(y0: State) -> bool:
-    """Whether full Jacobians are affordable: examples along the first axis of all leaves, and few numbers per example."""
+    """Return whether full Jacobians are affordable: examples along the first axis, and few numbers per example."""
     leaves = jax.tree.leaves(y0)
     return all(x.ndim > 1 for x in leaves) and sum(x.size for x in leaves) // examples_of(y0) <= _MOST_NUMBERS
 
@@ -85,7 +85,7 @@ def adding(params: PyTree) -> float:
 
 
 def counted_layers(problem: Problem) -> bool:
-    """Whether the operations of a layer's program can be counted."""
+    """Return whether the operations of a layer's program can be counted."""
     return trace(problem, (Picard(),))[0].footprint.counted
 
 

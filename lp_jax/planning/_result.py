@@ -251,7 +251,7 @@ def _more_devices(plan: Plan) -> list[str]:
     layers = [(d.layers, d.devices) for d in many if d.layers is not None]
     crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.alone), None)
     if crossing is None:
-        none = "with what was looked at, no number of devices is faster than one with serial propagation."
+        none = "no number of devices is faster than one with serial propagation, with the solvers compared here."
         return [*lines, f"Along the layers alone: {none}"]
     seconds, devices = min(layers)
     text = f"faster than serial propagation from {crossing} device{'s' * (crossing > 1)} on"

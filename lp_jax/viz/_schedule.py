@@ -259,7 +259,7 @@ def _serial_lane(ax: Axes, lane: int, whole: float, shown: float) -> None:
 
 
 def _labels(layers: int, workers: int, solver: Solver) -> dict[int, str]:
-    """Labels of the lanes: of all, or of some."""
+    """Return the labels of the lanes; of some, if there are many."""
     parts = held(solver, layers, workers)
     every = math.ceil(workers / _MOST_LABELS)
     names = {}
