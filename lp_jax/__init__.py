@@ -53,6 +53,7 @@ from lp_jax._solvers._solver import Needs as Needs
 from lp_jax._solvers._solver import Solver as Solver
 from lp_jax._solvers._solver import Start as Start
 from lp_jax._solvers._solver import Stats as Stats
+from lp_jax._solvers._solver import solve_levels as solve_levels
 from lp_jax._solvers._spatial import spatial as spatial
 from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan

@@ -238,7 +238,7 @@ def test_most_alive_of_a_program():
 
 
 MEASURED = {
-    "lp_jax/_at_once.py": 1,  # the numbers of a processor and of an accelerator: docs/internals.md has their tables
+    "lp_jax/_arrays/_at_once.py": 1,  # the numbers of a processor and of an accelerator: docs/internals.md has their tables
     "lp_jax/nn/_convolution.py": 1,
     "lp_jax/planning/_plan.py": 1,
 }

@@ -186,7 +186,7 @@ def test_pieces_compose_under_jit():
         u = lp_jax.c_relax(fine, u)
         r, v = lp_jax.restrict(fine, lp_jax.residual(fine, u)), lp_jax.restrict(fine, u)
         g = lp_jax.coarse_rhs(coarse, v, r)
-        w = lp_jax.Serial().run([coarse.with_rhs(g)])
+        w = lp_jax.solve_levels(lp_jax.Serial(), [coarse.with_rhs(g)])
         return lp_jax.correct(fine, u, w, v)
 
     u = jnp.zeros((8, 2, 4))

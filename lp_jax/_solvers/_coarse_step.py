@@ -35,7 +35,7 @@ class CoarseStep(abc.ABC):
     """A step of a coarse level of `MGRIT`, in the place of an interval's layers."""
 
     if not TYPE_CHECKING:
-        __getattr__ = old_methods(OLD_METHODS | {"describe": "lp_jax.viz.describe"})
+        __getattr__ = old_methods(OLD_METHODS | {"describe": "lp_jax.viz.describe", "run": "lp_jax.solve_levels"})
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -10,7 +10,7 @@ from lp_jax._levels._level import Level
 from lp_jax._levels._relax import Relaxed, f_relax
 from lp_jax._levels._sweep import sweep
 from lp_jax._levels._transfer import coarse_rhs, correct, prolong, restrict
-from lp_jax._solvers._solver import Solver, run
+from lp_jax._solvers._solver import Solver, solve_levels
 
 VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
 """The cycles that a cycle of each kind makes on the next coarser level, one after the other."""
@@ -61,7 +61,7 @@ def fas_cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, kind: str) 
 def coarse_solve(mgrit: Multigrid, levels: Sequence[Level], v: Points, kind: str) -> Points:
     """Approximate solution at all points of ``levels[0]``, leaves ``(steps, ...)``: exact if it is the coarsest."""
     if len(levels) == 1:
-        return run(mgrit.coarsest, levels, guess=v)
+        return solve_levels(mgrit.coarsest, levels, guess=v)
     u = levels[0].c_points(v)
     for visit in VISITS[kind]:
         u, _ = fas_cycle(mgrit, levels, u, visit)
@@ -84,7 +84,7 @@ def cascade(mgrit: Multigrid, levels: Sequence[Level], *, kind: str | None = Non
         zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))
         coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))
     if not coarser:
-        return prolong(fine, run(mgrit.coarsest, (coarse,)))
+        return prolong(fine, solve_levels(mgrit.coarsest, (coarse,)))
     u = cascade(mgrit, (coarse, *coarser), kind=kind)
     for visit in VISITS[kind][1:]:
         u, _ = fas_cycle(mgrit, (coarse, *coarser), u, visit)

@@ -180,7 +180,7 @@ def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coar
 
     def through(u: State, xs: Slices, shared: PyTree) -> State:
         levels = solver.discretize(chain.interval(level, xs, shared, u, solver.unit(span)))
-        return levels[0].last(run(solver, levels))
+        return levels[0].last(solve_levels(solver, levels))
 
     return Coarse(through, _tree.split(chain.slices, span))
 
@@ -233,8 +233,24 @@ class Stats(NamedTuple):
 _MOST_NORMS = 12  # that are told
 
 
-def run(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
-    """Return the C-points of the solution, with nothing measured."""
+def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
+    """Solve by hand: on the levels of `hierarchy`, or on the coarsest of them.
+
+    Args:
+        solver: any solver.
+        levels: finest first.
+        guess: C-points of ``levels[0]``, leaves ``(intervals, ...)``, or None for the solver's own start.
+
+    Returns:
+        The C-points of the solution. Nothing is measured.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> problem = lp_jax.Problem(step, jnp.ones(8), jnp.ones(()))
+        >>> lp_jax.solve_levels(lp_jax.Serial(), lp_jax.hierarchy(problem, lp_jax.Serial())).shape
+        (8,)
+    """
     u, _ = iterate(solver, levels, guess)
     return solver.finish(levels, u, None)[0]
 

@@ -82,6 +82,12 @@ def _(solver: Picard, work: Work) -> None:
     work.last_evaluation()
 
 
+@held.register
+def _(solver: Picard, sizes: Sizes) -> Held:
+    kept, working = held.dispatch(object)(solver, sizes)
+    return Held(kept, working + solver.secant * sizes.mine * sizes.state)  # the last change
+
+
 @count_steps.register
 def _(coarse_step: Picard, work: Work, count: int, at_once: int) -> None:
     sweeps = count * coarse_step.sweeps
