@@ -264,22 +264,22 @@ def _reason(text: str) -> str:
     """Return a parser's message in the words of the command line."""
     cause = _cause(text)
     name = cause.partition(":")[0]
-    if found := re.search(r"Expected a dot import path string: (\S+)", cause):
-        near = nearest(found[1], _SOLVERS)
+    if match := re.search(r"Expected a dot import path string: (\S+)", cause):
+        near = nearest(match[1], _SOLVERS)
         hint = f"Did you mean {near}?" if near else f"It is {', '.join(_SOLVERS)}, or module.Class."
-        return f"{name}: there is no solver {found[1]!r}. {hint}"
+        return f"{name}: there is no solver {match[1]!r}. {hint}"
     if "is abstract" in cause:
         return f"{name}: fields go with a solver, like {name} MGRIT {name}.levels 3; add one of {', '.join(_SOLVERS[:-1])}."
-    if found := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", cause):
-        kind: Any = getattr(lp_jax, found[1], None)  # None for a class of the user's
+    if match := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", cause):
+        kind: Any = getattr(lp_jax, match[1], None)  # None for a class of the user's
         fields = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
-        near = nearest(found[2], fields)
-        hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {found[1]} lists what it has."
-        return f"{name}: {found[1]} has no {found[2]}. {hint}"
-    if found := re.search(r"could not convert string to float: '(.*?)'", cause):
-        return f"{name}: must be a number; got {found[1]!r}."
-    if found := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", cause):
-        return f"{name}: must be a {'whole ' * (found[1] == 'int')}number; got {found[2]!r}."
+        near = nearest(match[2], fields)
+        hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {match[1]} lists what it has."
+        return f"{name}: {match[1]} has no {match[2]}. {hint}"
+    if match := re.search(r"could not convert string to float: '(.*?)'", cause):
+        return f"{name}: must be a number; got {match[1]!r}."
+    if match := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", cause):
+        return f"{name}: must be a {'whole ' * (match[1] == 'int')}number; got {match[2]!r}."
     return cause
 
 

@@ -38,8 +38,8 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
         ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
-        >>> given = jnp.ones(16), jnp.arange(12.0), lp_jax.Serial(), None
-        >>> whole, parts = loss_fn(*given)[0], train.microbatches(loss_fn, 4)(*given)[0]
+        >>> arguments = jnp.ones(16), jnp.arange(12.0), lp_jax.Serial(), None
+        >>> whole, parts = loss_fn(*arguments)[0], train.microbatches(loss_fn, 4)(*arguments)[0]
         >>> bool(jnp.allclose(whole, parts))
         True
     """

@@ -52,9 +52,9 @@ def one_shot(
         >>> import jax.numpy as jnp, lp_jax, optax
         >>> from lp_jax import train
         >>> def loss_fn(params, batch, solver, adjoint_solver, restart=None):
-        ...     given = {} if restart is None else restart._asdict()
+        ...     guesses = {} if restart is None else restart._asdict()
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
-        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **given)
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **guesses)
         ...     info = train.Info(len(batch), solution.stats, solution.result, trajectory=solution.trajectory)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> solver, batch = lp_jax.Picard(sweeps=1), jnp.ones(4)
