@@ -293,7 +293,7 @@ def finished(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(_report, "ITERATIONS", 1)
-        patch.setattr(lp_jax.MGRIT, "variants", variants)
+        patch.setattr(_report, "variants", variants)
         with pytest.raises(SystemExit) as caught:
             main(["train", "digits", "--out", str(folder), *SMALL, *MULTIGRID])
     assert caught.value.code == 0
