@@ -132,7 +132,7 @@ def main() -> None:
     kind, port = sys.argv[1], int(sys.argv[2])
     rank, meet = 0, (lambda: None)
     if kind == "ranks":
-        comm = lp_jax.MPIComm().host
+        comm = lp_jax.MPIComm().python_comm
         rank, meet = comm.Get_rank(), comm.Barrier
     built: dict[str, Any] = {}
     with Client(("127.0.0.1", port), authkey=bytes.fromhex(os.environ["LP_JAX_BENCH_KEY"])) as orders:

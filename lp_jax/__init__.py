@@ -1,12 +1,12 @@
 """Layer-parallel training of deep networks in JAX.
 
 The layers of a network are solved for all at once, iteratively, by multigrid-reduction-in-time (MGRIT), Picard
-sweeps or Newton's method, forward and adjoint, to the same answer as one after the other.
+sweeps or Newton's method, forward and adjoint, to the result of evaluating them one after another.
 """
 
 import importlib as _importlib
 from importlib.metadata import version as _version
-from typing import Any as _Any
+from types import ModuleType as _ModuleType
 
 from lp_jax._arrays._pytree import register as register
 from lp_jax._arrays._tree import sum_of_squares as sum_of_squares
@@ -65,8 +65,8 @@ from lp_jax.planning._gradient_error import gradient_error as gradient_error
 __version__ = _version("lp_jax")
 
 
-def __getattr__(name: str) -> _Any:
-    """The subpackages, where they are first used: `nn` needs Flax, `train` and `viz` what the extra "train" installs."""
+def __getattr__(name: str) -> _ModuleType:
+    """Import a subpackage when it is first used: `nn` needs Flax, `train` and `viz` need the extra "train"."""
     if name in ("data", "nn", "train", "viz"):
         return _importlib.import_module(f"lp_jax.{name}")
     raise AttributeError(f"module 'lp_jax' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A guess from another grid."""
+"""A guess from a solve with another number of layers."""
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,16 @@ def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:
 
     Args:
         y0: the state that enters the first layer.
-        trajectory: the states after the first layer, the second one, ..., at equal distances in time; leaves ``(K, ...)``. Such
-            as `Solution.trajectory`, or what `scan` stacks.
-        count: number of states of the result, the last of which is the last one given. As a ``guess`` for N layers it is N for
-            `Picard` and `Newton`, and ``ceil(N / m)`` for `MGRIT` with coarsening factor m.
+        trajectory: the states after the first layer, the second one, ..., at equal distances in time, such as
+            `Solution.trajectory`, or the ``ys`` of a `scan`; leaves ``(K, ...)``.
+        count: number of states of the result, which ends with the last state of ``trajectory``. A ``guess`` for N layers has
+            N states for `Picard` and `Newton`, and ``ceil(N / m)`` for `MGRIT` with coarsening factor m.
 
     Returns:
         Leaves ``(count, ...)``: the states at times ``T / count, 2 T / count, ..., T``.
 
     Raises:
-        ValueError: for a count below 1, and a trajectory whose leaves are not states like ``y0``, stacked.
+        ValueError: for a count below 1, and for a trajectory that is not a stack of states like ``y0``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

@@ -1,9 +1,9 @@
-"""A network and the state that enters it, as one value that can be solved."""
+"""`Problem`: a network and the state that enters it, to be solved."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
     adjoint_trajectory: CPoints | None = None
 
 
-@_check.called_right
+@_check.check_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A deep network and the state that enters it, as one value: ``solve(step, params, y0, ...)`` is ``problem.solve(...)``.
@@ -55,16 +55,16 @@ class Problem:
         step: ``step(y, layer) -> y_next``, see `solve`.
         params: parameters of the layers; leaves ``(N, ...)``. Shapes (`jax.ShapeDtypeStruct`) are enough to plan with.
         y0: the state entering layer 0, a pytree of floating-point or complex arrays.
-        shared: what every layer sees as ``layer.shared``, not stacked.
+        shared: operands of every layer, seen as ``layer.shared``, not stacked.
         data: per-layer inputs; leaves ``(N, ...)``, seen as ``layer.data``.
         t0: time at which layer 0 starts.
         t1: time at which the last layer ends, or N + 1 increasing times.
-        comm: where the layers live, as for `solve`. The attribute is a `Comm`, of one device where None was given.
+        comm: where the layers live, as for `solve`. The attribute is a `Comm`; one device for None.
         has_aux: whether ``step`` returns ``(y_next, aux)``.
 
     Raises:
         ValueError: for leaves of different lengths or none.
-        TypeError: for an integer state, a step that is no function, and a ``comm`` that is not a `Comm`.
+        TypeError: for an integer state, a step that is not a function, and a ``comm`` that is not a `Comm`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -84,8 +84,8 @@ class Problem:
     _: dataclasses.KW_ONLY
     shared: PyTree = None
     data: Stacked = None
-    t0: Any = 0.0
-    t1: Any = 1.0
+    t0: Times = 0.0
+    t1: Times = 1.0
     comm: Comm = None  # type: ignore[assignment]
     has_aux: bool = False
 
@@ -96,14 +96,14 @@ class Problem:
         object.__setattr__(self, "comm", _inputs.comm(self.comm))
         for name in ("params", "shared", "data"):
             object.__setattr__(self, name, _inputs.arrays(getattr(self, name), name))
-        _inputs.number_of_layers(self.params, self.data, alone=self.comm == OneDevice())
+        _inputs.number_of_layers(self.params, self.data, one_worker=self.comm == OneDevice())
 
     @property
     def layers(self) -> int:
-        """Number of layers that were passed: all of them but with `MPIComm`, where it is this rank's."""
+        """Number of layers that were passed: all layers; with `MPIComm`, those of this rank."""
         return int(jax.tree.leaves((self.params, self.data))[0].shape[0])
 
-    def replace(self, **changes: Any) -> "Problem":
+    def replace(self, **changes: PyTree) -> "Problem":
         """Return this problem with some of its arguments changed.
 
         Example:
@@ -176,10 +176,10 @@ class Problem:
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
             cotangents = _tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1)
             gradient, stats = pull(*cotangents)
-            given = (self.params, self.y0, self.shared, self.data)
-            found = (gradient.slices.params, gradient.y0, gradient.shared[0], gradient.slices.data)
-            found = jax.tree.map(_or_float0, found, given, is_leaf=lambda x: x is None)
-            params, y0, shared, data = _tree.summed(found, given)
+            arguments = (self.params, self.y0, self.shared, self.data)
+            cotangents = (gradient.slices.params, gradient.y0, gradient.shared[0], gradient.slices.data)
+            cotangents = jax.tree.map(_or_float0, cotangents, arguments, is_leaf=lambda x: x is None)
+            params, y0, shared, data = _tree.summed(cotangents, arguments)
             return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
 
         return Solution(y1, *rest, aux), pullback
@@ -192,7 +192,7 @@ _RESTART = (
 )
 
 
-def _or_float0(cotangent: Any, x: jax.Array) -> Any:
+def _or_float0(cotangent: jax.Array | None, x: jax.Array | None) -> jax.Array | np.ndarray | None:
     return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
@@ -200,8 +200,8 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
     """Return the levels that `solve` works on, to build cycles by hand from `f_relax`, `c_relax`, `residual`, ...
 
     Args:
-        problem: what is solved; without aux, on one device.
-        solver: gives the coarsening and the coarse steps.
+        problem: a problem without aux; it is placed on one device.
+        solver: defines the coarsening and the coarse steps.
 
     Returns:
         The levels, finest first.

@@ -1,4 +1,4 @@
-"""A scan over layers that knows nothing of depth or time: ``jax.lax.scan``, with a solver."""
+"""`scan`: ``jax.lax.scan`` with a solver."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from lp_jax._arrays import _check, _products
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
@@ -21,7 +22,7 @@ Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 """The body of a scan: ``body(carry, x) -> (carry, y)``."""
 
 
-@_check.called_right
+@_check.check_arguments
 def scan(
     body: Body,
     init: PyTree,
@@ -39,24 +40,24 @@ def scan(
 ) -> tuple[PyTree, PyTree]:
     """``jax.lax.scan`` over layers, with a solver that evaluates all of them at once.
 
-    With ``solver=Serial()`` the results are those of ``jax.lax.scan``, values and gradients; with any other solver they
-    come as close as it does: ``lp_jax.scanned(body, init, xs).solve()`` returns the residual norms, and `plan` takes the same
+    With ``solver=Serial()`` values and gradients are those of ``jax.lax.scan``; with another solver they are as close as
+    it converges: ``lp_jax.scanned(body, init, xs).solve()`` returns the residual norms, and `plan` takes the same
     problem.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, a pure function. It may close over arrays, traced and differentiated ones too.
-        init: the first carry. Its inexact leaves are the state that is solved for; without any, this is ``jax.lax.scan``.
+        init: the first carry. Its inexact leaves are the state that is solved for; without such leaves, this is ``jax.lax.scan``.
             Integers and keys are allowed where the body computes them from one another and from ``x`` only (a counter, a key
             that is split).
-        xs: what is scanned over, leaves ``(N, ...)``; None, with a ``length``.
-        length: number of layers, where ``xs`` has no leaves.
+        xs: operands of the layers, leaves ``(N, ...)``; or None, with a ``length``.
+        length: number of layers, if ``xs`` has no leaves.
         reverse: whether to scan from the last entry of ``xs`` to the first.
-        solver: as for `solve`; but not a coarse step that stretches dt (`Rediscretize`), as there is none.
+        solver: as for `solve`; a coarse step that stretches dt (`Rediscretize`) is refused, as a scan has no dt.
         adjoint_solver: as for `solve`.
         guess: as for `solve`, with states in the order in which they are computed.
         adjoint_guess: as for `solve`, in the same order.
         comm: as for `solve`. With `MPIComm` every rank passes its own run of ``xs`` and gets its own ``ys``.
-        unroll: for the sake of ``jax.lax.scan``'s callers; the solver decides how layers are evaluated.
+        unroll: for compatibility with ``jax.lax.scan``; the solver decides how layers are evaluated.
         _split_transpose: as ``unroll``.
 
     Returns:
@@ -64,8 +65,8 @@ def scan(
 
     Raises:
         ValueError: for lengths that do not agree, and for solvers that stretch dt.
-        TypeError: for a body that changes its carry's structure, shapes or dtypes, or returns no pair; for integers in the
-            carry that follow from its inexact leaves.
+        TypeError: for a body that changes its carry's structure, shapes or dtypes, or does not return a pair; for integers
+            in the carry that depend on its inexact leaves.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -81,16 +82,16 @@ def scan(
     length = _length(xs, length)
     solved_for = any(map(_is_inexact, jax.tree.leaves(init)))
     if not solved_for:
-        _alone(comm, "a carry without floating-point numbers")
+        _refuse_split(comm, "a carry without floating-point numbers")
     if not solved_for or not length:
         return lax.scan(body, init, xs, length, reverse, unroll, _split_transpose)
-    problem, fixed = _scanned(body, init, xs, length, reverse, comm)
+    problem, fixed = _as_problem(body, init, xs, length, reverse, comm)
     for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if value is not None and getattr(value, "stretches_dt", False):
             raise ValueError(
                 f"{name}={value!r} has a coarse step that takes one layer with a longer dt for several. A scan's body knows no "
                 "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as lp_jax.solve(step, ...), whose "
-                "step is told its dt."
+                "step gets its dt."
             )
     solvers = {"solver": _of_body(solver), "adjoint_solver": _of_body(adjoint_solver)}
     solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
@@ -106,10 +107,10 @@ def scanned(
     *,
     comm: Comm | None = None,
 ) -> Problem:
-    """Return what `scan` solves as a `Problem`, for `solve`, `plan` and `calibrate`.
+    """Return the `Problem` of a `scan`, for `solve`, `plan` and `calibrate`.
 
-    The step is a layer of time 1 (``t1 = N``), the state the inexact leaves of the carry (None in the place of others), and
-    aux are the ``ys``, in the order in which they are computed.
+    The step is a layer of time 1 (``t1 = N``). The state has the inexact leaves of the carry, and None for the others. Aux is
+    the ``ys``, in the order in which they are computed.
 
     Args:
         body: as for `scan`, like all other arguments.
@@ -126,12 +127,12 @@ def scanned(
         >>> bool(solution.stats.residual_norms[-1] < 1e-3)
         True
     """
-    return _scanned(body, init, xs, length, reverse, comm)[0]
+    return _as_problem(body, init, xs, length, reverse, comm)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _BodyStep:
-    """A scan's body as ``step(y, layer)``; ``layer.data`` holds what of the carry is not solved for."""
+    """A scan's body as ``step(y, layer)``; ``layer.data`` has the leaves of the carry that are not solved for."""
 
     body: Body
 
@@ -140,27 +141,27 @@ class _BodyStep:
         return _inexact(jax.tree.map(jnp.asarray, carry)), out
 
 
-def _of_body(solver: Solver | None) -> Any:
-    """The solver with its own step a body, too."""
+def _of_body(solver: Solver | None) -> Solver | None:
+    """The solver, with a ``jacobian_of`` that is a body turned into a step."""
     other = getattr(solver, "jacobian_of", None)
     return solver if other is None else dataclasses.replace(solver, jacobian_of=_BodyStep(other))  # type: ignore[type-var]
 
 
 class _Data(NamedTuple):
     fixed: PyTree
-    number: jax.Array  # of the layer: what is stacked if nothing else is
+    number: jax.Array  # of the layer: stacked even if nothing else is
 
 
-def _scanned(
+def _as_problem(
     body: Body, init: PyTree, xs: Stacked, length: int | None, reverse: bool, comm: Comm | None
 ) -> tuple[Problem, PyTree]:
-    """The problem, and those leaves of the last carry that are not solved for."""
+    """The problem, and the leaves of the last carry that are not solved for."""
     n = _length(xs, length)
     init, xs = _inputs.arrays(init, "init"), _inputs.arrays(xs, "xs")
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
     init = _strong(body, init, x)
     if reverse:
-        _alone(comm, "reverse=True")
+        _refuse_split(comm, "reverse=True")
         xs = _flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
     data = _Data(fixed, jnp.arange(n, dtype=jnp.int32))
@@ -193,18 +194,18 @@ def _length(xs: Stacked, length: Any) -> int:
 
 
 def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
-    """``init`` as the body returns it where it is weakly typed, as ``lax.scan`` takes it; refuses other differences.
+    """Give weakly typed leaves of ``init`` the dtypes that the body returns, as ``lax.scan`` does; refuse other differences.
 
-    What the body returns weakly typed, too, is made strong last, and may then widen what it meets: that is refused.
+    Leaves that the body also returns weakly typed are made strong last. If they then widen others, that is refused.
     """
 
-    def weak(a: Any) -> bool:
+    def weak(a: object) -> bool:
         return bool(getattr(a, "weak_type", False))
 
-    def as_returned(a: Any, b: Any) -> Any:
+    def as_returned(a: jax.Array, b: jax.Array) -> jax.Array:
         return a.astype(b.dtype) if weak(a) and not (weak(b) and a.dtype == b.dtype) else a
 
-    def strong(a: Any, b: Any) -> Any:
+    def strong(a: jax.Array, b: jax.Array) -> jax.Array:
         return a.astype(a.dtype) if weak(a) else a
 
     check = functools.partial(_inputs.step_output, has_aux=False, step="body", y="carry")
@@ -222,11 +223,11 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
 
 
 def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm | None) -> tuple[PyTree, PyTree]:
-    """The leaves of the carry that are not inexact, as they enter every layer and as they leave the last one."""
+    """The leaves of the carry that are not inexact: as they enter every layer, and as they leave the last one."""
     start = _others(init)
     if not jax.tree.leaves(start):
         return start, start
-    _alone(comm, "a carry with integers or keys")
+    _refuse_split(comm, "a carry with integers or keys")
     inexact = [_is_inexact(leaf) for leaf in jax.tree.leaves(init)]
     closed = jax.make_jaxpr(body)(init, x)
     others = len(closed.jaxpr.outvars) - len(inexact)
@@ -247,7 +248,7 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
     return entering, last
 
 
-def _alone(comm: Comm | None, what: str) -> None:
+def _refuse_split(comm: Comm | None, what: str) -> None:
     if comm is not None and comm.splits:
         raise ValueError(
             f"{what} needs all layers in one place, and comm={comm!r} gives each process only its own. Use MeshComm, or one "
@@ -255,7 +256,7 @@ def _alone(comm: Comm | None, what: str) -> None:
         )
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: ArrayLike) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 

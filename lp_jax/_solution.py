@@ -19,7 +19,7 @@ class Solution(NamedTuple):
 
     Attributes:
         y1: the state after the last layer. The only part that gradients flow through.
-        stats: iterations, residual norms, and how it ended.
+        stats: iterations, residual norms, and the result code.
         trajectory: level-0 C-point states after point 0, leaves ``(ceil(N / m), ...)``; a ``guess`` for the next solve.
         aux: the step's second output, stacked over layers, ``(N, ...)``; from the final sweep.
     """
@@ -47,9 +47,9 @@ class Solution(NamedTuple):
         )
 
     def raise_if_failed(self) -> "Solution":
-        """Return the solution itself, or raise `SolveError` with what happened and what to do. Not under jit.
+        """Return the solution itself, or raise `SolveError` with the cause and the remedy. Not under jit.
 
-        Layers that were propagated serially in the end (``fallback=True``) are no failure.
+        Serial propagation after all (``fallback=True``) is not a failure.
         """
         if isinstance(self.result, jax.core.Tracer):
             raise SolveError(

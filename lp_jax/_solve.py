@@ -1,10 +1,9 @@
-"""The verbs: `solve`, and `solve_vjp` with a pullback that says how the adjoint solve converged."""
+"""`solve`, and `solve_vjp` with a pullback that also returns the stats of the adjoint solve."""
 
 from collections.abc import Callable
-from typing import Any
 
 from lp_jax._arrays import _check
-from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Gradients, Problem
 from lp_jax._programs import _inputs
@@ -12,7 +11,7 @@ from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
 
 
-@_check.called_right
+@_check.check_arguments
 def solve(
     step: Step,
     params: Stacked,
@@ -20,8 +19,8 @@ def solve(
     *,
     shared: PyTree = None,
     data: Stacked = None,
-    t0: Any = 0.0,
-    t1: Any = 1.0,
+    t0: Times = 0.0,
+    t1: Times = 1.0,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
@@ -29,12 +28,12 @@ def solve(
     comm: Comm | None = None,
     has_aux: bool = False,
 ) -> Solution:
-    """Propagate ``y0`` through N layers, all at once, with gradients that are computed all at once, too.
+    """Propagate ``y0`` through N layers, all at once; gradients are computed all at once, too.
 
     Solves ``u[n+1] = step(u[n], layer n)``, ``u[0] = y0`` and returns ``u[N]``. At convergence this is the state that
     ``lax.scan`` gives, and ``jax.grad`` of it is the gradient of the scan: the adjoint system
     ``lam[n] = (dPhi_n/du)^T lam[n+1]`` is solved by the same method with ``adjoint_solver``'s settings. Works under jit,
-    vmap and grad. A pure function: nothing is remembered between calls.
+    vmap and grad. It is a pure function, without state between calls.
 
     Args:
         step: ``step(y, layer) -> y_next``, a pure function like the body of a ``lax.scan`` over layers. ``y`` is a pytree,
@@ -42,25 +41,25 @@ def solve(
             differentiated ones too.
         params: parameters of the layers; leaves ``(N, ...)``. Differentiated.
         y0: the state entering layer 0, a pytree of floating-point or complex arrays. Differentiated.
-        shared: what every layer sees as ``layer.shared``, not stacked. Differentiated; gradients are summed over layers.
+        shared: operands of every layer, seen as ``layer.shared``, not stacked. Differentiated; gradients are summed over layers.
         data: per-layer inputs, dropout keys, masks; leaves ``(N, ...)``, seen as ``layer.data``. Floating-point leaves are
             differentiated.
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends; layer n spans ``[t0 + n h, t0 + (n+1) h]``, ``h = (t1 - t0) / N``. Or an
             array of N + 1 increasing times (then ``t0`` is not used). Differentiated where it is a JAX value.
-        solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None is right on any network: sweeps of `Picard` to a tolerance of
-            1e-3, the adjoint to 1e-2, and serial propagation where 32 of them do not meet it or residuals grow.
+        solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None works for any network: sweeps of `Picard` to a tolerance of
+            1e-3, the adjoint to 1e-2, and serial propagation where 32 sweeps do not meet it or residuals grow.
         adjoint_solver: the same for the adjoint system; None means the settings of ``solver`` (and a single iteration of
             `Newton`, as that system is linear).
-        guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a skipped
-            down-cycle; or a trajectory: states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for
-            example ``Solution.trajectory`` of an earlier call. With a trajectory `MGRIT` skips no down-cycle.
+        guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a cascade
+            of `MGRIT`; or a trajectory: states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, for
+            example ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle.
         adjoint_guess: where the adjoint solve starts: a trajectory of its own, ``Gradients.adjoint_trajectory`` of an earlier
-            `solve_vjp`; None is the start that the solver takes by itself. No derivative exists with respect to a guess, so
-            what ``jax.grad`` returns for this argument is the trajectory at which the adjoint solve *ended*, the guess for
-            the next call.
+            `solve_vjp`; None is the solver's own start. There is no derivative with respect to a guess;
+            ``jax.grad`` returns for this argument the trajectory at which the adjoint solve *ended*, the guess for the next
+            call.
         comm: where the layers live: None is one device; `MeshComm` spreads them over an axis of a device mesh, `MPIComm` over
-            MPI ranks, each of which passes its own layers (`layer_slices`).
+            MPI ranks; each rank passes its own layers (`layer_slices`).
         has_aux: whether ``step`` returns ``(y_next, aux)``.
 
     Returns:
@@ -90,7 +89,7 @@ def solve(
     return problem.solve(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
 
 
-@_check.called_right
+@_check.check_arguments
 def solve_vjp(
     step: Step,
     params: Stacked,
@@ -100,7 +99,7 @@ def solve_vjp(
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
     adjoint_guess: CPoints | None = None,
-    **problem: Any,
+    **problem: PyTree,
 ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
     """`solve`, and the pullback of ``y1`` and ``aux`` that also returns the adjoint solve's stats.
 
@@ -115,8 +114,8 @@ def solve_vjp(
         **problem: ``shared``, ``data``, ``t0``, ``t1``, ``comm`` and ``has_aux``, as for `solve`.
 
     Returns:
-        The solution, and ``pullback(y1_cotangent, aux_cotangent=None) -> (gradients, adjoint_stats)``, with `Gradients`
-        exactly those that ``jax.grad`` through `solve` gives. ``aux_cotangent`` is a tree like ``aux``; None, as a whole or for
+        The solution, and ``pullback(y1_cotangent, aux_cotangent=None) -> (gradients, adjoint_stats)``, whose `Gradients`
+        equal those of ``jax.grad`` through `solve`. ``aux_cotangent`` is a tree like ``aux``; None, as a whole or for
         a leaf, is zero. Values that ``step`` closes over get no gradient here.
 
     Raises:

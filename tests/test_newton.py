@@ -301,7 +301,7 @@ def test_chains_of_affine_maps(n, reverse, processor):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
     wanted = states(order, matrices)
     close(solved(Full(jnp.zeros((2, 3)), 1), matrices, vectors), wanted)
-    shared = Shared(jnp.zeros((2, 3)), 1, alone=False)
+    shared = Shared(jnp.zeros((2, 3)), 1, single=False)
     close(solved(shared, matrices[:, 0].swapaxes(1, 2), vectors), states(order, matrices[:, :1].repeat(2, axis=1)))
     blocks = np.moveaxis(matrices, 1, -1), np.moveaxis(vectors, 1, -1)  # of three leaves (2,)
     close(solved(Blocks([jnp.zeros(2)] * 3, 1), *blocks), np.moveaxis(wanted, 1, -1))

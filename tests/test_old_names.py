@@ -1,6 +1,7 @@
 """Old public names of this release's packages work, with a warning that says the new one."""
 
 import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,14 @@ def test_a_name_that_moved(old):
     with pytest.warns(DeprecationWarning, match=f"{old} is called {MOVED[old]} now"):
         found = looked_up(old)
     assert found is looked_up(MOVED[old])
+
+
+@pytest.mark.parametrize(("old", "new"), [("host", "python_comm"), ("device", "compiled_comm")])
+def test_a_communicator_of_ranks(old, new):
+    comm = types.SimpleNamespace(**{new: object()})  # MPI is not started here
+    with pytest.warns(DeprecationWarning, match=f"MPIComm.{old} is called MPIComm.{new} now"):
+        found = vars(lp_jax.MPIComm)[old].fget(comm)
+    assert found is getattr(comm, new)
 
 
 def test_a_name_that_never_was():

@@ -1,14 +1,14 @@
-"""How many layers are evaluated at once, and the other choices between programs that compute the same numbers.
+"""Number of layers that are evaluated at once, and other choices between programs that compute the same numbers.
 
-All of them go by size: what a layer costs and holds is read off its program when it is traced, and `Processor` has the
-numbers that were measured. Nothing else in the library asks what it runs on.
+All of them go by size: the cost and the memory of a layer are read from its program when it is traced, and `Processor` has
+measured numbers. No other module depends on the device.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,14 @@ from lp_jax._arrays._types import PyTree
 
 
 class Footprint(NamedTuple):
-    """What one evaluation of a layer costs and holds.
+    """Cost and memory of one evaluation of a layer.
 
     Attributes:
         operands: bytes of the layer's own parameters and data.
-        working: bytes of what it works on: its states, and what is alive between them.
-        flops: of its products.
-        counted: whether its program tells all of that; not with a callback or a foreign call in it.
-        few: whether it has a product of few rows, but several: see `with_few_terms`.
+        working: bytes of its states and of the arrays that are alive between them.
+        flops: flops of its products.
+        counted: whether these numbers are known; not with a callback or a foreign call in the program.
+        few: whether it has a product of a few rows, at least two: see `with_few_terms`.
     """
 
     operands: int
@@ -41,32 +41,32 @@ class Footprint(NamedTuple):
 
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
     """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few."""
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
     try:
         flops = cost_of(program).work
     except ValueError:  # a loop whose length is data
-        return Footprint(held, 0, math.inf, counted=False)
+        return Footprint(nbytes, 0, math.inf, counted=False)
     return Footprint(
-        held, most_alive(program), flops, counted=not opaque(program), few=has_few(program, terms, least=2)
+        nbytes, most_alive(program), flops, counted=not opaque(program), few=has_few(program, terms, least=2)
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What a device does well, where programs for the same numbers differ in it.
+    """Limits of a device, by which programs for the same numbers are chosen.
 
     Attributes:
         whole: bytes that all layers may hold to be evaluated at once; None for any.
-        part: bytes that those hold which are evaluated at once, where they are not all.
-        copied: flops per byte of a layer's operands below which cutting the layers up costs more than it gives, as the
-            operands are copied.
-        short: turns up to which a loop over layers at once is written out as a whole.
-        some: turns of a longer loop that are written out; 1 for none.
-        small: bytes of a layer up to which some turns of serial propagation are written out; None for any. Not where its
-            products are few: the sums of outer products would be written out too, and are then slower.
-        tiny: flops of a layer below which they are not: a CPU's compiler makes one kernel of such a loop.
-        terms: number of terms up to which the gradient of a weight is a sum of outer products: see `with_few_terms`.
-        turn: flops in the time that a turn of a loop costs; None for a time that nothing is worth.
+        part: bytes of the layers evaluated at once, where they are not all.
+        copied: flops per byte of a layer's operands below which the layers are not split, as copying the operands would
+            cost more.
+        short: most turns of a loop over layers at once that is unrolled as a whole.
+        some: turns of a longer loop that are unrolled; 1 for none.
+        small: most bytes of a layer for which serial propagation is unrolled; None for any. Layers with products of a few
+            rows are not: the sums of outer products would be unrolled too, and are then slower.
+        tiny: least flops of a layer for which it is unrolled: a CPU's compiler makes one kernel of a smaller loop.
+        terms: most terms for which the gradient of a weight is a sum of outer products: see `with_few_terms`.
+        turn: flops in the time of one turn of a loop; None where a turn is never worth its time.
     """
 
     whole: int | None
@@ -80,34 +80,34 @@ class Processor:
     turn: float | None
 
     def at_once(self, layer: Footprint, steps: int) -> int:
-        """How many of ``steps`` layers are evaluated at once."""
+        """Number of ``steps`` layers that are evaluated at once."""
         if not layer.counted:
             return 1
-        each = max(1, layer.operands + 2 * layer.working)  # what is worked on is written and read
+        each = max(1, layer.operands + 2 * layer.working)  # working memory is written and read
         if self.whole is None or steps * each <= self.whole or layer.flops < self.copied * layer.operands:
             return max(steps, 1)
         return max(1, min(steps, self.part // each))
 
     @property
     def launches(self) -> bool:
-        """Whether each turn of a loop is launched anew, so that few long turns, and work that is thrown away, are cheap."""
+        """Whether each turn of a loop is launched anew, so that few long turns are cheap, wasted work included."""
         return self.some > 1
 
-    def unrolled(self, layer: Footprint) -> int:
-        """How many turns of serial propagation are written out."""
+    def serial_unroll(self, layer: Footprint) -> int:
+        """Number of turns of serial propagation to unroll."""
         if self.small is None:
             return _SOME
         fits = layer.counted and not layer.few and layer.operands + layer.working <= self.small
         return _SOME if fits and layer.flops >= self.tiny else 1
 
     def multiplies(self, flops: float) -> bool:
-        """Whether a chain of linear maps is solved by products of maps, each of ``flops``, or map after map."""
+        """Whether to solve a chain of linear maps by products of maps, of ``flops`` each, and not map after map."""
         return self.turn is None or flops <= self.turn
 
-    def written_out(self, count: int, body: Callable[..., Any], *arguments: Any) -> int:
-        """How many of ``count`` turns of a loop are written out.
+    def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
+        """Number of a loop's ``count`` turns to unroll.
 
-        All of a short loop, some of a longer one; fewer where they are so large that they take long to compile.
+        All of a short loop, some of a longer one; fewer where turns are large and take long to compile.
         """
         if not self.launches:
             return 1
@@ -117,7 +117,7 @@ class Processor:
         return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
 
 
-_MOST = 2048  # operations of all turns that are written out
+_MOST = 2048  # operations of all turns that are unrolled
 
 
 def _operations(jaxpr: core.Jaxpr) -> int:
@@ -131,17 +131,17 @@ ACCELERATOR = Processor(whole=None, part=0, copied=0.0, short=16, some=_SOME, sm
 
 
 def processor(platform: str) -> Processor:
-    """The numbers for a kind of device.
+    """Return the limits for a kind of device.
 
-    Those of a CPU: the grid of the suite ``at_once`` on two cores with 32 MB of cache, jax 0.10.2 and 0.12 (docs/internals.md,
-    "Layers at once on a CPU"). Those of an accelerator: an H200 (docs/gpu.md), on which sweeps over 256, 128 and 64 of 1,024
-    layers at a time took 1.6, 2.0 and 2.7 times as long as over all of them.
+    For a CPU they are from the grid of the suite ``at_once`` on two cores with 32 MB of cache, jax 0.10.2 and 0.12
+    (docs/internals.md, "Layers at once on a CPU"); for an accelerator from an H200 (docs/gpu.md), on which sweeps over 256,
+    128 and 64 of 1,024 layers at a time took 1.6, 2.0 and 2.7 times as long as over all of them.
     """
     return CPU if platform == "cpu" else ACCELERATOR
 
 
-def check(name: str, value: Any) -> None:
-    """Refuse what is no number of layers."""
+def check(name: str, value: object) -> None:
+    """Refuse a value that is not a number of layers."""
     if isinstance(value, str):
         _check.one_of(name, value, ("auto",), otherwise="or a number of layers")
     elif not (isinstance(value, float) and value == math.inf):
@@ -151,15 +151,15 @@ def check(name: str, value: Any) -> None:
 def in_chunks(
     f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], carry: PyTree, xs: PyTree, size: int, *, reverse: bool = False
 ) -> tuple[PyTree, PyTree]:
-    """``carry, ys = f(carry, xs)`` on ``size`` entries of ``xs`` after the other; what is left over comes last in order.
+    """Run ``carry, ys = f(carry, xs)`` on ``size`` entries of ``xs`` at a time; a shorter rest comes last.
 
-    Leaves of ``xs`` and ``ys`` have the same leading axis, those that ``f`` gets and returns at most ``size`` of it.
+    Leaves of ``xs`` and ``ys`` have the same leading axis; ``f`` gets and returns at most ``size`` of its entries.
     """
     n = _tree.leading(xs)
     size = chunk(n, size)
     if size >= n:
         return f(carry, xs)
-    if size == 1:  # what enters a loop with an axis of length 1 is copied
+    if size == 1:  # XLA copies operands that enter a loop with an axis of length 1
 
         def one(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
             carry, y = f(carry, jax.tree.map(lambda x: x[None], x))
@@ -179,16 +179,16 @@ def in_chunks(
 
 
 def chunk(n: int, most: int) -> int:
-    """Entries at once: ``most``, or somewhat fewer, where all chunks are then equally long."""
+    """Size of chunks of ``n`` entries: ``most``, or somewhat fewer where that makes all chunks equal."""
     if most >= n:
         return n
     even = max(size for size in range(1, most + 1) if n % size == 0)
     return even if 2 * even > most else most
 
 
-def several(one: Callable[..., PyTree], size: int) -> Callable[..., PyTree]:
-    """``one`` for ``size`` entries of the leading axis of all its arguments."""
+def batched(one: Callable[..., PyTree], size: int) -> Callable[..., PyTree]:
+    """Apply ``one`` to each of ``size`` entries of the leading axis of all its arguments."""
     if size != 1:
         return jax.vmap(one)
-    alone = functools.partial(jax.tree.map, lambda x: x[0])
-    return lambda *operands: jax.tree.map(lambda x: jnp.asarray(x)[None], one(*map(alone, operands)))
+    first = functools.partial(jax.tree.map, lambda x: x[0])
+    return lambda *operands: jax.tree.map(lambda x: jnp.asarray(x)[None], one(*map(first, operands)))

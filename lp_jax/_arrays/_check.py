@@ -5,9 +5,9 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
-T = TypeVar("T", bound=Callable[..., Any])
+T = TypeVar("T", bound=Callable[..., object])
 
 _SAME = (
     {"sweeps", "iterations", "cycles", "iters", "max_iter", "maxiter", "max_iterations", "max_steps", "n_iterations"},
@@ -23,13 +23,13 @@ _SAME = (
     {"comm", "mesh", "devices"},
     {"data", "inputs", "xs"},
 )
-"""Words of the field, and of other libraries, for one thing."""
+"""Synonyms, of this field and of other libraries."""
 
 
-def integer(name: str, value: Any, *, least: int) -> int:
-    """``value`` as an int of at least ``least``."""
+def integer(name: str, value: object, *, least: int) -> int:
+    """Return ``value`` as an int; refuse it below ``least``."""
     try:
-        number = operator.index(value)
+        number = operator.index(value)  # type: ignore[arg-type]  # it refuses all others
     except TypeError:
         raise TypeError(
             f"{name} must be an integer, at least {least}; got {value!r} ({type(value).__name__})."
@@ -41,8 +41,8 @@ def integer(name: str, value: Any, *, least: int) -> int:
     return number
 
 
-def one_of(name: str, value: Any, allowed: Iterable[str], *, otherwise: str = "") -> None:
-    """``value`` is one of the allowed strings."""
+def one_of(name: str, value: object, allowed: Iterable[str], *, otherwise: str = "") -> None:
+    """Refuse a value that is not one of the allowed strings."""
     allowed = tuple(allowed)
     if isinstance(value, str) and value in allowed:
         return
@@ -52,8 +52,8 @@ def one_of(name: str, value: Any, allowed: Iterable[str], *, otherwise: str = ""
     raise ValueError(f"{name} must be {wanted}; got {value!r}.{hint}")
 
 
-def tolerance(rtol: Any, fallback: Any, *, has_tolerance: bool) -> None:
-    """A relative tolerance that some residual norm can meet, and a fallback for one."""
+def tolerance(rtol: object, fallback: object, *, has_tolerance: bool) -> None:
+    """Refuse a relative tolerance that no residual norm can meet, and a fallback without a tolerance."""
     if isinstance(rtol, str | bool):
         raise TypeError(f"rtol must be a number, or None for a fixed number of iterations; got {rtol!r}.")
     if isinstance(rtol, int | float) and not rtol >= 0:
@@ -63,7 +63,7 @@ def tolerance(rtol: Any, fallback: Any, *, has_tolerance: bool) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that ``name`` is likely to stand for: another word for it, or nearly spelled so."""
+    """Return the one of ``names`` that ``name`` likely means: a synonym, or a similar spelling."""
     names = list(names)
     same = next((group for group in _SAME if name in group), set())
     other = [each for each in names if each in same]
@@ -73,29 +73,29 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return other[0] if other else None
 
 
-def called_right(f: T) -> T:
-    """``f``, a function or a class, which tells of arguments that it does not have which one may be meant."""
+def check_arguments(f: T) -> T:
+    """Decorate a function or a class: for an unknown argument, its error suggests the one that may be meant."""
     target = f.__init__ if isinstance(f, type) else f  # type: ignore[misc]
-    called = f.__name__
+    title = f.__name__
     parameters = [p for p in inspect.signature(target).parameters.values() if p.name != "self"]
     names = [p.name for p in parameters]
-    others = any(p.kind == p.VAR_KEYWORD for p in parameters)  # which go to somebody who checks them
+    others = any(p.kind == p.VAR_KEYWORD for p in parameters)  # they are passed on to a function that checks them
     first = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
     skip = int(isinstance(f, type))
 
     @functools.wraps(target)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        given = args[skip:]
-        if len(given) > len(first):
+    def checked(*args: object, **kwargs: object) -> object:
+        positional = args[skip:]
+        if len(positional) > len(first):
             wanted = f"takes {', '.join(first)} by position" if first else "takes its arguments by name"
-            extra, rest = given[len(first)], names[len(first) :]
+            extra, rest = positional[len(first)], names[len(first) :]
             name = "solver" if "solver" in rest and hasattr(extra, "for_adjoint") else rest[0] if not first else "..."
-            raise TypeError(f"{called} {wanted}; got {_shown(extra)}, too. Name it: {name}={_shown(extra)}.")
+            raise TypeError(f"{title} {wanted}; got {_short_repr(extra)}, too. Name it: {name}={_short_repr(extra)}.")
         for name in kwargs:
             if not (others or name in names):
                 near = nearest(name, names)
                 hint = f"Did you mean {near}?" if near else f"It has {', '.join(names)}."
-                raise TypeError(f"{called} has no argument {name!r}. {hint}")
+                raise TypeError(f"{title} has no argument {name!r}. {hint}")
         return target(*args, **kwargs)
 
     if isinstance(f, type):
@@ -104,6 +104,6 @@ def called_right(f: T) -> T:
     return cast(T, checked)
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) < 80 else type(value).__name__

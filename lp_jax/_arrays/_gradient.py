@@ -1,8 +1,8 @@
-"""Identities that refuse to be differentiated in one way, with words for the user, where JAX's own fall short."""
+"""Identities that refuse one way of differentiation, with a message for the user."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 from jax.extend.core import Primitive
@@ -12,23 +12,26 @@ from lp_jax._arrays._types import PyTree
 
 
 def without_gradient(tree: PyTree, message: str) -> PyTree:
-    """``tree``; where a loss that depends on it is differentiated in reverse mode, ValueError(message).
+    """Return ``tree``. Reverse mode through it raises ValueError(message).
 
-    ``lax.stop_gradient`` would make that gradient zero, in silence.
+    ``lax.stop_gradient`` would silently make that gradient zero.
     """
     return jax.tree.map(functools.partial(_untransposed.bind, message=message), tree)
 
 
 def reverse_only(tree: PyTree, message: str) -> PyTree:
-    """``tree``; where its tangents are computed with, not only transposed, TypeError(message)."""
+    """Return ``tree``. Forward mode through it raises TypeError(message), unless its tangents are only transposed."""
     return jax.tree.map(functools.partial(_marked.bind, message=message), tree)
 
 
+Tangents = Sequence[jax.Array | ad.Zero]
+
+
 def _identity(name: str, **rules: Callable[..., Any]) -> Primitive:
-    """The identity on an array, with rules of its own."""
+    """Make the identity on an array, with some rules replaced."""
     primitive = Primitive(name)
 
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    def jvp(primals: Sequence[jax.Array], tangents: Tangents, **params: str) -> tuple[jax.Array, jax.Array | ad.Zero]:
         (x,), (t,) = primals, tangents
         return primitive.bind(x, **params), t if isinstance(t, ad.Zero) else primitive.bind(t, **params)
 
@@ -43,17 +46,17 @@ def _identity(name: str, **rules: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-def _not_transposed(cotangent: Any, x: Any, message: str) -> Any:
+def _not_transposed(cotangent: jax.Array | ad.Zero, x: object, message: str) -> list[ad.Zero]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
     raise ValueError(message)
 
 
-def _not_computed(*operands: Any, message: str) -> Any:
+def _not_computed(*operands: object, message: str) -> NoReturn:
     raise TypeError(message)
 
 
-def _mark(primals: Any, tangents: Any, message: str) -> Any:
+def _mark(primals: Sequence[jax.Array], tangents: Tangents, message: str) -> tuple[jax.Array, jax.Array | ad.Zero]:
     (x,), (t,) = primals, tangents
     return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, message=message)
 

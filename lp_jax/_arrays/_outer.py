@@ -1,8 +1,8 @@
-"""Products of a few examples with a weight: the gradient of that weight is a sum of as many outer products."""
+"""Products of a few examples with a weight, whose gradient is computed as a sum of outer products."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,17 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from lp_jax._arrays._products import array_type
 
-def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[Any]]:
-    """A program as a function; its products of at most ``terms`` rows with a matrix have that gradient of the matrix.
+DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+"""Of ``dot_general``: the axes that are summed over, and those of a batch, in both operands."""
 
-    A CPU calls a library for each product. For a gradient that sums up few terms, that takes several times as long as the
-    sum, which is one loop; values and all derivatives are the same, to rounding.
+
+def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[jax.Array]]:
+    """Turn a program into a function; products of at most ``terms`` rows with a matrix sum outer products for its gradient.
+
+    A CPU calls a library for each product. For a gradient of a few terms this call takes several times as long as their sum,
+    which is one loop. Values and all derivatives are the same, to rounding.
     """
     return lambda *arguments: _evaluate(program.jaxpr, program.consts, arguments, terms)
 
@@ -28,21 +33,21 @@ def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:
 _INLINED = ("jit", "pjit")
 
 
-def _equations(program: core.Jaxpr) -> Iterator[Any]:
+def _equations(program: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     for equation in program.eqns:
         yield equation
         if equation.primitive.name in _INLINED:
             yield from _equations(equation.params["jaxpr"].jaxpr)
 
 
-def _few(equation: Any, terms: int, least: int = 1) -> bool:
+def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
     """Whether this is a product of ``least`` to ``terms`` rows with a matrix, in single or double precision.
 
-    Not where the compiler, or the types, spread rows over devices: within `shard_map` each device has its own.
+    It is not one where the compiler, or the types, spread rows over devices; within `shard_map` each device has its own.
     """
     if equation.primitive.name != "dot_general":
         return False
-    x, w, out = (v.aval for v in (*equation.invars, *equation.outvars))
+    x, w, out = (array_type(v) for v in (*equation.invars, *equation.outvars))
     (left, _), (batch, _) = equation.params["dimension_numbers"]
     plain = w.ndim == 2 <= x.ndim and not batch and tuple(left) == (x.ndim - 1,)
     alike = x.dtype == w.dtype == out.dtype and x.dtype.itemsize >= 4
@@ -51,61 +56,65 @@ def _few(equation: Any, terms: int, least: int = 1) -> bool:
     return plain and alike and whole and least <= math.prod(x.shape[:-1]) <= terms
 
 
-def _evaluate(program: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], terms: int) -> list:
-    values: dict[Any, Any] = dict(zip([*program.constvars, *program.invars], [*consts, *arguments], strict=True))
+def _evaluate(
+    program: core.Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.Array], terms: int
+) -> list[jax.Array]:
+    values: dict[core.Var, jax.Array] = dict(
+        zip([*program.constvars, *program.invars], [*consts, *arguments], strict=True)
+    )
 
-    def read(v: Any) -> Any:
+    def read(v: core.Var | core.Literal) -> jax.Array:
         return v.val if isinstance(v, core.Literal) else values[v]
 
     for equation in program.eqns:
         operands = [read(v) for v in equation.invars]
         if _few(equation, terms):
-            found = [_product(*operands, **equation.params)]
+            results = [_product(*operands, **equation.params)]
         elif equation.primitive.name in _INLINED:
             inner = equation.params["jaxpr"]
-            found = _evaluate(inner.jaxpr, inner.consts, operands, terms)
+            results = _evaluate(inner.jaxpr, inner.consts, operands, terms)
         else:
-            given = {v: x for v, x in zip(equation.invars, operands, strict=True) if not isinstance(v, core.Literal)}
-            alone = program.replace(constvars=[], invars=[*given], outvars=equation.outvars, eqns=[equation])
-            found = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*given.values())
-        values.update(zip(equation.outvars, found, strict=True))
+            inputs = {v: x for v, x in zip(equation.invars, operands, strict=True) if not isinstance(v, core.Literal)}
+            single = program.replace(constvars=[], invars=[*inputs], outvars=equation.outvars, eqns=[equation])
+            results = core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*inputs.values())
+        values.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in program.outvars]
 
 
-def _product(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
-    (_, (contracted,)), _ = params.pop("dimension_numbers")
-    found = _of_rows(x.reshape(-1, x.shape[-1]), w if contracted == 0 else w.T, **params)
-    return found.reshape(*x.shape[:-1], found.shape[-1])
+def _product(x: jax.Array, w: jax.Array, *, dimension_numbers: DimensionNumbers, **params: object) -> jax.Array:
+    (_, (contracted,)), _ = dimension_numbers
+    rows = _of_rows(x.reshape(-1, x.shape[-1]), w if contracted == 0 else w.T, **params)
+    return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 
-def _numbers(x: Any, left: int, right: int) -> Any:
-    """Dimension numbers of ``dot_general``: what is summed over, for two matrices or for a batch of both."""
+def _numbers(x: jax.Array, left: int, right: int) -> DimensionNumbers:
+    """Dimension numbers for two matrices, or for a batch of both, summed over one axis of each."""
     first = x.ndim - 2
     batch = tuple(range(first))
     return ((first + left,), (first + right,)), (batch, batch)
 
 
-def _dot(x: Any, y: Any, **params: Any) -> jax.Array:
-    found: jax.Array = lax.dot_general_p.bind(x, y, **params)
-    return found
+def _dot(x: jax.Array, y: jax.Array, **params: object) -> jax.Array:
+    product: jax.Array = lax.dot_general_p.bind(x, y, **params)
+    return product
 
 
-def _of_rows(x: jax.Array, w: Any, **params: Any) -> jax.Array:
+def _of_rows(x: jax.Array, w: jax.Array, **params: object) -> jax.Array:
     """``(k, i), (i, j) -> (k, j)``."""
     return few_terms.bind(x, w, **params | {"dimension_numbers": _numbers(x, 1, 0)})
 
 
-def _outer(x: jax.Array, y: Any, **params: Any) -> jax.Array:
+def _outer(x: jax.Array, y: jax.Array, **params: object) -> jax.Array:
     """``(k, i), (k, j) -> (i, j)``."""
     return outer_terms.bind(x, y, **params | {"dimension_numbers": _numbers(x, 0, 0)})
 
 
-def _back(y: Any, w: jax.Array, **params: Any) -> jax.Array:
+def _back(y: jax.Array, w: jax.Array, **params: object) -> jax.Array:
     """``(k, j), (i, j) -> (k, i)``."""
     return _dot(y, w, **params | {"dimension_numbers": _numbers(w, 1, 1)})
 
 
-def _sum_of_outer_products(x: jax.Array, y: jax.Array, **params: Any) -> jax.Array:
+def _sum_of_outer_products(x: jax.Array, y: jax.Array, **params: object) -> jax.Array:
     products = (x[..., k, :, None] * y[..., k, None, :] for k in range(x.shape[-2]))
     total = next(products)
     for product in products:
@@ -114,14 +123,22 @@ def _sum_of_outer_products(x: jax.Array, y: jax.Array, **params: Any) -> jax.Arr
 
 
 def _bilinear(name: str, program: Callable[..., jax.Array]) -> core.Primitive:
-    """A ``dot_general`` of two matrices, or of a batch of both (layers at once), as a program of its own."""
+    """Make a primitive for ``dot_general`` of two matrices, or of a batch of both (layers at once), run by ``program``."""
     primitive = core.Primitive(name)
 
-    def at_once(operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+    def at_once(
+        operands: Sequence[jax.Array],
+        axes: Sequence[int | None],
+        *,
+        dimension_numbers: DimensionNumbers,
+        **params: object,
+    ) -> tuple[jax.Array, int]:
         if None in axes or operands[0].ndim > 3:
-            return jax.vmap(lambda x, y: _dot(x, y, **params), in_axes=tuple(axes))(*operands), 0
+            return jax.vmap(
+                lambda x, y: _dot(x, y, dimension_numbers=dimension_numbers, **params), in_axes=tuple(axes)
+            )(*operands), 0
         x, y = (jnp.moveaxis(x, cast(int, axis), 0) for x, axis in zip(operands, axes, strict=True))
-        ((left,), (right,)), _ = params["dimension_numbers"]
+        ((left,), (right,)), _ = dimension_numbers
         return primitive.bind(x, y, **params | {"dimension_numbers": _numbers(x, left, right)}), 0
 
     primitive.def_impl(program)

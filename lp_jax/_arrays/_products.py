@@ -1,32 +1,42 @@
-"""What a program costs in matrix products: how many there are, and how many of them wait for each other.
+"""Cost of a program in matrix products: their number, and the length of their longest chain.
 
-Both are read off the jaxpr, as if loops were unrolled. They do not depend on the machine.
+Both are read from the jaxpr, as if loops were unrolled. They do not depend on the machine.
 """
 
 import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 from jax.extend import core
 
+from lp_jax._arrays._types import PyTree
+
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
+
+
+def array_type(v: core.Var | core.Literal) -> "ShapedArray":
+    """The type of an array in a program."""
+    return cast("ShapedArray", v.aval)
+
 
 class Cost(NamedTuple):
-    """Of a computation.
+    """Cost of a computation.
 
     Attributes:
-        work: number of products, each of a batch of products counted.
-        depth: length of the longest chain of products of which each needs the one before; a batch is one.
+        work: number of products; every one of a batch counts.
+        depth: length of the longest chain of products in which each needs the one before; a batch counts once.
     """
 
     work: float
     depth: float
 
 
-def cost(f: Callable[..., Any], *arguments: Any, unit: float = 1.0) -> Cost:
-    """Return the cost of ``f(*arguments)`` in products of ``unit`` flops; what nothing depends on is not counted."""
+def cost(f: Callable[..., PyTree], *arguments: PyTree, unit: float = 1.0) -> Cost:
+    """Return the cost of ``f(*arguments)`` in products of ``unit`` flops. Unused results do not count."""
     return cost_of(jax.make_jaxpr(f)(*arguments).jaxpr, unit=unit)
 
 
@@ -36,27 +46,27 @@ def cost_of(jaxpr: core.Jaxpr, *, unit: float = 1.0, terms: int | None = None) -
     Args:
         jaxpr: the program.
         unit: flops of a product.
-        terms: count only the products whose entries are sums of so many terms; None counts all.
+        terms: count only products whose entries are sums of this number of terms; None counts all.
     """
     live = (True,) * len(jaxpr.outvars)
     depths = _depths(jaxpr, (0.0,) * len(jaxpr.invars), live, terms)
-    found = Cost(_work(jaxpr, live, terms) / unit, max(depths, default=0.0))
+    total = Cost(_work(jaxpr, live, terms) / unit, max(depths, default=0.0))
     _live.cache_clear()
     _work.cache_clear()
-    return found
+    return total
 
 
 Flags = tuple[bool, ...]
 
 
 def used_inputs(jaxpr: core.Jaxpr, outputs: Flags) -> Flags:
-    """Which inputs of a program the outputs asked for depend on."""
+    """Flag the inputs of a program that the flagged outputs depend on."""
     return _live(jaxpr, outputs)[0]
 
 
 @functools.cache
 def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
-    """Which inputs, and which outputs of each equation, the outputs asked for depend on."""
+    """Flag the inputs, and the outputs of each equation, that the flagged outputs depend on."""
     wanted = {v for v, flag in zip(jaxpr.outvars, out, strict=True) if flag and not isinstance(v, core.Literal)}
     outs: list[Flags] = []
     for equation in reversed(jaxpr.eqns):
@@ -69,21 +79,21 @@ def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
     return tuple(v in wanted for v in jaxpr.invars), tuple(reversed(outs))
 
 
-def _inputs(equation: Any, out: Flags) -> Flags:
-    """Which inputs of an equation its outputs asked for depend on."""
+def _inputs(equation: core.JaxprEqn, out: Flags) -> Flags:
+    """Flag the inputs of an equation that its flagged outputs depend on."""
     inner, name = inside(equation), equation.primitive.name
     if name == "scan":
         return _live(inner[0], _scan_outputs(equation, out))[0]
     if name == "cond":
         branches = [_live(branch, out)[0] for branch in inner]
         return (True, *(any(flags) for flags in zip(*branches, strict=True)))
-    if (program := called(equation)) is not None:
+    if (program := _callee(equation)) is not None:
         return _live(program, out)[0]
     return (True,) * len(equation.invars)
 
 
-def _scan_outputs(equation: Any, out: Flags) -> Flags:
-    """Outputs of a scan's body that are needed: a carry is if a later turn needs it."""
+def _scan_outputs(equation: core.JaxprEqn, out: Flags) -> Flags:
+    """Flag the outputs of a scan's body that are needed, by the flagged outputs or by a later turn."""
     consts, carries = _parts(equation)
     (body,) = inside(equation)
     while True:
@@ -94,31 +104,31 @@ def _scan_outputs(equation: Any, out: Flags) -> Flags:
         out = more
 
 
-def _parts(equation: Any) -> tuple[int, int]:
-    """Numbers of constants and carries of a scan; what it goes over, and what it stacks, has an axis less within."""
+def _parts(equation: core.JaxprEqn) -> tuple[int, int]:
+    """Numbers of constants and carries of a scan. All other operands and results have one axis less in its body."""
     (body,) = inside(equation)
 
-    def alike(outer: Any, inner: Any) -> int:
-        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+    def alike(outer: Sequence[core.Var | core.Literal], inner: Sequence[core.Var | core.Literal]) -> int:
+        return sum(array_type(a).ndim == array_type(b).ndim for a, b in zip(outer, inner, strict=True))
 
     carries = alike(equation.outvars, body.outvars)
     return alike(equation.invars, body.invars) - carries, carries
 
 
-def inside(equation: Any) -> list[core.Jaxpr]:
-    """Programs within an equation: of a loop's body, a call."""
-    found = []
+def inside(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """Programs within an equation, such as a loop's body."""
+    programs = []
     for name, value in equation.params.items():
         for jaxpr in value if isinstance(value, tuple | list) else [value]:
             if isinstance(jaxpr, core.ClosedJaxpr):
                 jaxpr = jaxpr.jaxpr
             if isinstance(jaxpr, core.Jaxpr) and name != "cond_jaxpr":
-                found.append(jaxpr)
-    return found
+                programs.append(jaxpr)
+    return programs
 
 
-def called(equation: Any) -> core.Jaxpr | None:
-    """The program that an equation calls with its own operands; none of a loop, nor of a scatter that is told how to add."""
+def _callee(equation: core.JaxprEqn) -> core.Jaxpr | None:
+    """The program that an equation calls with its own operands; None for a loop, and for the addition of a scatter."""
     if equation.primitive.name == "while":
         return None
     arity = len(equation.invars), len(equation.outvars)
@@ -141,31 +151,31 @@ def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
             total += max(_work(branch, flags, terms) for branch in inner)
         elif name == "while":
             raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
-        elif (program := called(equation)) is not None:
+        elif (program := _callee(equation)) is not None:
             total += _work(program, flags, terms)
     return total
 
 
-def is_product(equation: Any) -> bool:
-    """Whether an equation is a product, or one of those of `lp_jax._arrays._outer`."""
+def is_product(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is a matrix product, those of `lp_jax._arrays._outer` included."""
     return equation.primitive.name in ("dot_general", "few_terms", "outer_terms")
 
 
-def _flops(equation: Any, terms: int | None) -> float:
-    """Flops of a product; none where it is not to be counted."""
+def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
+    """Flops of a product; 0 for other equations, and for a product that does not count."""
     if not is_product(equation):
         return 0.0
-    shape = equation.invars[0].aval.shape
+    shape = array_type(equation.invars[0]).shape
     (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
-    return 0.0 if terms not in (None, summed) else 2.0 * math.prod(equation.outvars[0].aval.shape) * summed
+    return 0.0 if terms not in (None, summed) else 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
 
 
 def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int | None) -> tuple[float, ...]:
-    """Number of products behind each output, given that behind each input."""
-    depth: dict[Any, float] = dict(zip(jaxpr.invars, entering, strict=True))
+    """Depth of each output, given the depths of the inputs."""
+    depth: dict[core.Var, float] = dict(zip(jaxpr.invars, entering, strict=True))
 
-    def of(v: Any) -> float:
+    def of(v: core.Var | core.Literal) -> float:
         return 0.0 if isinstance(v, core.Literal) else depth.get(v, 0.0)
 
     for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
@@ -179,7 +189,7 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int
         elif name == "cond":
             branches = [_depths(branch, operands[1:], flags, terms) for branch in inner]
             reached = tuple(max(operands[0], *ends) for ends in zip(*branches, strict=True))
-        elif (program := called(equation)) is not None:
+        elif (program := _callee(equation)) is not None:
             reached = _depths(program, operands, flags, terms)
         else:
             reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
@@ -188,7 +198,7 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int
 
 
 def _scan_depths(
-    equation: Any, body: core.Jaxpr, entering: tuple[float, ...], out: Flags, terms: int | None
+    equation: core.JaxprEqn, body: core.Jaxpr, entering: tuple[float, ...], out: Flags, terms: int | None
 ) -> tuple[float, ...]:
     (consts, carries), length = _parts(equation), equation.params["length"]
     out = _scan_outputs(equation, out)
@@ -198,7 +208,7 @@ def _scan_depths(
         reached = _depths(body, (*fixed, *state, *xs), out, terms)
         state = reached[:carries]
         history.append(reached)
-        if len(history) >= 4:  # regular from here on, or not yet
+        if len(history) >= 4:  # regular from here on, if three differences agree
             steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(history[-4:])]
             if steps[0] == steps[1] == steps[2]:
                 return tuple(r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True))
@@ -206,7 +216,7 @@ def _scan_depths(
 
 
 def switches(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program chooses between branches, of which a batch evaluates all."""
+    """Whether a program chooses between branches. A batch evaluates all of them."""
     return any(e.primitive.name == "cond" or any(map(switches, inside(e))) for e in jaxpr.eqns)
 
 
@@ -214,7 +224,7 @@ _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas
 
 
 def opaque(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program calls something whose work it does not tell; printing aside."""
+    """Whether a program calls code of unknown cost, printing aside."""
     return any(
         (any(name in equation.primitive.name for name in _OPAQUE) and equation.primitive.name != "debug_callback")
         or any(map(opaque, inside(equation)))
@@ -223,12 +233,12 @@ def opaque(jaxpr: core.Jaxpr) -> bool:
 
 
 def most_alive(jaxpr: core.Jaxpr) -> int:
-    """Bytes of the arrays that a program has alive at the same time, at most; its inputs count where they are used last."""
-    last: dict[Any, int] = {}
+    """Most bytes of arrays that are alive at the same time in a program. Inputs do not count."""
+    last: dict[core.Var, int] = {}
     for number, equation in enumerate(jaxpr.eqns):
         last.update((v, number) for v in equation.invars if not isinstance(v, core.Literal))
     last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not isinstance(v, core.Literal))
-    alive: dict[Any, int] = {}
+    alive: dict[core.Var, int] = {}
     most = 0
     for number, equation in enumerate(jaxpr.eqns):
         alive.update((v, _nbytes(v)) for v in equation.outvars if v in last)
@@ -238,6 +248,6 @@ def most_alive(jaxpr: core.Jaxpr) -> int:
     return most
 
 
-def _nbytes(v: Any) -> int:
+def _nbytes(v: core.Var) -> int:
     size = math.prod(getattr(v.aval, "shape", ()))
     return size * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)

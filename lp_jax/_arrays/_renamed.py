@@ -1,11 +1,10 @@
-"""Old public names, which work for one more release and say what they are called now."""
+"""Old public names. They work for one more release and warn with the new name."""
 
 import functools
 import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 
 def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
@@ -14,10 +13,10 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
-def old_methods(names: Mapping[str, str]) -> Callable[[Any, str], Any]:
-    """Return a ``__getattr__`` for a class: each old method is the function with the new full name, after a warning."""
+def old_methods(names: Mapping[str, str]) -> Callable[[object, str], object]:
+    """Return a ``__getattr__`` for a class: an old method warns, and is the function with the new full name."""
 
-    def __getattr__(self: Any, name: str) -> Any:
+    def __getattr__(self: object, name: str) -> object:
         if name not in names:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         home, _, new = names[name].rpartition(".")
@@ -27,8 +26,8 @@ def old_methods(names: Mapping[str, str]) -> Callable[[Any, str], Any]:
     return __getattr__
 
 
-def register_old_methods(cls: Any, names: Mapping[str, str]) -> None:
-    """Register each old method that a class defines with the function that took its place, after a warning."""
+def register_old_methods(cls: type, names: Mapping[str, str]) -> None:
+    """Warn of each old method that a class defines, and register it with the function that replaces it."""
     for name in sorted(names.keys() & vars(cls).keys()):
         if inspect.isfunction(method := vars(cls)[name]):
             home, _, new = names[name].rpartition(".")
@@ -36,14 +35,14 @@ def register_old_methods(cls: Any, names: Mapping[str, str]) -> None:
             getattr(importlib.import_module(home), new).register(cls, method)
 
 
-def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module: each old name in it is the object with the new full name, after a warning.
+def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a ``__getattr__`` for a module: an old name warns, and is the object with the new full name.
 
     Raises:
         AttributeError: for a name that is not among them.
     """
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         warn_renamed(f"{module}.{name}", names[name])

@@ -1,14 +1,15 @@
 """Arithmetic on pytrees, and the stacking of layers into intervals."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from lp_jax._arrays._types import PyTree, Scalar
 
@@ -40,18 +41,18 @@ def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def zeros_like(tree: PyTree, dtype: Any = None) -> PyTree:
-    """Zeros of the same shapes, and dtypes where none is given (of arrays or of shape structs)."""
+def zeros_like(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
+    """Zeros of the same shapes, for arrays or shape structs; of the same dtypes unless one is given."""
     return jax.tree.map(lambda x: varying(lax.full_like(x, 0, dtype), x), tree)
 
 
-def padded(x: jax.Array, more: int) -> jax.Array:
-    """An array with zeros after its last entry."""
+def pad_zeros(x: jax.Array, more: int) -> jax.Array:
+    """Append ``more`` entries of zeros."""
     return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
 
 
 def varying(tree: PyTree, like: PyTree) -> PyTree:
-    """Within a user's ``shard_map``: ``tree``, said to differ between devices where ``like`` does."""
+    """Within a user's ``shard_map``, mark ``tree`` as different between devices where ``like`` is."""
     axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
 
     def leaf(x: jax.Array) -> jax.Array:
@@ -63,7 +64,7 @@ def varying(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def entry_like(tree: PyTree) -> PyTree:
-    """Shapes and dtypes of one entry of the leading axis, of which there may be none."""
+    """Shapes and dtypes of one entry of the leading axis, which may be empty."""
 
     def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
         if varying_axes(x):
@@ -77,16 +78,16 @@ def entry_like(tree: PyTree) -> PyTree:
     return jax.tree.map(leaf, tree)
 
 
-def varying_axes(x: Any) -> frozenset[Any]:
+def varying_axes(x: object) -> frozenset[Hashable]:
     """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
-    kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x  # of what is no array, others tell the user
+    kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x  # others refuse a value that is not an array
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
 def summed(tree: PyTree, like: PyTree) -> PyTree:
-    """Within a user's ``shard_map``: ``tree``, summed over the axes along which ``like`` is the same everywhere."""
+    """Within a user's ``shard_map``, sum ``tree`` over the axes along which ``like`` is the same everywhere."""
 
-    def leaf(x: jax.Array, y: Any) -> jax.Array:
+    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         if varying_axes(x) <= varying_axes(y):
             return x
         return cast(jax.Array, jax.linear_transpose(lambda y: varying(y, x), y)(x)[0])
@@ -94,29 +95,29 @@ def summed(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(leaf, tree, like)
 
 
-def explicit(x: Any) -> bool:
+def explicit(x: object) -> bool:
     """Whether an array's type holds its place on a mesh."""
     return isinstance(x, jax.Array) and bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
 
 def broadcast(x: jax.Array, like: jax.Array) -> jax.Array:
-    """An array in the shape of another, and in its place on a mesh where types hold that."""
+    """Broadcast an array to the shape of another, and to its sharding where types hold that."""
     return jnp.broadcast_to(x, like.shape, out_sharding=jax.typeof(like).sharding if explicit(like) else None)
 
 
 def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
-    """What is at ``index`` in the leading axes of every leaf, in one slice."""
+    """The part at ``index`` in the leading axes of every leaf, by one slice."""
 
     def leaf(x: jax.Array) -> jax.Array:
         sizes = (1,) * len(index) + x.shape[len(index) :]
-        found = lax.dynamic_slice(x, start(x, index), sizes, allow_negative_indices=False)
-        return lax.squeeze(found, range(len(index)))
+        part = lax.dynamic_slice(x, start(x, index), sizes, allow_negative_indices=False)
+        return lax.squeeze(part, range(len(index)))
 
     return jax.tree.map(leaf, tree)
 
 
 def put(tree: PyTree, value: PyTree, *index: jax.Array | int) -> PyTree:
-    """``tree`` with what is at ``index`` in the leading axes of every leaf replaced."""
+    """Replace the part at ``index`` in the leading axes of every leaf."""
 
     def leaf(x: jax.Array, new: jax.Array) -> jax.Array:
         new = lax.expand_dims(new, range(len(index)))
@@ -126,7 +127,7 @@ def put(tree: PyTree, value: PyTree, *index: jax.Array | int) -> PyTree:
 
 
 def start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array | np.int32]:
-    """Where a slice starts. A Python integer may count from the end; an index that is computed is never negative."""
+    """Start indices of a slice. A Python integer may count from the end; a traced index must not be negative."""
     where = [
         np.int32(i + n * (i < 0)) if isinstance(i, int) else lax.convert_element_type(i, jnp.int32)
         for i, n in zip(index, x.shape, strict=False)
@@ -146,7 +147,7 @@ def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:
 
 
 def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | None = None) -> tuple[PyTree, PyTree]:
-    """``start`` plus what comes before each entry (after it, if ``reverse``), and ``start`` plus all.
+    """``start`` plus the sum of the entries before each one (after it, if ``reverse``), and ``start`` plus all.
 
     With a ``factor`` the sum so far is multiplied by it before an entry is added: ``v[n+1] = factor v[n] + x[n]``.
     """
@@ -161,11 +162,11 @@ def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | 
 
 
 def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
-    """`prefix_sums` of an array: within groups of a few entries, and between them by the same.
+    """`prefix_sums` of an array: within groups of a few entries, and recursively between groups.
 
-    Memory is passed over three times. A product with a triangle of ones would take as long, and spread what is infinite
-    far behind to all of its block. Each level is computed before the next one reads it: a GPU's compiler would sum the groups
-    anew for every entry above them, which takes a quarter longer (docs/gpu.md).
+    Memory is passed over three times. A product with a triangle of ones would take as long, and spread an infinite entry
+    to all of its block. Each level is computed before the next one reads it: a GPU's compiler would sum the groups anew
+    for every entry above them, which takes a quarter longer (docs/gpu.md).
     """
     n, rest = x.shape[0], x.shape[1:]
     if n == 0:
@@ -175,7 +176,7 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
         return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
     size = next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
     if size is None:
-        before, last = _sums(start, padded(x, -n % _GROUP), reverse)
+        before, last = _sums(start, pad_zeros(x, -n % _GROUP), reverse)
         return before[:n], last
     groups = x.reshape(n // size, size, *rest)
     within = list(itertools.accumulate(groups[:, i] for i in (range(size)[::-1] if reverse else range(size))))
@@ -185,7 +186,7 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
 
 
 def _decaying(start: jax.Array, x: jax.Array, factor: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
-    """`_sums` with a factor; entries that fill no group come last."""
+    """`_sums` with a factor; an incomplete group comes last."""
 
     def then(total: jax.Array, entry: jax.Array) -> jax.Array:
         return factor * total + entry
@@ -215,7 +216,7 @@ _GROUP = 8
 
 
 def wide(tree: PyTree) -> PyTree:
-    """The leaves in at least single precision, in which sums over many layers are taken."""
+    """The leaves in at least single precision, for sums over many layers."""
     return jax.tree.map(lambda x: x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32), tree)
 
 
@@ -235,7 +236,7 @@ def nbytes(tree: PyTree) -> int:
 
 
 def resize(tree: PyTree, n: int) -> PyTree:
-    """The leading axis of n entries: cut off, or extended by copies of the last entry. As it is where it has n."""
+    """Cut the leading axis to n entries, or extend it by copies of the last one."""
 
     def leaf(x: jax.Array) -> jax.Array:
         missing = n - x.shape[0]
@@ -248,7 +249,7 @@ def resize(tree: PyTree, n: int) -> PyTree:
 
 
 def with_fresh_keys(tree: PyTree) -> PyTree:
-    """The keys as clones: a layer's key is used on every visit, which ``jax_debug_key_reuse`` would take for a mistake."""
+    """Clone the keys: a layer uses its key on every visit, which ``jax_debug_key_reuse`` would report."""
 
     def leaf(x: jax.Array) -> jax.Array:
         return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -285,7 +286,7 @@ def norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(sum_of_squares(tree))
 
 
-def real_dtype(tree: PyTree, at_least: Any = None) -> Any:
+def real_dtype(tree: PyTree, at_least: DTypeLike | None = None) -> np.dtype:
     """The real floating dtype that all leaves of a state promote to."""
     dtypes = [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)]
     with jax.numpy_dtype_promotion("standard"):
@@ -303,11 +304,11 @@ def merge(tree: PyTree) -> PyTree:
 
 
 def partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:
-    """The leaves to differentiate (all inexact ones by default), and how to put the tree together around others."""
+    """The leaves to differentiate (by default the inexact ones), and a function that puts new ones into the tree."""
     leaves, structure = jax.tree.flatten(tree)
     mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves] if mask is None else mask
 
-    def combine(new: Sequence[Any], *, fill: Any = ...) -> PyTree:
+    def combine(new: Sequence[object], *, fill: object = ...) -> PyTree:
         values = iter(new)
         kept = [next(values) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
         return jax.tree.unflatten(structure, kept)

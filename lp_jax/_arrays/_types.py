@@ -1,13 +1,14 @@
 """The argument of a step, and the names of the trees that the solver works on, with their shapes.
 
-A state is any pytree of inexact arrays. The names below say what the leaves of a tree have as their leading axis; to a
-type checker they are trees of such arrays, at run time they are `Any`.
+A state is any pytree of inexact arrays. The names below describe the leading axis of the leaves. To a type
+checker they are trees of such arrays; at run time they are `Any`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
+from jax.typing import ArrayLike
 
 PyTree = Any
 
@@ -27,10 +28,10 @@ else:
 
 @jax.tree_util.register_pytree_node_class
 class Static(int):
-    """An integer that transformations of JAX leave as it is: structure, not a leaf."""
+    """An integer that is structure of a pytree, not a leaf: transformations of JAX leave it as it is."""
 
     def tree_flatten(self) -> tuple[tuple[()], int]:
-        """Nothing, and the number."""
+        """No leaves, and the number as structure."""
         return (), int(self)
 
     @classmethod
@@ -79,31 +80,31 @@ Shared = tuple[PyTree, tuple[jax.Array, ...]]
 
 
 class Arrays(NamedTuple):
-    """The arrays of a solve. Its gradient has the same type, with None for what has no gradient.
+    """The arrays of a solve. Its gradient has the same type, with None for parts without gradient.
 
     Attributes:
         slices: the layers, leaves ``(N, ...)``.
         y0: the state that enters.
-        shared: what every layer sees.
-        solver: of the forward solve; its tolerances are arrays.
-        adjoint_solver: of the adjoint solve.
+        shared: operands of every layer.
+        solver: solver of the forward solve, a pytree whose tolerances are arrays.
+        adjoint_solver: solver of the adjoint solve.
         guess: C-points at which the forward solve starts, ``(intervals, ...)``; None for the solver's own start.
-        adjoint_guess: the same for the adjoint solve. Of a gradient: where that ended.
-        watch: an array whose gradient counts how solves ended; None where nobody watches.
+        adjoint_guess: the same for the adjoint solve. In a gradient, the states at which that solve ended.
+        watch: an array whose gradient counts how solves ended; None where no count is wanted.
     """
 
     slices: Slices
     y0: State
     shared: Shared
-    solver: Any = None
-    adjoint_solver: Any = None
+    solver: PyTree = None
+    adjoint_solver: PyTree = None
     guess: CPoints | None = None
     adjoint_guess: CPoints | None = None
     watch: jax.Array | None = None
 
     def parts(self) -> "tuple[Arrays, Arrays]":
-        """Split into the arrays that are spread over the workers and those that each of them has. `joined` undoes it."""
-        nothing: Any = None
+        """Split into the arrays that are spread over the workers and those that each worker has. `joined` undoes it."""
+        nothing: PyTree = None
         spread = Arrays(self.slices, nothing, nothing, guess=self.guess, adjoint_guess=self.adjoint_guess)
         return spread, self._replace(slices=nothing, guess=None, adjoint_guess=None)
 
@@ -113,8 +114,14 @@ class Arrays(NamedTuple):
         return common._replace(slices=spread.slices, guess=spread.guess, adjoint_guess=spread.adjoint_guess)
 
 
+Times = ArrayLike | Sequence[float]
+"""A time, or increasing times."""
+
 Step = Callable[[State, Layer], State]
 """The user's step: ``step(y, layer) -> y_next``."""
+
+Which = int | Step
+"""A step of a problem: the user's step on a level, by its number, or another of the user's steps."""
 
 SliceStep = Callable[[State, PyTree, PyTree], State]
 """A step of a level: ``step(u, x, shared) -> u_next``, with ``x`` one slice of a level's stacked operands."""

@@ -1,16 +1,15 @@
-"""Where the layers live. The one place in which a state may cross from one worker to another.
+"""Where the layers live. States cross from one worker to another here only.
 
-The layers are spread over a row of workers in contiguous runs. A `Comm` is what the user names: it says which layers
-each worker holds. `Workers` is the same row seen from one of them, inside a solve: a solver sees its own worker's
-intervals only, and asks for what lies beyond them. An engine implements the abstract methods of both; all else is
-written once, on top of them.
+The layers are spread over a row of workers in contiguous runs. The user passes a `Comm`, which decides the layers of each
+worker. `Workers` is the same row as one worker sees it inside a solve: a solver has the intervals of its own worker, and
+asks for states beyond them. An engine implements the abstract methods of both; all else is written once, on top of them.
 """
 
 import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax.sharding import AxisType
@@ -27,10 +26,10 @@ class Unit(Protocol):
 
 
 class Comm(abc.ABC):
-    """Where the layers of a network live: what ``solve(comm=...)`` takes.
+    """Where the layers of a network live, for ``solve(comm=...)``.
 
-    Subclasses are frozen and hashable. `place` decides which layers each worker holds; the other methods have a meaning
-    for engines whose workers do not share their arrays, and return their arguments by default.
+    Subclasses are frozen and hashable. `place` decides which layers each worker holds. The other methods are for engines
+    whose workers do not share their arrays; by default they return their arguments.
     """
 
     @property
@@ -40,7 +39,7 @@ class Comm(abc.ABC):
 
     @property
     def platform(self) -> str:
-        """The platform of the workers, "cpu", "gpu" or "tpu": by default the one that JAX computes on."""
+        """Platform of the workers, "cpu", "gpu" or "tpu"; by default that of JAX."""
         return default_platform()
 
     @property
@@ -54,7 +53,7 @@ class Comm(abc.ABC):
 
         Args:
             given: number of layers that the caller of `solve` passed.
-            solvers: forward and adjoint; no worker may hold a part of their ``unit`` of layers.
+            solvers: the forward and the adjoint solver; their ``unit`` of layers must stay on one worker.
             stacked: ``params`` and ``data``, leaves ``(given, ...)``.
             common: ``y0`` and ``shared``.
         """
@@ -63,10 +62,10 @@ class Comm(abc.ABC):
         """Move arrays that lie elsewhere to the workers."""
         return tree
 
-    def check_closed_over(self, values: Sequence[Any]) -> None:
-        """Refuse values that the step closes over and that have a place on the mesh of the context.
+    def check_closed_over(self, values: Sequence[object]) -> None:
+        """Refuse values that the step closes over and whose types have a sharding on the mesh of the context.
 
-        Within a solve over several workers, places are automatic.
+        Within a solve over several workers, axes are automatic.
         """
         for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
             if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
@@ -76,7 +75,7 @@ class Comm(abc.ABC):
                 )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
-        """Return ``make(keys)``, stacked over the layers, made where it will be used. ``solvers=None``: not spread."""
+        """Return ``make(keys)``, stacked over the layers, made where it is used; not spread if ``solvers`` is None."""
         return make(keys)
 
     def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
@@ -84,7 +83,7 @@ class Comm(abc.ABC):
         return stacked
 
     def replicate(self, tree: PyTree) -> PyTree:
-        """Return the tree; its gradient is summed over the workers, each of which uses it for its own layers."""
+        """Return the tree; its gradient is summed over the workers, as each uses it for its own layers."""
         return tree
 
     def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
@@ -92,15 +91,14 @@ class Comm(abc.ABC):
         return program(arrays)
 
     def spread(self, stacked: Stacked) -> Stacked:
-        """Return arrays over all layers, made under jit, each worker holding its own layers where they divide evenly."""
+        """Return arrays over all layers, made under jit, spread over the workers where they divide evenly."""
         return stacked
 
 
 def default_platform() -> str:
     """The platform that JAX computes on: that of `jax.default_device`, else `jax.default_backend`."""
-    config: Any = jax.config
-    device = config.jax_default_device
-    return jax.default_backend() if device is None else getattr(device, "platform", device)
+    device: object = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.default_backend() if device is None else str(getattr(device, "platform", device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +112,10 @@ class OneDevice(Comm):
     def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
         return Local(layers=given, held=(given,))
 
-    def check_closed_over(self, values: Sequence[Any]) -> None:
-        """Take all values: types keep their places within the solve."""
+    def check_closed_over(self, values: Sequence[object]) -> None:
+        """Accept all values: types keep their shardings within the solve."""
 
 
 def common_unit(solvers: Sequence[Unit], steps: int) -> int:
-    """Number of layers that must live on one worker for all of these solvers of ``steps`` layers."""
+    """Number of layers that must stay on one worker for all of these solvers of ``steps`` layers."""
     return math.lcm(*(solver.unit(steps) for solver in solvers))

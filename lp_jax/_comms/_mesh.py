@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
 class MeshComm(Comm):
     """Spread the layers over one axis of a device mesh.
 
-    Every device of the axis holds a contiguous run of layers: their parameters, gradients and states. What crosses
-    between neighbours is one state per relaxation. The other axes of the mesh stay with the compiler: shard the batch
+    Every device of the axis holds a contiguous run of layers: their parameters, gradients and states. Neighbours
+    exchange one state per relaxation. The other axes of the mesh stay with the compiler: shard the batch
     or an image's height over them as usual, and JAX adds what they need.
 
-    Explicit axes, which `jax.make_mesh` gives by default, are automatic within a solve. Its outputs have their
-    place in the type again: ``y1``, and aux of the state's shape, that of ``y0``; other aux is on every device.
+    Explicit axes, which `jax.make_mesh` gives by default, are automatic within a solve. The types of its
+    outputs have a sharding again: ``y1``, and aux of the state's shape, that of ``y0``; other aux is on every device.
 
     Args:
         mesh: a device mesh, of one host or of all processes of ``jax.distributed``.
@@ -74,7 +74,7 @@ class MeshComm(Comm):
 
     @property
     def automatic(self) -> Mesh | AbstractMesh:
-        """The mesh with all axes automatic; within a `jax.shard_map` over others, as it is there."""
+        """The mesh with all axes automatic; inside a `jax.shard_map` over other axes, the mesh of that context."""
         names, here = self.mesh.axis_names, jax.sharding.get_abstract_mesh()
         if here.manual_axes and here.axis_names == names:
             return here
@@ -87,9 +87,9 @@ class MeshComm(Comm):
         if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
             return program(arrays)
         nowhere = NamedSharding(self.mesh, PartitionSpec())
-        arrays = jax.tree.map(lambda x: _typed(x, nowhere) if jax.typeof(x).sharding.mesh.empty else x, arrays)
+        arrays = jax.tree.map(lambda x: _reshard(x, nowhere) if jax.typeof(x).sharding.mesh.empty else x, arrays)
         leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
-        return _automatic(program, explicit, tuple(leaves), structure)(arrays)
+        return _with_automatic_axes(program, explicit, tuple(leaves), structure)(arrays)
 
     def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
@@ -109,16 +109,13 @@ class MeshComm(Comm):
         )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
-        """``make(keys)``, lists over the layers, made where they will be used.
+        """Return ``make(keys)``, stacked over the layers, made where it is used.
 
         An array can be split into equal parts only: where the number of workers does not divide the number of layers, every
         device has all of it.
         """
         spread = PartitionSpec(self.axis) if len(keys) % self.size == 0 else PartitionSpec()
-        words, impl = (
-            np.asarray(jax.random.key_data(keys)),
-            jax.random.key_impl(keys),
-        )  # of one process: not an array of many
+        words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)  # NumPy: of this process
 
         def build(words: jax.Array) -> PyTree:
             return make(jax.random.wrap_key_data(words, impl=impl))
@@ -126,7 +123,7 @@ class MeshComm(Comm):
         return jax.jit(build, out_shardings=NamedSharding(self.automatic, spread))(words)
 
     def spread(self, stacked: Stacked) -> Stacked:
-        """Arrays over all layers that a compiled function makes, each device having its own, if they can be split evenly."""
+        """Spread arrays over all layers, made under jit, over the devices, if they can be split evenly."""
 
         def leaf(x: jax.Array) -> jax.Array:
             if x.shape[0] % self.size:
@@ -137,17 +134,17 @@ class MeshComm(Comm):
         return jax.tree.map(leaf, stacked)
 
     def adopt(self, tree: PyTree) -> PyTree:
-        """Arrays that are committed to other devices, on those of the mesh; all others as they are."""
+        """Move arrays that are committed to other devices to those of the mesh."""
         devices = set(self.mesh.devices.flat)
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: jax.Array) -> jax.Array:
             elsewhere = not isinstance(x, jax.core.Tracer) and x.committed and x.sharding.device_set != devices
             return jax.device_put(x, NamedSharding(self.automatic, PartitionSpec())) if elsewhere else x
 
         return jax.tree.map(leaf, tree)
 
     def _check(self, stacked: Stacked, common: PyTree) -> None:
-        """Refuse arrays for which the axis means something else already."""
+        """Refuse arrays that already use the axis for something else."""
         if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one of its own. Call it outside, "
@@ -169,24 +166,27 @@ class MeshComm(Comm):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _typed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Reshard ``x``; the cotangent passes through unchanged."""
     return jax.sharding.reshard(x, sharding)
 
 
-_typed.defvjp(lambda x, sharding: (_typed(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
+_reshard.defvjp(lambda x, sharding: (_reshard(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
 
 
 @functools.lru_cache(maxsize=128)
-def _automatic(
-    program: Callable[[PyTree], PyTree], axes: tuple[str, ...], leaves: tuple[Any, ...], structure: Any
-) -> Any:
-    """``program`` with explicit axes made automatic, and explicit again in what it returns."""
+def _with_automatic_axes(
+    program: Callable[[PyTree], PyTree],
+    axes: tuple[str, ...],
+    leaves: tuple[NamedSharding, ...],
+    structure: jax.tree_util.PyTreeDef,
+) -> Callable[[PyTree], PyTree]:
+    """Compile ``program`` with explicit axes made automatic, and explicit again in its outputs."""
     shardings = jax.tree.unflatten(structure, leaves)
     return jax.jit(jax.sharding.auto_axes(program, axes=axes, out_sharding=shardings))
 
 
-def _describe(path: Any, leaf: Any) -> str:
+def _describe(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:
     return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
 
 
@@ -195,9 +195,9 @@ class OnMesh(Workers):
     """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots.
 
     Inside the ``shard_map`` every value counts as different from device to device (``check_vma=False``): a step may then
-    have loops of its own that start from constants, and no sum over devices is slipped into its derivative. Nothing is
-    differentiated through the ``shard_map`` itself in a gradient, since forward and adjoint solve open one each. Second
-    derivatives are; the tests compare them with those of one device.
+    have loops of its own that start from constants, and no sum over devices is slipped into its derivative. A
+    gradient does not differentiate through the ``shard_map``, as forward and adjoint solve open one each. Second
+    derivatives do; the tests compare them with those of one device.
     """
 
     mesh: Mesh | AbstractMesh
@@ -210,7 +210,9 @@ class OnMesh(Workers):
     def rows(self) -> tuple[int, int]:
         return self.layers, sum(self.held)
 
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+    def run(
+        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
+    ) -> tuple[PyTree, PyTree]:
         spread, same = PartitionSpec(self.axis), PartitionSpec()
         return jax.shard_map(
             body,
@@ -246,18 +248,18 @@ class OnMesh(Workers):
 
         return jax.tree.map(leaf, tree)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         first, by = self.first(reverse), -1 if reverse else 1
         out = _tree.zeros_like(jax.eval_shape(run, y0))
 
-        def turn(entry: State, out: tuple[CPoints, Any], number: Any) -> tuple[CPoints, Any]:
+        def turn(entry: State, out: tuple[CPoints, PyTree], number: jax.Array | int) -> tuple[CPoints, PyTree]:
             mine = self.index() == first + by * number
-            if self.processor.launches:  # all of them: who has nothing to do would wait, and a loop's length is known
-                return cast(tuple[CPoints, Any], _tree.where(mine, run(entry), out))
+            if self.processor.launches:  # all devices run: idle ones would wait anyway, and the loop's length is known
+                return cast(tuple[CPoints, PyTree], _tree.where(mine, run(entry), out))
             # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
             return lax.fori_loop(0, mine.astype(jnp.int32), lambda _, __: run(entry), out)
 
-        def body(carry: tuple[State, Any], number: jax.Array) -> tuple[tuple[State, Any], None]:
+        def body(carry: tuple[State, PyTree], number: jax.Array) -> tuple[tuple[State, PyTree], None]:
             out = turn(*carry, number)
             edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
             return (self.shift(edge, by), out), None

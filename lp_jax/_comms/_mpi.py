@@ -6,16 +6,21 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
 from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,12 +31,12 @@ class MPIComm(Comm):
     ``data``, and the same ``y0`` and ``shared``; it gets the gradients of its own layers. ``y1`` and the gradients with
     respect to ``y0`` and ``shared`` are the same on every rank. Start the job with ``mpirun -n 4 python train.py``.
 
-    An exception that nobody catches ends the whole job, with its message and a non-zero exit code, as the other ranks
-    would wait for ever otherwise.
+    An uncaught exception ends the whole job, with its message and a non-zero exit code; the other ranks would wait for
+    ever otherwise.
 
     Args:
         comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates
-            of it, made when it is first used here, by all ranks together; so none is taken for one of the caller's.
+            of it, so that they cannot meet the caller's. All ranks make these together, when it is first used here.
         sequential: how a level is solved step after step: "relay", one rank after the other, while the parameters stay
             where they are; "gather", on every rank at once, from a copy of the level's parameters; or "auto", whichever
             needs less time by the bytes and the number of messages.
@@ -82,14 +87,26 @@ class MPIComm(Comm):
         return int(self.comm.py2f()), self.sequential
 
     @property
-    def device(self) -> Any:
-        """The communicator of compiled programs."""
+    def compiled_comm(self) -> "Intracomm":
+        """Communicator for compiled programs."""
         return _duplicates(self.comm)[0]
 
     @property
-    def host(self) -> Any:
-        """The communicator of Python. Compiled programs may still run and use `device`."""
+    def python_comm(self) -> "Intracomm":
+        """Communicator for Python; compiled programs may still run and use `compiled_comm`."""
         return _duplicates(self.comm)[1]
+
+    @property
+    def device(self) -> "Intracomm":
+        """The old name of `compiled_comm`."""
+        warn_renamed("MPIComm.device", "MPIComm.compiled_comm")
+        return self.compiled_comm
+
+    @property
+    def host(self) -> "Intracomm":
+        """The old name of `python_comm`."""
+        warn_renamed("MPIComm.host", "MPIComm.python_comm")
+        return self.python_comm
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MPIComm) and self._key() == other._key()
@@ -98,11 +115,11 @@ class MPIComm(Comm):
         return hash(self._key())
 
     def sum(self, tree: PyTree) -> PyTree:
-        """Sum over the ranks, on each of them; under jit too. One message per dtype."""
+        """Return the sum over the ranks, on each of them; under jit too. One message per dtype."""
         return self._reduce("SUM", tree)
 
     def max(self, tree: PyTree) -> PyTree:
-        """The largest value on any rank, element by element; as `sum`."""
+        """Return the largest value on any rank, element by element; as `sum`."""
         return self._reduce("MAX", tree)
 
     def _reduce(self, how: str, tree: PyTree) -> PyTree:
@@ -111,28 +128,28 @@ class MPIComm(Comm):
         def reduce(x: jax.Array) -> jax.Array:
             with jax.numpy_dtype_promotion("standard"):
                 wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.device).astype(x.dtype)
+            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.compiled_comm).astype(x.dtype)
 
-        return _wire.merged(tree, reduce)
+        return _wire.apply_by_dtype(tree, reduce)
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
-        """``make(keys)`` of this rank's layers; ``keys`` are those of all layers. Without solvers all of it."""
+        """Return ``make(keys)`` for this rank's layers; for all of them without solvers. ``keys`` are those of all layers."""
         return make(keys if solvers is None else self.share(keys, solvers))
 
     def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
-        """This rank's part of arrays over all layers."""
+        """Return this rank's part of arrays over all layers."""
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: jax.Array) -> jax.Array:
             return x[_runs(len(x), self.size, common_unit(solvers, len(x)))[self.rank]]
 
         return jax.tree.map(leaf, stacked)
 
     def replicate(self, tree: PyTree) -> PyTree:
-        """The tree, as every rank has it; its gradient is the sum over the ranks, each of which uses its own layers."""
+        """Return the tree, equal on all ranks; its gradient is the sum over the ranks, as each uses its own layers."""
         return _replicate(tree, self) if self.size > 1 else tree
 
     def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
-        """The layers of this rank, once all ranks have been seen to mean the same network."""
+        """Return this rank's workers, after all ranks have agreed on the network."""
         counts = self._agree(given, solvers, stacked, common)
         total = sum(counts)
         if total == 0:
@@ -150,7 +167,7 @@ class MPIComm(Comm):
         return OnRanks(layers=total, held=tuple(counts), sequential=self.sequential, comm=self)
 
     def _agree(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> list[int]:
-        """Number of layers on every rank; raises, on all ranks alike, where they do not fit together."""
+        """Return the number of layers on every rank. Where the ranks disagree, all of them raise."""
 
         def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
             return {
@@ -163,7 +180,7 @@ class MPIComm(Comm):
             "what all layers share": describe("y0, shared", common, 0),
             "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
         }
-        everyone = self.host.allgather((given, facts))
+        everyone = self.python_comm.allgather((given, facts))
         for rank, (_, theirs) in enumerate(everyone):
             for what, leaves in everyone[0][1].items():
                 for name in {**leaves, **theirs[what]}:
@@ -189,8 +206,8 @@ def layer_slices(num_layers: int, workers: int, solver: Unit, adjoint_solver: Un
     Args:
         num_layers: number of layers N.
         workers: number of workers.
-        solver: of the forward solve.
-        adjoint_solver: of the adjoint solve; None means the settings of ``solver``.
+        solver: solver of the forward solve.
+        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
 
     Returns:
         A slice of ``range(num_layers)`` per worker; the last ones are empty where there are fewer steps on the coarsest level
@@ -229,7 +246,9 @@ class OnRanks(Workers):
         here = self.layers - sum(self.held[:rank])
         return max(0, min(self.held[rank], here)), self.held[rank]
 
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+    def run(
+        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
+    ) -> tuple[PyTree, PyTree]:
         return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
@@ -237,14 +256,14 @@ class OnRanks(Workers):
         if self.comm.rank >= self.active:
             source = dest = None
         received = self._exchange(tree, source, dest)
-        return _wire.nothing(received) if source is None else received
+        return _wire.zeros_after(received) if source is None else received
 
     def sum(self, tree: PyTree) -> PyTree:
         return self.comm.sum(tree)
 
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        # a sum, as the root's own copy would not wait for the message, nor the others' share for their work, see `_wire.after`
-        return self.sum(tree if self.comm.rank == root else _wire.nothing(tree))
+        # by a sum, so that each rank waits for the message and for its own work, see `_wire.after`
+        return self.sum(tree if self.comm.rank == root else _wire.zeros_after(tree))
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
@@ -253,15 +272,15 @@ class OnRanks(Workers):
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
             x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
-            return mpi4jax.allgather(x, comm=self.comm.device).reshape(-1, x.shape[1])[jnp.asarray(rows)]
+            return mpi4jax.allgather(x, comm=self.comm.compiled_comm).reshape(-1, x.shape[1])[jnp.asarray(rows)]
 
-        return _wire.packed(tree, everyone, listed=True)
+        return _wire.apply_packed(tree, everyone, listed=True)
 
     def local_slice(self, tree: PyTree, span: int) -> PyTree:
         start, n = self.start(span), self.held[self.comm.rank] // span
         return jax.tree.map(lambda x: x[start : start + n], tree)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
         if rank >= self.active:
             return _tree.zeros_like(jax.eval_shape(run, y0))
@@ -273,9 +292,9 @@ class OnRanks(Workers):
         return out
 
     def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
-        """Send ``tree`` to one rank and receive its like from another, as one message; zeros where there is neither.
+        """Send ``tree`` to one rank and receive such a tree from another, as one message; zeros where there is neither.
 
-        Where there is no source, what comes back has no meaning, but is there only when the message has been sent.
+        Without a source the result has no meaning, but it is ready only when the message has been sent.
         """
         mpi, mpi4jax = _modules()
         null = mpi.PROC_NULL
@@ -288,14 +307,14 @@ class OnRanks(Workers):
                 x,
                 null if source is None else source,
                 null if dest is None else dest,
-                comm=self.comm.device,
+                comm=self.comm.compiled_comm,
             )
 
-        return _wire.packed(tree, sendrecv)
+        return _wire.apply_packed(tree, sendrecv)
 
 
-def _modules() -> tuple[Any, Any]:
-    """mpi4py's MPI and mpi4jax; imported when first needed, as importing them starts MPI."""
+def _modules() -> tuple[ModuleType, ModuleType]:
+    """Import mpi4py's MPI and mpi4jax, when they are first needed, as this starts MPI."""
     try:
         import mpi4jax
         from mpi4py import MPI
@@ -319,9 +338,9 @@ def _attribute() -> int:
     return int(mpi.Comm.Create_keyval())
 
 
-def _duplicates(comm: Any) -> tuple[Any, Any]:
+def _duplicates(comm: "Intracomm") -> "tuple[Intracomm, Intracomm]":
     """Two communicators of the same ranks, kept with ``comm`` as its attribute."""
-    pair: tuple[Any, Any] | None = comm.Get_attr(_attribute())
+    pair: Any = comm.Get_attr(_attribute())
     if pair is None:
         pair = comm.Dup(), comm.Dup()
         comm.Set_attr(_attribute(), pair)
@@ -329,12 +348,12 @@ def _duplicates(comm: Any) -> tuple[Any, Any]:
 
 
 def _abort_on_uncaught() -> None:
-    """Let an uncaught exception end the job: the other ranks wait for this one, and so does MPI's own end."""
+    """Let an uncaught exception end the job. Otherwise the other ranks, and MPI's finalisation, wait for this one."""
     if getattr(sys.excepthook, "aborts_mpi", False):
         return
     previous = sys.excepthook
 
-    def hook(kind: Any, error: Any, trace: Any) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""What goes into one message, and what waits for it. No MPI here: arrays to arrays."""
+"""Pack trees into one message, and order operations by messages. No MPI here: arrays to arrays."""
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,24 @@ from lp_jax._arrays._types import PyTree
 
 
 def after(tree: PyTree, message: PyTree) -> PyTree:
-    """``tree``, once a message has been exchanged.
+    """Return ``tree``, after a message has been exchanged.
 
-    XLA runs a program's operations one after the other in any order that data allow: a rank might do a whole sweep before
-    it sends what its neighbour is waiting for. So what follows a message is made to depend on it, by a condition that no
-    bits fulfil, which XLA does not know: no square is 2 modulo 4.
+    XLA runs the operations of a program in any order that data allow: a rank might do a whole sweep before it sends the state
+    that its neighbour waits for. So later operations are made to depend on the message, by a condition that is never true,
+    which XLA does not know: no square is 2 modulo 4.
     """
     never = _never(message)
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
 
 
-def nothing(tree: PyTree) -> PyTree:
-    """Zeros, once ``tree`` is there; see `after`."""
+def zeros_after(tree: PyTree) -> PyTree:
+    """Return zeros like ``tree``, after it has been computed; see `after`."""
     never = _never(tree)
     return jax.tree.map(lambda x: jnp.where(never, x, jnp.zeros_like(x)), tree)
 
 
 def _never(tree: PyTree) -> jax.Array:
-    """False."""
+    """False, in a way that XLA cannot know."""
     words = [x for x in jax.tree.leaves(tree) if x.size]
     if not words:
         return jnp.asarray(False)
@@ -37,10 +37,10 @@ def _never(tree: PyTree) -> jax.Array:
     return bits * bits % 4 == 2
 
 
-def merged(tree: PyTree, f: Any) -> PyTree:
-    """``f`` on all leaves of one dtype at once, as one flat array."""
+def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
+    """Apply ``f`` to all leaves of one dtype at once, as one flat array."""
     leaves, structure = jax.tree.flatten(tree)
-    out: list[Any] = [None] * len(leaves)
+    out: list[jax.Array | None] = [None] * len(leaves)
     for dtype in dict.fromkeys(x.dtype for x in leaves):
         places = [i for i, x in enumerate(leaves) if x.dtype == dtype]
         flat = f(jnp.concatenate([leaves[i].reshape(-1) for i in places]))
@@ -50,10 +50,10 @@ def merged(tree: PyTree, f: Any) -> PyTree:
     return jax.tree.unflatten(structure, out)
 
 
-def packed(tree: PyTree, f: Any, *, listed: bool = False) -> PyTree:
-    """``f`` on all leaves at once, as one flat array (``(n, size)`` for lists).
+def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: bool = False) -> PyTree:
+    """Apply ``f`` to all leaves at once, as one flat array; ``(n, size)`` for leaves ``(n, ...)`` if ``listed``.
 
-    Leaves that are not of one dtype that MPI knows are sent as bytes.
+    Leaves of several dtypes, or of one that MPI does not know, are sent as bytes.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
@@ -73,7 +73,7 @@ _KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "ui
 
 
 def _encode(x: jax.Array, lead: int) -> jax.Array:
-    """The bytes of an array, all axes but the first ``lead`` in one."""
+    """The bytes of an array, with all axes but the first ``lead`` as one."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == bool:
@@ -84,12 +84,12 @@ def _encode(x: jax.Array, lead: int) -> jax.Array:
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 
 
-def _decode(x: jax.Array, like: Any, lead: int) -> jax.Array:
-    """Undo `_encode`, where that was done; ``x`` may be a longer list than ``like`` is."""
+def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> jax.Array:
+    """Undo `_encode`, if it was applied; ``x`` may have more rows than ``like``."""
     shape = (*x.shape[:lead], *like.shape[lead:])
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         words = _decode(x, jax.eval_shape(jax.random.key_data, like), lead)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))  # type: ignore[arg-type]
     if like.dtype in (x.dtype, bool):
         return x.reshape(shape).astype(like.dtype)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):

@@ -1,10 +1,9 @@
-"""A row of workers as a solver sees it: its own intervals, and messages to the others."""
+"""The workers as a solver sees them: its own intervals, and messages to the other workers."""
 
 import abc
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from lp_jax._comms import _wire
 Compose = Callable[[PyTree, PyTree], PyTree]
 """An associative operation ``compose(first, second)``."""
 
-Run = Callable[[State], tuple[CPoints, Any]]
-"""A worker's part of a sequential solve: from the state that enters to its points, and whatever else it returns."""
+Run = Callable[[State], tuple[CPoints, PyTree]]
+"""A worker's part of a sequential solve: from the state that enters to its points, and a tree of other results."""
 
 SEQUENTIAL = ("auto", "relay", "gather")
 
@@ -31,10 +30,10 @@ class Workers(abc.ABC):
     enters it is its own. Methods with an argument ``span`` take arrays with an entry for every ``span`` layers.
 
     Attributes:
-        layers: number of layers, of all workers.
+        layers: number of layers of all workers.
         held: number of slots for layers on each worker. Workers without layers come last.
         sequential: how a level is solved step after step: "relay", "gather" or "auto".
-        processor: what they do well; of `Comm.platform`.
+        processor: limits of their devices, by `Comm.platform`.
     """
 
     layers: int
@@ -43,21 +42,23 @@ class Workers(abc.ABC):
     processor: Processor = dataclasses.field(default=CPU, kw_only=True)
 
     @abc.abstractmethod
-    def index(self) -> Any:
+    def index(self) -> int | jax.Array:
         """Return the number of this worker."""
 
     @property
     @abc.abstractmethod
     def rows(self) -> tuple[int, int]:
-        """Length of stacked arrays as the caller of `solve` passes them, and with all slots."""
+        """Length of stacked arrays: as the caller of `solve` passes them, and with all slots."""
 
     @abc.abstractmethod
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
-        """Run ``body(stacked, common) -> (stacked, common)`` on every worker, on its part of what is stacked."""
+    def run(
+        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Run ``body(stacked, common) -> (stacked, common)`` on every worker, on its part of the stacked arrays."""
 
     @abc.abstractmethod
     def shift(self, tree: PyTree, by: int) -> PyTree:
-        """Return what the worker ``by`` places earlier in the row passed (one message); zeros where there is none."""
+        """Return the tree of the worker ``by`` places earlier in the row (one message); zeros where there is none."""
 
     @abc.abstractmethod
     def sum(self, tree: PyTree) -> PyTree:
@@ -65,7 +66,7 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        """Return what worker ``root`` holds, on each of them."""
+        """Return the tree of worker ``root``, on each of them."""
 
     @abc.abstractmethod
     def gather(self, tree: PyTree, span: int) -> PyTree:
@@ -76,8 +77,8 @@ class Workers(abc.ABC):
         """Return this worker's part of what `gather` returns."""
 
     @abc.abstractmethod
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
-        """``run`` on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
+        """Run on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
 
     @property
     def size(self) -> int:
@@ -107,27 +108,27 @@ class Workers(abc.ABC):
         """Undo `pad`."""
         return _tree.resize(tree, -(-self.rows[0] // span))
 
-    def start(self, span: int) -> Any:
+    def start(self, span: int) -> int | jax.Array:
         """Return the number of this worker's first entry among those of all workers."""
         starts = [n // span for n in itertools.accumulate(self.held, initial=0)]
         index = self.index()
         return starts[index] if isinstance(index, int) else jnp.asarray(starts, jnp.int32)[index]
 
     def total(self, span: int) -> int:
-        """Number of entries of all workers, inert ones aside."""
+        """Number of entries of all workers, without inert ones."""
         return -(-self.layers // span)
 
     def first(self, reverse: bool) -> int:
         """Return the number of the worker where a chain begins."""
         return self.active - 1 if reverse else 0
 
-    def end(self, span: int, n: int) -> tuple[Any, int]:
+    def end(self, span: int, n: int) -> tuple[bool | jax.Array, int]:
         """Return whether the last entry is on this worker, and at which of its ``n`` positions."""
         at = self.total(span) - 1 - sum(self.held[: self.active - 1]) // span
         return self.index() == self.active - 1, min(at, n - 1)
 
     def incoming(self, u: CPoints, y0: State, span: int, *, reverse: bool) -> CPoints:
-        """Return the states that enter: ``y0`` for the first entry, its predecessor's ``u`` for every other one.
+        """Return the state that enters each entry: ``y0`` for the first, the predecessor's ``u`` for every other one.
 
         Leaves ``(n, ...)`` for the n entries of this worker. A reversed chain begins with the last one. One message of
         one state.
@@ -154,9 +155,9 @@ class Workers(abc.ABC):
         return jax.tree.map(lambda s, x: jnp.where(inside.reshape(n, *[1] * (x.ndim - 1)), s, x), states, u)
 
     def _first_or(self, y0: State, received: State, *, reverse: bool) -> State:
-        """``y0`` on the worker where a chain begins, what was received on every other one."""
+        """``y0`` on the worker where a chain begins, ``received`` on every other one."""
         here = self.index() == self.first(reverse)
-        if isinstance(here, bool):  # what follows a message depends on it, see `_wire.after`
+        if isinstance(here, bool):  # later operations wait for the message, see `_wire.after`
             return _wire.after(y0, received) if here else received
         return _tree.where(here, y0, received)
 
@@ -177,7 +178,7 @@ class Workers(abc.ABC):
     def prefix_sums(
         self, increments: Stacked, y0: State, *, reverse: bool, factor: Scalar | None = None
     ) -> tuple[Stacked, State]:
-        """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus those and its own.
+        """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus all up to its last one.
 
         With a ``factor`` the sum so far is multiplied by it before an increment is added.
         """
@@ -189,7 +190,7 @@ class Workers(abc.ABC):
         return before, _tree.narrow(last, y0)
 
     def _decayed_before(self, increments: Stacked, y0: State, factor: Scalar, *, reverse: bool) -> State:
-        """The sum that enters this worker. A worker maps it to ``power * sum + total``; the first one starts from ``y0``."""
+        """The sum that enters this worker; each maps it to ``power * sum + total``, and the first one starts from ``y0``."""
         if self.active == 1 or not _tree.leading(increments):
             return y0
         y0, here = _tree.wide(y0), self.index() == self.first(reverse)
@@ -225,7 +226,7 @@ class Workers(abc.ABC):
         """Whether a level of ``total`` sequential steps is solved on every worker, from a copy of all its operands.
 
         Args:
-            operands: this worker's, leaves ``(n, ...)``.
+            operands: operands of this worker's steps, leaves ``(n, ...)``.
             state: one state.
             total: number of steps of the level.
             solves: how often the level is solved.
@@ -247,8 +248,8 @@ _LATENCY = 100_000
 """Bytes that could be sent in the time that an empty message takes: 10 us at 10 GB/s, assumed for all engines."""
 
 
-def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:
-    """``a`` where the scalar condition holds, else ``b``; decided at once where the condition is known."""
+def select(condition: bool | jax.Array, a: PyTree, b: PyTree) -> PyTree:
+    """``a`` where the scalar condition holds, else ``b``; without an operation if it is a Python boolean."""
     if isinstance(condition, bool):
         return a if condition else b
     return _tree.where(condition, a, b)
@@ -267,7 +268,9 @@ class Local(Workers):
     def rows(self) -> tuple[int, int]:
         return self.layers, self.held[0]
 
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+    def run(
+        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
+    ) -> tuple[PyTree, PyTree]:
         return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
@@ -285,5 +288,5 @@ class Local(Workers):
     def local_slice(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         return run(y0)

@@ -1,15 +1,15 @@
-"""The problem as the solvers receive it: a chain of layers, before any of them decides how to group it."""
+"""The problem as the solvers receive it: a chain of layers, not yet grouped into intervals."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
-from lp_jax._arrays._types import Advance, PyTree, Slices, SliceStep, Stacked, State, Transfer
+from lp_jax._arrays._types import Advance, PyTree, Slices, SliceStep, Stacked, State, Transfer, Which
 from lp_jax._comms._workers import Local, Workers
 from lp_jax._levels._level import Level
 from lp_jax._levels._linear import Linearised
@@ -20,21 +20,21 @@ class Chain:
     """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
 
     Attributes:
-        layer: ``layer(level)`` is the layer on a level, ``(u, x, shared) -> (u_next, aux)``; in the place of a level may stand
-            another of the user's steps. It is the identity on slices that only pad.
+        layer: ``layer(which)`` is the layer on a level, or another of the user's steps, as ``(u, x, shared) -> (u_next, aux)``.
+            It is the identity on padding.
         slices: stacked operands of this worker's layers. Padding has index >= ``layers``.
         shared: operand of every step.
         y0: the state that enters.
         layers: number of layers of the whole network.
-        padded: whether layers check for slices that only pad.
+        padded: whether layers check for padding.
         workers: where the layers live.
         differentiable: which leaves of ``slices`` have a gradient.
-        recurrent: whether all other leaves that have one are in ``shared``: the weights of a recurrent network.
-        footprint: what a layer costs and holds.
-        alone: whether a layer takes a single example, too.
+        recurrent: whether all other differentiable leaves are in ``shared``: the weights of a recurrent network.
+        footprint: cost and memory of a layer.
+        single_example: whether a layer also takes a single example.
     """
 
-    layer: Callable[[Any], Advance]
+    layer: Callable[[Which], Advance]
     slices: Slices
     shared: PyTree
     y0: State
@@ -44,10 +44,10 @@ class Chain:
     differentiable: tuple[bool, ...] = ()
     recurrent: bool = False
     footprint: Footprint = Footprint(0, 0, 0.0)
-    alone: bool = False
+    single_example: bool = False
 
     def at_once(self, setting: int | float | str) -> int:
-        """How many layers a solver with this setting evaluates at once, on each worker."""
+        """Number of layers that a solver with this setting evaluates at once, on each worker."""
         if setting == "auto":
             return self.workers.processor.at_once(self.footprint, self.steps)
         return max(1, int(min(cast(float, setting), self.steps)))
@@ -62,13 +62,13 @@ class Chain:
         """Number of slices on this worker."""
         return self.slices.index.shape[0]
 
-    def step(self, level: "int | Callable") -> SliceStep:
-        """The layer on ``level``, or as another of the user's steps, aux dropped."""
-        layer = self.layer(level)
+    def step(self, which: Which) -> SliceStep:
+        """The layer on a level, or another of the user's steps, without aux."""
+        layer = self.layer(which)
         return lambda u, x, shared: layer(u, x, shared)[0]
 
     def emitting(self, seen: Sequence[bool]) -> Advance:
-        """The layer on the finest level, emitting those inexact leaves of aux that are ``seen``."""
+        """The layer on the finest level. It emits the inexact leaves of aux that are ``seen``."""
         layer = self.layer(0)
 
         def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, list[jax.Array]]:
@@ -80,7 +80,7 @@ class Chain:
 
     @property
     def linearised(self) -> Linearised:
-        """A layer of the finest level, to be transposed."""
+        """The layer of the finest level, linearised."""
         return Linearised(self.layer(0), self.differentiable, weights=self.recurrent)
 
     def finest(self, factor: int, *, at_once: int, transfer: Transfer | None = None) -> Level:
@@ -95,7 +95,7 @@ class Chain:
             workers=self.workers,
             at_once=at_once,
             transfer=transfer,
-            alone=self.alone,
+            single_example=self.single_example,
         )
 
     def interval(self, level: int, slices: Slices, shared: PyTree, y0: State, unit: int) -> "Chain":
@@ -104,7 +104,7 @@ class Chain:
         workers = Local(layers=layers, held=(layers,), processor=self.workers.processor).fit(unit)
         layer = self.layer(level)
         if workers.padded and not self.padded:
-            layer = guarded(layer, self.layers)
+            layer = skip_padding(layer, self.layers)
         return Chain(
             layer=lambda _: layer,
             slices=pad_slices(slices, workers.held[0], self.layers),
@@ -117,24 +117,24 @@ class Chain:
         )
 
 
-def guarded(layer: Advance, layers: int) -> Advance:
-    """``layer``, as the identity on what only pads: slices whose index is not below the number of layers."""
+def skip_padding(layer: Advance, layers: int) -> Advance:
+    """Make ``layer`` the identity on padding, slices with an index >= ``layers``."""
 
-    def guard(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         u_next, aux = layer(u, x, shared)
         return _tree.where(x.index < layers, u_next, u), aux
 
-    return guard
+    return advance
 
 
 def pad_slices(slices: Slices, n: int, layers: int) -> Slices:
-    """``n`` slices; those added to the given ones are inert, as their index is the number of layers."""
-    given: int = slices.index.shape[0]
-    if n == given:
+    """Pad to ``n`` slices; the new ones are inert, as their index is the number of layers."""
+    length: int = slices.index.shape[0]
+    if n == length:
         return slices
 
-    def rest(x: jax.Array, value: Any) -> Stacked:
-        return jnp.concatenate([x, jnp.full((n - given,), value, x.dtype)])
+    def extend(x: jax.Array, value: int) -> Stacked:
+        return jnp.concatenate([x, jnp.full((n - length,), value, x.dtype)])
 
     padded: Slices = _tree.resize(slices, n)
-    return padded._replace(index=rest(slices.index, layers), dt=rest(slices.dt, 0))
+    return padded._replace(index=extend(slices.index, layers), dt=extend(slices.dt, 0))

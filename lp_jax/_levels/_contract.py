@@ -1,7 +1,7 @@
-"""The gradient that follows from the solution of the adjoint system: of each layer's operands, and of what layers share."""
+"""The gradient from the solution of the adjoint system: for the operands of each layer, and for the shared ones."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._linear import Linearised
 
-_LEAST = 4  # layers that are summed over at once, where one is evaluated at a time
+_LEAST = 4  # fewest layers that are summed over at once
 
 
 def with_cotangent(advance: Advance, *, keep: bool) -> Advance:
-    """``advance``, emitting the cotangent that enters along with its own output, if that is to be kept."""
+    """Let ``advance`` also emit the cotangent that enters, if ``keep``."""
 
-    def both(lam: State, x: PyTree, shared: PyTree) -> tuple[State, Any]:
+    def both(lam: State, x: PyTree, shared: PyTree) -> tuple[State, PyTree]:
         lam_next, emitted = advance(lam, x, shared)
         return lam_next, (emitted, lam if keep else None)
 
@@ -28,7 +28,7 @@ def with_cotangent(advance: Advance, *, keep: bool) -> Advance:
 
 
 def emit_linearised_gradient(linearised: Linearised) -> Advance:
-    """`emit_gradient` from what was kept of the step."""
+    """`emit_gradient` from the kept linearisation of the step."""
 
     def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
         operand, u, kept = x
@@ -39,7 +39,7 @@ def emit_linearised_gradient(linearised: Linearised) -> Advance:
 
 
 def emit_gradient(chain: Chain, forward: Advance) -> Advance:
-    """One adjoint step of the finest level that emits the gradient of its slice."""
+    """An adjoint step of the finest level that emits the gradient for its slice."""
 
     def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
         operand, u, source = x
@@ -62,12 +62,12 @@ def sources_of(chain: Chain, cotangents: Sequence[Stacked | None]) -> list[Stack
 
 
 class OfAux(NamedTuple):
-    """Gradient of what the loss sees of aux, given the states that enter the layers.
+    """Gradient of the loss through aux.
 
     Attributes:
-        states: with respect to these, ``(N, ...)``: the right-hand side of the adjoint system.
-        slices: with respect to the layers' operands.
-        shared: with respect to what all layers share, summed over this worker's.
+        states: with respect to the states that enter the layers, ``(N, ...)``: the right-hand side of the adjoint system.
+        slices: with respect to the operands of each layer.
+        shared: with respect to the shared operands, summed over this worker's layers.
     """
 
     states: Stacked
@@ -76,10 +76,12 @@ class OfAux(NamedTuple):
 
 
 def gradient_of_aux(chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int) -> OfAux:
-    """So many layers at once."""
+    """Pull back ``sources``, the cotangents of aux, through ``at_once`` layers at a time."""
     shared, combine_shared = _tree.partition(chain.shared)
 
-    def layers(total: list[jax.Array], operands: tuple[Slices, Stacked, list[Stacked]]) -> tuple[Any, Any]:
+    def layers(
+        total: list[jax.Array], operands: tuple[Slices, Stacked, list[Stacked]]
+    ) -> tuple[list[jax.Array], tuple[Stacked, Slices]]:
         slices, states, sources = operands
         leaves, combine = _tree.partition(slices, chain.differentiable)
 
@@ -96,12 +98,13 @@ def gradient_of_aux(chain: Chain, forward: Advance, states: Stacked, sources: li
 
 
 Contraction = Callable[[Slices, Stacked, PyTree, Stacked], list[jax.Array]]
-"""Gradient with respect to what layers share, summed over those given: their operands, states, what else the adjoint's
-operands hold, and cotangents."""
+"""``contract(operands, states, sources, cotangents)``: the gradient for the shared operands, summed over these layers.
+
+In the place of ``sources`` may stand the kept linearisations."""
 
 
 def of_steps(fine: Level, forward: Advance) -> Contraction:
-    """From the layers themselves."""
+    """Contract by the pullback of the layers themselves."""
 
     def contract(operands: Slices, states: Stacked, sources: PyTree, lams: Stacked) -> list[jax.Array]:
         leaves, combine = _tree.partition(fine.shared)
@@ -116,7 +119,7 @@ def of_steps(fine: Level, forward: Advance) -> Contraction:
 
 
 def of_linearised(fine: Level, linearised: Linearised) -> Contraction:
-    """From what was kept of the layers, where that holds the weights."""
+    """Contract by the kept linearisations, where they cover the weights."""
 
     def contract(operands: Slices, states: Stacked, kept: PyTree, lams: Stacked) -> list[jax.Array]:
         if linearised.weights:
@@ -132,9 +135,9 @@ def of_linearised(fine: Level, linearised: Linearised) -> Contraction:
 def shared_gradient(
     fine: Level, adjoint: Level, cotangents: Stacked | None, contraction: Contraction
 ) -> list[jax.Array]:
-    """Gradient of what all layers share, as one contraction over this worker's layers.
+    """Gradient for the shared operands, as one contraction over this worker's layers.
 
-    Layers are summed over in groups of those that are evaluated at once, of four at least: each group adds to the sum.
+    Layers are contracted in groups, of those that are evaluated at once and at least four; each group adds to the sum.
     """
     leaves, _ = _tree.partition(fine.shared)
     if not leaves:

@@ -1,8 +1,8 @@
 """One level of the hierarchy: a chain of dependent steps, grouped into intervals.
 
 A level is the system ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``. The finest level has no
-right-hand side; a coarse level is the same thing with another step and the right-hand side that the FAS scheme gives
-it, so nothing in the solver asks which level it is on. The adjoint system is a level too, reversed: its chain runs
+right-hand side; a coarse level has another step, and the right-hand side of the FAS scheme, so nothing in the
+solver asks which level it is on. The adjoint system is a level too, reversed: its chain runs
 from the last step to the first.
 
 C-points are the states that leave the intervals, stacked along a leading axis of length ``intervals``. The F-points
@@ -34,15 +34,15 @@ from lp_jax._comms._workers import Workers, select
         "at_once",
         "transfer",
         "expand",
-        "around",
-        "alone",
+        "linearise_at",
+        "single_example",
         "origin",
-        "driven",
+        "has_sources",
     ],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """A chain of ``steps`` steps in ``steps / factor`` intervals. See the module's text.
+    """A chain of ``steps`` steps in ``steps / factor`` intervals; see the top of this module.
 
     Attributes:
         xs: operands of the steps, as `split` groups them.
@@ -58,14 +58,14 @@ class Level:
         reverse: whether the chain runs from the last step to the first.
         at_once: number of intervals whose steps are evaluated at once.
         transfer: (restrict, prolong) of the state between this level and the next coarser one, or None.
-        expand: turns one interval's ``xs`` into the per-step operands, ``(factor, ...)``, or None where they are that.
-        around: ``around(x, states)`` puts the states of the last fine relaxation into the operands; None where the step
-            does not ask for them.
+        expand: turns one interval's ``xs`` into operands of each step, ``(factor, ...)``; None where they already are.
+        linearise_at: ``linearise_at(xs, states)`` puts the states of the last fine relaxation into the operands; None where
+            the step does not need them.
         gathered: operands of all workers' steps, where the level is solved on every worker; else None.
-        alone: whether ``step`` is at hand for a single example, too.
-        origin: the step whose Jacobian stands for that of ``step``, where it is another one; of an adjoint, the one to be
-            transposed: ``origin(u, x, shared)``, of u and x in its operands ``(x, u, ...)``.
-        driven: whether steps take a state of zeros to something else: an adjoint with sources.
+        single_example: whether ``step`` also takes a single example.
+        origin: another step whose Jacobian replaces that of ``step``; None for none. On an adjoint level, the step that is
+            transposed, ``origin(u, x, shared)``, with u and x from the operands ``(x, u, ...)``.
+        has_sources: whether the steps are affine: an adjoint with sources.
     """
 
     xs: PyTree
@@ -82,11 +82,11 @@ class Level:
     at_once: int = 1
     transfer: Transfer | None = None
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
-    around: Callable[[PyTree, Points], PyTree] | None = None
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
     gathered: PyTree = None
-    alone: bool = False
+    single_example: bool = False
     origin: SliceStep | None = None
-    driven: bool = False
+    has_sources: bool = False
 
     @property
     def intervals(self) -> int:
@@ -99,9 +99,9 @@ class Level:
         return self.span * self.factor
 
     def split(self, tree: Points) -> PyTree:
-        """Leaves ``(steps, ...)`` by intervals, ``(intervals, factor, ...)``; as they are where an interval is one step.
+        """Group leaves ``(steps, ...)`` by intervals, ``(intervals, factor, ...)``; unchanged where an interval is one step.
 
-        XLA copies what enters a loop with an axis of length 1.
+        XLA copies operands that enter a loop with an axis of length 1.
         """
         return tree if self.factor == 1 else _tree.split(tree, self.factor)
 
@@ -122,12 +122,12 @@ class Level:
         return self.workers.last(u, self.interval_span, reverse=self.reverse)
 
     def cumsum(self, increments: CPoints, y0: State) -> CPoints:
-        """Prefix sums of increments in the order of the chain, from ``y0``."""
+        """Prefix sums of increments in the order of the chain, starting from ``y0``."""
         return self.workers.cumsum(increments, y0, reverse=self.reverse)
 
     @property
     def ends_short(self) -> bool:
-        """Whether the chain ends within an interval; its last step is a C-point nevertheless."""
+        """Whether the chain ends within an interval; the state after its last step is a C-point nevertheless."""
         return bool(self.workers.total(self.span) % self.factor) and not self.reverse and self.steps > 0
 
     def c_points(self, points: Points) -> CPoints:
@@ -141,7 +141,7 @@ class Level:
         return u
 
     def with_c_points(self, points: Points, u: CPoints) -> Points:
-        """``points`` with the last one set to the last C-point where that is not the end of a full interval."""
+        """Set the last of ``points`` to the last C-point, where the chain ends within an interval."""
         if not self.ends_short:
             return points
         here, at = self.workers.end(self.span, self.steps)
@@ -151,26 +151,26 @@ class Level:
         """This level with a right-hand side, leaves ``(steps, ...)``."""
         return dataclasses.replace(self, rhs=self.split(rhs))
 
-    def taken_around(self, states: Points) -> "Level":
-        """This level with its steps taken around ``states`` (those that enter every layer), if they ask for them."""
-        if self.around is None:
+    def linearised_at(self, states: Points) -> "Level":
+        """This level with its steps linearised at the ``states`` that enter every layer, if the steps need them."""
+        if self.linearise_at is None:
             return self
         states = self.split(_tree.split(states, self.span))
-        return dataclasses.replace(self, xs=self.around(self.xs, states), around=None)
+        return dataclasses.replace(self, xs=self.linearise_at(self.xs, states), linearise_at=None)
 
-    def collected(self, solves: int) -> "Level":
-        """This level with all workers' operands at hand, if solving it so takes less time; it is solved ``solves`` times.
+    def with_gathered(self, solves: int) -> "Level":
+        """This level with the operands of all workers, if that makes ``solves`` solves of it faster.
 
         Never where the operands change from cycle to cycle, nor where the solution is a prefix sum.
         """
         total = self.workers.total(self.span)
-        stays = self.step is identity or self.around is not None
+        stays = self.step is identity or self.linearise_at is not None
         if stays or not self.workers.prefers_gather(self.xs, self.y0, total, solves):
             return self
         return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
 
     def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
-        """The step, emitting nothing."""
+        """The step as an `Advance` that emits nothing."""
         return self.step(u, x, shared), None
 
 

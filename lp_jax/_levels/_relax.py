@@ -1,7 +1,7 @@
 """Relaxation and residual: the parallel half of a cycle (algorithm: Falgout et al. 2014, Guenther et al. 2020).
 
-All of these take C-points, leaves ``(intervals, ...)``. F-points are not stored: each function propagates the C-points
-over them, so "F-relaxation, then ..." is part of what it computes.
+All functions take C-points, leaves ``(intervals, ...)``. F-points are not stored: each function propagates the C-points
+over them, so "F-relaxation, then ..." is part of its computation.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Relaxed(NamedTuple):
         u: the C-points.
         residual: the residual there.
         incoming: states that enter the intervals.
-        points: states that enter every step, leaves ``(steps, ...)``; None where nothing asks for them.
+        points: states that enter every step, leaves ``(steps, ...)``; None where they are not needed.
     """
 
     u: CPoints
@@ -68,14 +68,14 @@ def with_residual(level: Level, u: CPoints) -> Relaxed:
 
 
 def with_points(level: Level, u: CPoints) -> Relaxed:
-    """`with_residual`, and the states that enter every step, of the same sweep."""
+    """`with_residual`, with the states that enter every step, from the same sweep."""
     incoming = level.incoming(u)
     swept, entered = sweep(level, incoming, advance=_with_incoming(level))
     return Relaxed(u, _tree.sub(swept, u), incoming, level.merge(entered))
 
 
 def fcf_relax(level: Level, u: CPoints, count: int, weight: jax.Array | float) -> Relaxed:
-    """``count`` times `c_relax`, then `with_residual`, as one loop over the sweeps that both are."""
+    """Apply `c_relax` ``count`` times, then `with_residual`; both are sweeps, in one loop."""
 
     def body(carry: tuple[CPoints, CPoints, CPoints], _: None) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
         u, swept, _ = carry

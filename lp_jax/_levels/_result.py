@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from lp_jax._arrays._types import State
 
-DONE, FELL_BACK, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(5)  # the larger, the worse
+DONE, FELL_BACK, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(5)  # from best to worst
 
 RESULTS = {
     DONE: "done as asked",
@@ -32,7 +32,7 @@ RESULTS = {
 
 
 def of_norms(norms: jax.Array, met: jax.Array | bool, floor: jax.Array) -> jax.Array:
-    """The code that residual norms give, -1 where none was taken; those below ``floor`` are rounding."""
+    """The code for residual norms, -1 where none was measured; norms below ``floor`` are rounding."""
     if not len(norms):
         return jnp.where(met, DONE, NOT_CONVERGED).astype(jnp.int32)
     taken = ~(norms < 0)
@@ -43,6 +43,6 @@ def of_norms(norms: jax.Array, met: jax.Array | bool, floor: jax.Array) -> jax.A
 
 
 def if_finite(code: jax.Array, y1: State) -> jax.Array:
-    """The code, unless the state is not finite."""
+    """The code, or `NON_FINITE` if the state is not finite."""
     finite = jnp.asarray([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(y1)]).all()
     return jnp.where(finite, code, NON_FINITE).astype(jnp.int32)

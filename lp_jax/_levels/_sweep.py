@@ -1,16 +1,15 @@
-"""Through a level: all intervals at once (`sweep`), or one step after another (`march`)."""
+"""Propagate through a level: all intervals at once (`sweep`), or step after step (`march`)."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import chunk, in_chunks, several
+from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._types import Advance, CPoints, PyTree, State
 from lp_jax._comms._workers import Run
 from lp_jax._levels._level import Level, identity
@@ -18,18 +17,18 @@ from lp_jax._levels._level import Level, identity
 
 def sweep(
     level: Level, incoming: CPoints, *, advance: Advance | None = None, count: int | None = None
-) -> tuple[CPoints, Any]:
-    """Propagate states through the first ``count`` steps of their intervals (all by default), all at once.
+) -> tuple[CPoints, PyTree]:
+    """Propagate states through the first ``count`` steps of their intervals (by default all), all intervals at once.
 
     Args:
         level: the level.
         incoming: states that enter the intervals, leaves ``(intervals, ...)``.
-        advance: the step to take, where more than ``level.step`` is wanted.
+        advance: step that replaces ``level.step`` and also emits something.
         count: number of steps, in the direction of the chain.
 
     Returns:
-        The states reached, ``(intervals, ...)``, and what ``advance`` emitted, as `Level.split` groups it, at the position of
-        the step that emitted it.
+        The states reached, ``(intervals, ...)``, and the trees that ``advance`` emitted, grouped as by `Level.split`, each at
+        the position of its step.
     """
     if level.factor == 1:
         return each(level, single(level, advance), incoming, (level.xs, level.rhs))
@@ -56,10 +55,10 @@ def sweep(
 
 
 def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
-    """``one`` for every entry of the operands' leading axis, as many at once as the level says."""
+    """Apply ``one`` to every entry of the operands' leading axis, ``level.at_once`` entries at a time."""
     n = _tree.leading(operands)
     size = chunk(n, level.at_once)
-    at_once = several(one, size)
+    at_once = batched(one, size)
     if size == n:
         return at_once(*operands)
     return in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
@@ -68,7 +67,7 @@ def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
 def _chunks(
     level: Level, advance: Advance | None, count: int, incoming: CPoints, emitted: PyTree, size: int
 ) -> tuple[CPoints, PyTree]:
-    """`sweep` through ``size`` intervals at once, and as many after these."""
+    """`sweep` through ``size`` intervals at a time."""
 
     def some(first: jax.Array | int, size: int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
         reached, emitted = carry
@@ -85,9 +84,9 @@ def _chunks(
 def _at_once(
     level: Level, advance: Advance | None, count: int, u: CPoints, emitted: PyTree, first: jax.Array | int, size: int
 ) -> tuple[CPoints, PyTree]:
-    """`sweep` through ``size`` intervals as a batch: a loop over steps, in each of which the intervals are a batch.
+    """`sweep` through ``size`` intervals as a batch: a loop over steps, each of which takes the whole batch.
 
-    The other way round, as a batch of loops, writing what a step emits would be a scatter.
+    In a batch of loops, writing the output of a step would be a scatter.
     """
     xs, rhs, whole = level.xs, level.rhs, size == level.intervals
     if level.expand is not None:
@@ -118,18 +117,18 @@ def _at_once(
         new = lax.expand_dims(new, (1,))
         return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
 
-    turns = level.workers.processor.written_out(count, body, 0, (u, emitted))
+    turns = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
     if turns < level.factor or not whole:
         return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
-    found = []
+    outputs = []
     for n in range(level.factor)[:: -1 if level.reverse else 1]:
         u, new = step(u, n)
-        found.append(new)
-    return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(found[::-1] if level.reverse else found))
+        outputs.append(new)
+    return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(outputs[::-1] if level.reverse else outputs))
 
 
-def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any]:
-    """Solve the level step after step. Same results as `sweep` from exact C-points."""
+def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, PyTree]:
+    """Solve the level step after step. The results are those of `sweep` from exact C-points."""
     if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
         return level.cumsum(level.rhs, level.y0), None
     if level.gathered is None:
@@ -139,7 +138,7 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, Any
 
 
 def _marcher(level: Level, advance: Advance | None) -> Run:
-    """`march` through the intervals at hand, whichever these are, as a function of the state that enters."""
+    """`march` through the intervals of ``level``, as a function of the state that enters."""
     run = functools.partial(_interval, level, advance, level.factor)
 
     def interval(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, PyTree]:
@@ -152,10 +151,10 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    def marched(y0: State) -> tuple[CPoints, Any]:
+    def marched(y0: State) -> tuple[CPoints, PyTree]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
-        unroll = level.workers.processor.written_out(level.intervals, body, y0, first)
+        unroll = level.workers.processor.loop_unroll(level.intervals, body, y0, first)
         return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
 
     return marched
@@ -164,7 +163,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
 def single(
     level: Level, advance: Advance | None = None
 ) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
-    """Through an interval of one step."""
+    """Propagation through an interval of one step."""
 
     def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
         xs, rhs = operands
@@ -190,7 +189,7 @@ def _interval(
     and step at once, not scanned over: an interval's operands would be copied first, and under vmap a scanned operand
     would have its two leading axes swapped, which copies all parameters.
     """
-    xs, within = _expanded(level, xs, *at)
+    xs, within = _expand(level, xs, *at)
 
     def body(i: jax.Array | int, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
         u, emitted = carry
@@ -202,19 +201,19 @@ def _interval(
 
     if count == 1:
         return body(0, (u, emitted))
-    unroll = level.workers.processor.written_out(count, body, 0, (u, emitted))
+    unroll = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
     return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
 
 
-def _expanded(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
-    """Where the steps of the interval ``at`` find their operands: the tree, and the leading part of the index into it."""
+def _expand(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
+    """Tree with the operands of the interval's steps, and the leading part of their index in it."""
     return (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
 
 
 def _room(level: Level, advance: Advance, u: State, xs: PyTree) -> PyTree:
-    """Zeros in the place of what the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
+    """Zeros like the outputs that the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
 
     def first(u: State, xs: PyTree) -> PyTree:
-        return advance(u, _tree.take(_expanded(level, xs)[0], 0), level.shared)[1]
+        return advance(u, _tree.take(_expand(level, xs)[0], 0), level.shared)[1]
 
     return _tree.repeat(_tree.zeros_like(jax.eval_shape(first, u, xs)), level.factor)

@@ -1,7 +1,7 @@
 """Between two levels: restriction, the coarse right-hand side and correction of the full approximation scheme (FAS).
 
-Points of the coarse level are the C-points of the finer one, so injection in time is the identity; what is left is
-the optional transfer of the state itself (spatial coarsening).
+Points of the coarse level are the C-points of the finer one, so injection in time is the identity. The state
+itself may be transferred, too (spatial coarsening).
 """
 
 import jax
@@ -12,8 +12,8 @@ from lp_jax._levels._level import Level, identity
 from lp_jax._levels._sweep import each
 
 
-def fitted(transfer: Transfer | None, fine: State) -> Transfer | None:
-    """``transfer`` for states with the shapes of ``fine``. A prolongation that must know them has a method ``fit``."""
+def fit_transfer(transfer: Transfer | None, fine: State) -> Transfer | None:
+    """Fit ``transfer`` to the shapes of ``fine``, if its prolongation has a method ``fit``."""
     if transfer is None or not hasattr(transfer[1], "fit"):
         return transfer
     return transfer[0], transfer[1].fit(fine)
@@ -36,7 +36,7 @@ def coarse_rhs(coarse: Level, v: Points, r: Points, incoming: Points | None = No
         coarse: the coarse level (its own right-hand side is not used).
         v: restricted states, leaves ``(coarse.steps, ...)``.
         r: restricted residuals, same shapes.
-        incoming: ``v_{j-1}``, the restricted states that enter the finer level's intervals, where they are at hand.
+        incoming: ``v_{j-1}``, the restricted states that enter the finer level's intervals, where they are known.
     """
     if incoming is None:
         incoming = coarse.incoming_points(v)

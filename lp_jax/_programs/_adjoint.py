@@ -1,11 +1,11 @@
-"""The adjoint system as levels of its own, and the gradient that its solution gives.
+"""The adjoint system as levels, and the gradient from its solution.
 
 With lam[N] the cotangent of the last state, ``lam[n] = (dPhi_n/du at u[n])^T lam[n+1]`` is a chain of steps that runs
-from the last layer to the first. Transposing every forward level, linearised at one consistent trajectory, gives the
-levels of the adjoint solve; the solvers do not know the difference.
+from the last layer to the first. The levels of the adjoint solve are the transposed forward levels, linearised at one
+consistent trajectory. Solvers treat them like forward levels.
 
-The finest level is linearised at the states that the forward solve's final sweep met, which fixes what the adjoint solve
-converges to; a coarse level, which only decides how fast, at the C-points that the sweep left behind.
+The finest level is linearised at the states of the forward solve's final sweep, which determine the limit of the adjoint
+solve. Coarse levels only affect the speed of convergence; they are linearised at the C-points after that sweep.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ class Forward(NamedTuple):
     Attributes:
         c_points: states that leave every interval of the forward solve's finest level, after its final sweep,
             ``(intervals, ...)``.
-        entered: states that entered every interval in the final sweep: from these all states that it met can be recomputed.
+        entered: states that entered every interval in the final sweep; all states of the sweep can be recomputed from them.
             None where they follow from ``c_points``.
         states: states that entered every layer in the final sweep, ``(N, ...)``; None where they are to be recomputed.
-        linearisations: what `Linearised` keeps of every layer at those states, ``(N, ...)``; None with them.
+        linearisations: arrays that `Linearised` keeps for every layer at ``states``, ``(N, ...)``; None with ``states``.
     """
 
     c_points: CPoints
@@ -74,24 +74,24 @@ def solve_adjoint(
 
     Args:
         chain: the forward problem.
-        solver: settings of the adjoint solve.
-        left: what the forward solve left.
+        solver: solver of the adjoint system.
+        left: arrays from the forward solve.
         stride: number of layers between two C-points of the forward solve.
         y1_cotangent: cotangent of the state after the last layer.
-        aux_cotangents: cotangents of the inexact leaves of aux, ``(N, ...)``; None for those that the loss does not see,
-            nothing where it sees none.
+        aux_cotangents: cotangents of the inexact leaves of aux, ``(N, ...)``; None for leaves that the loss does not see;
+            empty if it sees none.
         guess: where the solve starts: cotangents of the states that enter the intervals, "zeros", or None for the solver's
             own start.
 
     Returns:
-        The gradient, None in the place of leaves that are not differentiated; its ``adjoint_guess`` are the cotangents of the
-        states that enter the intervals. And the stats.
+        The gradient and the stats. The gradient is None for leaves that are not differentiated; its ``adjoint_guess`` are the
+        cotangents of the states that enter the intervals.
     """
     forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
-    around = any(level.around for level in forward)  # coarse steps linearised at all states
+    needs_states = any(level.linearise_at for level in forward)  # coarse steps linearised at all states
     recompute = (
-        left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not around
+        left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not needs_states
     )
     if left.states is not None:
         states = left.states
@@ -101,10 +101,10 @@ def solve_adjoint(
         if not recompute:
             states = entering(level, states)
     if not recompute:
-        forward = tuple(level.taken_around(states) for level in forward)
+        forward = tuple(level.linearised_at(states) for level in forward)
 
     def entering_coarse(span: int) -> Points:
-        """States that enter every ``span``-th layer, C-relaxed where they are C-points of the forward solve."""
+        """States that enter every ``span``-th layer; after C-relaxation where they are C-points of the forward solve."""
         if span % stride:
             return jax.tree.map(lambda x: x[::span], states)
         c_points = chain.workers.incoming(left.c_points, chain.y0, stride, reverse=False)
@@ -125,7 +125,7 @@ def solve_adjoint(
 
     if isinstance(guess, str):
         guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
-    elif guess is not None and chain.workers.padded:  # what pads comes before the chain begins
+    elif guess is not None and chain.workers.padded:  # padding comes before the first step of the chain
         number = chain.workers.start(fine.interval_span) + jnp.arange(fine.intervals, dtype=jnp.int32)
         inert = number >= chain.workers.total(fine.interval_span)
         guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
@@ -146,13 +146,13 @@ def solve_adjoint(
 def transpose_coarse(
     forward: Sequence[Level], entering_coarse: Callable[[int], Points], cotangent: State
 ) -> list[Level]:
-    """The adjoints of all levels but the finest, each linearised at ``entering_coarse(span)``."""
+    """The adjoints of all coarse levels, each linearised at ``entering_coarse(span)``."""
     levels = []
     transfers: list[Callable[[State], State]] = []
     for finer, level in itertools.pairwise(forward):
         if finer.transfer is not None:
             transfers.append(jax.vmap(finer.transfer[0]))
-            restrict, _ = _transposed_transfer(finer)
+            restrict, _ = _transpose_transfer(finer)
             cotangent = restrict(cotangent)
         at = functools.reduce(lambda u, transfer: transfer(u), transfers, entering_coarse(level.span))
         levels.append(transpose(level, at, cotangent))
@@ -168,11 +168,10 @@ def transpose(
     *,
     recompute: bool = False,
 ) -> Level:
-    """The adjoint of a level at ``states``, those that enter its steps.
+    """The adjoint of a level at the ``states`` that enter its steps.
 
-    ``sources`` are cotangents of what ``advance``, the level's step, emits. With ``recompute``, ``states`` are only those
-    that enter its intervals; those that enter the other steps are recomputed from them, interval by interval, whenever
-    they are needed.
+    ``sources`` are cotangents of the trees that ``advance``, the level's step, emits. With ``recompute``, ``states`` are only
+    those that enter the intervals; the others are recomputed from them, interval by interval, whenever they are needed.
     """
     forward = advance or level.advance
 
@@ -188,35 +187,35 @@ def transpose(
     if level.gathered is not None:
         everywhere = (level.gathered, *level.workers.gather((states, sources), level.span))
     return dataclasses.replace(
-        _reversed(level, cotangent),
+        _reverse(level, cotangent),
         xs=(level.xs, states if recompute else level.split(states), level.split(sources)),
         gathered=everywhere,
         step=identity if level.step is identity else step,
         expand=expand if recompute else None,
-        driven=bool(jax.tree.leaves(sources)),
+        has_sources=bool(jax.tree.leaves(sources)),
     )
 
 
 def _transpose_linearised(
     level: Level, linearised: Linearised, states: Points, kept: PyTree, cotangent: State
 ) -> Level:
-    """The adjoint of the finest level from linearisations of its steps: no step is evaluated again."""
+    """The adjoint of the finest level, from linearisations of its steps: no step is evaluated again."""
 
     def step(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> State:
         operand, u, kept = x
         return linearised.transpose(u, operand, shared, kept)(lam)[0]
 
-    return dataclasses.replace(_reversed(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step)
+    return dataclasses.replace(_reverse(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step)
 
 
-def _reversed(level: Level, cotangent: State) -> Level:
-    """The level reversed, its steps not yet transposed."""
-    transfer = None if level.transfer is None else _transposed_transfer(level)
+def _reverse(level: Level, cotangent: State) -> Level:
+    """The level in reverse, with steps not yet transposed."""
+    transfer = None if level.transfer is None else _transpose_transfer(level)
     return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.origin or level.step)
 
 
-def _transposed_transfer(level: Level) -> Transfer:
-    """Restriction of cotangents is the transpose of prolongation, and the other way round."""
+def _transpose_transfer(level: Level) -> Transfer:
+    """Transposed transfers: restriction of cotangents is the transpose of prolongation, and vice versa."""
     assert level.transfer is not None
     restrict, prolong = level.transfer
     fine = jax.eval_shape(lambda: level.y0)

@@ -1,11 +1,11 @@
-"""A context that replaces the solvers of all solves traced inside it, or has each report what it measured and how it ended.
+"""A context that replaces the solvers of all solves traced inside it, or reports the stats of each of them.
 
-The caches of ``jax.jit`` know of it, so that a function that was traced before is traced anew.
+It is part of the keys of ``jax.jit``'s caches, so that a function is traced anew inside it.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ class Watch:
 
 
 class Asked(NamedTuple):
-    """Replacements and reports that hold for the solves inside the context.
+    """Replacements and reports for the solves inside the context.
 
     Attributes:
-        solvers: forward and adjoint solver in the place of each solve's own; None keeps these.
-        report: ``report(direction, solver, layers)`` returns what is called on the host with what a solve measured.
-        watch: what each solve that is differentiated is counted in.
+        solvers: forward and adjoint solver for all solves; None keeps those of each solve.
+        report: ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve.
+        watch: counts the solves that are differentiated; None for no count.
     """
 
     solvers: tuple[Solver, Solver | None] | None = None
@@ -39,47 +39,47 @@ class Asked(NamedTuple):
 asked = jax.make_user_context(Asked())
 
 
-def tell(direction: str, solver: Solver, layers: int, stats: Stats) -> None:
-    """Report a solve, where a report is asked for."""
+def report_stats(direction: str, solver: Solver, layers: int, stats: Stats) -> None:
+    """Report a solve, if the context asks for it."""
     report = asked.value.report
     if report is not None:
         jax.debug.callback(report(direction, solver, layers), jax.lax.stop_gradient(stats))
 
 
 class Results(NamedTuple):
-    """How the solves inside a gradient ended: the worst code of each direction, of `lp_jax.RESULTS`; 0 is as asked."""
+    """Outcome of the solves inside a gradient: the worst code of `lp_jax.RESULTS` in each direction; 0 is done as asked."""
 
     forward: jax.Array
     adjoint: jax.Array
 
 
 def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
-    """One solve, counted by its result codes: ``(2, len(RESULTS))``."""
+    """Count one solve by its result codes: ``(2, len(RESULTS))``."""
     return jax.nn.one_hot(jnp.stack([forward, adjoint]), len(RESULTS), dtype=jnp.float32)
 
 
-def watched(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """``loss`` with another argument, the first, whose cotangent counts how the solves inside end."""
+def watched(loss: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Add a first argument to ``loss``, whose cotangent counts how the solves inside end."""
 
     @functools.wraps(loss)
-    def call(counts: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    def call(counts: jax.Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
         watch = Watch(counts)
         try:
             with asked(asked.value._replace(watch=watch)):
                 return loss(*args, **kwargs)
         finally:
-            del watch.counts  # what was traced may be remembered for longer than its trace
+            del watch.counts  # the watch may live longer than this trace
 
     return call
 
 
 def value_and_grad(
-    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., tuple[Any, PyTree, Results]]:
+    loss: Callable[..., PyTree], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[PyTree, PyTree, Results]]:
     """``jax.value_and_grad`` that also returns how the solves inside ended, forward and adjoint.
 
-    ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap or shard_map. No
-    callback is involved: the codes are outputs of the program, so that it can be exported and cached.
+    ``loss`` needs no change: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap or shard_map. The
+    codes are outputs of the program, without callbacks, so that it can be exported and cached.
 
     Args:
         loss: as for ``jax.value_and_grad``.
@@ -103,7 +103,7 @@ def value_and_grad(
     shifted = (0, *(number + 1 if number >= 0 else number for number in numbers))
     inner = jax.value_and_grad(watched(loss), shifted, has_aux)
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, PyTree, Results]:
+    def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree, Results]:
         value, (counts, *gradients) = inner(jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs)
         return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), worst(counts)
 

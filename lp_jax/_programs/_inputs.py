@@ -1,20 +1,22 @@
 """Refusals of `solve`, at trace time, and the times of the layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
 
-from lp_jax._arrays._types import PyTree, State
+from lp_jax._arrays._types import CPoints, PyTree, State
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._comms._mesh import MeshComm
 from lp_jax._solvers._solver import Solver
 
 
 def state(y0: State) -> State:
-    """``y0`` as arrays, all of them floating point or complex."""
+    """Return ``y0`` as arrays; refuse leaves that are not floating point or complex."""
     leaves = jax.tree.leaves_with_path(y0)
     if not leaves:
         raise ValueError("y0 has no arrays in it; pass the state that enters the first layer.")
@@ -29,9 +31,9 @@ def state(y0: State) -> State:
 
 
 def arrays(tree: PyTree, name: str = "y0") -> PyTree:
-    """The leaves as arrays; shapes stay what they are."""
+    """Return the leaves as arrays; shape structs stay."""
 
-    def leaf(path: Any, x: Any) -> Any:
+    def leaf(path: jax.tree_util.KeyPath, x: Any) -> jax.Array | jax.ShapeDtypeStruct:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x
         if callable(x) or isinstance(x, str):
@@ -44,8 +46,8 @@ def arrays(tree: PyTree, name: str = "y0") -> PyTree:
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def called(step: Any, u: State, params: PyTree) -> str:
-    """A note to an error in the step: what it was called with, and mistakes that explain some errors."""
+def note_on_call(step: Callable[..., PyTree], u: State, params: PyTree) -> str:
+    """Make a note for an error in the step: its arguments, and mistakes that explain some errors."""
     name = getattr(step, "__name__", type(step).__name__)
     note = (
         f"lp_jax called {name}(y, layer), the state first, with y: {_describe(u)} and layer.params, one layer's slice: "
@@ -60,12 +62,13 @@ def called(step: Any, u: State, params: PyTree) -> str:
 
 
 def alike(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees have equal structures and shapes."""
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (a, b)]
     return _same_structure(a, b) and shapes[0] == shapes[1]
 
 
-def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int:
-    """The common leading length of all leaves of ``params`` and ``data``; 0 is for one of several workers only."""
+def number_of_layers(params: PyTree, data: PyTree, *, one_worker: bool = True) -> int:
+    """The common leading length of all leaves of ``params`` and ``data``; 0 is refused on ``one_worker``."""
     lengths = {}
     for name, tree in (("params", params), ("data", data)):
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -94,13 +97,13 @@ def number_of_layers(params: PyTree, data: PyTree, *, alone: bool = True) -> int
             f"share as `shared`.{stacked}"
         )
     where, n = next(iter(lengths.items()))
-    if n == 0 and alone:
+    if n == 0 and one_worker:
         raise ValueError(f"{where} has leading length 0; a network needs at least one layer.")
     return n
 
 
-def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Start and length of every layer, ``(steps,)`` each."""
+def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Return the start and the length of every layer, ``(steps,)`` each."""
     for name, value in (("t0", t0), ("t1", t1)):
         if isinstance(value, str) or value is None:
             raise TypeError(f"{name} must be a number{', or an array of times' * (name == 't1')}; got {value!r}.")
@@ -134,12 +137,12 @@ def times(t0: Any, t1: Any, steps: int, dtype: Any) -> tuple[jax.Array, jax.Arra
     return traced[:-1], jnp.diff(traced)
 
 
-def _known(value: Any) -> bool:
+def _known(value: object) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
-def comm(value: Any) -> Comm:
-    """Where the layers live; None is one device, and a mesh stands for its axis "layers"."""
+def comm(value: object) -> Comm:
+    """Return where the layers live: one device for None; for a mesh, its axis "layers"."""
     if value is None:
         return OneDevice()
     if isinstance(value, Mesh):
@@ -152,8 +155,8 @@ def comm(value: Any) -> Comm:
     return value
 
 
-def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str = "y") -> None:
-    """The step returned the state's structure, shapes and dtypes."""
+def step_output(out: PyTree, u: State, has_aux: bool, *, step: str = "step", y: str = "y") -> None:
+    """Refuse an output of the step without the state's structure, shapes and dtypes."""
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
@@ -175,8 +178,8 @@ def step_output(out: Any, u: State, has_aux: bool, *, step: str = "step", y: str
             )
 
 
-def same_output(out: PyTree, structure: Any) -> None:
-    """The step returned what it returned when it was traced first."""
+def same_output(out: PyTree, structure: jax.tree_util.PyTreeDef) -> None:
+    """Refuse an output of the step with another structure than in the first trace."""
     if jax.tree.structure(out) != structure:
         raise TypeError(
             f"step must return the same structure in every call; got {structure} and then {jax.tree.structure(out)}. Let it "
@@ -184,8 +187,8 @@ def same_output(out: PyTree, structure: Any) -> None:
         )
 
 
-def guess(value: Any, y0: State, intervals: int) -> State | str:
-    """The words "constant" and "zeros", or C-points with leaves ``(intervals, ...)``."""
+def guess(value: str | CPoints, y0: State, intervals: int) -> str | CPoints:
+    """Return "constant", "zeros", or C-points with leaves ``(intervals, ...)``; refuse all else."""
     if isinstance(value, str):
         if value not in ("constant", "zeros"):
             raise ValueError(f'guess must be "constant", "zeros" or a trajectory; got {value!r}.')
@@ -193,8 +196,8 @@ def guess(value: Any, y0: State, intervals: int) -> State | str:
     return trajectory("guess", value, y0, intervals)
 
 
-def trajectory(name: str, value: Any, y0: State, intervals: int) -> State:
-    """C-points with leaves ``(intervals, ...)``."""
+def trajectory(name: str, value: CPoints, y0: State, intervals: int) -> CPoints:
+    """Return C-points with leaves ``(intervals, ...)``; refuse all else."""
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
     got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
     if not _same_structure(wanted, got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
@@ -206,11 +209,10 @@ def trajectory(name: str, value: Any, y0: State, intervals: int) -> State:
 
 
 def _same_structure(a: PyTree, b: PyTree) -> bool:
-    structures: list[Any] = [jax.tree.structure(a), jax.tree.structure(b)]
-    return bool(structures[0] == structures[1])
+    return bool(jax.tree.structure(a) == jax.tree.structure(b))  # type: ignore[operator]
 
 
-def _aval(x: Any) -> str:
+def _aval(x: ArrayLike) -> str:
     return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
 
 
@@ -227,8 +229,8 @@ def at_once(solver: Solver, layers: int) -> None:
         )
 
 
-def solver(name: str, value: Any) -> None:
-    """A solver instance."""
+def solver(name: str, value: object) -> None:
+    """Refuse a value that is not a solver."""
     if not isinstance(value, Solver):
         hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
         raise TypeError(

@@ -1,9 +1,8 @@
-"""The program of a solve: serial propagation that JAX differentiates, or an iterative solve with an adjoint of its own."""
+"""The program of a solve: serial propagation that JAX differentiates, or an iterative solve with an adjoint solve."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +12,21 @@ from jax.sharding import PartitionSpec
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._gradient import reverse_only, without_gradient
-from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State
+from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._result import DONE, if_finite
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
-from lp_jax._programs._asked import counts_of, tell
+from lp_jax._programs._asked import counts_of, report_stats
 from lp_jax._programs._step import LayerStep
 from lp_jax._solvers._serial import propagate
 from lp_jax._solvers._solver import Stats, iterate
 
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
-"""The state after the last layer and aux, which are differentiable; and the rest of a `Solution`."""
+"""The state after the last layer and aux, both differentiable; and the rest of a `Solution`."""
 
 Seen = tuple[jax.Array | None, ...]
-"""Cotangents of the inexact leaves of aux, None for those that the loss does not see; empty if it sees none."""
+"""Cotangents of the inexact leaves of aux, None for leaves that the loss does not see; empty if it sees none."""
 
 Pullback = Callable[[State, Seen], tuple[Arrays, Stats]]
 
@@ -46,47 +45,47 @@ _TWICE = (
 class Program:
     """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
 
-    Equal programs are compiled once (`kept`): their functions are jitted, and JAX caches what it compiles.
+    Equal programs are compiled once (`first_equal`): their functions are jitted, and JAX caches compiled programs.
 
     Attributes:
-        steps: the layer on each level, and as other steps of the solvers.
-        workers: how many layers there are, and which of them each worker holds, with slots for whole intervals of both solves.
+        steps: the layer on each level, and other steps of the solvers.
+        workers: number of layers, and those of each worker, with slots for whole intervals of both solves.
         differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
         has_aux: whether the step returns ``(y_next, aux)``.
-        recurrent: whether all that is differentiated in a step, its inputs aside, is shared: the weights of a recurrent
+        recurrent: whether all differentiable operands of a step except its inputs are shared: the weights of a recurrent
             network. Their gradient is then one contraction over all steps.
-        footprint: what a layer costs and holds.
-        alone: whether the step takes a single example, too, for a solver that averages examples.
+        footprint: cost and memory of a layer.
+        single_example: whether the step also takes a single example, for a solver that averages examples.
         zeros: whether both solves start from zeros.
-        scan: whether this is a ``lax.scan`` that JAX differentiates.
+        scan: whether the solve is a ``lax.scan`` that JAX differentiates.
     """
 
-    steps: tuple[tuple[Any, LayerStep], ...]
+    steps: tuple[tuple[Which, LayerStep], ...]
     workers: Workers
     differentiable: tuple[bool, ...]
     has_aux: bool
     recurrent: bool
     footprint: Footprint
-    alone: bool
+    single_example: bool
     zeros: bool = False
     scan: bool = False
 
     def run(self, arrays: Arrays) -> Output:
-        """The solve, differentiable."""
+        """Solve, differentiable."""
         if self.scan:
             return self._scanned(arrays)
         slices, y0, shared = reverse_only((arrays.slices, arrays.y0, arrays.shared), _FORWARD_MODE)
         return self._solved(arrays._replace(slices=slices, y0=y0, shared=shared))
 
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
-        """The solve, and its pullback, which also gives the stats of the adjoint solve."""
+        """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if self.scan:
             return self._scan_vjp(arrays)
         out, left = self._forward(arrays, keep=True)
         return out, functools.partial(self._backward, arrays, left, keep=True)
 
     def chain(self, arrays: Arrays) -> Chain:
-        """The chain of the layers in ``arrays``: all of them, or one worker's."""
+        """The chain of the layers in ``arrays``: all layers, or those of one worker."""
         layers = dict(self.steps)
         return Chain(
             layer=lambda which: layers[which].advance,
@@ -99,11 +98,11 @@ class Program:
             differentiable=self.differentiable,
             recurrent=self.recurrent,
             footprint=self.footprint,
-            alone=self.alone,
+            single_example=self.single_example,
         )
 
     def with_slots(self, arrays: Arrays) -> Arrays:
-        """Extend the arrays that are spread over the workers to all slots."""
+        """Pad the arrays that are spread over the workers to all slots."""
         workers, n = self.workers, self.workers.layers
         stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
         guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)
@@ -147,12 +146,14 @@ class Program:
         def solve(arrays: Arrays) -> Output:
             return self._forward(arrays, keep=False)[0]
 
-        def fwd(primals: Any) -> tuple[Output, Any]:
+        def fwd(primals: PyTree) -> tuple[Output, PyTree]:
             arrays = custom_vjp_primal_tree_values(primals)
             out, left = self._forward(arrays, keep=True)
             return out, (arrays, left, (out[0], out[1], out[2][0].result))
 
-        def bwd(residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output) -> tuple[Any]:
+        def bwd(
+            residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output
+        ) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
             y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
             gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
@@ -168,15 +169,15 @@ class Program:
 
 @functools.lru_cache(maxsize=128)
 def _first(program: Program) -> Program:
-    """The first of all programs that are equal to this one."""
+    """Return the first of equal programs, from the cache."""
     return program
 
 
-def kept(program: Program) -> Program:
-    """The program whose functions JAX may have compiled already."""
+def first_equal(program: Program) -> Program:
+    """The first program equal to this one: JAX may have compiled its functions already."""
     try:
         return _first(program)
-    except TypeError:  # a step that cannot be hashed
+    except TypeError:  # the step is not hashable
         return program
 
 
@@ -185,15 +186,15 @@ def _scan(program: Program, arrays: Arrays) -> Output:
     solver, workers = arrays.solver, program.workers
     stride = solver.stride(workers.layers)
     y1, (states, aux) = propagate(program.chain(arrays), None if solver.keeps_states else stride)
-    kept = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
-    return y1, aux, (_no_stats(y1), workers.trim(kept, stride))
+    c_points = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
+    return y1, aux, (_no_stats(y1), workers.trim(c_points, stride))
 
 
 def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
-    """The forward solve, and what it leaves for the adjoint."""
+    """The forward solve, with the arrays that the adjoint needs if ``keep``."""
     solver, workers = arrays.solver, program.workers
 
-    def body(spread: Arrays, common: Arrays) -> tuple[Any, Any]:
+    def body(spread: Arrays, common: Arrays) -> tuple[tuple[Forward, PyTree], tuple[State, Stats]]:
         arrays = Arrays.joined(spread, common)
         chain, solver, guess = program.chain(arrays), arrays.solver, arrays.guess
         levels = solver.discretize(chain)
@@ -211,7 +212,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
 
     used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
     (left, aux), (y1, stats) = workers.run(body, *program.with_slots(used).parts())
-    tell("forward", solver, workers.layers, stats)
+    report_stats("forward", solver, workers.layers, stats)
     out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, solver.stride(workers.layers)))
     return out, left if keep else None
 
@@ -219,7 +220,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
 def _backward(
     program: Program, arrays: Arrays, left: Forward, cotangent: State, seen: Seen, *, keep: bool
 ) -> tuple[Arrays, Stats]:
-    """The adjoint solve: the gradient, and how the solve went. Where it ended is a part of the gradient, if to be kept."""
+    """The adjoint solve: the gradient, with the final cotangents as ``adjoint_guess`` if ``keep``, and the stats."""
     solver, workers = arrays.adjoint_solver, program.workers
     stride = arrays.solver.stride(workers.layers)
 
@@ -234,17 +235,17 @@ def _backward(
 
     mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
     spread, (common, stats) = workers.run(body, (mine, left, workers.pad(seen)), (others, cotangent))
-    tell("adjoint", solver, workers.layers, stats)
+    report_stats("adjoint", solver, workers.layers, stats)
     gradient = Arrays.joined(spread, common)
     ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
     return gradient._replace(slices=workers.trim(gradient.slices), adjoint_guess=ended), stats
 
 
 def _emit(chain: Chain, keep_states: bool) -> Advance:
-    """A step of the finest level that emits aux, and, if asked to, the state it got and what its transpose needs."""
+    """A step of the finest level that emits aux; with ``keep_states`` also its input state and its linearisation."""
     layer, linearised = chain.layer(0), chain.linearised
 
-    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
+    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         if keep_states:
             u_next, aux, kept = linearised.evaluate(u, x, shared)
             return u_next, (u, kept, aux)
@@ -254,7 +255,7 @@ def _emit(chain: Chain, keep_states: bool) -> Advance:
     return advance
 
 
-def _or_zeros(cotangent: Any, like: Any) -> jax.Array:
+def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> jax.Array:
     return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
 
 
@@ -264,7 +265,7 @@ def _no_stats(y1: State) -> Stats:
 
 
 def partitions(program: Program, arrays: Arrays) -> Output:
-    """Partitions of what a solve returns: the states as ``y0`` is, and so is aux of the shape of a state."""
+    """Partitions of the outputs of a solve: those of ``y0`` for states, and for aux of the same shape."""
 
     def spec(x: jax.Array) -> PartitionSpec:
         sharding = jax.typeof(x).sharding
@@ -276,7 +277,7 @@ def partitions(program: Program, arrays: Arrays) -> Output:
     like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
     first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
     _, aux = jax.eval_shape(dict(program.steps)[0].advance, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
-    nowhere: Any = PartitionSpec()
+    nowhere: PyTree = PartitionSpec()
     return (
         jax.tree.map(spec, arrays.y0),
         jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
@@ -285,14 +286,14 @@ def partitions(program: Program, arrays: Arrays) -> Output:
 
 
 def seen_of(aux: PyTree, cotangents: PyTree) -> Seen:
-    """``cotangents``, a tree like ``aux``, as the adjoint solve takes them."""
+    """Flatten ``cotangents``, a tree like ``aux``, for the adjoint solve."""
     if cotangents is None:
         return ()
     leaves, structure = jax.tree.flatten(aux)
     pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)  # type: ignore[attr-defined]
-    found = tuple(
+    seen = tuple(
         None if a is None or isinstance(a, SymbolicZero) else a
         for x, a in pairs
         if jnp.issubdtype(x.dtype, jnp.inexact)
     )
-    return found if any(a is not None for a in found) else ()
+    return seen if any(a is not None for a in seen) else ()

@@ -1,8 +1,7 @@
-"""The user's step as solvers call it: Python code that runs once, and the program that it left."""
+"""The user's step as solvers call it: its Python code runs once, and its program is evaluated."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,18 @@ from lp_jax._arrays._products import inside
 from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step
 from lp_jax._programs import _inputs
 
-Signature = tuple[tuple[tuple[int, ...], Any], ...]
+Signature = tuple[tuple[tuple[int, ...], np.dtype], ...]
 """Shapes and dtypes of the leaves of a state."""
 
 
 def signature(u: State) -> Signature:
-    """Shapes and dtypes of a state, hashable."""
+    """Shapes and dtypes of a state, as a hashable value."""
     return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(u))
 
 
 @dataclasses.dataclass(frozen=True)
 class Hoisted:
-    """The program of a step that closes over traced values: they are operands, so that they can be differentiated.
+    """The program of a step that closes over traced values. They are operands, so that they can be differentiated.
 
     ``custom_vjp`` refuses functions that close over tracers; a jaxpr whose constants are arguments closes over none.
     """
@@ -39,30 +38,30 @@ class Hoisted:
 class LayerStep:
     """The user's step on one level, as a function of (state, slice, shared).
 
-    Calling it runs the user's Python code. `advance` does not, if it can: JAX keeps the program that this code left for the
-    same shapes, and `advance` evaluates that, so that the code runs once, however often a solve has the step in it.
+    A call runs the user's Python code. `advance` evaluates the program that JAX cached for the same shapes instead, where
+    possible, so that the code runs once, however often a solve contains the step.
 
     Attributes:
-        step: what the user wrote.
+        step: the user's function.
         level: ``layer.level`` of the step.
         has_aux: whether it returns ``(y_next, aux)``.
-        structure: of what it returns, which is the same in every call; None before it was traced.
-        terms: products of at most ``terms`` rows have the gradient of their weight as a sum of outer products; 0 for none.
-        layers: number of layers, where slots may lie beyond the last one; None where every slot is a layer.
-        hoisted: the program for every state, where the step closes over traced values.
-        in_place: whether its code must run wherever the step stands: see `needs_its_trace`.
+        structure: structure of its output, the same in every call; None before the first trace.
+        terms: most rows of a product whose weight's gradient is a sum of outer products; 0 for none.
+        layers: number of layers, if there may be slots beyond the last one; None where every slot is a layer.
+        hoisted: programs by signature of the state, if the step closes over traced values.
+        in_place: whether its code must run in every trace: see `needs_its_trace`.
     """
 
     step: Step
     level: int
     has_aux: bool
-    structure: Any = None
+    structure: jax.tree_util.PyTreeDef | None = None
     terms: int = 0
     layers: int | None = None
     hoisted: tuple[tuple[Signature, Hoisted], ...] = ()
     in_place: bool = False
 
-    def __call__(self, u: State, x: Slices, shared: PyTree) -> Any:
+    def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
         params, shared, data = _tree.with_fresh_keys((x.params, shared, x.data))
         out = self.step(u, Layer(params, shared, data, x.t, x.dt, x.index, Static(self.level)))
         if self.structure is not None:
@@ -70,11 +69,13 @@ class LayerStep:
         return out
 
     def advance(self, u: State, x: Slices, shared: Shared) -> tuple[State, PyTree]:
-        """``(u_next, aux)``; aux is None for a step that has none. The identity on a slot beyond the last layer."""
+        """Return ``(u_next, aux)``; aux is None without ``has_aux``. The identity on slots beyond the last layer."""
         if self.in_place:
             out = self(u, x, shared[0])
         else:
-            with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):  # to JAX, None is not an empty mesh
+            with jax.sharding.use_abstract_mesh(
+                jax.sharding.get_abstract_mesh()
+            ):  # JAX does not treat None as an empty mesh
                 program = self._of_hoisted(u, shared[1]) if self.hoisted else jax.make_jaxpr(self)(u, x, shared[0])
             evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
             out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
@@ -83,11 +84,11 @@ class LayerStep:
 
     def _of_hoisted(self, u: State, closed_over: Sequence[jax.Array]) -> core.ClosedJaxpr:
         hoisted = dict(self.hoisted)[signature(u)]
-        constants: Sequence[Any] = [closed_over[i] for i in hoisted.positions]
+        constants: Sequence[jax.Array] = [closed_over[i] for i in hoisted.positions]
         return core.ClosedJaxpr(hoisted.jaxpr, _tree.with_fresh_keys(constants))
 
 
-def _cotangent(x: jax.Array) -> Any:
+def _cotangent(x: jax.Array) -> jax.Array | np.ndarray:
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
 
@@ -95,13 +96,13 @@ def _cotangent(x: jax.Array) -> Any:
 def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     """Whether a derivative rule in a step's program uses a value of the trace that the program came from.
 
-    Such a rule (``jax.custom_vjp`` within the step, on ``layer.dt``, say) cannot be evaluated later. Yes, if in doubt.
+    Such a rule (``jax.custom_vjp`` within the step, for example on ``layer.dt``) cannot be evaluated later. True if in doubt.
     """
 
     def rules(jaxpr: core.Jaxpr) -> bool:
         return any(e.primitive.name.startswith("custom_") or any(map(rules, inside(e))) for e in jaxpr.eqns)
 
-    def transposed(*arguments: jax.Array) -> Any:
+    def transposed(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))
         out, pull = jax.vjp(lambda leaves: core.jaxpr_as_fun(program)(*combine(leaves)), leaves)
         return pull([_cotangent(x) for x in out])

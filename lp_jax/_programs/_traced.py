@@ -1,9 +1,9 @@
-"""A `Problem` as a `Program` and its `Arrays`: what does not fit is refused, the step traced, the layers placed."""
+"""Turn a `Problem` into a `Program` and its `Arrays`: check it, place the layers, trace the step."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ from jax.extend import core
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Transfer
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Times, Transfer, Which
 from lp_jax._comms._comm import Comm, common_unit
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
-from lp_jax._programs._program import Program, kept
+from lp_jax._programs._program import Program, first_equal
 from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._picard import or_default
@@ -24,7 +24,7 @@ from lp_jax._solvers._solver import Solver
 
 
 class Network(Protocol):
-    """The attributes of a `Problem`, which is defined above this module because it solves itself."""
+    """The attributes of a `Problem`, whose module imports this one."""
 
     @property
     def step(self) -> Step: ...
@@ -37,9 +37,9 @@ class Network(Protocol):
     @property
     def data(self) -> Stacked: ...
     @property
-    def t0(self) -> Any: ...
+    def t0(self) -> Times: ...
     @property
-    def t1(self) -> Any: ...
+    def t1(self) -> Times: ...
     @property
     def comm(self) -> Comm: ...
     @property
@@ -55,7 +55,7 @@ def prepare(
     guess: str | CPoints,
     adjoint_guess: CPoints | None,
 ) -> tuple[Program, Arrays]:
-    """The program and the arrays of a solve."""
+    """Make the program and the arrays of a solve."""
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
     solver, adjoint_solver = or_default(solver, adjoint_solver)
@@ -69,7 +69,7 @@ def prepare(
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
     guess = _inputs.guess(guess, arrays.y0, intervals)
-    given = not isinstance(guess, str)
+    warm = not isinstance(guess, str)
     if adjoint_guess is not None:
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, of_adjoint)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
@@ -80,20 +80,20 @@ def prepare(
         and (not workers.processor.launches or not (program.recurrent and solver.keeps_states))
     )
     arrays = arrays._replace(
-        solver=solver.resolve(layers, warm=True) if given else solver,
+        solver=solver.resolve(layers, warm=True) if warm else solver,
         adjoint_solver=adjoint_solver,
-        guess=guess if given else None,
+        guess=guess if warm else None,
         adjoint_guess=adjoint_guess,
         watch=asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)),
     )
-    return kept(dataclasses.replace(program, zeros=not given and guess == "zeros", scan=scan)), arrays
+    return first_equal(dataclasses.replace(program, zeros=not warm and guess == "zeros", scan=scan)), arrays
 
 
 def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
-    """Place the layers, trace the step once per level of each solver, and hoist what it closes over."""
+    """Place the layers, trace the step once per level of each solver, and hoist the values that it closes over."""
     comm = problem.comm
     params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
-    # within a user's shard_map one sum over devices, of the whole gradient: it is the transpose of this
+    # within a user's shard_map, its transpose is one sum of the whole gradient over devices
     params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
     workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
@@ -115,11 +115,12 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         for level, u in enumerate(_states_on_levels(need.transfers, y0)):
             tracing.add(level, problem.step, level, u, x)
     whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for need in needs for other in need.steps]
-    alone, axes = None, max(need.averaged_axes for need in needs)
+    single, axes = None, max(need.averaged_axes for need in needs)
     if axes:
-        alone = _single_example(problem, y0, x, shared, axes)
-    for which, other in [(0, problem.step), *((other, other) for other in others)]:
-        for u, own in filter(None, (whole, alone)):
+        single = _single_example(problem, y0, x, shared, axes)
+    steps_to_trace: list[tuple[Which, Step]] = [(0, problem.step), *((other, other) for other in others)]
+    for which, other in steps_to_trace:
+        for u, own in filter(None, (whole, single)):
             tracing.add(which, other, 0, u, own)
 
     terms, seen_by_all = workers.processor.terms, (shared, tuple(tracing.closed_over))
@@ -131,28 +132,28 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         has_aux=problem.has_aux,
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
         footprint=footprint(tracing.programs[0], x, terms=terms),
-        alone=alone is not None,
+        single_example=single is not None,
     )
     return program, Arrays(slices, y0, seen_by_all)
 
 
 class _Tracing:
-    """The steps of a problem as they are traced, and what they close over."""
+    """The traced steps of a problem, and the values that they close over."""
 
     def __init__(self, problem: Network, shared: PyTree) -> None:
         self.problem, self.shared = problem, shared
         self.closed_over: list[jax.Array] = []
         self.programs: list[core.Jaxpr] = []
-        self._table: dict[Any, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
+        self._table: dict[Which, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
 
-    def add(self, which: Any, step: Step, level: int, u: State, x: Slices) -> None:
-        """Trace ``step`` for a state, if it was not."""
+    def add(self, which: Which, step: Step, level: int, u: State, x: Slices) -> None:
+        """Trace ``step`` for a state, unless that was done."""
         table = self._table.setdefault(which, {})
         if signature(u) not in table:
             table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
 
-    def steps(self, terms: int, layers: int | None) -> tuple[tuple[Any, LayerStep], ...]:
-        """The layer by level, or in the place of that another of the steps."""
+    def steps(self, terms: int, layers: int | None) -> tuple[tuple[Which, LayerStep], ...]:
+        """The layer on each level, and other steps by themselves."""
         few = terms if any(has_few(program, terms) for program in self.programs) else 0
         steps = []
         for which, table in self._table.items():
@@ -165,7 +166,7 @@ class _Tracing:
         problem, shared = self.problem, self.shared
 
         @functools.wraps(step.step)  # errors of JAX name the user's function
-        def call(u: State, x: Slices, shared: Any) -> Any:
+        def call(u: State, x: Slices, shared: PyTree) -> PyTree:
             return step(u, x, shared)
 
         try:
@@ -176,7 +177,7 @@ class _Tracing:
                     "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come "
                     "first: solve(step, params, y0)."
                 ) from error
-            error.add_note(_inputs.called(step.step, u, x.params))
+            error.add_note(_inputs.note_on_call(step.step, u, x.params))
             if step.step is not problem.step:
                 raise TypeError(
                     f"jacobian_of={step.step!r} cannot be called as the step is, (y, layer). Give it the form of the step; a "
@@ -199,13 +200,13 @@ class _Tracing:
 
 
 def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes: int) -> tuple[State, Slices] | None:
-    """State and slice of a batch of one, if the step takes that: it may know the batch's size, or close over arrays of it."""
+    """State and slice of a batch of one; None if the step does not take that, as where it closes over a batch."""
 
     def call(u: State, x: Slices) -> State:
         out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)
         return out[0] if problem.has_aux else out
 
-    one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, alone=True))
+    one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, single=True))
     u = jax.eval_shape(lambda y: y, y0)
     if len({leaf.shape[:axes] for leaf in jax.tree.leaves(u)}) > 1:
         return None  # refused by the solver
@@ -230,7 +231,7 @@ def _states_on_levels(transfers: Sequence[Transfer | None], y0: State) -> list[S
 
 
 def _exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
-    """Whether a step that failed would take a slice of the state for its parameters, and the parameters for its state."""
+    """Whether a step that failed accepts a slice of the state as parameters, and the parameters as state."""
     try:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)
         return _inputs.alike(x.params, jax.eval_shape(step, x.params, x._replace(params=params), shared))

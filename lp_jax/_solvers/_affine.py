@@ -1,25 +1,26 @@
 """Chains of affine maps, ``d[n+1] = A[n] d[n] + b[n]`` from zero, solved for all n in logarithmic depth.
 
-Maps are composed in groups of a few, and groups of groups, up to one. Then states go down: through the maps of the topmost
-group, and each of these states through those of the group that it enters. An ordinary parallel scan takes twice as many
-products of matrices with matrices. One processor takes the maps one after another, and multiplies no matrices at all.
+Maps are composed in small groups, and groups of groups, up to one. Then states are propagated down: through the maps of the
+topmost group, and each of these states through the group that it enters. An ordinary parallel scan takes twice as many
+products of matrices with matrices. A single processor applies the maps one after another, without such products.
 """
 
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _tree
 from lp_jax._comms._workers import Compose, Workers
 
 
 class Product(Protocol):
-    """How matrices of some kind multiply, vectors and each other, and how many are composed at a time."""
+    """How a kind of matrices multiplies vectors and each other; ``group`` matrices are composed at a time."""
 
     group: int
 
@@ -27,24 +28,24 @@ class Product(Protocol):
         """The matrix times the vector."""
 
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        """The matrix of one after the other, ``second @ first``."""
+        """The product ``second @ first``."""
 
     def flops(self, shape: Sequence[int]) -> float:
-        """Of a product of two matrices of a shape."""
+        """Flops of a product of two matrices of a shape."""
 
-    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
-        """The matrix that changes nothing."""
+    def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+        """The identity matrix."""
 
 
 class Maps(NamedTuple):
-    """Affine maps: their matrices, and what they add. A single one, or stacked along leading axes."""
+    """Affine maps ``d -> matrix d + vector``: one, or stacked along leading axes."""
 
     matrix: jax.Array
     vector: jax.Array
 
 
 def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> jax.Array:
-    """The states ``(n, ...)`` that leave this worker's maps, in the chain over all workers."""
+    """States ``(n, ...)`` after each of this worker's maps, in the chain over all workers."""
     n = len(maps.vector)
     if not n:
         return maps.vector
@@ -56,9 +57,9 @@ def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> j
             total = _total_in_turn(maps, compose, reverse)
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
         return lax.scan(lambda d, one: (_at(product, one, d),) * 2, start, maps, reverse=reverse)[1]
-    levels = [_grouped(maps, product)]
+    levels = [_group(maps, product)]
     while len(levels[-1].vector) > 1:
-        levels.append(_grouped(_totals(levels[-1], compose, reverse), product))
+        levels.append(_group(_totals(levels[-1], compose, reverse), product))
     if several:
         total = jax.tree.map(lambda x: x[0], _totals(levels[-1], compose, reverse))
         start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
@@ -68,8 +69,8 @@ def solve(workers: Workers, maps: Maps, product: Product, *, reverse: bool) -> j
     return _down(levels[0], states, product, reverse, leaving=True)[:n]
 
 
-def _grouped(maps: Maps, product: Product) -> Maps:
-    """Leaves ``(n, ...)`` as ``(groups, size, ...)``, with maps that change nothing behind where no size fits."""
+def _group(maps: Maps, product: Product) -> Maps:
+    """Group leaves ``(n, ...)`` as ``(groups, size, ...)``; identities are appended where no size divides n."""
     n = len(maps.vector)
     size = n if n <= 2 * product.group else next((size for size in range(product.group, 1, -1) if n % size == 0), None)
     if size is None:
@@ -99,12 +100,12 @@ def _total_in_turn(maps: Maps, compose: Compose, reverse: bool) -> Maps:
 
 
 def _down(groups: Maps, states: jax.Array, product: Product, reverse: bool, *, leaving: bool = False) -> jax.Array:
-    """From the states that enter the groups, ``(groups, ...)``, those that enter their maps; or leave them, ``(n, ...)``."""
+    """From states that enter the groups, ``(groups, ...)``, the states that enter (or leave) each map, ``(n, ...)``."""
     at = jax.vmap(functools.partial(_at, product))
     order = _in_order(groups, reverse)
-    found = list(itertools.accumulate(order if leaving else order[:-1], lambda d, one: at(one, d), initial=states))
-    found = found[1:] if leaving else found
-    return _tree.merge(jnp.stack(found[::-1] if reverse else found, axis=1))
+    reached = list(itertools.accumulate(order if leaving else order[:-1], lambda d, one: at(one, d), initial=states))
+    reached = reached[1:] if leaving else reached
+    return _tree.merge(jnp.stack(reached[::-1] if reverse else reached, axis=1))
 
 
 def _at(product: Product, one: Maps, d: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Coarse steps: the interface of what replaces an interval's layers on a coarse level, and a plain function as one."""
+"""Coarse steps, which replace an interval's layers on a coarse level: their interface, and a plain function as one."""
 
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._pytree import register
@@ -19,12 +19,12 @@ class Coarse(NamedTuple):
     Attributes:
         step: ``step(u, x, shared) -> u_next``, through one interval.
         xs: its operands, leaves ``(intervals, ...)``.
-        around: puts the F-point states of the last relaxation into the operands, where the step asks for them.
+        linearise_at: puts the F-point states of the last relaxation into the operands; None where the step does not need them.
     """
 
     step: SliceStep
     xs: PyTree
-    around: Callable[[PyTree, Points], PyTree] | None = None
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
 
 
 OLD_METHODS = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}
@@ -32,12 +32,12 @@ OLD_METHODS |= {"count": "lp_jax.planning.count_work"}
 
 
 class CoarseStep(abc.ABC):
-    """A step of a coarse level of `MGRIT`, in the place of an interval's layers."""
+    """A step of a coarse level of `MGRIT`; it replaces the layers of an interval."""
 
     if not TYPE_CHECKING:
         __getattr__ = old_methods(OLD_METHODS | {"describe": "lp_jax.viz.describe", "run": "lp_jax.solve_levels"})
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
         cls._adapt_old_methods()
 
@@ -47,7 +47,7 @@ class CoarseStep(abc.ABC):
 
     @property
     def stretches_dt(self) -> bool:
-        """Whether a step with a longer dt stands for several layers, so that the step must know its dt."""
+        """Whether one step with a longer dt replaces several layers, so that the step must use its dt."""
         return False
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class CoarseStep(abc.ABC):
 @register()
 @dataclasses.dataclass(frozen=True)
 class Identity(CoarseStep):
-    """The coarse step that does nothing: the coarse problem is a prefix sum, with no sequential part.
+    """The identity as coarse step: the coarse problem is a prefix sum, with no sequential part.
 
     Example:
         >>> import lp_jax
@@ -84,7 +84,7 @@ class PerInterval(CoarseStep):
 
     Args:
         function: ``layers`` is a `Layer` whose leaves have the interval's layers as leading axis; ``shared`` and
-            ``level`` are None there. ``step(y, layer)`` is the user's own step with the two filled in.
+            ``level`` are None there. ``step(y, layer)`` is the user's own step, which sees both.
     """
 
     function: Callable[[Callable[[State, Layer], State], State, Layer], State]

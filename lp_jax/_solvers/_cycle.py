@@ -28,7 +28,7 @@ class Multigrid(Protocol):
         """Solver of the coarsest level."""
 
     def pre_relax(self, level: Level, u: CPoints, *, points: bool) -> Relaxed:
-        """Relax, and take the residual; with the states that enter every step, if ``points``."""
+        """Relax, then compute the residual; with the states that enter every step if ``points``."""
 
 
 def cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, *, kind: str | None = None) -> tuple[CPoints, Scalar]:
@@ -48,10 +48,10 @@ def cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, *, kind: str | 
 
 
 def fas_cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, kind: str) -> tuple[CPoints, Scalar]:
-    """`cycle`, with the sum of squares of this worker's residuals in the place of the norm over all workers."""
+    """`cycle`, but with the sum of squares of this worker's residuals instead of the norm over all workers."""
     fine, *coarser = levels
-    u, r, incoming, points = mgrit.pre_relax(fine, u, points=any(level.around for level in coarser))
-    coarse, *coarser = [level.taken_around(points) for level in coarser]
+    u, r, incoming, points = mgrit.pre_relax(fine, u, points=any(level.linearise_at for level in coarser))
+    coarse, *coarser = [level.linearised_at(points) for level in coarser]
     v = restrict(fine, u)
     rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
     w = coarse_solve(mgrit, [coarse.with_rhs(rhs), *coarser], v, kind)
@@ -59,7 +59,7 @@ def fas_cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, kind: str) 
 
 
 def coarse_solve(mgrit: Multigrid, levels: Sequence[Level], v: Points, kind: str) -> Points:
-    """Approximate solution at all points of ``levels[0]``, leaves ``(steps, ...)``: exact if it is the coarsest."""
+    """Approximate solution at all points of ``levels[0]``, leaves ``(steps, ...)``; that of ``coarsest`` on the last level."""
     if len(levels) == 1:
         return solve_levels(mgrit.coarsest, levels, guess=v)
     u = levels[0].c_points(v)
@@ -71,16 +71,18 @@ def coarse_solve(mgrit: Multigrid, levels: Sequence[Level], v: Points, kind: str
 def cascade(mgrit: Multigrid, levels: Sequence[Level], *, kind: str | None = None) -> CPoints:
     """Approximate the states without a guess: solve the coarsest level, then inject and F-relax level by level.
 
-    It stands for the first visit of a cycle of its kind: where that makes more than one (F, W), the others follow on
-    every level but the finest and the coarsest. An adjoint with sources hands these down as a cycle does that finds zeros
-    everywhere: to the C-point that an interval ends in, what its own sources add up to there.
+    It replaces the first visit of a cycle of its kind. Further visits (F, W) follow on every level but the finest and the
+    coarsest. An adjoint with sources restricts them like a cycle that starts from zeros: the C-point at the end of an
+    interval gets the propagated sum of its sources.
 
     Returns:
         C-points of ``levels[0]``.
     """
     kind = kind or mgrit.cycle
-    fine, coarse, *coarser = [dataclasses.replace(level, around=None) for level in levels]  # there are no states yet
-    if fine.driven or fine.rhs is not None:
+    fine, coarse, *coarser = [
+        dataclasses.replace(level, linearise_at=None) for level in levels
+    ]  # there are no states yet
+    if fine.has_sources or fine.rhs is not None:
         zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))
         coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))
     if not coarser:

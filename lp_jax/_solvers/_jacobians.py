@@ -1,14 +1,15 @@
-"""Jacobians of a step by the state that enters it, and how they multiply: whole ones, and those of small blocks."""
+"""Jacobians of a step with respect to the state that enters it, whole or in small blocks, and how they multiply."""
 
 import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._products import inside
@@ -20,11 +21,11 @@ Step = Callable[[State, PyTree], State]
 
 
 class Jacobians(abc.ABC):
-    """One kind of Jacobian of steps ``state -> state``, for states like a given one."""
+    """A kind of Jacobian of steps ``state -> state``, for states of given shapes."""
 
     @abc.abstractmethod
     def join(self, state: State) -> jax.Array:
-        """A state as an array, which the Jacobian multiplies."""
+        """Turn a state into the array that the Jacobian multiplies."""
 
     @abc.abstractmethod
     def part(self, vector: jax.Array) -> State:
@@ -32,7 +33,7 @@ class Jacobians(abc.ABC):
 
     @abc.abstractmethod
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        """The Jacobian as ``damp(jacobian, is_matrix)`` changes it; see `Damping`."""
+        """Apply ``damp(jacobian, is_matrix)`` to a Jacobian; see `Damping`."""
 
     @abc.abstractmethod
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
@@ -40,30 +41,29 @@ class Jacobians(abc.ABC):
 
     @abc.abstractmethod
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        """The Jacobian of one step after the other, ``second @ first``."""
+        """The Jacobian of two steps in sequence, ``second @ first``."""
 
     @abc.abstractmethod
-    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
-        """The Jacobian of the step that changes nothing."""
+    def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+        """The Jacobian of the identity."""
 
     @abc.abstractmethod
     def flops(self, shape: Sequence[int]) -> float:
-        """Of `compose`, for Jacobians of one layer of a shape."""
+        """Flops of `compose`, for Jacobians of one layer of a shape."""
 
     group = 8
-    """How many are composed at a time: many, where matrices are most of what is moved."""
+    """Number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic."""
 
 
 class OwnJacobians(Jacobians):
-    """Jacobians of each example, at its own state."""
+    """Jacobians of each example at its own state."""
 
     @abc.abstractmethod
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        """The state after the step, and the step's Jacobian.
+        """Return the state after the step, and the step's Jacobian.
 
-        ``transposed``: the step is an adjoint one. Whole Jacobians are then taken by its transpose, which is the derivative
-        that the network's own step has: its first products are those of unit vectors, the same for all layers that share
-        weights.
+        ``transposed``: the step is an adjoint one. Whole Jacobians are then computed by its transpose, the derivative of the
+        network's own step: its first products are with unit vectors, the same for all layers that share weights.
         """
 
 
@@ -92,7 +92,7 @@ class Whole(Jacobians):
     def derivative(
         self, step: StateStep, u: State, *, transposed: bool
     ) -> tuple[State, Callable[[jax.Array], jax.Array], int]:
-        """The state after the step, and what makes of a unit vector a column of the Jacobian (-1), or a row (-2)."""
+        """Return the state after the step, and the map from a unit vector to a column (-1) or a row (-2) of the Jacobian."""
 
         def joined(v: jax.Array) -> tuple[jax.Array, State]:
             u_next = step(self.part(v))
@@ -118,7 +118,7 @@ class Whole(Jacobians):
                 "batch_axes=0, for one Jacobian of the whole state, or take another solver."
             )
 
-    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
 
     def flops(self, shape: Sequence[int]) -> float:
@@ -126,7 +126,7 @@ class Whole(Jacobians):
 
 
 class Full(Whole, OwnJacobians):
-    """One ``(*batch, d, d)`` for each example, by d evaluations of the step's derivative."""
+    """Full Jacobians ``(*batch, d, d)``, one for each example, by d evaluations of the step's derivative."""
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         v = self.join(u)
@@ -147,18 +147,18 @@ class Full(Whole, OwnJacobians):
 class Shared(Whole):
     """One whole Jacobian for all examples, transposed, ``(d, d)``: at the mean of their states and of their operands.
 
-    The step is evaluated for a single example, at the mean, where its program is at hand for one (``alone``). Where not, every
-    example is at the mean and takes a unit vector of its own, so that as many columns as there are examples are found at once.
+    The step is evaluated for a single example at the mean, if it takes one (``single``). Otherwise every example is at the
+    mean and takes a unit vector of its own, so that each evaluation gives as many columns as there are examples.
     """
 
     group = 2
 
-    def __init__(self, state: State, batch_axes: int, *, alone: bool) -> None:
+    def __init__(self, state: State, batch_axes: int, *, single: bool) -> None:
         super().__init__(state, batch_axes)
-        self._mean = functools.partial(mean_example, axes=self._axes, alone=alone)
+        self._mean = functools.partial(mean_example, axes=self._axes, single=single)
 
     def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
-        """The operands of all layers, ``(N, ...)``, with the mean of those that every example has its own of."""
+        """The operands of all layers, ``(N, ...)``, with the mean over examples where each example has its own."""
         x = _tree.entry_like(xs)
         jax.eval_shape(lambda u, x: self.derivative(lambda u: step(u, x), u, transposed=False)[0], u, x)  # refuses
         own = own_operands(step, u, x, self._shapes[0][: self._axes])
@@ -173,8 +173,8 @@ class Shared(Whole):
         batch, size = center.shape[:-1], center.shape[-1]
         turns = -(-size // math.prod(batch))
         units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(turns, *batch, size)
-        found = jax.vmap(derivative)(_tree.varying(units, center)).reshape(-1, size)[:size]
-        transpose = found.T if axis == -2 else found
+        rows = jax.vmap(derivative)(_tree.varying(units, center)).reshape(-1, size)[:size]
+        transpose = rows.T if axis == -2 else rows
         return jnp.where(jnp.isfinite(transpose), transpose, 0)
 
     def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
@@ -187,38 +187,38 @@ class Shared(Whole):
         return jnp.matmul(first, second, precision=lax.Precision.HIGHEST)
 
 
-def mean_example(x: jax.Array, *, axes: int, alone: bool) -> jax.Array:
-    """The mean over the examples: a single one, or in the place of each of them."""
+def mean_example(x: jax.Array, *, axes: int, single: bool) -> jax.Array:
+    """The mean over the examples: as a ``single`` one, or repeated for each of them."""
     mean = jnp.mean(_tree.wide(x), axis=tuple(range(axes)), keepdims=True).astype(x.dtype)
-    return mean if alone else _tree.broadcast(mean, x)
+    return mean if single else _tree.broadcast(mean, x)
 
 
 def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyTree:
-    """Which leaves of a step's operand hold a part for each example, as their shapes and the step's program say."""
+    """Flag the leaves of a step's operand that have a part for each example, by their shapes and the step's program."""
     leaves, structure = jax.tree.flatten(x)
     axes, floating = len(batch), [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
     alike = [i for i, leaf in enumerate(leaves) if floating[i] and leaf.shape[:axes] == batch]
 
-    def pull(u: State, leaves: list[Any], cotangent: State) -> list[jax.Array]:
+    def pull(u: State, leaves: list[jax.Array], cotangent: State) -> list[jax.Array]:
         def of_some(some: list[jax.Array]) -> State:
-            given = dict(zip(alike, some, strict=True))
-            return step(u, jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+            new = dict(zip(alike, some, strict=True))
+            return step(u, jax.tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
         gradients: list[jax.Array] = jax.vjp(of_some, [leaves[i] for i in alike])[1](cotangent)[0]
         return gradients
 
-    found = dict(zip(alike, example_axes(pull, (u, leaves), u, axes), strict=True))
+    places = dict(zip(alike, example_axes(pull, (u, leaves), u, axes), strict=True))
     kinds = (tuple(range(axes)), UNKNOWN)
-    return jax.tree.unflatten(structure, [found.get(i) in kinds for i in range(len(leaves))])
+    return jax.tree.unflatten(structure, [places.get(i) in kinds for i in range(len(leaves))])
 
 
 class Blocks(OwnJacobians):
-    """Of Jacobians what numbers at one place of k leaves of one shape make of each other, and nothing between places.
+    """Block-diagonal Jacobians: one k x k block per array position, for k leaves of equal shape.
 
-    Blocks ``(k, k, *batch, *place)`` of states ``(k, *batch, *place)``. Leaves of several shapes, as many of each, are k
-    vectors: parameters with their moments are three. Where there are more of one shape than of another they are one, k = 1,
-    the diagonal. They take k evaluations of the step's derivative where each number acts on those at its own place only,
-    which its program tells; else one for each number of an example's state.
+    Blocks have the shape ``(k, k, *batch, *place)``, for states ``(k, *batch, *place)``. Leaves of several shapes, k of each, are
+    k vectors: parameters with two moments are three. If shapes occur in different numbers, all leaves are one vector, k = 1,
+    with a diagonal Jacobian. Blocks take k evaluations of the step's derivative if its program shows that it couples only
+    equal positions; otherwise one for each number of an example's state.
     """
 
     def __init__(self, state: State, batch_axes: int | None) -> None:
@@ -240,10 +240,10 @@ class Blocks(OwnJacobians):
             return jnp.stack(leaves)
 
     def part(self, vector: jax.Array) -> State:
-        found: dict[int, jax.Array] = {}
+        parts: dict[int, jax.Array] = {}
         for block, joined in zip(self._blocks, vector, strict=True):
-            found |= dict(zip(block, [joined] if self._vectors is None else self._vectors.part(joined), strict=True))
-        return jax.tree.unflatten(self._structure, [found[i].astype(x.dtype) for i, x in enumerate(self._like)])
+            parts |= dict(zip(block, [joined] if self._vectors is None else self._vectors.part(joined), strict=True))
+        return jax.tree.unflatten(self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)])
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         transposed = transposed or _only_backward(step, u)
@@ -252,7 +252,7 @@ class Blocks(OwnJacobians):
         leaves, across = range(len(joined)), 0 if transposed else 1
 
         def of(leaf: int, places: jax.Array) -> jax.Array:
-            """What some places of a leaf make of those of all leaves; for the transpose, what is made of them."""
+            """Directional derivative along one leaf (its transpose if transposed)."""
             direction = [places if i == leaf else jnp.zeros_like(places) for i in leaves]
             return self.join(derivative(self.part(_tree.varying(jnp.stack(direction), joined))))
 
@@ -264,8 +264,8 @@ class Blocks(OwnJacobians):
 
         def entries(i: jax.Array) -> jax.Array:
             here = (jnp.arange(number) == i).astype(joined.dtype).reshape((1,) * axes + place)
-            found = [of(leaf, _tree.broadcast(here, joined[0])).reshape(-1, *batch, number) for leaf in leaves]
-            return jnp.stack(found, axis=across)[..., i]
+            columns = [of(leaf, _tree.broadcast(here, joined[0])).reshape(-1, *batch, number) for leaf in leaves]
+            return jnp.stack(columns, axis=across)[..., i]
 
         blocks = lax.map(entries, jnp.arange(number), batch_size=min(number, _AT_ONCE))
         return u_next, jnp.moveaxis(blocks, 0, -1).reshape(len(joined), *joined.shape)
@@ -281,7 +281,7 @@ class Blocks(OwnJacobians):
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, (second[:, j, None] * first[j][None] for j in range(len(first))))
 
-    def identity(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         eye = jnp.eye(shape[0], dtype=dtype)
         return jnp.broadcast_to(eye.reshape(*eye.shape, *(1,) * (len(shape) - 2)), shape)
 
@@ -295,9 +295,9 @@ def _transpose(step: StateStep, u: State) -> tuple[State, StateStep]:
 
 
 def _only_backward(step: StateStep, u: State) -> bool:
-    """Whether a part of the step has a derivative of its own that is a pullback alone (`jax.custom_vjp`)."""
+    """Whether a part of the step has only a pullback as derivative (`jax.custom_vjp`)."""
 
-    def there(jaxpr: Any) -> bool:
+    def there(jaxpr: core.Jaxpr) -> bool:
         return any(
             equation.primitive.name.startswith("custom_vjp") or any(map(there, inside(equation)))
             for equation in jaxpr.eqns
@@ -306,11 +306,11 @@ def _only_backward(step: StateStep, u: State) -> bool:
     return there(jax.make_jaxpr(step)(u).jaxpr)
 
 
-_AT_ONCE = 32  # evaluations; all of them would take the memory of a full Jacobian
+_AT_ONCE = 32  # evaluations; all at once would take the memory of a full Jacobian
 
 
 def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
-    """Number of leading axes that are those of examples."""
+    """Number of leading axes of examples."""
     if axes is None and any(len(shape) > 1 for shape in shapes):
         raise ValueError(
             f"Newton got a state with leaves of shapes {shapes}. Say along how many of their leading axes a layer "

@@ -5,7 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 
@@ -13,12 +13,12 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import check as check_at_once
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._renamed import warn_renamed
-from lp_jax._arrays._types import Advance, CPoints, Scalar, State, Transfer
+from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State, Transfer
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
 from lp_jax._levels._sweep import sweep
-from lp_jax._levels._transfer import fitted
+from lp_jax._levels._transfer import fit_transfer
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval
 from lp_jax._solvers._cycle import VISITS, cascade, fas_cycle
 from lp_jax._solvers._picard import Picard
@@ -28,22 +28,24 @@ from lp_jax._solvers._solver import Needs, Solver, Start, constant
 Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
 AnyCoarseStep: TypeAlias = Callable[..., State] | CoarseStep
 
+T = TypeVar("T")
+
 
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MGRIT(Solver):
-    """Multigrid-reduction-in-time: solves for all layers at once, iteratively, and converges to serial propagation's answer.
+    """Multigrid-reduction-in-time: iterates on all layers at once, and converges to the result of serial propagation.
 
     Args:
         levels: number of levels, the finest included; 1 is serial propagation. Coarsening stops earlier where a level
             would have fewer than ``min_coarse`` steps.
         coarsening: coarsening factor m, or one per level (the last one repeats).
-        iterations: number of cycles; with a tolerance their largest number.
+        iterations: number of cycles; with a tolerance their maximum.
         rtol: stop when the residual norm is at most this times the first one that was measured.
-        atol: stop when the residual norm is at most this. Tolerances below what rounding leaves count as that, those below
-            zero as none: all iterations are done.
-        fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
-            residual norm has grown by ten) or that gets no further is given up at once.
+        atol: stop when the residual norm is at most this. A tolerance below rounding is raised to it. A
+            negative one disables the test.
+        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
+            grown by ten) or stalls is given up at once.
         relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
             level, finest first (the last one repeats).
         c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.
@@ -52,23 +54,24 @@ class MGRIT(Solver):
             by level. It needs no guess; where a trajectory is given, the first iteration is a cycle that starts there. "guess":
             the first iteration is a cycle.
         min_coarse: fewest steps of the coarsest level.
-        coarse_step: what stands in for the layers of an interval on the coarse levels: `Rediscretize`; any solver
-            with fixed effort, run on the interval's own layers; or a function ``f(step, y, layers) -> y``, where the leaves of
+        coarse_step: replaces the layers of an interval on the coarse levels: `Rediscretize`; any solver with fixed effort,
+            run on the interval's own layers; or a function ``f(step, y, layers) -> y``, where the leaves of
             ``layers``, a `Layer`, have the interval's layers as leading axis and ``step(y, layer)`` is the user's own.
         coarsest: solver of the coarsest level.
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
-            or None where the state keeps its size; `spatial` makes such pairs. Needs C-relaxation there ("FCF"): what a
-            restriction drops is corrected by nothing else.
-        storage: what the adjoint finds: "c_points" (one state per interval; the others are recomputed, and
-            each layer linearised again, in every sweep) or "all" (what a scan's gradient keeps; no layer is evaluated again).
-        at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
-            or "auto": by what a layer holds. Numbers change by rounding only.
+            or None where the state keeps its size; `spatial` makes such pairs. Needs C-relaxation there ("FCF"): nothing else
+            corrects the part of the state that a restriction drops.
+        storage: arrays that the forward solve keeps for the adjoint: "c_points" (one state per interval; the others are
+            recomputed, and each layer linearised again, in every sweep) or "all" (those that a scan's gradient keeps; no
+            layer is evaluated again).
+        at_once: number of independent layers that a worker evaluates at once, `math.inf` for all, or "auto": by the memory of
+            a layer. Numbers change by rounding only.
         interval_map: the old name; "vmap" is ``at_once=math.inf``, "loop" is ``at_once=1``.
         skip_downcycle: the old name; True is ``start="cascade"``, False is ``start="guess"``.
 
     Raises:
         ValueError: for a value out of range, naming the field.
-        TypeError: for a number of levels, a factor or a number of iterations that is no integer.
+        TypeError: for a number of levels, a factor or a number of iterations that is not an integer.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -137,7 +140,7 @@ class MGRIT(Solver):
 
     def c_relaxations(self, level: int) -> int:
         """Number of C-relaxations (each followed by F) in the pre-relaxation on ``level``."""
-        relaxation = _at(_per_level(self.relaxation), level)
+        relaxation = self._relaxation(level)
         return 0 if callable(relaxation) else relaxation.count("C")
 
     def grid(self, steps: int) -> list[tuple[int, int]]:
@@ -187,12 +190,12 @@ class MGRIT(Solver):
         at_once = chain.at_once(self.at_once)
         transfer = [*self.needs(chain.total).transfers, None]
         (_, factor), *coarser = self.grid(chain.total)
-        levels = [chain.finest(factor, at_once=at_once, transfer=fitted(transfer[0], chain.y0))]
+        levels = [chain.finest(factor, at_once=at_once, transfer=fit_transfer(transfer[0], chain.y0))]
         for number, (_, factor) in enumerate(coarser, 1):
             finer = levels[-1]
             y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
-            step, xs, around = self._coarse.coarsen(chain, number, finer.interval_span, at_once=at_once)
-            if around is not None and any(transfer):
+            step, xs, linearise_at = self._coarse.coarsen(chain, number, finer.interval_span, at_once=at_once)
+            if linearise_at is not None and any(transfer):
                 raise ValueError(
                     'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
                     f"`spatial` made smaller; got {self.coarse_step!r}. Leave one of the two out."
@@ -208,12 +211,12 @@ class MGRIT(Solver):
                     number=number,
                     span=finer.interval_span,
                     at_once=max(1, at_once // finer.interval_span),
-                    transfer=fitted(transfer[number], y0),
-                    around=around,
+                    transfer=fit_transfer(transfer[number], y0),
+                    linearise_at=linearise_at,
                 )
             )
         if self.coarsest.exact:
-            levels[-1] = levels[-1].collected(self.iterations)
+            levels[-1] = levels[-1].with_gathered(self.iterations)
         return tuple(levels)
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
@@ -224,13 +227,13 @@ class MGRIT(Solver):
     def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Scalar]:
         return fas_cycle(self, levels, state, self.cycle)
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
         swept, emitted = sweep(levels[0], levels[0].incoming(u), advance=advance)
         return _tree.blend(self.c_weight, swept, u), emitted
 
     def pre_relax(self, level: Level, u: CPoints, *, points: bool) -> Relaxed:
-        """Relax, and take the residual; with the states that enter every step, if ``points``."""
-        relaxation = _at(_per_level(self.relaxation), level.number)
+        """Relax, then compute the residual; with the states that enter every step if ``points``."""
+        relaxation = self._relaxation(level.number)
         count = 0 if callable(relaxation) else relaxation.count("C")
         if callable(relaxation):
             u = relaxation(level, u)
@@ -239,6 +242,10 @@ class MGRIT(Solver):
         for _ in range(count):
             u = c_relax(level, u, self.c_weight)
         return with_points(level, u) if points else with_residual(level, u)
+
+    def _relaxation(self, level: int) -> Relaxation:
+        settings: tuple[Relaxation, ...] = _per_level(self.relaxation)
+        return _at(settings, level)
 
     def _transfers(self) -> tuple[Transfer | None, ...]:
         if self.spatial is None:
@@ -255,9 +262,9 @@ _INTERVAL_MAPS: dict[str, int | float | str] = {"vmap": math.inf, "loop": 1, "au
 _RENAMED = "MGRIT(interval_map={!r}) is now MGRIT(at_once={!r}), the number of layers that are evaluated at once."
 
 
-def _per_level(setting: Any) -> tuple:
+def _per_level(setting: T | tuple[T, ...]) -> tuple[T, ...]:
     return setting if isinstance(setting, tuple) else (setting,)
 
 
-def _at(settings: tuple, level: int) -> Any:
+def _at(settings: tuple[T, ...], level: int) -> T:
     return settings[min(level, len(settings) - 1)]

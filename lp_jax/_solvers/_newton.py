@@ -1,10 +1,10 @@
-"""Newton's method on all layers at once: linearise each where its state is, and solve the linear chain by a scan."""
+"""Newton's method on all layers at once: linearise each at its state, and solve the linear chain by a scan."""
 
 import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,14 @@ JACOBIANS = ("full", "shared", "diagonal", "identity")
 
 
 class Damping(abc.ABC):
-    """Change the Jacobians that `Newton` works with, so that products of many of them stay small.
+    """Change the Jacobians of `Newton`, so that products of many of them stay small.
 
-    Subclasses are frozen dataclasses and pytrees. Whatever they do, k iterations leave the first k states exact.
+    Subclasses are frozen dataclasses and pytrees. With any damping, the first k states are exact after k iterations.
     """
 
     @abc.abstractmethod
     def __call__(self, jacobian: jax.Array, matrix: bool) -> jax.Array:
-        """The damped Jacobian: of ``(..., d, d)`` where it is a matrix, of ``(..., d)`` where that is its diagonal."""
+        """Return the damped Jacobian: ``(..., d, d)`` for a ``matrix``, otherwise its diagonal, ``(..., d)``."""
 
 
 @register("by")
@@ -63,10 +63,10 @@ class Shrink(Damping):
 @register("limit")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clip(Damping):
-    """Scale Jacobians that are too large, until no row has a larger sum of magnitudes than ``limit``.
+    """Scale large Jacobians, so that the sum of magnitudes in each row is at most ``limit``.
 
     Args:
-        limit: of the sum of magnitudes in a row; with 1, no product of Jacobians exceeds 1 in the maximum norm.
+        limit: largest sum of magnitudes in a row; with 1, no product of Jacobians exceeds 1 in the maximum norm.
 
     Example:
         >>> import lp_jax
@@ -85,12 +85,12 @@ class Clip(Damping):
 
 
 class Iterate(NamedTuple):
-    """States that leave the layers, and what is the same in every iteration; leaves ``(N, ...)``.
+    """States that leave the layers, and the arrays that all iterations share; leaves ``(N, ...)``.
 
     Attributes:
         states: the states.
-        operands: those that a shared Jacobian is taken at.
-        jacobians: those of an adjoint system.
+        operands: operands at which a shared Jacobian is computed.
+        jacobians: Jacobians of an adjoint system.
     """
 
     states: CPoints
@@ -105,45 +105,45 @@ class Newton(Solver):
 
     With :math:`A_n` the Jacobian of layer n at the state that enters it, an iteration solves
     :math:`\delta_{n+1} = A_n \delta_n + \Phi_n(y_n) - y_{n+1}`, :math:`\delta_0 = 0`, by an associative scan, of depth
-    :math:`\log_2 N`, and adds :math:`\delta` to the states. Far fewer iterations than `Picard` needs, each of which costs more:
-    a full Jacobian of d numbers takes d evaluations, :math:`d^2` numbers per layer and example, and products of such
-    matrices. Worth it for small states and many layers: recurrent networks with up to some 64 units. With
+    :math:`\log_2 N`, and adds :math:`\delta` to the states. It needs far fewer iterations than `Picard`, and each costs more:
+    a full Jacobian for d numbers takes d evaluations, :math:`d^2` numbers per layer and example, and products of such
+    matrices. It pays for small states and many layers: recurrent networks with up to some 64 units. With
     ``jacobian="shared"`` a batch of examples shares its matrices.
 
-    The adjoint system is linear: with full Jacobians one iteration solves it, and one is what it gets where no
-    ``adjoint_solver`` is named.
+    The adjoint system is linear: with full Jacobians one iteration solves it, which is the default for the
+    ``adjoint_solver``.
 
     Args:
-        jacobian: "full"; "shared", one for all examples, taken at the mean of their states and inputs: memory and products of a
-            single example, for more iterations, in the adjoint too, which then starts from zeros; "diagonal", what numbers at
-            the same place of k leaves of one shape make of each other, k x k at each place (of one leaf the diagonal); or
-            "identity", no evaluations, which is `Picard`. Parameters of several shapes with k - 1 trees like theirs, such as
-            the moments of an optimizer, count as k leaves. Layers in which a number acts on nothing else, such as `nn.ParaGRU`
-            and `nn.ParaLSTM`, take k evaluations with "diagonal", and converge as with "full"; other layers take as many as
-            with "full", for less memory and smaller products.
-        iterations: number of iterations; with a tolerance their largest number. As many as there are layers are exact.
-        relaxations: sweeps before the first iteration, in which every layer takes the state that entered it before: one
-            evaluation of all layers each, where an iteration takes many. They forget the guess as fast as the network forgets
-            what entered it, so that a trained recurrent network starts near its states (16, say) where the constant guess
-            leads iterations astray. Layers near the identity forget nothing: 0.
+        jacobian: "full"; "shared": one for all examples, at the mean of their states and inputs, with the memory and products of
+            a single example, but more iterations, also in the adjoint, which then starts from zeros; "diagonal": only
+            couplings between equal positions, k x k at each position for k leaves of one shape; or "identity": no
+            evaluations, which is `Picard`. Parameters of several shapes with k - 1 trees like them, such as the moments of an
+            optimizer, count as k leaves. Layers that couple only equal positions, such as `nn.ParaGRU` and `nn.ParaLSTM`,
+            take k evaluations with "diagonal", and converge as with "full"; other layers take as many as with "full", for
+            less memory and smaller products.
+        iterations: number of iterations; with a tolerance their maximum. N iterations are exact for N layers.
+        relaxations: number of sweeps before the first iteration. In a sweep every layer takes the current state that enters it:
+            one evaluation of all layers, where an iteration takes many. Sweeps forget the guess as fast as the network
+            forgets its initial state: a trained recurrent network gets near its states in some 16 sweeps, where iterations
+            from the constant guess may diverge. Layers near the identity forget nothing: take 0.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
-        fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
-            residual norm has grown by ten) or that gets no further is given up at once.
+        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
+            grown by ten) or stalls is given up at once.
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
-            (examples); their Jacobians are taken one by one, and a step whose program combines them is refused. None is 1
+            (examples). Each example has its own Jacobian, and a step whose program combines examples is refused. None is 1
             with "shared"; else it is 0, and refused where a leaf has several axes.
-        jacobian_of: another step, or body of a `scan`, of the same form, whose Jacobian is taken in the place of the solved
-            one's: one that is cheaper to differentiate, with a ``stop_gradient`` on a part that matters little. It decides how
-            fast iterations converge, not to what. The adjoint then takes several iterations, too. None is the step itself.
-        storage: what the adjoint finds: "all" (what a scan's gradient keeps; no layer is evaluated again), or "states"
-            (no more than these; each layer is linearised again in every iteration).
-        at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
-            or "auto": by what a layer holds. Numbers change by rounding only.
+        jacobian_of: another step, or body of a `scan`, of the same form, whose Jacobian replaces that of the step. It may be
+            cheaper to differentiate, with a ``stop_gradient`` on a part that matters little. It changes the speed of
+            convergence, not the result. The adjoint then takes several iterations, too. None is the step itself.
+        storage: arrays that the forward solve keeps for the adjoint: "all" (those that a scan's gradient keeps; no layer is
+            evaluated again), or "states" (only these; each layer is linearised again in every iteration).
+        at_once: number of independent layers that a worker evaluates at once, `math.inf` for all, or "auto": by the memory of
+            a layer. Numbers change by rounding only.
 
     Raises:
-        TypeError: for a ``jacobian_of`` that is no function.
+        TypeError: for a ``jacobian_of`` that is not a function.
         ValueError: for values out of range, and for states that ``batch_axes`` does not fit.
 
     Example:
@@ -157,7 +157,7 @@ class Newton(Solver):
         Lim, Zhu, Selfridge, Kasim, "Parallelizing non-linear sequential models over the sequence length", ICLR 2024
         (full Jacobians); Gonzalez, Warrington, Smith, Linderman, "Towards scalable and stable parallelization of
         nonlinear RNNs", NeurIPS 2024 (diagonal ones, damping); Song, Meng, Liao, Ermon, "Accelerating feedforward
-        computation via parallel nonlinear equation solving", ICML 2021 (sweeps of relaxation alone).
+        computation via parallel nonlinear equation solving", ICML 2021 (relaxation sweeps only).
     """
 
     jacobian: str = "full"
@@ -168,7 +168,7 @@ class Newton(Solver):
     fallback: bool = False
     damping: Damping | None = None
     batch_axes: int | None = None
-    jacobian_of: Callable[..., Any] | None = None
+    jacobian_of: Callable[..., PyTree] | None = None
     storage: str = "all"
     at_once: int | float | str = "auto"
 
@@ -207,49 +207,49 @@ class Newton(Solver):
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level = levels[0]
         shared = self.jacobian == "shared"
-        if guess is None and level.reverse and shared:  # it is for cotangents that fade away
+        if guess is None and level.reverse and shared:  # for cotangents that fade away
             guess = _tree.zeros_like(_tree.repeat(level.y0, level.intervals))
-        u = Iterate(self._relaxed(level, constant(level, guess)))
+        u = Iterate(self._relax(level, constant(level, guess)))
         if shared:
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._shared(level).operands(_forward(level), level.y0, operands))
         if level.reverse and self.iterations > 1 and self.jacobian != "identity":
-            u = Iterate(u.states, jacobians=self._linearised(level, u)[1])
+            u = Iterate(u.states, jacobians=self._linearise(level, u)[1])
         return Start(u, recovers=True)
 
     def c_points(self, levels: Sequence[Level], state: Iterate) -> CPoints:
         return state.states
 
-    def _relaxed(self, level: Level, u: CPoints) -> CPoints:
+    def _relax(self, level: Level, u: CPoints) -> CPoints:
         relaxations = min(self.relaxations, level.workers.total(level.span))
         if not relaxations:
             return u
 
-        def relaxed(_: int, entering: CPoints) -> CPoints:
+        def relax(_: int, entering: CPoints) -> CPoints:
             return level.incoming(sweep(level, entering)[0])
 
         entering = level.incoming(u)
-        unroll = level.workers.processor.written_out(relaxations, relaxed, 0, entering)
-        entering = lax.fori_loop(1, relaxations, relaxed, entering, unroll=unroll)
+        unroll = level.workers.processor.loop_unroll(relaxations, relax, 0, entering)
+        entering = lax.fori_loop(1, relaxations, relax, entering, unroll=unroll)
         return sweep(level, entering)[0]
 
     def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Scalar]:
-        level, u, before = levels[0], state, state.states
+        level, u, old = levels[0], state, state.states
         if self.jacobian == "identity" or u.jacobians is not None:
-            stepped, jacobians = sweep(level, level.incoming(before))[0], u.jacobians
+            stepped, jacobians = sweep(level, level.incoming(old))[0], u.jacobians
         else:
-            stepped, jacobians = self._linearised(level, u)
-        residuals = _tree.sub(stepped, before)
+            stepped, jacobians = self._linearise(level, u)
+        residuals = _tree.sub(stepped, old)
         if jacobians is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
         else:
             kind = self._kind(level)
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
             change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
-        after = jax.tree.map(_finite_or_before, _tree.add(before, change), before)
-        return u._replace(states=after), _tree.sum_of_squares(residuals)
+        new = jax.tree.map(_finite_or_old, _tree.add(old, change), old)
+        return u._replace(states=new), _tree.sum_of_squares(residuals)
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
     @property
@@ -267,10 +267,10 @@ class Newton(Solver):
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
     def _shared(self, level: Level) -> Shared:
-        return Shared(level.y0, self._averaged_axes, alone=level.alone)
+        return Shared(level.y0, self._averaged_axes, single=level.single_example)
 
-    def _linearised(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
-        """The states after all layers, and the layers' Jacobians."""
+    def _linearise(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
+        """The state after each layer, and the layers' Jacobians."""
         entering = level.incoming(u.states)
         if self.jacobian == "shared":
             return sweep(level, entering)[0], self._at_mean(level, entering, u.operands)
@@ -298,7 +298,7 @@ class Newton(Solver):
         return sweep(level, entering, advance=advance)
 
     def _at_mean(self, level: Level, entering: Stacked, operands: PyTree) -> jax.Array:
-        """One Jacobian for all examples; those of an adjoint are of the layers at the states that these were linearised at."""
+        """One Jacobian for all examples. An adjoint takes those of its layers, at the states of their linearisation."""
         kind, step = self._shared(level), _forward(level)
 
         def one(u: State, x: PyTree) -> jax.Array:
@@ -309,12 +309,12 @@ class Newton(Solver):
         return each(level, one, level.xs[1] if level.reverse else entering, operands)
 
 
-def _finite_or_before(after: jax.Array, before: jax.Array) -> jax.Array:
-    """Numbers that overflowed are set back: they would stay, and k iterations leave the first k states exact."""
-    return jnp.where(jnp.isfinite(after), after, before)
+def _finite_or_old(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Reset numbers that overflowed: they would never become finite, and the first k states would not be exact."""
+    return jnp.where(jnp.isfinite(new), new, old)
 
 
 def _forward(level: Level) -> Callable[[State, PyTree], State]:
-    """The layers' own step, of an adjoint level too."""
+    """The layers' own step, on an adjoint level too."""
     step = level.origin or level.step
     return lambda u, x: step(u, x, level.shared)

@@ -1,16 +1,15 @@
-"""Picard iteration: every layer evaluated at once, their increments added up."""
+"""Picard iteration: evaluate all layers at once, and add up their increments."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._at_once import check as check_at_once
-from lp_jax._arrays._at_once import chunk, in_chunks, several
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._comms._workers import Local
@@ -18,7 +17,7 @@ from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._coarse_step import Coarse, Identity
-from lp_jax._solvers._picard_sweeps import Swept, plain_sweep, secant_sweep, swept, unmoved
+from lp_jax._solvers._picard_sweeps import Swept, from_points, plain_sweep, secant_sweep, with_slope
 from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort, solve_intervals
 from lp_jax._solvers._windows import slide
 
@@ -31,33 +30,33 @@ class Picard(Solver):
     With the increment :math:`D_n(y) = \Phi_n(y) - y` of layer n, a sweep is
     :math:`y_n \leftarrow y_0 + \sum_{i<n} D_i(y_i)`: one batched evaluation and a prefix sum, no sequential chain. The
     error after s sweeps is about :math:`(L T)^s / s!`, L the Lipschitz constant of the right-hand side; after N sweeps
-    it is zero. Its work per sweep is that of one serial propagation, its depth that of one layer.
+    it is zero. A sweep has the work of one serial propagation and the depth of one layer.
 
-    As a solver it sweeps over all N layers, forward or adjoint. As ``coarse_step`` of `MGRIT` it sweeps over the layers
-    of each interval, a fixed number of times.
+    As a solver it sweeps over all N layers, forward or adjoint. As ``coarse_step`` of `MGRIT` it makes a fixed number of
+    sweeps over the layers of each interval.
 
     Args:
-        sweeps: number of sweeps; with a tolerance their largest number. 0, as a coarse step only, is `Identity`.
-        windows: number of windows that the layers are cut into: all sweeps but the last go over one window after the other,
-            each from the state that leaves the one before; the last one goes over all layers. With W windows a sweep sees a
-            W-th of the time, so that fewer are enough, a W-th of the layers is evaluated at once, and W (sweeps - 1) + 1
-            evaluations wait for each other. Windows are solved one by one on several workers, too. With a tolerance one window
-            of a W-th of the layers slides: converged layers leave it, later ones enter, in W (sweeps - 1) sweeps at most.
+        sweeps: number of sweeps; with a tolerance their maximum. 0, as a coarse step only, is `Identity`.
+        windows: number W of windows of layers. All sweeps but the last go over one window after the other, each from the state
+            that leaves the window before; the last sweep goes over all layers. A window has 1/W of the time, so that fewer
+            sweeps are enough, and 1/W of the layers, which are evaluated at once. W (sweeps - 1) + 1 evaluations wait for
+            each other, also on several workers. With a tolerance one window of 1/W of the layers slides: converged layers
+            leave it, later ones enter, in W (sweeps - 1) sweeps at most.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
-        fallback: propagate the layers serially, in the end, where the tolerance is not met. An iteration that diverges (its
-            residual norm has grown by ten) or that gets no further is given up at once.
-        secant: whether a sweep also learns how the layers answer a change: :math:`y_{n+1} \leftarrow \Phi_n(u_n) +
-            (1 + a) (y_n - u_n)` for the states u of the sweep before, with one slope a in [-1, 0] for all layers, that of the
-            last two sweeps. Plain sweeps have a = 0. Chains that contract, such as a GRU, take a quarter of the sweeps; others
+        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
+            grown by ten) or stalls is given up at once.
+        secant: whether a sweep also estimates how the layers respond to a change: :math:`y_{n+1} \leftarrow \Phi_n(u_n) +
+            (1 + a) (y_n - u_n)` for the states u of the sweep before, with one slope a in [-1, 0] for all layers, from the last
+            two sweeps. Plain sweeps have a = 0. Chains that contract, such as a GRU, take a quarter of the sweeps; others
             take as many.
-        around: where a coarse step takes its increments: "start", the state that enters the interval, or "trajectory",
-            the states of the last relaxation, shifted by the change of the state that enters. The latter is more
-            accurate far from an ODE and stores all states.
-        storage: what the adjoint finds, of a solver: "all" (what a scan's gradient keeps; no layer is evaluated again), or
-            "states" (no more than these; each layer is linearised again in every sweep).
-        at_once: number of layers that a worker evaluates at once where they do not depend on each other, `math.inf` for all,
-            or "auto": by what a layer holds. Numbers change by rounding only.
+        around: states at which a coarse step evaluates its increments: "start", the state that enters the interval, or
+            "trajectory", the states of the last relaxation, shifted by the change of the state that enters. The latter is
+            more accurate far from an ODE and stores all states.
+        storage: arrays that the forward solve keeps for the adjoint: "all" (those that a scan's gradient keeps; no layer is
+            evaluated again), or "states" (only these; each layer is linearised again in every sweep).
+        at_once: number of independent layers that a worker evaluates at once, `math.inf` for all, or "auto": by the memory of
+            a layer. Numbers change by rounding only.
 
     Raises:
         ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, for windows with less than one
@@ -123,24 +122,24 @@ class Picard(Solver):
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level = levels[0]
         if self.windows == 1:
-            begin = Swept(constant(level, None), level.y0) if guess is None else swept(level, guess)
-            return Start(unmoved(begin) if self.secant else begin)
+            begin = Swept(constant(level, None), level.y0) if guess is None else from_points(level, guess)
+            return Start(with_slope(begin) if self.secant else begin)
         if level.number > 0:
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
         if self.has_tolerance:
             size = self.unit(level.workers.total(level.span))
             slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
-            return Start(swept(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
-        return Start(swept(level, self._march(level)), self.sweeps - 1)
+            return Start(from_points(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+        return Start(from_points(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
         size = self.unit(level.workers.total(level.span))
-        alone = Local(layers=size, held=(size,), processor=level.workers.processor)
+        one_worker = Local(layers=size, held=(size,), processor=level.workers.processor)
 
         def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
             xs, rhs = operands
-            inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=alone)
+            inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=one_worker)
             at = Swept(constant(inside, None), u)
             for _ in range(self.sweeps - 1):
                 at, _ = self.improve((inside,), at)
@@ -160,7 +159,7 @@ class Picard(Solver):
     def c_points(self, levels: Sequence[Level], u: Swept) -> CPoints:
         return u.points(levels[0])
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
@@ -177,10 +176,10 @@ class Picard(Solver):
             x, states = x
             return self._interval(step, u, x, states, shared, at_once=at_once)
 
-        def around(xs: PyTree, states: Points) -> PyTree:
+        def linearise_at(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
 
-        return Coarse(solve_interval, (xs, None), around if self.around == "trajectory" else None)
+        return Coarse(solve_interval, (xs, None), linearise_at if self.around == "trajectory" else None)
 
     def _interval(
         self,
@@ -195,14 +194,14 @@ class Picard(Solver):
         """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
         if states is None:
             incoming = _tree.repeat(u, _tree.leading(xs))
-        else:  # moved by the change of the state that enters
+        else:  # shifted by the change of the state that enters
             incoming = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
 
         def increment(y: State, x: PyTree) -> State:
             return _tree.sub(step(y, x, shared), y)
 
         size = chunk(_tree.leading(xs), at_once)
-        if size == 1:  # with one increment at a time nothing but the total is kept for the transpose
+        if size == 1:  # one increment at a time: only the total is kept for the transpose
 
             def one(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
                 return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
@@ -211,7 +210,7 @@ class Picard(Solver):
                 incoming = lax.scan(one, _tree.wide(u), (incoming, xs))[1]
             return _tree.narrow(lax.scan(one, _tree.wide(u), (incoming, xs))[0], u)
 
-        increments = several(increment, size)
+        increments = batched(increment, size)
 
         def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
             before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
@@ -227,11 +226,11 @@ class Picard(Solver):
 
 DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)
 ADJOINT_DEFAULT = Picard(sweeps=32, rtol=1e-2, fallback=True)
-"""What solves where no solver is named: sweeps to a tolerance, and serial propagation where they do not meet it."""
+"""Default solvers: sweeps to a tolerance, and serial propagation where they do not meet it."""
 
 
 def or_default(solver: Solver | None, adjoint_solver: Solver | None) -> tuple[Solver, Solver | None]:
-    """The solvers that are named, and the default where none is."""
+    """Replace missing solvers by the defaults."""
     if solver is None:
         return DEFAULT, ADJOINT_DEFAULT if adjoint_solver is None else adjoint_solver
     return solver, adjoint_solver

@@ -1,27 +1,27 @@
-"""Sweeps over all steps of a level: plain ones, and those with a slope that earlier ones have taught."""
+"""Sweeps over all steps of a level: plain ones, and secant sweeps with a slope from earlier sweeps."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import chunk, in_chunks, several
+from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._types import Points, PyTree, Scalar, State
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import single, sweep
 
 
 class Swept(NamedTuple):
-    """What sweeps work on: the states that enter the layers, ``(n, ...)``, and the one that leaves this worker's last.
+    """State of the sweeps: the states that enter the layers, ``(n, ...)``, and the one that leaves this worker's last layer.
 
-    Sums of increments are these states: nothing has to be shifted by a layer between two sweeps.
+    Sums of increments are these states, so that nothing is shifted by a layer between two sweeps.
 
     Attributes:
         entering: states that enter the layers.
         last: the state that leaves the last one.
-        change: of a secant sweep, how the last one changed the states that enter the layers; else None.
-        slope: of a secant sweep, the slope that it took; else None.
+        change: change of ``entering`` in the last secant sweep; None for plain sweeps.
+        slope: slope of the last secant sweep; None for plain sweeps.
     """
 
     entering: Points
@@ -40,15 +40,15 @@ class Swept(NamedTuple):
         return jax.tree.map(leaf, self.entering, self.last)
 
 
-def swept(level: Level, points: Points) -> Swept:
-    """From the states that leave the layers."""
+def from_points(level: Level, points: Points) -> Swept:
+    """Make the state of the sweeps from the states that leave the layers."""
     edge = 0 if level.reverse else -1
     last = jax.tree.map(lambda x, y: x[edge] if x.shape[0] else y, points, level.y0)
     return Swept(level.incoming(points), last)
 
 
 def plain_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
-    """Evaluate every step and add their increments up; also this worker's squared residuals before."""
+    """Evaluate every step and add up the increments; also return this worker's squared residuals before the sweep."""
     if chunk(level.steps, level.at_once) < level.steps:
         return _by_chunks(level, u)
     stepped, _ = sweep(level, u.entering)
@@ -57,26 +57,28 @@ def plain_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
 
 
 def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
-    """A sweep over so many layers at once as the level says, and as many after these.
+    """A sweep over ``level.at_once`` layers at a time.
 
-    Increments are added up, and residuals squared, on the way: the states of all layers pass through memory once, not four
-    times. A layer's residual is known when its successor's entering state is.
+    It adds up increments and squares residuals on the way: the states of all layers pass through memory once, not four
+    times. A layer's residual is known once the state that enters the next layer is.
     """
     first, n = level.workers.active == 1, level.steps
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
     if not n:
         return u, jnp.zeros((), dtype)
     size = chunk(n, level.at_once)
-    stepped_from = several(single(level), size)
+    stepped_from = batched(single(level), size)
 
     def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
-        """Squares of what each layer's predecessor leaves, less what enters it."""
+        """Squares of the state after each layer's predecessor, minus the state that enters the layer."""
         one = before[None]
         left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
         squares = jnp.square(jnp.abs(left - entering)).astype(dtype)
-        return total + _tree.padded(squares, len(total) - len(left))
+        return total + _tree.pad_zeros(squares, len(total) - len(left))
 
-    def layers(carry: tuple[State, State, State], operands: tuple[State, PyTree]) -> tuple[Any, State]:
+    def layers(
+        carry: tuple[State, State, State], operands: tuple[State, PyTree]
+    ) -> tuple[tuple[State, State, State], State]:
         total, squares, before = carry
         stepped, _ = stepped_from(*operands)
         squares = jax.tree.map(square, squares, before, stepped, operands[0])
@@ -84,7 +86,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
         return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
 
     start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
-    squares = _tree.zeros_like(_tree.repeat(start, size), dtype)  # of each number: sums take time
+    squares = _tree.zeros_like(_tree.repeat(start, size), dtype)  # of each number; they are summed once, at the end
     entered = _tree.take(u.entering, -1 if level.reverse else 0)
     operands = u.entering, (level.xs, level.rhs)
     carry = start, squares, entered
@@ -98,17 +100,17 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     return Swept(entering, _tree.narrow(total, level.y0)), sum(squares[1:], squares[0])
 
 
-def unmoved(u: Swept) -> Swept:
-    """The start of secant sweeps, the first of which is a plain one."""
+def with_slope(u: Swept) -> Swept:
+    """Start secant sweeps with slope 0: the first one is a plain sweep."""
     slope = _tree.varying(jnp.zeros((), _tree.real_dtype(u.last, at_least=jnp.float32)), u)
     return u._replace(change=_tree.zeros_like(u.entering), slope=slope)
 
 
 def secant_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
-    """Evaluate every step, and propagate through ``y -> Phi(u) + (1 + slope) (y - u)`` instead.
+    """Evaluate every step, then propagate through ``y -> Phi(u) + (1 + slope) (y - u)``.
 
-    If the states u changed by d, with slope s, then Phi(u) - Phi(u - d) is (1 + s) d plus the residuals. So the slope that
-    fits best is s + <residuals, d> / <d, d>.
+    If the states u changed by d, with slope s, then Phi(u) - Phi(u - d) is (1 + s) d plus the residuals. The slope of least
+    squares is s + <residuals, d> / <d, d>.
     """
     workers = level.workers
     stepped, _ = sweep(level, u.entering)
@@ -121,12 +123,12 @@ def secant_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     entering, last = workers.prefix_sums(increments, level.y0, reverse=level.reverse, factor=factor)
     change = _tree.sub(entering, u.entering)
     if workers.padded and not level.reverse and level.steps:
-        entering, last, change = _held(level, entering, last, change)
+        entering, last, change = _fix_padding(level, entering, last, change)
     return Swept(entering, last, change, slope), _tree.sum_of_squares(residuals)
 
 
-def _held(level: Level, entering: Points, last: State, change: Points) -> tuple[Points, State, Points]:
-    """In all slots behind the last layer the state that leaves it, and no change."""
+def _fix_padding(level: Level, entering: Points, last: State, change: Points) -> tuple[Points, State, Points]:
+    """Set all slots beyond the last layer to the state that leaves it, with no change."""
     n, workers = level.steps, level.workers
     end = jnp.asarray(jnp.clip(workers.total(level.span) - workers.start(level.span), 0, n), jnp.int32)
     number = jnp.arange(n, dtype=jnp.int32)

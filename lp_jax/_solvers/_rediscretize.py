@@ -1,4 +1,4 @@
-"""Rediscretization: one step with stretched dt stands in for the layers of an interval."""
+"""Rediscretization: one step with a stretched dt replaces the layers of an interval."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,13 +22,13 @@ class Rediscretize(CoarseStep):
     It needs a step that is a one-step method of an ODE, so that dt can be stretched, and costs one evaluation.
 
     Args:
-        params: which parameters it takes. "inject": those of the interval's first layer; "mean": the mean over its
+        params: parameters of the coarse step. "inject": those of the interval's first layer; "mean": the mean over its
             layers; or a pure function of the interval's stacked parameters (leaves ``(k, ...)``, k the number of fine
             layers) that returns one layer's. Per-layer ``data`` follow the same rule: injected, or averaged where they
             are floating point; a function applies to parameters only and data are injected.
 
     Raises:
-        ValueError: for another ``params``.
+        ValueError: for an unknown ``params``.
 
     Example:
         >>> import lp_jax
@@ -67,7 +67,7 @@ class Rediscretize(CoarseStep):
 
 
 def _inject(tree: Stacked, span: int) -> Stacked:
-    """The first of each group of ``span``."""
+    """The first entry of each group of ``span``."""
     return jax.tree.map(lambda x: x[::span], _tree.with_fresh_keys(tree))
 
 
@@ -79,7 +79,7 @@ def _weights(chain: Chain, span: int) -> jax.Array:
 
 
 def _mean(tree: Stacked, weights: jax.Array, span: int) -> Stacked:
-    """Mean over each group of layers; what cannot be averaged is injected."""
+    """Mean over each group of layers; integers and keys are injected."""
 
     def leaf(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -91,7 +91,7 @@ def _mean(tree: Stacked, weights: jax.Array, span: int) -> Stacked:
 
 
 def _per_interval(rule: Callable[[PyTree], PyTree], params: Stacked, chain: Chain, span: int) -> Stacked:
-    """``rule`` on every interval; on the true layers alone where the last interval is short."""
+    """Apply ``rule`` to every interval, without padding where the last interval is short."""
     values = jax.vmap(rule)(_tree.split(params, span))
     if chain.total % span == 0 or chain.steps == 0:
         return values

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,13 @@ from lp_jax._solvers._solver import Solver, Start
 class Serial(Solver):
     """One layer after another, a ``lax.scan``; exact, and differentiated by JAX itself.
 
-    A recurrent network (all weights in ``shared``, the inputs in ``data``) has a gradient of its own on one accelerator,
-    unless there are checkpoints: that of the weights is one contraction over all steps, instead of a sum that grows by one
-    step at a time. Only reverse mode is defined there. On a CPU the sum is faster, as its terms stay in the cache.
+    For a recurrent network (all weights in ``shared``, the inputs in ``data``) on one accelerator, without checkpoints, the
+    gradient of the weights is one contraction over all steps, instead of a sum that grows by one step at a time. Only
+    reverse mode is defined there. On a CPU the sum is faster, as its terms stay in the cache.
 
     Args:
-        checkpoint_every: keep the state at every so many layers only, and recompute the others for the gradient.
-            None keeps what ``jax.grad`` of a scan keeps.
+        checkpoint_every: number of layers between two states that are kept; the gradient recomputes the others. None keeps
+            the arrays that ``jax.grad`` of a scan keeps.
 
     Example:
         >>> import lp_jax
@@ -63,19 +62,19 @@ class Serial(Solver):
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         return Start(None)
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
         return march(levels[0], advance=advance)
 
 
-def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, Any]]:
-    """A ``lax.scan`` over the layers, to be differentiated by JAX.
+def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, PyTree]]:
+    """A ``lax.scan`` over the layers, which JAX differentiates.
 
     Returns:
-        The last state, and stacked over the layers: the states after each, and aux.
+        The last state; and the state after each layer, and aux, stacked over the layers.
     """
-    unroll, layer = chain.workers.processor.unrolled(chain.footprint), chain.layer(0)
+    unroll, layer = chain.workers.processor.serial_unroll(chain.footprint), chain.layer(0)
 
-    def body(u: State, x: PyTree) -> tuple[State, tuple[State, Any]]:
+    def body(u: State, x: PyTree) -> tuple[State, tuple[State, PyTree]]:
         u, aux = layer(u, x, chain.shared)
         return u, (u, aux)
 
@@ -84,7 +83,7 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     size, n = checkpoint_every, chain.steps
 
     @jax.checkpoint
-    def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, Any]]:
+    def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, PyTree]]:
         return lax.scan(body, u, xs, unroll=unroll)
 
     full = n - n % size

@@ -1,6 +1,6 @@
-"""Solvers: settings and a few small methods on the levels of a chain; and the one driver of their iterations.
+"""Solvers: settings and a few small methods on the levels of a chain; and the driver of their iterations.
 
-`Solver` and `CoarseStep` are the doors through which a method from outside comes in. The built-in ones use no other.
+A method from outside subclasses `Solver` or `CoarseStep`, as the built-in ones do.
 """
 
 import abc
@@ -19,7 +19,7 @@ from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._result import DONE, FELL_BACK, of_norms
 from lp_jax._levels._sweep import march, sweep
-from lp_jax._levels._tolerance import ROUNDING, believed, hopeless, rounding
+from lp_jax._levels._tolerance import ROUNDING, hopeless, largest_reference, rounding
 from lp_jax._solvers._coarse_step import OLD_METHODS, Coarse, CoarseStep
 
 
@@ -27,14 +27,14 @@ class Start(NamedTuple):
     """Where the iterations of a solver begin.
 
     Attributes:
-        state: what `Solver.improve` iterates on: C-points, or whatever holds them.
+        state: the state of `Solver.improve`, a pytree: C-points, or a record that holds them.
         spent: number of iterations that this start cost.
-        taken: number of iterations that are reported for it, where that depends on the data.
-        first: first residual norm, where the start measured it; else it is that of the first iteration.
-        recovers: whether iterations go on from a residual norm that is not finite.
+        taken: number of iterations to report for it, where that depends on the data.
+        first: first residual norm, if the start measured it; None for that of the first iteration.
+        recovers: whether iterations continue after a residual norm that is not finite.
     """
 
-    state: Any
+    state: PyTree
     spent: int = 0
     taken: jax.Array | None = None
     first: Scalar | None = None
@@ -42,26 +42,26 @@ class Start(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Evaluations of a solver, those of the step on states like ``y0`` apart. All are traced before the solve.
+    """Evaluations of a solver besides the step on states like ``y0``. All are traced before the solve.
 
     Attributes:
         transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
-        steps: other steps of the user's.
-        averaged_axes: number of leading axes of examples, where the step is evaluated for one at their mean, too; else 0.
+        steps: other steps of the user.
+        averaged_axes: number of leading axes of examples, if the step is also evaluated at their mean; else 0.
     """
 
     transfers: Sequence[Transfer | None] = ()
-    steps: tuple[Callable, ...] = ()
+    steps: tuple[Callable[..., PyTree], ...] = ()
     averaged_axes: int = 0
 
 
 class Solver(CoarseStep):
-    """Solves a chain of layers, forward or adjoint, without knowing which.
+    """Method for a chain of layers, forward or adjoint.
 
     A subclass is a frozen, keyword-only dataclass and a pytree (`lp_jax.register`): tolerances and weights are leaves,
-    all else is structure. It has a field or property `iterations` and a method `improve`; all else has a default. On a
-    level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``. A solver with fixed effort also stands in
-    for the coarse steps of `MGRIT`.
+    all else is structure. It has a field or property `iterations` and a method `improve`; the other members have
+    defaults. On a level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``. A solver with fixed effort is also a
+    `CoarseStep`.
 
     Attributes:
         rtol: stop when the residual norm is at most this times the first one that was measured; None: no such test.
@@ -70,10 +70,10 @@ class Solver(CoarseStep):
         at_once: number of layers that a worker evaluates at once, or "auto".
     """
 
-    rtol: Any = None
-    atol: Any = None
-    fallback: Any = False
-    at_once: Any = "auto"
+    rtol: float | jax.Array | None = None
+    atol: float | jax.Array | None = None
+    fallback: bool = False
+    at_once: int | float | str = "auto"
 
     @classmethod
     def _adapt_old_methods(cls) -> None:
@@ -91,33 +91,33 @@ class Solver(CoarseStep):
     @property
     @abc.abstractmethod
     def iterations(self) -> int:
-        """Number of iterations, or their cap where there is a tolerance. 0 of a solver that is all in its final sweep."""
+        """Number of iterations; with a tolerance their maximum. 0 for a solver that has only a final sweep."""
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
-        """Return where the iterations begin: by default at the guess, or at ``y0`` at every C-point."""
+        """Return the start of the iterations: by default the guess, or ``y0`` at every C-point."""
         return Start(constant(levels[0], guess))
 
-    def improve(self, levels: Sequence[Level], state: Any) -> tuple[Any, Scalar]:
+    def improve(self, levels: Sequence[Level], state: PyTree) -> tuple[PyTree, Scalar]:
         """Make one iteration.
 
         Args:
-            levels: of `discretize`, finest first.
-            state: as `init` begins with: by default C-points of ``levels[0]``, leaves ``(intervals, ...)``.
+            levels: the levels from `discretize`, finest first.
+            state: a state like that of `init`: by default C-points of ``levels[0]``, leaves ``(intervals, ...)``.
 
         Returns:
             The new state, and this worker's sum of squared residuals (`lp_jax.sum_of_squares`) before they were corrected.
         """
         raise NotImplementedError(f"{type(self).__name__} has iterations, and needs a method `improve` that makes one.")
 
-    def c_points(self, levels: Sequence[Level], state: Any) -> CPoints:
-        """Return the C-points that a state holds: by default it is these."""
+    def c_points(self, levels: Sequence[Level], state: PyTree) -> CPoints:
+        """Return the C-points that a state holds; by default the state itself."""
         return state
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, Any]:
+    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
         """Make the final sweep.
 
         Returns:
-            The last C-points, and what ``advance`` emitted at each step of the finest level.
+            The last C-points, and the trees that ``advance`` emitted at each step of the finest level.
         """
         return sweep(levels[0], levels[0].incoming(u), advance=advance)
 
@@ -126,33 +126,33 @@ class Solver(CoarseStep):
         return 1
 
     def unit(self, steps: int) -> int:
-        """Return the number of layers that must live on one worker: by default those between two C-points."""
+        """Return the number of layers that must stay on one worker: by default those between two C-points."""
         return self.stride(steps)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        """Return the levels that the solver works on, finest first: by default one, with intervals of `stride` layers."""
+        """Return the levels of the solver, finest first: by default one, with intervals of `stride` layers."""
         return (chain.finest(self.stride(chain.total), at_once=chain.at_once(self.at_once)),)
 
     def needs(self, steps: int) -> Needs:
-        """Return what the solver evaluates in a network of ``steps`` layers: by default nothing but the step."""
+        """Return the evaluations of the solver in a network of ``steps`` layers: by default only the step."""
         return Needs()
 
     def resolve(self, steps: int, *, warm: bool = False) -> "Solver":
-        """Return the solver for a network of ``steps`` layers, and refuse settings that cannot solve it.
+        """Return the solver for a network of ``steps`` layers; refuse settings that do not fit.
 
         Args:
             steps: number of layers.
-            warm: whether a trajectory is given as ``guess``, where the solver has to start.
+            warm: whether a trajectory is passed as ``guess``, at which the solver must start.
         """
         return self
 
     def for_adjoint(self) -> "Solver":
-        """Return the solver of the adjoint system, which is linear, where no other one is named."""
+        """Return the default solver of the adjoint system, which is linear."""
         return self
 
     @property
     def exact(self) -> bool:
-        """Whether the states are those of serial propagation, whatever the settings."""
+        """Whether the states are those of serial propagation, for all settings."""
         return False
 
     @property
@@ -170,7 +170,7 @@ class Solver(CoarseStep):
 
 
 WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}
-"""Fields of a solver that makes a fixed number of iterations."""
+"""Fields of a solver with a fixed number of iterations."""
 
 
 def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coarse:
@@ -200,17 +200,17 @@ def constant(level: Level, guess: CPoints | None) -> CPoints:
 
 
 NOT_MEASURED = -1.0
-"""In the place of a residual norm that was not taken."""
+"""Marks a norm that was not measured."""
 
 
 class Stats(NamedTuple):
-    """What a solve measured.
+    """Measurements of a solve.
 
     Attributes:
         iterations: number of cycles (of sweeps, for `Picard`) that were done, an int32 scalar.
         residual_norms: 2-norm of the residual over the C-points of the finest level, all leaves of the state and the
-            whole batch, taken during each cycle after its pre-relaxation and before its coarse correction. Fixed
-            length; -1 (`NOT_MEASURED`), which no norm is, for a skipped down-cycle and for cycles that were not needed.
+            whole batch, measured in each cycle after its pre-relaxation and before its coarse correction. Fixed
+            length; -1 (`NOT_MEASURED`) for a skipped down-cycle and for cycles that were not needed.
         result: how it ended, an int32 code; 0 is done as asked, `RESULTS` has the messages.
     """
 
@@ -219,7 +219,7 @@ class Stats(NamedTuple):
     result: jax.Array
 
     def __repr__(self) -> str:
-        """In few words, where these are numbers: not under a transformation, nor of a batch of solves."""
+        """Short text, if the values are numbers: not under a transformation, nor for a batch of solves."""
         if isinstance(self.iterations, jax.core.Tracer) or jnp.ndim(self.iterations) != 0:
             return f"Stats(iterations={self.iterations}, residual_norms={self.residual_norms})"
         norms = [float(norm) for norm in self.residual_norms]
@@ -230,7 +230,7 @@ class Stats(NamedTuple):
         return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown + more)}])"
 
 
-_MOST_NORMS = 12  # that are told
+_MOST_NORMS = 12  # in a text
 
 
 def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
@@ -259,12 +259,12 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     """Run ``solver`` on ``levels``, to a fixed number of iterations or to a tolerance.
 
     Args:
-        solver: gives the start, one iteration, the number of iterations and the tolerances.
+        solver: defines the start, an iteration, the number of iterations and the tolerances.
         levels: finest first.
         guess: C-points, leaves ``(intervals, ...)``, or None for the solver's own start.
 
     Returns:
-        The C-points, and what was measured; its result does not look at the states.
+        The C-points and the stats. Their result does not check that the states are finite.
     """
     workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
     state, spent, reported, first, recovers = solver.init(levels, guess)
@@ -272,15 +272,15 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     cycles = solver.iterations - spent
     least, floor = rounding(levels[0]), ROUNDING * rounding(levels[0])
 
-    def stats(iterations: Any, norms: jax.Array, met: jax.Array | bool) -> Stats:
+    def stats(iterations: jax.Array | int, norms: jax.Array, met: jax.Array | bool) -> Stats:
         norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
         return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, floor))
 
     if cycles <= 0:
-        u, found = solver.c_points(levels, state), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
+        u, measured = solver.c_points(levels, state), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
         if not solver.fallback:
-            return u, found
-        return march(levels[0])[0], found._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
+            return u, measured
+        return march(levels[0])[0], measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
     if not solver.has_tolerance:
         state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
         norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
@@ -288,23 +288,23 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
 
     atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
 
-    most = believed(levels[0]).astype(dtype) if spent and first is None else jnp.inf
+    most = largest_reference(levels[0]).astype(dtype) if spent and first is None else jnp.inf
 
     def tolerance(norms: jax.Array) -> jax.Array:
         reference = jnp.minimum(norms[0] if first is None else first, most)
         asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * reference)
         return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
-    def unfinished(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+    def unfinished(carry: tuple[PyTree, jax.Array, jax.Array]) -> jax.Array:
         _, k, norms = carry
         last, limit = norms[k - 1], tolerance(norms)
-        # a NaN stops a solve that would keep it
+        # a NaN ends a solve that cannot recover from it
         wanted = ~(last <= limit) if recovers and not solver.fallback else last > limit
         if solver.fallback:
             wanted &= ~hopeless(norms, k)
         return (k < cycles) & ((k == 0) | wanted)
 
-    def body(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+    def body(carry: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, jax.Array, jax.Array]:
         state, k, norms = carry
         state, squares = solver.improve(levels, state)
         return state, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
@@ -315,7 +315,7 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     if not solver.fallback:
         return u, stats(k + taken, norms, met)
     met |= norms[k - 1] <= floor
-    # a loop of one turn at most: under vmap a cond would propagate serially whether one has to or not
+    # a loop of at most one turn: under vmap a cond would always propagate serially
     u, _ = lax.while_loop(
         lambda carry: ~carry[1], lambda _: (march(levels[0])[0], _tree.varying(jnp.asarray(True), met)), (u, met)
     )

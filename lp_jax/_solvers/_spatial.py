@@ -1,8 +1,8 @@
 """Ready-made transfers between a state on a grid and one on a grid of every other point.
 
-The grids are vertex-centred. So a coarse point is a fine point, a convolution is centred at the same places on both, and
-injection is literally a restriction of the grid. Of n points ceil(n / 2) are coarse: an odd n keeps both ends; of an even
-n the last point lies beyond the last coarse one.
+The grids are vertex-centred: every coarse point is a fine point, convolutions are centred at the same positions on both, and
+injection restricts the grid itself. ceil(n / 2) of n points are coarse: an odd n keeps both ends; for an even n the last point
+lies beyond the last coarse one.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ def spatial(
 ) -> tuple["Restriction", "Prolongation"]:
     """Return transfers for ``MGRIT(spatial=...)``: half as many points along each axis of space on the next coarser level.
 
-    A layer that does not mind the size of its state, like one of convolutions, costs :math:`2^{-d}` of its evaluation
-    there. What is solved for stays the same. Every array of the state has the axes ``(..., *space, channels)``; sizes
+    A layer that takes a state of any size, such as a convolution, costs :math:`2^{-d}` of its evaluation there. The
+    solution stays the same. Every array of the state has the axes ``(..., *space, channels)``; sizes
     may be odd or even, and differ from array to array. Coarse points are the points 0, 2, 4, ... of the fine grid.
 
     The prolongation P is linear interpolation: points between coarse points get the mean of their neighbours, the last one
     of an even number that of its left neighbour. Full weighting is its transpose with rows scaled to sum to 1,
     :math:`R = D^{-1} P^T`, in one dimension (1/4, 1/2, 1/4) inside, (2/3, 1/3) at an end and (1/5, 2/5, 2/5) where a point
-    lies beyond. Then :math:`P R` is symmetric with eigenvalues in [0, 1], so that :math:`I - P R`, which is what exact
-    coarse steps leave of an error, enlarges none. Injection takes the values at coarse points; :math:`R P = I`, but
+    lies beyond. Then :math:`P R` is symmetric with eigenvalues in [0, 1], so that :math:`I - P R`, the part of an
+    error that exact coarse steps leave, enlarges none. Injection takes the values at coarse points; :math:`R P = I`, but
     :math:`I - P R` may enlarge.
 
-    The level needs C-relaxation, ``relaxation="FCF"``: of a residual r at the first C-point, F-relaxation alone corrects
-    P R r and leaves (I - P R) r, which is not small where r varies from point to point, in every cycle. With FCF the states
-    of one interval more are exact after each cycle.
+    The level needs C-relaxation, ``relaxation="FCF"``: with F-relaxation only, a cycle corrects P R r of a residual r at
+    the first C-point. It leaves (I - P R) r, which is not small where r varies from point to point. With FCF the states of
+    one more interval are exact after each cycle.
 
-    How many cycles it takes is a matter of the states. Where they are smooth in space, the gradient after two cycles is as
-    good as without (relative error 0.10 against 0.13, kernels that blur); the coarse grid tells nothing of random kernels
-    on noise (0.95). A step may ask ``layer.level`` on which grid it is, to scale kernels that stand for derivatives, say.
+    The number of cycles depends on the states. Where they are smooth in space, the gradient after two cycles is as good as
+    without transfers (relative error 0.10 against 0.13, kernels that blur); a coarse grid does not help with random kernels
+    on noise (0.95). ``layer.level`` gives the grid of a step, to scale kernels that approximate derivatives, for example.
 
     Args:
         dims: number of axes of space.
@@ -48,12 +48,12 @@ def spatial(
             Full weighting is then the mean over pairs of points (average pooling).
 
     Returns:
-        ``(restrict, prolong)``, hashable, and equal where they are built alike. Called by itself, ``prolong`` doubles all
-        sizes; a solve fits it to the state.
+        ``(restrict, prolong)``, hashable, and equal for equal arguments. Outside a solve ``prolong`` doubles all sizes; a
+        solve fits it to the state.
 
     Raises:
         ValueError: for dims below 1 and unknown names; when called, for an array with too few axes.
-        TypeError: for dims that are no integer.
+        TypeError: for dims that are not an integer.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -64,7 +64,7 @@ def spatial(
         >>> prolong(coarse).ravel().tolist()
         [1.0, 3.5, 6.0, 9.0, 12.0, 14.5, 17.0, 17.0]
 
-        On the second level of three alone; all levels would be ``spatial=lp_jax.spatial(2)``:
+        On the second of three levels only; on all levels it would be ``spatial=lp_jax.spatial(2)``:
 
         >>> solver = lp_jax.MGRIT(levels=3, relaxation="FCF", spatial=(None, lp_jax.spatial(2)))
 
@@ -112,7 +112,7 @@ class Prolongation:
     sizes: tuple[tuple[int, ...], ...] | None = None
 
     def fit(self, fine: State) -> "Prolongation":
-        """The same, to the sizes of a state on the fine grid: half of 8 points are as many as half of 7."""
+        """Set the sizes to those of a state on the fine grid: 8 and 7 points have equally many coarse points."""
         sizes = tuple(tuple(u.shape[axis] for axis in _space(u, self.dims)) for u in jax.tree.leaves(fine))
         return dataclasses.replace(self, sizes=sizes)
 
@@ -152,7 +152,7 @@ def _interpolate(v: jax.Array, axis: int, n: int, kind: str) -> jax.Array:
 
 
 def _full_weighting(u: jax.Array, axis: int, kind: str) -> jax.Array:
-    """The transpose of `_interpolate`, its rows scaled to sum to 1."""
+    """The transpose of `_interpolate`, with rows scaled to sum to 1."""
     n = u.shape[axis]
     coarse = jax.ShapeDtypeStruct((*u.shape[:axis], -(-n // 2), *u.shape[axis + 1 :]), u.dtype)
     interpolate = functools.partial(_interpolate, axis=axis, n=n, kind=kind)
@@ -162,7 +162,7 @@ def _full_weighting(u: jax.Array, axis: int, kind: str) -> jax.Array:
 
 
 def _weights(n: int, kind: str) -> np.ndarray:
-    """Sum of all weights with which each coarse point enters `_interpolate`."""
+    """Sum of the weights of each coarse point in `_interpolate`."""
     points = np.arange(n)
     left, right = points // 2, np.minimum((points + 1) // 2, (n - 1) // 2)
     return (np.bincount(left) + np.bincount(left if kind == "constant" else right)) / 2

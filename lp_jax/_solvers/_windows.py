@@ -1,8 +1,8 @@
-"""Picard sweeps over a window of the layers that slides to a tolerance."""
+"""Picard sweeps to a tolerance, over a window of layers that slides."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from lp_jax._comms._workers import Local
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
 
+Tolerance = float | jax.Array | None
+
 
 class Slid(NamedTuple):
     """Result of a sliding window: states after every step, number of sweeps, squared first residual norm."""
@@ -23,12 +25,12 @@ class Slid(NamedTuple):
     first: Scalar
 
 
-def slide(level: Level, size: int, most: int, rtol: Any, atol: Any) -> Slid:
-    """Sweep over ``size`` steps at a time until the chain is through, in at most ``most`` sweeps of every worker.
+def slide(level: Level, size: int, most: int, rtol: Tolerance, atol: Tolerance) -> Slid:
+    """Sweep over ``size`` steps at a time to the end of the chain, in at most ``most`` sweeps of every worker.
 
-    After each sweep the window moves on by the steps whose entering states it did not change by more than a limit, one at least.
-    The limit for each step is such that all of them together meet the tolerances; a last sweep over all steps measures it. States
-    that are first seen start from the state that left the window before.
+    After each sweep the window moves on by the first steps whose entering states changed by no more than a limit, at least one.
+    If all steps are within their limits, the tolerances are met; a last sweep over all steps measures that. New steps start
+    from the state that left the window before.
 
     Source: Shih, Belkhale, Ermon, Sadigh, Anari, "Parallel sampling of diffusion models", 2023, algorithm 1.
     """
@@ -43,12 +45,12 @@ def slide(level: Level, size: int, most: int, rtol: Any, atol: Any) -> Slid:
 
 
 class _Window(NamedTuple):
-    """Where a window stands. Steps are counted from where the chain begins.
+    """State of the sliding window. Steps are counted from the beginning of the chain.
 
     Attributes:
         entering: states that enter the steps, leaves ``(n, ...)``; of those below ``reached`` only.
-        after: the state that enters step ``reached``, and stands for all later ones.
-        done: number of steps whose entering states are found.
+        after: the state that enters step ``reached``, the start for all later ones.
+        done: number of steps whose entering states have converged.
         reached: number of steps that were in a window.
         sweeps: number of sweeps.
         first: sum of the squared first residuals of the steps that were in a window.
@@ -62,23 +64,23 @@ class _Window(NamedTuple):
     first: Scalar
 
 
-def _slide(level: Level, y0: State, size: int, most: int, rtol: Any, atol: Any) -> Slid:
+def _slide(level: Level, y0: State, size: int, most: int, rtol: Tolerance, atol: Tolerance) -> Slid:
     """`slide` on one worker."""
     n, total = level.steps, level.workers.total(level.span)
     size = min(size, n)
     dtype = _tree.real_dtype(y0, at_least=jnp.float32)
     if not n:
         return Slid(_tree.repeat(y0, 0), jnp.int32(0), jnp.zeros((), dtype))
-    alone = Local(layers=size, held=(size,), processor=level.workers.processor)
+    one_worker = Local(layers=size, held=(size,), processor=level.workers.processor)
     order = jnp.arange(size, dtype=jnp.int32)[:: -1 if level.reverse else 1]
 
     def limit(at: _Window) -> Scalar:
-        """Squared change of a step's entering state that counts as none."""
-        asked = jnp.zeros((), dtype) if atol is None else jnp.square(jnp.asarray(atol, dtype)) / total
+        """Largest squared change of a converged entering state."""
+        limit = jnp.zeros((), dtype) if atol is None else jnp.square(jnp.asarray(atol, dtype)) / total
         if rtol is not None:
             each = at.first / jnp.maximum(at.reached, 1).astype(dtype)
-            asked = jnp.maximum(asked, jnp.square(jnp.asarray(rtol, dtype)) * each)
-        return asked
+            limit = jnp.maximum(limit, jnp.square(jnp.asarray(rtol, dtype)) * each)
+        return limit
 
     def turn(at: _Window) -> _Window:
         begin = jnp.minimum(at.done, n - size)
@@ -88,21 +90,21 @@ def _slide(level: Level, y0: State, size: int, most: int, rtol: Any, atol: Any) 
         old = _choose(seen, _rows(at.entering, row, size), at.after)
         y = _tree.take(old, -1 if level.reverse else 0)
         xs, rhs = _rows((level.xs, level.rhs), row, size)
-        inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=y, steps=size, workers=alone)
+        inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=y, steps=size, workers=one_worker)
         stepped, _ = sweep(inside, old)
-        new, after = alone.prefix_sums(_tree.sub(stepped, old), y, reverse=level.reverse)
+        new, after = one_worker.prefix_sums(_tree.sub(stepped, old), y, reverse=level.reverse)
         residuals = _squares(_tree.sub(stepped, _next(old, at.after, level.reverse)))
         first = at.first + jnp.sum(jnp.where(seen, 0, residuals))
         reached = jnp.maximum(at.reached, begin + size)
         at = at._replace(after=after, reached=reached, sweeps=at.sweeps + 1, first=first.astype(dtype))
         kept = _squares(_tree.sub(new, old)) <= limit(at)
         kept = jnp.cumprod((kept[::-1] if level.reverse else kept).astype(jnp.int32))
-        found = jax.tree.map(
+        entering = jax.tree.map(
             lambda x, w: lax.dynamic_update_slice(x, w, _tree.start(x, (row,)), allow_negative_indices=False),
             at.entering,
             new,
         )
-        return at._replace(entering=found, done=begin + jnp.maximum(1, jnp.sum(kept)).astype(jnp.int32))
+        return at._replace(entering=entering, done=begin + jnp.maximum(1, jnp.sum(kept)).astype(jnp.int32))
 
     zero = jnp.int32(0)
     begin = _Window(_tree.zeros_like(_tree.repeat(y0, n)), y0, zero, zero, zero, jnp.zeros((), dtype))
@@ -123,7 +125,7 @@ def _rows(tree: PyTree, first: jax.Array, size: int) -> PyTree:
 
 
 def _choose(seen: jax.Array, states: Points, other: State) -> Points:
-    """The states of the rows that were seen, and another one for the rest."""
+    """The states of the seen rows, and ``other`` for the rest."""
 
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, y[None].astype(x.dtype))
@@ -132,7 +134,7 @@ def _choose(seen: jax.Array, states: Points, other: State) -> Points:
 
 
 def _next(entering: Points, after: State, reverse: bool) -> Points:
-    """The states that leave the steps: those that enter the next ones."""
+    """The states that leave the steps: each enters the next step."""
 
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         y = y[None].astype(x.dtype)

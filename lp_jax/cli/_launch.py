@@ -109,7 +109,7 @@ class MPILaunch(SeveralProcesses):
 
     def __init__(self, options: Options | argparse.Namespace) -> None:
         super().__init__(options)
-        self._host = MPIComm().host
+        self._host = MPIComm().python_comm
         self.number, self.size = self._host.rank, self._host.size
         if self.size == 1:
             raise CommandError(

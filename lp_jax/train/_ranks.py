@@ -152,11 +152,11 @@ class Ranks:
 
     def agree(self, signal: int | None) -> int | None:
         """Return the signal that any rank received: ``agree`` of `fit`."""
-        return max(self.world.host.allgather(signal or 0)) or None
+        return max(self.world.python_comm.allgather(signal or 0)) or None
 
     def once(self, f: Callable[[], T]) -> T:
         """Call ``f()`` on rank 0 and return its value, or raise its exception, on every rank."""
-        return done_once(f, self.is_root, self.world.host.bcast)
+        return done_once(f, self.is_root, self.world.python_comm.bcast)
 
     def checkpoints(self, folder: str | os.PathLike[str], **options: Any) -> "RankCheckpoints":
         """Return checkpoints of the whole network, which rank 0 writes; arguments as for `Checkpoints`."""
@@ -168,7 +168,7 @@ class Ranks:
             return None
 
         def leaf(x: jax.Array, spread: bool) -> np.ndarray | None:
-            runs = self.layers.host.gather(np.asarray(x)) if spread else None
+            runs = self.layers.python_comm.gather(np.asarray(x)) if spread else None
             if not self.is_root:
                 return None
             return np.asarray(x) if runs is None else np.concatenate(runs)
@@ -183,13 +183,13 @@ class Ranks:
         def leaf(x: jax.Array, spread: bool) -> jax.Array:
             all_layers: np.ndarray | None = np.asarray(next(leaves)) if self.is_root else None
             if not spread:
-                return jnp.asarray(self.world.host.bcast(all_layers))
+                return jnp.asarray(self.world.python_comm.bcast(all_layers))
             run = None
             if self.data.rank == 0:
-                lengths = self.layers.host.allgather(len(x))
+                lengths = self.layers.python_comm.allgather(len(x))
                 runs = np.split(all_layers, np.cumsum(lengths)[:-1]) if all_layers is not None else None
-                run = self.layers.host.scatter(runs)
-            return jnp.asarray(self.data.host.bcast(run))
+                run = self.layers.python_comm.scatter(runs)
+            return jnp.asarray(self.data.python_comm.bcast(run))
 
         return self._leaf_by_leaf(leaf, like)
 
@@ -298,7 +298,7 @@ class RankCheckpoints:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
         def leaf(x: jax.Array, spread: bool) -> jax.ShapeDtypeStruct:
-            length = [sum(ranks.layers.host.allgather(len(x)))] if spread else []
+            length = [sum(ranks.layers.python_comm.allgather(len(x)))] if spread else []
             return jax.ShapeDtypeStruct((*length, *x.shape[len(length) :]), x.dtype, sharding=device)
 
         wanted = ranks._leaf_by_leaf(leaf, template)
