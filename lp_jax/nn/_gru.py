@@ -199,7 +199,7 @@ class GRU(nnx.Module):
     def solve_vjp(
         self, x: Sequences, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
     ) -> tuple[Solution, Callable[[State], tuple[None, Stats]]]:
-        """Return what `solve` does, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``.
+        """Return the solution of `solve`, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``.
 
         Args:
             x: as for `solve`.

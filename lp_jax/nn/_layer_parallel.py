@@ -165,7 +165,7 @@ class LayerParallel(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[Solution, Callable[[State], tuple[State, Stats]]]:
-        """Return what `solve` does and the pullback of the last state, with the stats of the adjoint solve.
+        """Return the solution of `solve` and the pullback of the last state, with the stats of the adjoint solve.
 
         Args:
             y: as for `solve`.

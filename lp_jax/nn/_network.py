@@ -99,7 +99,7 @@ class Network(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[Solution, Pullback]:
-        """Return what `solve` does, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)`` of the last state.
+        """Return the solution of `solve`, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)`` of the last state.
 
         Running statistics are not updated.
         """

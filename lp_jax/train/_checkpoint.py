@@ -117,7 +117,7 @@ def _fields(state: TrainState) -> dict[str, PyTree]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what the system said, or the error's first line."""
+    """Return the system's message, or the error's first line."""
     text = str(error) or type(error).__name__
     said = re.search(r": ([^:]*) \[os_error_code='\d+'\]", text)
     return said[1] if said else text.splitlines()[0]
