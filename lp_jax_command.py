@@ -1,10 +1,10 @@
-"""What the program ``lp-jax`` runs. Ctrl-C ends it from its first moment: before lp_jax and JAX are imported, too."""
+"""Entry point of the program ``lp-jax``. Ctrl-C ends it from the first moment, even before lp_jax and JAX are imported."""
 
 import signal
 import sys
 from typing import NoReturn
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own, an exception, is lost where an import catches it
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import could catch Python's exception
 
 
 def main() -> NoReturn:

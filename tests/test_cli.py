@@ -293,7 +293,7 @@ def finished(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(_report, "ITERATIONS", 1)
-        patch.setattr(lp_jax.MGRIT, "variants", variants)
+        patch.setattr(_report, "variants", variants)
         with pytest.raises(SystemExit) as caught:
             main(["train", "digits", "--out", str(folder), *SMALL, *MULTIGRID])
     assert caught.value.code == 0
@@ -388,7 +388,7 @@ def test_what_is_charged_is_what_was_taken():
     probe = {"kind": "probe"} | {f"adjoint_residual_{n}": 0.1 for n in (1, 2)}
     swept = {"kind": "train"} | {f"forward_residual_{n}": 0.1 for n in (1, 2, 3)}
     rows = [probe, {"kind": "depth", "layers": 4}, swept, {"kind": "depth", "layers": 8}, swept, {"kind": "train"}]
-    found = _cost.charged(rows, pair, layers=8, blocks=4, examples=10)
+    found = _cost.with_costs(rows, pair, layers=8, blocks=4, examples=10)
     sweeps = [planning.training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), n) for n in (4, 8)]
     work = np.cumsum([*(each.work() for each in sweeps), 3 * 8])
     depth = np.cumsum([*(each.depth() for each in sweeps), 3 * 8])

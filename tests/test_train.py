@@ -697,7 +697,7 @@ def test_a_run_that_cannot_be_is_refused(loss_and_params, samples, more, error, 
     "loss, message",
     [
         (lambda params, batch: jnp.sum(params), r"called as loss_fn\(params, batch, solver, adjoint_solver\)"),
-        (lambda params, batch, solver, adjoint_solver: jnp.sum(params), "got an array alone"),
+        (lambda params, batch, solver, adjoint_solver: jnp.sum(params), "got an array only"),
         (lambda params, batch, solver, adjoint_solver: (jnp.sum(params), {}), r"got \(an array, dict\)"),
     ],
 )

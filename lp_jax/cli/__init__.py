@@ -14,7 +14,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit: 0, or with one line on standard error 1 (failed), 2 (wrong use), 128 + signal."""
     args = list(sys.argv[1:] if args is None else args)
     code = 0
-    before = {
+    handlers = {
         number: signal.signal(number, f) for number, f in {signal.SIGTERM: terminate, signal.SIGINT: stop}.items()
     }
     keep_heap()
@@ -24,6 +24,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         message, code = describe(error, args)
         print(message, file=sys.stderr)
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     sys.exit(code)

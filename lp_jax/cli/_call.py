@@ -1,30 +1,31 @@
-"""The options of one call of ``lp-jax train``, apart from those that settings and solvers are made of."""
+"""The options of one call of ``lp-jax train``, without those of settings and solvers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from lp_jax._arrays._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How one call trains, on which processes and devices, and where its results go.
+    """Options of one call: method, processes, devices, and the folder of the results.
 
     Attributes:
         out: folder for all results.
-        resume: whether to go on with the run in that folder.
+        resume: whether to continue the run in that folder.
         debug: whether an error shows its traceback.
         devices: number of devices that the layers are spread over.
         mesh: sizes of the axes that layers and examples are spread over, like "layers=2,data=2".
         mpi: whether MPI ranks hold the layers.
-        distributed: whether processes of ``jax.distributed`` do.
-        coordinator: address of process 0 of these.
-        process: number of this process and of all of them, like "0/2".
-        method: how to train, one of `METHODS`.
-        depths: numbers of layers that a method goes through, if not its own.
+        distributed: whether processes of ``jax.distributed`` hold the layers.
+        coordinator: address of process 0 of ``jax.distributed``.
+        process: number of this process and number of processes, like "0/2".
+        method: method of training, one of `METHODS`.
+        depths: numbers of layers of the method's stages; None for the defaults.
         controller: bound of the gradient's error, as a part of its noise; None trains without a controller.
         checkpoint_every: number of steps between checkpoints.
-        probe_every: number of steps between gradient probes, if not the usual one.
+        probe_every: number of steps between gradient probes; None for the default.
         log_every: number of steps between fetching metrics.
         no_compare: whether to leave the exact baseline out.
         no_pictures: whether to leave pictures out.
@@ -49,9 +50,9 @@ class Options:
     no_pictures: bool
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> "Options":
-        """Return the record of options that a parser returned by name."""
-        return Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
+    def of(values: Mapping[str, PyTree]) -> "Options":
+        """Return the record of a parser's values."""
+        return Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
 
 
 METHODS = ("direct", "one-shot", "nested", "mgopt")

@@ -1,4 +1,4 @@
-"""The menus of ``lp-jax``: which command is meant. Each reads its own options."""
+"""The menus of ``lp-jax``. Each command reads its own options."""
 
 import argparse
 import ast
@@ -18,8 +18,8 @@ _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _ABOUT = "Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard sweeps."
 _COMMANDS = {
     "train": "Train a deep network, layer-parallel, and compare with the exact baseline.",
-    "demo": "Train one network in six ways, and compare how long each takes to the same accuracy.",
-    "plan": "Predict before training what layer-parallelism gives, and with which solver.",
+    "demo": "Train one network in six ways, and compare the times to the same accuracy.",
+    "plan": "Predict the time of layer-parallel training, and recommend a solver.",
     "bench": "Time the library against its alternatives. The suites come with the source.",
     "info": "Show versions, devices and MPI.",
 }
@@ -87,7 +87,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the entry of a menu that comes first, and the arguments after it; print the menu where there is none."""
+    """Return the first argument, an entry of the menu, and the arguments after it; print the menu if there are none."""
     prog = f"lp-jax {command}".rstrip()
     parser = MenuParser(
         prog=prog,
@@ -108,22 +108,22 @@ def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence
 
 
 def summaries(folder: Path, pattern: str = "") -> dict[str, str]:
-    """Return the first line of every public module's docstring, of those whose source matches; none is imported."""
+    """Return the first docstring line of every public module whose source matches, without importing it."""
     sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("[!_]*.py"))}
-    found = {name: text for name, text in sources.items() if re.search(pattern, text, re.MULTILINE)}
-    return {name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in found.items()}
+    matching = {name: text for name, text in sources.items() if re.search(pattern, text, re.MULTILINE)}
+    return {name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in matching.items()}
 
 
 def problems() -> dict[str, str]:
-    """Return the problems, and what each is."""
+    """Return the problems with a line on each."""
     return summaries(Path(__file__).parent / "problems")
 
 
 def _suites() -> dict[str, str]:
-    found = summaries(_BENCHMARKS, r"^(def main\(arguments|main = )")
-    if not found:
+    suites = summaries(_BENCHMARKS, r"^(def main\(arguments|main = )")
+    if not suites:
         raise CommandError(
             "the benchmarks come with the source and not with the package: clone the repository, and in its folder "
             "pip install -e '.[bench]'."
         )
-    return found
+    return suites

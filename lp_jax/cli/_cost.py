@@ -1,40 +1,38 @@
-"""The cost of a run: evaluations of layers, and how many of them followed each other."""
+"""The cost of a run: evaluations of layers, and the number of evaluations one after another."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from lp_jax import Serial, planning
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._models import Pair
-from lp_jax.train._log import unflat
-
-Row = Mapping[str, Any]
+from lp_jax.train._log import Row, unflat
 
 
 class Cost(NamedTuple):
     """Evaluations of layers: forward ones, transposed ones, gradients of parameters.
 
     Attributes:
-        work: all of them; of a run, times the examples that each was for.
-        depth: those that follow each other, if all that can be done at the same time is. None where it is not known.
+        work: number of evaluations; for a run, times the examples of each.
+        depth: number of evaluations one after another, if all others run at the same time; None if it is not known.
     """
 
     work: float
     depth: float | None
 
 
-def charged(rows: Sequence[Row], solvers: Pair, *, layers: int, blocks: int, examples: int) -> list[dict[str, Any]]:
-    """Return the rows of training with the work and the depth up to there, of all blocks; probes and buffers are not counted.
+def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, blocks: int, examples: int) -> list[Row]:
+    """Return the rows of training with the work and the depth up to there, of all blocks, without probes and buffers.
 
-    A solver with a tolerance is charged what it took: its forward iterations in each row, its adjoint ones in the last probe;
-    a row without any was a step by serial propagation, for a `lp_jax.train.Controller`. Work and depth are None for solvers
+    A solver with a tolerance counts with the iterations that it took: forward those of each row, adjoint those of the last
+    probe. A row without iterations was a serial step of a `lp_jax.train.Controller`. Work and depth are None for solvers
     that cannot be counted.
 
     Args:
-        rows: those of a log; rows of kind "depth" tell where the number of layers changes.
+        rows: rows of a log; rows of kind "depth" mark changes of the number of layers.
         solvers: the forward and the adjoint solver.
-        layers: number of layers of a block, where no row tells.
+        layers: number of layers of a block, before any row of kind "depth".
         blocks: number of blocks, which are solved one after another.
         examples: number of examples of a step.
     """
@@ -59,8 +57,9 @@ def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Ro
         elif row["kind"] == "probe":
             probed = unflat("adjoint_residual", row)
         elif row["kind"] == "train":
-            gradient, trial = _counted(*_ended(solvers, len(unflat("forward_residual", row)), len(probed)), layers)
-            if "gradients" in row:  # of MG/Opt, all of them
+            iterations = len(unflat("forward_residual", row)), len(probed)
+            gradient, trial = _costs_of(*_with_iterations(solvers, *iterations), layers)
+            if "gradients" in row:  # MG/Opt counts its gradients itself
                 work = gradient.work * row["gradients"]
                 yield row, Cost(work, work if exact else None)
             else:
@@ -68,7 +67,7 @@ def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Ro
                 yield row, Cost(*(x + trials * y for x, y in zip(gradient, trial, strict=True)))
 
 
-def _ended(solvers: Pair, forward: int, adjoint: int) -> Pair:
+def _with_iterations(solvers: Pair, forward: int, adjoint: int) -> Pair:
     """Return the solvers with the iterations that they took."""
     solver, adjoint_solver = solvers
     if solver.has_tolerance:
@@ -81,8 +80,8 @@ def _ended(solvers: Pair, forward: int, adjoint: int) -> Pair:
 
 
 @functools.lru_cache(maxsize=1024)
-def _counted(solver: Solver, adjoint_solver: Solver, layers: int) -> tuple[Cost, Cost]:
-    """Return what a gradient takes, and a trial of a line search: a forward solve with the effort of the adjoint."""
+def _costs_of(solver: Solver, adjoint_solver: Solver, layers: int) -> tuple[Cost, Cost]:
+    """Return the costs of a gradient, and of a trial of a line search: a forward solve with the adjoint's iterations."""
     gradient = planning.training_step(solver, adjoint_solver, layers)
     trial = planning.count(adjoint_solver, layers)
     return Cost(gradient.work(), gradient.depth()), Cost(trial.work(), trial.depth())

@@ -1,11 +1,11 @@
-"""``lp-jax demo``: one network trained exactly, layer-parallel and depth by depth; how long each takes to the same accuracy."""
+"""``lp-jax demo``: train one network exactly, layer-parallel and depth by depth, and compare times to the same accuracy."""
 
 import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,11 +29,12 @@ from lp_jax.cli._report import make_writable, quick_compilation, save, write_jso
 from lp_jax.cli._settings import prepare
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import Copies, Devices, OneDevice, Place, mesh_comm
-from lp_jax.train._log import measured
+from lp_jax.train._log import Row, measured
+from lp_jax.train._types import Batch
 
 ABOUT = """\
-Train a deep network on handwritten digits exactly, layer-parallel and depth by depth. A table tells how long each takes to the
-same accuracy, and below it stands why. Five pictures show what the solver does. Takes two minutes on two cores."""
+Train a deep network on handwritten digits exactly, layer-parallel and depth by depth. A table compares the times to the same
+accuracy, with the reasons below. Five pictures show the solver at work. This takes two minutes on two cores."""
 
 SIZES = {"width": 8, "t1": 1.0, "batch_size": 8, "learning_rate": 3e-3}
 """Options of ``lp-jax train digits`` that differ from its defaults."""
@@ -52,7 +53,7 @@ _MOST_WORKERS = 8
 
 
 class Way(NamedTuple):
-    """A way to train the network: numbers of layers, one after another, the solvers of each, and where."""
+    """A way to train the network: successive numbers of layers, the solvers, and the place."""
 
     depths: Sequence[int]
     solvers: Pair
@@ -60,22 +61,22 @@ class Way(NamedTuple):
 
 
 def sweeps(number: tuple[int, int]) -> tuple[Picard, Picard]:
-    """Sweeps over all layers, forward and adjoint."""
+    """Return solvers by sweeps over all layers, forward and adjoint."""
     forward, adjoint = number
     return Picard(sweeps=forward), Picard(sweeps=adjoint)
 
 
 class Run(NamedTuple):
-    """A training, as it went.
+    """A finished training.
 
     Attributes:
-        rows: those of its log, without the time of compilation.
-        compilation: seconds.
+        rows: rows of its log, without the time of compilation.
+        compilation: seconds of compilation.
         errors: relative error of the gradient at the first parameters, and at the last ones.
         params: the trained parameters, on one device.
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     compilation: float
     errors: tuple[float, float]
     params: PyTree
@@ -86,7 +87,7 @@ class Run(NamedTuple):
         return [row["accuracy"] for row in self.rows if row["kind"] == "test"]
 
     def seconds(self, accuracy: float | None = None) -> float:
-        """Return the time of training until the test set was first answered that well; of all of it for None."""
+        """Return the seconds of training until the test set first reached this accuracy; None means the whole training."""
         clock = 0.0
         for row in self.rows:
             clock += row["step_time"] if row["kind"] == "train" else 0.0
@@ -100,15 +101,15 @@ EXACT: Pair = (Serial(), Serial())
 
 def ways(layers: int, comm: MeshComm | None) -> dict[str, Way]:
     """Return the ways to train this many layers, by name; ``comm`` is None on one device."""
-    alone, depths = OneDevice(), (layers // 4, layers // 2, layers)
-    spread = alone if comm is None else Devices(comm)
-    found = {"exact": Way((layers,), EXACT, alone)}
+    single, depths = OneDevice(), (layers // 4, layers // 2, layers)
+    spread = single if comm is None else Devices(comm)
+    exact = {"exact": Way((layers,), EXACT, single)}
     if comm is not None:
-        found["data parallel"] = Way((layers,), EXACT, Copies(comm))
-    return found | {
+        exact["data parallel"] = Way((layers,), EXACT, Copies(comm))
+    return exact | {
         "layer-parallel": Way((layers,), sweeps(SWEEPS), spread),
         "layer-parallel, rough": Way((layers,), sweeps(ROUGH), spread),
-        "nested": Way(depths, EXACT, alone),
+        "nested": Way(depths, EXACT, single),
         "nested, layer-parallel": Way(depths, sweeps(SWEEPS), spread),
     }
 
@@ -125,7 +126,7 @@ def trained(name: str, way: Way, settings: Settings, task: Task, console: Consol
     def test(model: nn.Classifier) -> list[train.Every]:
         exact, _ = task.loss(built(settings, task, OneDevice(), EXACT, trunk_of(model).num_layers))
 
-        def measure(state: train.TrainState, batch: Any) -> dict[str, Any]:
+        def measure(state: train.TrainState, batch: Batch) -> dict[str, object]:
             return train.evaluate(exact, _on_one_device(state.params), task.test_batches)._asdict()
 
         return [train.Every("test", task.steps_per_epoch, measure)]
@@ -139,16 +140,16 @@ def trained(name: str, way: Way, settings: Settings, task: Task, console: Consol
     return _run(log, errors, _on_one_device(state.params))
 
 
-def trunk_of(model: nn.Classifier) -> Any:
-    """Return the layers that are solved for: a `lp_jax.nn.LayerParallel`."""
+def trunk_of(model: nn.Classifier) -> nn.LayerParallel:
+    """Return the layers that are solved for."""
+    assert isinstance(model.trunk, nn.LayerParallel)
     return model.trunk
 
 
 def layers_problem(made: Experiment) -> lp_jax.Problem:
-    """Return the layers with the first batch."""
+    """Return the problem of the layers for the first batch."""
     x, *_ = next(made.batches(0))
-    problem: lp_jax.Problem = trunk_of(made.model).problem(made.model.opening(x))
-    return problem
+    return trunk_of(made.model).problem(made.model.opening(x))
 
 
 def _on_one_device(params: PyTree) -> PyTree:
@@ -156,12 +157,12 @@ def _on_one_device(params: PyTree) -> PyTree:
 
 
 def _error(made: Experiment) -> float:
-    """The relative error of the gradient of the first batch."""
+    """Return the relative error of the gradient of the first batch."""
     return float(train.gradient_error(made.loss_fn, made.params, next(made.batches(0)), *made.solvers).relative)
 
 
 def _run(log: train.Log, errors: tuple[float, float], params: PyTree) -> Run:
-    """Return what a log says. The first step of each depth compiles; it counts like the one after it."""
+    """Return a run from its log. The first step of each depth compiles, so it gets the time of the second."""
     rows, compilation = [dict(row) for row in log.rows], 0.0
     steps = [row for row in rows if row["kind"] == "train"]
     for begun in (row["step"] for row in rows if row["kind"] == "depth"):
@@ -172,7 +173,7 @@ def _run(log: train.Log, errors: tuple[float, float], params: PyTree) -> Run:
 
 
 def target_of(runs: Mapping[str, Run]) -> float:
-    """The accuracy that all of them have at the end."""
+    """Return the accuracy that all runs reach at the end."""
     return min(run.accuracies[-1] for run in runs.values())
 
 
@@ -195,23 +196,23 @@ def numbers_of(runs: Mapping[str, Run]) -> dict[str, dict[str, float]]:
 
 
 def table(runs: Mapping[str, Run]) -> Table:
-    found = Table(box=box.SIMPLE_HEAD)
-    found.add_column("training", no_wrap=True)
+    result = Table(box=box.SIMPLE_HEAD)
+    result.add_column("training", no_wrap=True)
     for name in (f"to {target_of(runs):.1%}", "all epochs", "accuracy", "gradient error"):
-        found.add_column(name, justify="right", no_wrap=True)
+        result.add_column(name, justify="right", no_wrap=True)
     for name, row in numbers_of(runs).items():
-        found.add_row(
+        result.add_row(
             name,
             f"{row['seconds']:5.2f} s ({row['of_exact']:.2f})",
             f"{row['all_seconds']:5.2f} s ({row['all_of_exact']:.2f})",
             f"{row['accuracy']:.1%}",
             f"{row['first_error']:.0e}, {row['last_error']:.0e}" if row["last_error"] else "none",
         )
-    return found
+    return result
 
 
 def reason(made: Experiment, comm: MeshComm | None, runs: Mapping[str, Run]) -> str:
-    """Return why the layer-parallel row takes the time that it takes."""
+    """Return an explanation of the time of the layer-parallel row."""
     return why(
         layers_problem(made),
         sweeps(SWEEPS),
@@ -223,7 +224,7 @@ def reason(made: Experiment, comm: MeshComm | None, runs: Mapping[str, Run]) -> 
 
 
 def predictions(made: Experiment, params: PyTree) -> Iterator[str]:
-    """Yield a line for one H200 and one for eight: the planner's prediction for the same network there."""
+    """Yield the planner's predictions for the same network on one H200 and on eight."""
     gpu = planning.estimate(layers_problem(made), device="H200")
     gpu = dataclasses.replace(gpu, latency=1e-5, bandwidth=2e11)
     plan = train.plan(made.model, params, next(made.batches(0)), machine=gpu, error=1e-2, seconds=2.0)
@@ -247,10 +248,10 @@ def pictures(made: Experiment, workers: int, runs: Mapping[str, Run]) -> dict[st
         errors = gradient_errors(made, params)
         steps = made.task.steps_per_epoch * made.settings.training.epochs
         history = [residual_row(made, step, at) for step, at in ((0, made.params), (steps, params))]
-    alone = planning.training_step(Serial(), Serial(), layers).work()
+    exact = planning.training_step(Serial(), Serial(), layers).work()
     work = {
         name: [
-            planning.training_step(planning.with_effort(s, n), planning.with_effort(s, n), layers).work() / alone
+            planning.training_step(planning.with_effort(s, n), planning.with_effort(s, n), layers).work() / exact
             for n in _EFFORTS
         ]
         for name, s in _SHOWN.items()
@@ -271,7 +272,7 @@ _SHOWN: Mapping[str, Solver] = {
     "two levels, injection": MGRIT(coarsening=16, coarse_step=Rediscretize()),
     "two levels, Picard 1": MGRIT(coarsening=16),
 }
-"""Solvers of the picture of errors: that of the table, and cycles beside it."""
+"""Solvers of the picture of errors: that of the table, and cycles to compare."""
 
 _EFFORTS = (1, 2, 3, 4)
 
@@ -289,19 +290,19 @@ def gradient_errors(made: Experiment, params: PyTree) -> dict[str, list[float]]:
 
 
 _SIX = Picard(sweeps=6)
-"""The solver of the picture of residual norms: six sweeps, where the table's row has three, show how fast norms fall."""
+"""Solver of the picture of residual norms: six sweeps (the table has three) show how fast norms fall."""
 
 
-def residual_row(made: Experiment, step: int, params: PyTree) -> dict[str, Any]:
+def residual_row(made: Experiment, step: int, params: PyTree) -> Row:
     """Return the residual norms of six sweeps at some parameters."""
-    found = train.residuals(made.model, params, next(made.batches(0)), _SIX, _SIX)
+    solves = train.residuals(made.model, params, next(made.batches(0)), _SIX, _SIX)
     return {
         "kind": "probe",
         "step": step,
-        **measured("forward_residual", found.forward.residual_norms.tolist()),
-        "forward_scale": float(found.forward_scale),
-        **measured("adjoint_residual", found.adjoint.residual_norms.tolist()),
-        "adjoint_scale": float(found.adjoint_scale),
+        **measured("forward_residual", solves.forward.residual_norms.tolist()),
+        "forward_scale": float(solves.forward_scale),
+        **measured("adjoint_residual", solves.adjoint.residual_norms.tolist()),
+        "adjoint_scale": float(solves.adjoint_scale),
     }
 
 
@@ -340,10 +341,10 @@ def run(args: Sequence[str]) -> None:
     out.print(table(runs))
     out.print(EXPLAINED.format(*SWEEPS, *ROUGH))
     made = experiment(settings, task)
-    with console.status("what each part of a step takes on this machine"):
+    with console.status("measuring each part of a step on this machine"):
         text = reason(made, comm, runs)
     out.print(f"{text}\n")
-    with console.status("what the planner says of other machines"):
+    with console.status("predicting times on other machines"):
         lines = list(predictions(made, next(iter(runs.values())).params))
     out.print("\n".join(["Predicted for the same network on other machines:", *lines, ""]))
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""Errors of the command line, and how any error is shown: in one line, with an exit code."""
+"""Errors of the command line. Every error is shown in one line, with an exit code."""
 
 import errno
 import itertools
@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
-    """Base of errors whose message says all that a user needs."""
+    """Base of errors with a message that is complete for a user."""
 
     code: int
 
@@ -26,14 +26,14 @@ class CommandError(UserError):
 
 
 class UsageError(UserError):
-    """Options that are wrong or contradict each other; ``command`` is the one whose help tells more."""
+    """Options that are wrong or contradict each other; the help of ``command`` describes them."""
 
     code = 2
     command: str | None = None
 
 
 class Terminated(BaseException):
-    """SIGTERM outside of a training loop, which would finish its step first."""
+    """SIGTERM outside of a training loop (a training loop would finish its step first)."""
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
@@ -41,7 +41,7 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End the process on Ctrl-C, outside of a training loop. An exception could be caught on its way, by an import say."""
+    """End the process on Ctrl-C, outside of a training loop. An exception could be caught, for example by an import."""
     sys.stderr.write(f"\n{_line('SIGINT: stopped')}\n")
     sys.stderr.flush()
     os._exit(128 + number)

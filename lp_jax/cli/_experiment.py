@@ -1,4 +1,4 @@
-"""Data, model and loss of a training; and one run of it."""
+"""Data, model and loss of a training, and a run of it."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from lp_jax import nn, planning
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._call import Options
-from lp_jax.cli._cost import charged
+from lp_jax.cli._cost import with_costs
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._models import Pair, Site
@@ -45,7 +45,7 @@ from lp_jax.train import (
     residuals,
     scale_by_lbfgs,
 )
-from lp_jax.train._log import flat, measured
+from lp_jax.train._log import Row, flat, measured
 from lp_jax.train._types import Batch
 from lp_jax.train.contrib import mgopt
 
@@ -58,10 +58,10 @@ class Experiment(NamedTuple):
     settings: Settings
     task: Task
     solvers: Pair  # forward and adjoint
-    place: Place  # where all this lives
+    place: Place  # devices of layers and examples
     model: nn.Classifier  # the network at its initial parameters
     tested: nn.Classifier  # the network in evaluation mode: no dropout, running statistics
-    loss_fn: LossFn  # loss of training, on batches ``(inputs, labels)``, with a key where there is dropout
+    loss_fn: LossFn  # loss of training, on batches ``(inputs, labels)``, with a key for dropout
     test_fn: LossFn  # loss of evaluation
     params: PyTree  # the initial parameters
 
@@ -69,8 +69,8 @@ class Experiment(NamedTuple):
         """Return the same with another network."""
         return _around(self.settings, self.task, self.solvers, self.place, model)
 
-    def batches(self, epoch: int) -> Iterator[Any]:
-        """Yield the batches of an epoch where they are used."""
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch, on the devices that use them."""
         seed = self.settings.training.seed
         for number, batch in enumerate(self.task.batches(epoch)):
             x, labels = self.place.share(batch)
@@ -86,7 +86,7 @@ class Experiment(NamedTuple):
 
 
 def experiment(settings: Settings, task: Task, place: Place = OneDevice(), solvers: Pair | None = None) -> Experiment:
-    """Build the model, its layers where they will be used."""
+    """Build the model, with its layers on the devices that use them."""
     pair = solvers or settings.model.solvers
     model = built(settings, task, place, pair, settings.layers)
     return _around(settings, task, pair, place.holding(model), model)
@@ -115,8 +115,8 @@ def _around(settings: Settings, task: Task, solvers: Pair, place: Place, model: 
     )
 
 
-_PROBES = 6  # of the gradient in a run, if not said otherwise
-_TESTS = 20  # where each step is an epoch
+_PROBES = 6  # of the gradient in a run, by default
+_TESTS = 20  # in a run, if each step is an epoch
 
 
 class Run(NamedTuple):
@@ -130,18 +130,18 @@ class Run(NamedTuple):
     blocks: int
     examples: int  # of a step
     devices: int = 1
-    seconds: float | None = None  # of this call, compiling and measuring too; None where it had nothing left to train
+    seconds: float | None = None  # of this call, with compiling and measuring; None if nothing was left to train
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
-        """Those of the log, with work and depth where training is."""
+    def rows(self) -> list[Row]:
+        """Rows of the log, with work and depth in those of training."""
         others = [row for row in self.log.rows if row["kind"] != "train"]
         sizes = {"layers": self.layers, "blocks": self.blocks, "examples": self.examples}
-        return others + charged(self.log.rows, self.solvers, **sizes)
+        return others + with_costs(self.log.rows, self.solvers, **sizes)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Row:
         test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]
-        # the first time of each process holds its compilation
+        # the first time of each process includes its compilation
         times = [row["step_time"] for row in self.log.of("train")]
         probed = {}
         if probes and not all(solver.exact for solver in self.solvers):  # a resumed run may have had others before
@@ -161,7 +161,7 @@ class Run(NamedTuple):
 
 
 def _longer(solver: Solver) -> Solver:
-    """Return the solver with enough iterations to see how fast they converge; unchanged where a tolerance ends them."""
+    """Return the solver with enough iterations to show its convergence; unchanged if it has a tolerance."""
     return solver if solver.has_tolerance else planning.with_effort(solver, max(solver.iterations + 2, 4))
 
 
@@ -183,7 +183,7 @@ def train_one(
     if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)
     log = Log(folder / "metrics.jsonl" if launch.is_root else None)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "log": log,
         "log_every": options.log_every,
         "checkpoint_every": options.checkpoint_every,
@@ -194,7 +194,7 @@ def train_one(
     layers = made.settings.layers // blocks
     optimizer = optax.adam(made.settings.training.learning_rate)
     if method == "nested":
-        before = len(log.of("train"))
+        rows = len(log.of("train"))
         steps = made.task.steps_per_epoch
         _, state, _ = depth_by_depth(
             made,
@@ -204,9 +204,9 @@ def train_one(
             measures=lambda model: _measures(made.of(model), solvers, options, steps),
             folder=folder / "checkpoints",
             config=_fingerprint(made, "nested"),
-            **given,
+            **arguments,
         )
-        seconds = time.perf_counter() - begun if len(log.of("train")) > before else None
+        seconds = time.perf_counter() - begun if len(log.of("train")) > rows else None
         examples = made.settings.training.batch_size
         return Run(name, state, log, solvers, layers, blocks, examples, made.place.devices, seconds)
     start = STARTS[method](made, solvers, options, optimizer)
@@ -218,7 +218,7 @@ def train_one(
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
             console.print(f"{name}: going on after step {int(state.step)}", markup=False, highlight=False)
-        before = int(state.step)
+        first = int(state.step)
         state, _ = fit(
             start.step_fn,
             state,
@@ -230,19 +230,19 @@ def train_one(
             controller=controller,
             measures=_measures(made, solvers, options, start.steps_per_epoch),
             checkpoints=checkpoints,
-            **given,
+            **arguments,
         )
     examples = made.settings.training.batch_size * made.task.steps_per_epoch // start.steps_per_epoch
-    seconds = time.perf_counter() - begun if int(state.step) > before else None
+    seconds = time.perf_counter() - begun if int(state.step) > first else None
     return Run(name, state, log, solvers, layers, blocks, examples, made.place.devices, seconds)
 
 
 class Start(NamedTuple):
-    """Where a method begins, for `lp_jax.train.fit`."""
+    """The beginning of a method, as arguments of `lp_jax.train.fit`."""
 
     step_fn: StepFn
     state: TrainState
-    batches: Callable[[int], Iterable[Any]]
+    batches: Callable[[int], Iterable[Batch]]
     steps_per_epoch: int
 
 
@@ -252,7 +252,7 @@ def _direct(made: Experiment, solvers: Pair, options: Options, optimizer: Optimi
 
 
 def _one_shot(made: Experiment, solvers: Pair, options: Options, optimizer: Optimizer) -> Start:
-    """All examples in each step; L-BFGS, whose trials take the solver of the adjoint."""
+    """Take all examples in each step, and L-BFGS, whose trials use the adjoint solver."""
     batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
     step_fn, state = one_shot(
         made.loss_fn,
@@ -306,10 +306,10 @@ def depth_by_depth(
 
 
 def schedule(options: Options, settings: Settings) -> list[int]:
-    """Return the numbers of layers that a method goes through: those of ``--depths``, or parts of the network's."""
+    """Return the numbers of layers of a method's stages: those of ``--depths``, or parts of the network's."""
     parts, layers = _PARTS[options.method], settings.layers
     depths = options.depths or [layers // part for part in parts if layers % part == 0]
-    factors = [after / before for before, after in itertools.pairwise(depths)]
+    factors = [deeper / depth for depth, deeper in itertools.pairwise(depths)]
     if depths[-1] != layers or not factors or not all(factor > 1 and factor.is_integer() for factor in factors):
         raise UsageError(
             f"--depths must have two numbers or more, each a multiple of the one before, and end with the {layers} layers of "
@@ -321,7 +321,7 @@ def schedule(options: Options, settings: Settings) -> list[int]:
 
 
 def check_method(options: Options, settings: Settings) -> None:
-    """Refuse a method that this network cannot have."""
+    """Refuse a method that does not suit this network."""
     method = options.method
     if method == "one-shot" and getattr(settings.model, "dropout", 0.0) > 0:
         raise UsageError("--method one-shot needs the same network in every step; add --dropout 0.")
@@ -335,7 +335,7 @@ def check_method(options: Options, settings: Settings) -> None:
 
 
 _PARTS = {"nested": (4, 2, 1), "mgopt": (2, 1)}
-"""Methods that go through several depths: what the network's number of layers is divided by, if not said otherwise."""
+"""Methods with several depths: the default divisors of the network's number of layers."""
 
 
 def _loss(made: Experiment, model: nn.Classifier) -> tuple[LossFn, PyTree]:
@@ -343,28 +343,28 @@ def _loss(made: Experiment, model: nn.Classifier) -> tuple[LossFn, PyTree]:
     return of.loss_fn, of.params
 
 
-def _fingerprint(made: Experiment, method: str) -> dict[str, Any]:
-    """Return what checkpoints must agree in."""
-    found = made.settings.fingerprint()
-    return found if method == "direct" else found | {"method": method}
+def _fingerprint(made: Experiment, method: str) -> dict[str, object]:
+    """Return the settings in which checkpoints must agree."""
+    settings = made.settings.fingerprint()
+    return settings if method == "direct" else settings | {"method": method}
 
 
 def _measures(made: Experiment, solvers: Pair, options: Options, steps_per_epoch: int) -> list[Every]:
-    """Return what is measured as training goes on: the test set's score, and the error of the gradient."""
+    """Return the measurements during training: the test set's score, and the error of the gradient."""
     solver, adjoint_solver = solvers
     total = steps_per_epoch * made.settings.training.epochs
 
-    def test(state: TrainState, batch: Batch) -> dict[str, Any]:
+    def test(state: TrainState, batch: Batch) -> dict[str, object]:
         return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
     def restarted(
-        params: PyTree, given: Batch, solver: Solver, adjoint_solver: Solver | None
+        params: PyTree, operands: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[jax.Array, Info]:
-        batch, restart = given
+        batch, restart = operands
         exact = solver.exact and (adjoint_solver is None or adjoint_solver.exact)
         return made.loss_fn(params, batch, solver, adjoint_solver, *(() if exact else restart))
 
-    def probe(state: TrainState, batch: Batch) -> dict[str, Any]:
+    def probe(state: TrainState, batch: Batch) -> dict[str, object]:
         restart = () if state.restart is None else (state.restart,)
         error = gradient_error(
             restarted, state.params, (batch, restart), solver, adjoint_solver, ranks=made.place.ranks

@@ -1,8 +1,8 @@
-"""The C library's heap: memory that a step gives back is kept for the next one.
+"""The C library's heap: memory that a step frees is kept for the next one.
 
-XLA takes the temporaries of a step from the C library. glibc may give them back to the system after each step, and the next
-step then fetches every page anew: up to half of its time. Which programs suffer hangs on a few bytes, so a comparison of two
-programs may measure nothing else.
+XLA takes the temporaries of a step from the C library. glibc may return them to the system after each step. The next step
+then fetches every page anew, which takes up to half of its time. A few bytes decide whether a program suffers, so comparing
+two programs may measure nothing else.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "MALLOC
 
 
 def keep_heap() -> None:
-    """Ask glibc to keep what is given back; nothing where another C library is, or the user has settings of his own.
+    """Ask glibc to keep freed memory. Does nothing with another C library, or if the user has settings of their own.
 
-    From inside, by ``mallopt``: the variables that do the same are read before a process starts, and a command would have to
-    start itself once more.
+    It calls ``mallopt``, because environment variables are read before a process starts: a command would have to start itself
+    again.
     """
     if any(name in os.environ for name in _OWN):
         return

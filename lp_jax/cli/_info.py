@@ -27,7 +27,7 @@ def report() -> str:
 
 
 def version(name: str) -> str:
-    """Return the version of an installed package, or how to get it."""
+    """Return the version of an installed package, or how to install it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def version(name: str) -> str:
 
 
 def _mpi() -> str:
-    """The MPI library that mpi4py finds; asked without starting MPI."""
+    """Return the MPI library that mpi4py finds, without starting MPI."""
     try:
         import mpi4py
 

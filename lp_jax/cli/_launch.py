@@ -1,4 +1,4 @@
-"""``--mpi`` and ``--distributed``: the processes of one run, how they decide together and how they end together."""
+"""``--mpi`` and ``--distributed``: the processes of one run, their common decisions and their common end."""
 
 import abc
 import argparse
@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
+from lp_jax._arrays._types import PyTree
 from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError, UserError, describe
 from lp_jax.train._ranks import done_once
@@ -29,7 +30,7 @@ _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 
 
 class Launch(abc.ABC):
-    """One process of a run, as a context in which the run goes on."""
+    """One process of a run, as a context of the run."""
 
     number = 0
     size = 1
@@ -39,12 +40,12 @@ class Launch(abc.ABC):
 
     @property
     def is_root(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """Whether this process writes files and prints."""
         return self.number == 0
 
     @abc.abstractmethod
     def once(self, f: Callable[[], T]) -> T:
-        """Return ``f()``, done by process 0, in every process; or raise the `CommandError` that it raised."""
+        """Call ``f()`` in process 0, and return its value or raise its `UserError` in every process."""
 
     @abc.abstractmethod
     def agree(self, signal: int | None) -> int | None:
@@ -54,7 +55,7 @@ class Launch(abc.ABC):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:  # noqa: B027
-        """Leave an error to whoever catches it."""
+        """Pass an error on."""
 
 
 class SingleProcess(Launch):
@@ -70,8 +71,8 @@ class SingleProcess(Launch):
 class SeveralProcesses(Launch):
     """One of several processes.
 
-    The first process shows an error that all of them meet. A process that fails while others do not shows its error and
-    ends the whole job, as the others would wait for it.
+    If all processes fail, the first one shows the error. If only some fail, each shows its error and ends the whole job,
+    because the others would wait for it.
     """
 
     def once(self, f: Callable[[], T]) -> T:
@@ -91,12 +92,12 @@ class SeveralProcesses(Launch):
         raise SystemExit(code)
 
     @abc.abstractmethod
-    def _broadcast(self, value: Any) -> Any:
+    def _broadcast(self, value: PyTree) -> PyTree:
         """Return the first process's value."""
 
     @abc.abstractmethod
     def _all_failed(self) -> bool:
-        """Return whether every process comes here."""
+        """Return whether every process failed."""
 
     @abc.abstractmethod
     def _abort(self, code: int) -> None:
@@ -119,7 +120,7 @@ class MPILaunch(SeveralProcesses):
     def agree(self, signal: int | None) -> int | None:
         return max(self._host.allgather(signal or 0)) or None
 
-    def _broadcast(self, value: Any) -> Any:
+    def _broadcast(self, value: PyTree) -> PyTree:
         return self._host.bcast(value)
 
     def _all_failed(self) -> bool:
@@ -127,9 +128,9 @@ class MPILaunch(SeveralProcesses):
 
         met = MPI.COMM_WORLD.Ibarrier()  # nothing else is sent over this communicator
         end = time.monotonic() + _PATIENCE
-        while not (finished := met.Test()) and time.monotonic() < end:
+        while not (all_came := met.Test()) and time.monotonic() < end:
             time.sleep(0.01)
-        return finished
+        return all_came
 
     def _abort(self, code: int) -> None:
         from mpi4py import MPI
@@ -165,7 +166,7 @@ class DistributedLaunch(SeveralProcesses):
     def agree(self, signal: int | None) -> int | None:
         return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
 
-    def _broadcast(self, value: Any) -> Any:
+    def _broadcast(self, value: PyTree) -> PyTree:
         words = np.frombuffer(pickle.dumps(value), np.uint8)
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(words))))
         padded = words if self.is_root else np.zeros(size, np.uint8)
@@ -203,7 +204,7 @@ def launch(options: Options | argparse.Namespace) -> Launch:
 
 
 def mesh_sizes(options: Options | argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the axes that ``--devices`` or ``--mesh`` name; empty where neither is given."""
+    """Return the sizes of the axes in ``--devices`` or ``--mesh``; empty without these options."""
     if options.mesh is not None and options.devices is not None:
         raise UsageError("--devices N is short for --mesh layers=N; give one of the two.")
     if options.mesh is None:
@@ -220,15 +221,15 @@ def mesh_sizes(options: Options | argparse.Namespace) -> dict[str, int]:
 
 
 def set_cpu_devices(count: int) -> None:
-    """Cut this machine's processor into devices, where JAX will run on it. Call it before JAX is first used."""
+    """Cut this machine's processor into devices, if JAX will run on it. Call this before the first use of JAX."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 
 
 def _started() -> tuple[str, int]:
     """Return how many processes mpirun, mpiexec or srun started, and the variable that says so."""
-    found = [(name, int(os.environ[name])) for name in _SIZES if os.environ.get(name, "1") != "1"]
-    return found[0] if found else ("", 1)
+    sizes = [(name, int(os.environ[name])) for name in _SIZES if os.environ.get(name, "1") != "1"]
+    return sizes[0] if sizes else ("", 1)
 
 
 def _process(text: str) -> tuple[int, int]:

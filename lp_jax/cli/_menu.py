@@ -8,11 +8,11 @@ from lp_jax._arrays._check import nearest
 from lp_jax.cli._errors import UsageError
 
 Examples = Sequence[tuple[str, str]]
-"""Calls, and what each does."""
+"""Calls, with a description of each."""
 
 
 class MenuParser(argparse.ArgumentParser):
-    """A parser that raises what is wrong."""
+    """A parser that raises its errors as `UsageError`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(exit_on_error=False, **options)
@@ -25,11 +25,11 @@ class MenuParser(argparse.ArgumentParser):
             self.error(in_words(error))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments; name the option that may be meant by one that is not there."""
-        found, rest = self.parse_known_args(args, namespace)
+        """Parse all arguments; for an unknown option, suggest a similar one."""
+        options, rest = self.parse_known_args(args, namespace)
         if rest:
             self.error(unknown_option(rest, self._option_string_actions) or f"{rest[0]!r} is not an option.")
-        return found
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Raise the message."""
@@ -39,13 +39,13 @@ class MenuParser(argparse.ArgumentParser):
 
 
 def in_words(error: argparse.ArgumentError) -> str:
-    """Return a parser's message behind the name of its option, where it has one."""
+    """Return a parser's message, after the name of its option if it has one."""
     message = error.message.removeprefix("argument ")
     return f"{error.argument_name}: {message}" if error.argument_name else message
 
 
 def unknown_option(args: Iterable[str], options: Collection[str]) -> str | None:
-    """Return a message about the first option that is not there, with the one that may be meant; or None."""
+    """Return a message about the first unknown option, with a similar one; None if all are known."""
     names = (arg.partition("=")[0] for arg in args if arg.startswith("--"))
     unknown = next((name for name in names if name.partition(".")[0] not in options), None)
     if unknown is None:
@@ -73,6 +73,6 @@ def positive_float(value: str | float) -> float:
 
 
 def description(about: str, examples: Examples) -> str:
-    """Return the head of a help: what the command is for, and calls of it."""
+    """Return the head of a help text: the purpose of the command, and example calls."""
     width = max((len(call) for call, _ in examples), default=0)
     return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])

@@ -1,16 +1,18 @@
-"""Models of the command line: settings, and the network that they make for a task."""
+"""Models of the command line: settings, from which a network is built for a task."""
 
 import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from flax import nnx
 
 from lp_jax import MGRIT, Picard, Serial, nn
 from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
+from lp_jax._comms._comm import Comm
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._task import Task
 from lp_jax.planning import RECOMMENDED
@@ -18,22 +20,22 @@ from lp_jax.planning import RECOMMENDED
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
 
-# Recurrent units move farther in a step than sweeps over all of them bear. Width 64 trained on BasicMotions for 240 steps:
-# this 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1; `Newton(iterations=4, relaxations=16)` 3e-2 at half the depth
-# and five times the work, for a device that has room.
+# A step changes the state of recurrent units too much for sweeps over all of them. Gradient errors at width 64, trained on
+# BasicMotions for 240 steps: these cycles 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1. On a device that is not full,
+# `Newton(iterations=4, relaxations=16)` has 3e-2 at half the depth and five times the work.
 CYCLES = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(sweeps=3))
 
 _MOST_INPUTS = 65_536  # of a dense closing layer; larger states are averaged over space
 
 
 class Site(NamedTuple):
-    """Where a network is built: what it learns, how its layers are solved for, where they live."""
+    """Everything that a network is built for: its task, the solvers of its layers, and their devices."""
 
     task: Task
     layers: int
     t1: float
     solvers: Pair
-    comm: Any
+    comm: Comm | None
     rngs: nnx.Rngs
 
     def trunk(self, make: Callable[[nnx.Rngs], nnx.Module], blocks: int = 1) -> nn.LayerParallel:
@@ -52,7 +54,7 @@ class Site(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(abc.ABC):
-    """A network, up to what its task says. The first line of a subclass's docstring is its help.
+    """Settings of a network that do not depend on its task. The first line of a subclass's docstring is its help.
 
     Args:
         layers: Number of layers; null is the number of steps of the sequence.
@@ -65,13 +67,13 @@ class Model(abc.ABC):
     t1: float | None = 2.0
 
     solvers: ClassVar[Pair] = RECOMMENDED
-    """The solvers that measured best for networks of this kind."""
+    """The best solvers measured for networks of this kind."""
 
     blocks: ClassVar[int] = 1
-    """Number of solves that the layers are cut into."""
+    """Number of blocks of layers, each with a solve of its own."""
 
     residual: ClassVar[bool] = False
-    """Whether ``--model resnet`` may mean this one."""
+    """Whether ``--model resnet`` may mean this model."""
 
     layer_name: ClassVar[str] = "layers"
 
@@ -138,7 +140,7 @@ class Pooled(Model):
     def build(self, site: Site) -> nn.Classifier:
         width, (*space, inputs) = self.width, site.task.shape
         kernel = (3,) * len(space)
-        parts: list[Any] = []
+        parts: list[nnx.Module] = []
         for number in range(self.blocks):
             channels = width * 2**number
             if number > 0:
@@ -235,5 +237,5 @@ def _is_token(tokens: jax.Array) -> jax.Array:
     return tokens[..., 0] > 0
 
 
-def _unchanged(x: Any) -> Any:
+def _unchanged(x: PyTree) -> PyTree:
     return x

@@ -1,4 +1,4 @@
-"""Options of ``lp-jax train`` and ``lp-jax plan``: a parser for each problem, and what the options mean."""
+"""Options of ``lp-jax train`` and ``lp-jax plan``: a parser for each problem, and the reading of its options."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ set_parsing_settings(subclasses_enabled=["is_pure_dataclass"])  # a coarse step 
 register_type(jax.Array, float, float)  # a tolerance may be traced; here it is a number
 
 ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
-"""A line search with two sweeps leaves states behind that one more makes good enough for a gradient."""
+"""A line search with two sweeps leaves states from which one sweep is enough for a gradient."""
 
 Groups = Callable[[ArgumentParser], object]
 """Adds the options of one command to a parser."""
@@ -40,7 +40,7 @@ _FIRST = {
 
 
 class _ShortHelp(argparse.Action):
-    """``--help``: the options that most runs take."""
+    """``--help``: show the options that most runs take."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         for action in parser._actions:
@@ -51,7 +51,7 @@ class _ShortHelp(argparse.Action):
 
 
 class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Examples keep their lines; types, and a default that says nothing, are left out."""
+    """A formatter that keeps the lines of examples, and leaves out types and trivial defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = re.sub(r"type: %\(type\)s(, )?", "", super()._get_help_string(action) or "")
@@ -71,22 +71,22 @@ def spelled_out(args: Iterable[str]) -> Iterator[str]:
 
 
 def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
-    """Return the options that decide about all others: model, folder, processes. Others are ignored."""
+    """Return the options on which the others depend: model, folder, processes. The others are ignored."""
     parser = MenuParser(prog=command, add_help=False, allow_abbrev=False)
     for name in ("--config", "--model", "--solver", "--adjoint_solver"):
         parser.add_argument(name)
     add_launch(parser)
     add_folder(parser, command.split()[-1])
-    found = parser.parse_known_args(args)[0]
-    if found.config is not None and Path(found.config).is_file():
-        stored = get_loader("yaml")(Path(found.config).read_text(encoding="utf-8"))
-        parser.set_defaults(**{name: stored[name] for name in vars(found) if name in stored})
-        found = parser.parse_known_args(args)[0]
-    found.out = Path(found.out)
-    return found
+    look = parser.parse_known_args(args)[0]
+    if look.config is not None and Path(look.config).is_file():
+        stored = get_loader("yaml")(Path(look.config).read_text(encoding="utf-8"))
+        parser.set_defaults(**{name: stored[name] for name in vars(look) if name in stored})
+        look = parser.parse_known_args(args)[0]
+    look.out = Path(look.out)
+    return look
 
 
-def add_launch(parser: Any) -> None:
+def add_launch(parser: argparse.ArgumentParser | ArgumentParser) -> None:
     add = parser.add_argument_group("Devices").add_argument
     add("--devices", type=positive_int, metavar="N", help="Number of devices that the layers are spread over.")
     add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
@@ -98,17 +98,17 @@ def add_launch(parser: Any) -> None:
     )
     add("--coordinator", metavar="HOST:PORT", help="Address of process 0; srun and mpirun set it by themselves.")
     add("--process", metavar="I/N", help="Number of this process and of all of them, like 0/2; needs --coordinator.")
-    add("--debug", action="store_true", help="Show the traceback of an error, in place of one line.")
+    add("--debug", action="store_true", help="Show the traceback of an error instead of one line.")
 
 
-def add_folder(parser: Any, problem: str) -> None:
+def add_folder(parser: argparse.ArgumentParser | ArgumentParser, problem: str) -> None:
     add = parser.add_argument_group("Output").add_argument
     add("--out", type=Path, metavar="FOLDER", default=Path("runs", problem), help="Folder for all results.")
-    add("--resume", action="store_true", help="Go on with the run in --out; options left out are as they were.")
+    add("--resume", action="store_true", help="Continue the run in --out. Options that are left out keep their values.")
 
 
 def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
-    """Add solvers, devices and output, which only training has."""
+    """Add the options of training: solvers, method, devices and output."""
     solver, adjoint_solver = (code(one) for one in model.solvers)
     add = parser.add_argument_group("Solvers").add_argument
     add(
@@ -123,7 +123,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         "--adjoint_solver",
         type=Solver | None,
         metavar="CLASS",
-        help=f"Solver of the adjoint system. Default: the same as --solver, or {adjoint_solver} where that is left out, too.",
+        help=f"Solver of the adjoint system. Default: the same as --solver; without --solver, {adjoint_solver}.",
     )
     add(
         "--adjoint_iterations",
@@ -142,7 +142,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         "--controller",
         type=positive_float,
         metavar="BOUND",
-        help="Keep the gradient's error below this part of its mini-batch noise: tolerances move up and down. Try 0.1. "
+        help="Keep the gradient's error below this part of its mini-batch noise, by changing the tolerances. Try 0.1. "
         "Needs solvers with a tolerance.",
     )
     add = parser.add_argument_group("Method").add_argument
@@ -172,14 +172,14 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
         help="Number of steps between gradient probes. Default: 6 probes in a run.",
     )
     add("--log_every", type=positive_int, metavar="N", default=10, help="Number of steps between fetching metrics.")
-    add("--no_compare", action="store_true", help="Train no exact baseline, on one device, to compare with.")
+    add("--no_compare", action="store_true", help="Train no exact baseline for comparison.")
     add("--no_pictures", action="store_true", help="Draw no pictures.")
 
 
 def parser_of(
     command: str, problem: Problem, kind: str, groups: Groups, examples: Examples, unused: frozenset[str] = frozenset()
 ) -> ArgumentParser:
-    """Return the parser of a command on a problem, whose defaults are those of the model; without unused options."""
+    """Return the parser of a command on a problem, with the model's defaults and without unused options."""
     model = problem.models[kind]
     parser = ArgumentParser(
         prog=command,
@@ -207,14 +207,14 @@ def parser_of(
 
 
 def parse(
-    parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, Any] | None = None
+    parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, object] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options by name: solvers as objects, and all of them as they are stored."""
-    before = [] if stored is None else ["--config", json.dumps(dict(stored))]
+    """Return the options by name, twice: with solvers as objects, and as JSON values to store."""
+    config = [] if stored is None else ["--config", json.dumps(dict(stored))]
     if wrong := unknown_option(args, parser._option_string_actions):
         raise UsageError(wrong)
     try:
-        read = parser.parse_args([*before, *args])
+        read = parser.parse_args([*config, *args])
         options = {name: value for name, value in vars(parser.instantiate(read)).items() if name != "config"}
     except argparse.ArgumentError as error:
         raise UsageError(_reason(in_words(error))) from None
@@ -234,7 +234,7 @@ def parse(
 
 
 def solvers(options: Mapping[str, Any], model: Model) -> Pair:
-    """Return the forward and the adjoint solver that the options give."""
+    """Return the forward and the adjoint solver of the options."""
     solver, adjoint_solver, iterations = (options[n] for n in ("solver", "adjoint_solver", "adjoint_iterations"))
     if solver == "auto":
         if adjoint_solver is not None or iterations is not None:
@@ -261,41 +261,41 @@ _SOLVERS = ("MGRIT", "Picard", "Newton", "Serial", "auto")
 
 
 def _reason(text: str) -> str:
-    """Return what is wrong, in the words of the command line."""
+    """Return a parser's message in the words of the command line."""
     cause = _cause(text)
     name = cause.partition(":")[0]
-    if found := re.search(r"Expected a dot import path string: (\S+)", cause):
-        near = nearest(found[1], _SOLVERS)
+    if match := re.search(r"Expected a dot import path string: (\S+)", cause):
+        near = nearest(match[1], _SOLVERS)
         hint = f"Did you mean {near}?" if near else f"It is {', '.join(_SOLVERS)}, or module.Class."
-        return f"{name}: there is no solver {found[1]!r}. {hint}"
+        return f"{name}: there is no solver {match[1]!r}. {hint}"
     if "is abstract" in cause:
         return f"{name}: fields go with a solver, like {name} MGRIT {name}.levels 3; add one of {', '.join(_SOLVERS[:-1])}."
-    if found := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", cause):
-        kind: Any = getattr(lp_jax, found[1], None)  # None for a class of the user's
+    if match := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", cause):
+        kind: Any = getattr(lp_jax, match[1], None)  # None for a class of the user's
         fields = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
-        near = nearest(found[2], fields)
-        hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {found[1]} lists what it has."
-        return f"{name}: {found[1]} has no {found[2]}. {hint}"
-    if found := re.search(r"could not convert string to float: '(.*?)'", cause):
-        return f"{name}: must be a number; got {found[1]!r}."
-    if found := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", cause):
-        return f"{name}: must be a {'whole ' * (found[1] == 'int')}number; got {found[2]!r}."
+        near = nearest(match[2], fields)
+        hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {match[1]} lists what it has."
+        return f"{name}: {match[1]} has no {match[2]}. {hint}"
+    if match := re.search(r"could not convert string to float: '(.*?)'", cause):
+        return f"{name}: must be a number; got {match[1]!r}."
+    if match := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", cause):
+        return f"{name}: must be a {'whole ' * (match[1] == 'int')}number; got {match[2]!r}."
     return cause
 
 
 def _cause(text: str) -> str:
-    """Return the cause in a parser's message, which lists why each allowed type does not fit."""
+    """Return the cause in a parser's message, which has a reason for each type that does not fit."""
     key = re.match(r'Parser key "([\w.]+)":', text)
     head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))
     reasons = [part for part in parts if "Does not validate" not in part]
     telling = [part for part in reasons if not part.startswith(("Expected a ", "Import path"))]
-    found = telling[-1] if telling else reasons[0] if reasons else head[key.end() :] if key else head
-    given = re.search(r"Given value: (\w+)$", text)
-    found = found if given is None or given[1] in found else f"{found}. Got value: {given[1]}"
-    return f"--{key[1]}: {found}" if key else found
+    cause = telling[-1] if telling else reasons[0] if reasons else head[key.end() :] if key else head
+    value = re.search(r"Given value: (\w+)$", text)
+    cause = cause if value is None or value[1] in cause else f"{cause}. Got value: {value[1]}"
+    return f"--{key[1]}: {cause}" if key else cause
 
 
-def overridden(stored: Mapping[str, Any], look: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(stored: Mapping[str, Any], look: Mapping[str, object]) -> dict[str, Any]:
     """Return stored options without those that the command line replaces as a whole."""
     void: set[str] = set()
     if look["solver"] is not None:  # another class does not inherit fields

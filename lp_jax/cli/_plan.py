@@ -1,13 +1,13 @@
-"""``lp-jax plan``: which solver for a network, and what it would give."""
+"""``lp-jax plan``: recommend a solver for a network, and predict its time."""
 
 import argparse
 import dataclasses
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
+from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from lp_jax import planning
@@ -22,13 +22,13 @@ from lp_jax.cli._workers import mesh_comm
 
 
 def run(name: str, args: Sequence[str]) -> None:
-    found, out = _of_machine(args) if name == "machine" else _of_problem(name, args)
-    print(found)
+    plan, out = _of_machine(args) if name == "machine" else _of_problem(name, args)
+    print(plan)
     if out is not None:
         from lp_jax import viz
 
         out.mkdir(parents=True, exist_ok=True)
-        viz.plan(found).savefig(out / "plan.png")
+        viz.plan(plan).savefig(out / "plan.png")
         print(f"\nIn {out}: plan.png")
 
 
@@ -51,10 +51,10 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     if not 1 <= workers <= settings.layers:
         raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {workers}.")
     console = Console(stderr=True)
-    found = planned(settings, task, console, machine=machine, workers=workers, error=error, seconds=seconds)
+    plan = make_plan(settings, task, console, machine=machine, workers=workers, error=error, seconds=seconds)
     if options["save"] is not None:
-        found.machine.save(options["save"])
-    return found, options["out"]
+        plan.machine.save(options["save"])
+    return plan, options["out"]
 
 
 def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
@@ -68,13 +68,13 @@ def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     options = parser.parse_args(list(spelled_out(args)))
     machine = _machine(options.file)
     try:
-        found = planning.choose(options.layers, machine, workers=options.workers, error=options.error)
+        plan = planning.choose(options.layers, machine, workers=options.workers, error=options.error)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    return found, options.out
+    return plan, options.out
 
 
-def planned(
+def make_plan(
     settings: Settings,
     task: Task,
     console: Console,
@@ -84,7 +84,7 @@ def planned(
     error: float = 1e-2,
     seconds: float = 10.0,
 ) -> planning.Plan:
-    """Return the plan for a network at its initial parameters, on its first batch."""
+    """Plan a network with its initial parameters, on its first batch."""
     from lp_jax import train
 
     made = experiment(settings, task)
@@ -93,7 +93,7 @@ def planned(
         interconnect = None
         if machine is None and jax.device_count() >= workers > 1:
             interconnect = planning.interconnect(mesh_comm({"layers": workers}))
-        found = train.plan(
+        plan = train.plan(
             made.model,
             made.params,
             batch,
@@ -106,11 +106,11 @@ def planned(
         )
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.kind}"
-        found = dataclasses.replace(found, machine=dataclasses.replace(found.machine, name=name))
-    return found
+        plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, name=name))
+    return plan
 
 
-def _add_plan(parser: Any) -> argparse._ArgumentGroup:
+def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("Plan")
     group.add_argument(
         "--workers",
@@ -126,9 +126,9 @@ def _add_plan(parser: Any) -> argparse._ArgumentGroup:
     return group
 
 
-def _add_network(parser: Any) -> None:
+def _add_network(parser: ArgumentParser) -> None:
     add = _add_plan(parser).add_argument
-    add("--machine", type=Path, metavar="FILE", help="Machine file, read in place of measuring.")
+    add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
     add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
     add("--seconds", type=positive_float, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A problem that ``lp-jax train`` and ``lp-jax plan`` know: a module of `lp_jax.cli.problems`, which it is named after.
+    """A problem of ``lp-jax train`` and ``lp-jax plan``: a module of `lp_jax.cli.problems` with the name of the problem.
 
     The first line of that module's docstring is its help.
     """
@@ -29,7 +29,7 @@ class Problem:
 
     @property
     def choices(self) -> list[str]:
-        """Names for ``--model``: "resnet" stands for the first model, where that is one."""
+        """Names for ``--model``: "resnet" stands for the first model, if it is residual."""
         return [*self.models, *(["resnet"] if next(iter(self.models.values())).residual else [])]
 
     def kind(self, name: str | None) -> str:
@@ -46,16 +46,16 @@ class Settings:
     kind: str
     model: Model
     training: Training
-    sources: Mapping[str, Any]
+    sources: Mapping[str, object]
     layers: int  # number of layers, or of steps of the sequence
     t1: float  # time at which the last layer ends
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree in; the length of a run and its learning rate may change on the way."""
+    def fingerprint(self) -> dict[str, object]:
+        """Return the settings in which a checkpoint must agree; the length of a run and its learning rate may change."""
         free = ("data", "epochs", "learning_rate")
         return {name: value for name, value in self.flat().items() if name not in free}
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> dict[str, object]:
         """Return all settings by name, for JSON."""
         sources = {name: str(value) for name, value in self.sources.items()}
         fixed = {"problem": self.problem, "model": self.kind, **sources}
@@ -63,7 +63,7 @@ class Settings:
         return fixed | sizes | dataclasses.asdict(self.training)
 
     def describe(self, count: int) -> str:
-        """Return one line on what is trained, a network of ``count`` parameters."""
+        """Return one line on the network, which has ``count`` parameters."""
         return (
             f"{self.sources.get('name', self.problem)}: {self.kind}, {self.layers} {self.model.layer_name}, "
             f"{self.model.width} wide, {count:,} parameters, t1 = {self.t1:g} ({self.model.about()})"
@@ -71,7 +71,7 @@ class Settings:
 
 
 def model_and_training(problem: Problem, options: Mapping[str, Any]) -> tuple[Model, Training]:
-    """Return the settings that the options give, or the problem's own; the message of an error begins with its name."""
+    """Return the settings of the options, by default the problem's own. The message of an error begins with a setting's name."""
     return _updated(problem.models[problem.kind(options.get("model"))], options), _updated(problem.training, options)
 
 

@@ -1,4 +1,4 @@
-"""Why a layer-parallel step takes the time that it takes: what it does, times what each of that takes on this machine."""
+"""Explain the time of a layer-parallel step: its operations, times their seconds on this machine."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from lp_jax.planning import _measure
 from lp_jax.train import init_state
 
 _TURNS = 3
-_ENOUGH = 1.25  # a ratio that is off by less is explained
+_ENOUGH = 1.25  # a ratio within this factor counts as explained
 
 
 def why(
@@ -27,24 +27,24 @@ def why(
     params: PyTree,
     measured: float,
 ) -> str:
-    """Return the reason in a few sentences, and whether it accounts for the ratio that was measured.
+    """Return the reason in a few sentences, and whether it explains the measured ratio.
 
     Args:
         problem: the layers, on one device.
-        pair: solvers of the layer-parallel step: sweeps, which keep what the adjoint needs.
-        comm: where its layers live.
+        pair: solvers of the layer-parallel step: sweeps that keep linearisations for the adjoint.
+        comm: devices of its layers.
         optimizer: updates the parameters in both steps.
         params: all parameters.
-        measured: time of the layer-parallel step in parts of the exact one's.
+        measured: time of the layer-parallel step divided by that of the exact one.
     """
     layers, workers = problem.layers, 1 if comm is None else comm.size
     update = _update(optimizer, params)
-    alone = planning.training_step(Serial(), Serial(), layers).depth()
+    serial = planning.training_step(Serial(), Serial(), layers).depth()
     there = problem
-    if comm is not None:  # all devices at work, and what they send
+    if comm is not None:  # all devices at work, with their messages
         spread = jax.device_put(problem.params, NamedSharding(comm.mesh, PartitionSpec(comm.axis)))
         there = dataclasses.replace(problem, params=spread, comm=comm)
-    # in turns, as a machine is now faster and now slower
+    # in turns, as the speed of a machine varies
     times = [(layers * sum(_measure.serial(problem)), *_measure.sweep(there, math.inf)) for _ in range(_TURNS)]
     exact, forward, adjoint, gradient = np.median(times, axis=0).tolist()
     sweeps, back = (solver.iterations for solver in pair)
@@ -54,7 +54,7 @@ def why(
     ratio = ours / (exact + update)
     sent = f", messages included ({counted.states + counted.reductions})" if workers > 1 else ""
     text = (
-        f"Why: an exact step is {alone} evaluations of one layer, one after another, {1e6 * exact / alone:.2g} us each on this "
+        f"Why: an exact step is {serial} evaluations of one layer, one after another, {1e6 * exact / serial:.2g} us each on this "
         f"machine. A layer-parallel step is {counted.depth()} evaluations of {most} layers at once: {sweeps + 1} forward of "
         f"{1e3 * forward:.2g} ms, {back} adjoint of {1e3 * adjoint:.2g} and the gradient of {1e3 * gradient:.2g}{sent}. With the "
         f"optimizer's update, {1e3 * update:.2g} ms on one device, that makes {1e3 * ours:.2g} ms instead of "

@@ -28,7 +28,7 @@ from lp_jax.train import gradient_error, residuals
 from lp_jax.viz._describe import variants
 
 CONFIG = "config.json"
-"""File of what a run was started with."""
+"""File of the options that a run was started with."""
 
 LOCK = "run.lock"
 """File that names the process at work in the folder."""
@@ -44,18 +44,18 @@ def new_run(folder: Path) -> None:
 
 
 def drop_if_not_begun(folder: Path) -> None:
-    """Remove the folder of a new run that failed before its first step: the next try may have it."""
+    """Remove the folder of a new run that failed before its first step, so that the next try can use it."""
     log = folder / "metrics.jsonl"
     if not (log.exists() and log.stat().st_size):
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with contextlib.suppress(OSError):  # where something is mounted there
+        with contextlib.suppress(OSError):  # the folder may be a mount point
             folder.rmdir()
 
 
 @contextlib.contextmanager
 def locked(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Keep other runs out of the folder. The lock of a process that is gone is taken over, with a line."""
+    """Keep other runs out of the folder. The lock of a process that ended is taken over, with a message."""
     path = folder / LOCK
     with path.open("a+", encoding="utf-8") as file:
         file.seek(0)
@@ -76,23 +76,23 @@ def locked(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
 
 
 def stored_run(folder: Path, problem: str) -> dict[str, Any]:
-    """Return what the run in the folder was started with."""
+    """Return the options that the run in the folder was started with."""
     config = folder / CONFIG
     if not config.exists():
         raise CommandError(f"{folder} holds no run to resume; leave out --resume to start one.")
     make_writable(folder)
     try:
         stored = json.loads(config.read_text(encoding="utf-8"))
-        found = {name: stored[name] for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")}
+        run = {name: stored[name] for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")}
     except (ValueError, TypeError, KeyError):
         raise CommandError(f"{config} is not the configuration of a run; it cannot be resumed.") from None
-    if found["problem"] != problem:
-        raise CommandError(f"{folder} holds a run on {found['problem']}, not {problem}; choose another --out.")
-    return found
+    if run["problem"] != problem:
+        raise CommandError(f"{folder} holds a run on {run['problem']}, not {problem}; choose another --out.")
+    return run
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file of JSON for people to read, all at once."""
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Write a JSON file for people to read; it is complete or not there."""
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     scratch.replace(path)
@@ -109,7 +109,7 @@ def make_writable(folder: Path) -> None:
 
 
 ITERATIONS, MOST_ITERATIONS = 3, 8
-"""How many are drawn at least, and at most."""
+"""Smallest and largest number of iterations that are drawn."""
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -149,11 +149,11 @@ def _gradient_error(summary: Mapping[str, Any]) -> str:
     return f"{summary['gradient_error']:.1e}{when} (cosine {summary['gradient_cosine']:.4f})"
 
 
-_NOISE = 1.05  # ratios of times below this are no slower
+_NOISE = 1.05  # ratios of times below this do not count as slower
 
 
 def remarks(runs: Sequence[Run], problem: str) -> Iterator[str]:
-    """Yield what the table does not say: that a training has failed, that it was slower, and what to do."""
+    """Yield remarks on the table: trainings that failed or were slower, and what to do."""
     for run in runs:
         tests = [row["loss"] for row in run.log.of("test") if row["loss"] is not None]
         if len(tests) > 1 and tests[-1] > tests[0]:
@@ -171,7 +171,7 @@ def remarks(runs: Sequence[Run], problem: str) -> Iterator[str]:
             )
 
 
-def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
+def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, object]:
     """Return the numbers of the table, the solvers, versions and device."""
     return {
         "problem": made.settings.flat(),
@@ -185,12 +185,12 @@ def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
-    """Measure the gradient on the last batch with few iterations and more, and with other coarse steps; return the picture."""
+    """Measure gradient errors on the last batch, for several numbers of iterations and coarse steps; return the picture."""
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
 
     def error(solver: Solver, adjoint_solver: Solver) -> float:
-        measured = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, ranks=made.place.ranks)
-        return float(measured.relative)
+        difference = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, ranks=made.place.ranks)
+        return float(difference.relative)
 
     with quick_compilation():
         solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
@@ -215,7 +215,7 @@ def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
 
 
 def pictures(made: Experiment, runs: Sequence[Run], errors: Callable[[], Figure] | None) -> dict[str, Figure]:
-    """Return the pictures by file name; a serial run has none of residuals and gradient errors."""
+    """Return the pictures by file name; a serial run has no pictures of residuals and gradient errors."""
     first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
@@ -223,9 +223,9 @@ def pictures(made: Experiment, runs: Sequence[Run], errors: Callable[[], Figure]
             solver, settings.layers // settings.model.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
         ),
     }
-    charged = {run.name: run.rows for run in runs}
-    if all(rows[-1]["work"] is not None for rows in charged.values()):
-        figures["costs.png"] = viz.costs(charged)
+    costs = {run.name: run.rows for run in runs}
+    if all(rows[-1]["work"] is not None for rows in costs.values()):
+        figures["costs.png"] = viz.costs(costs)
     if first.log.of("probe"):
         names = code(solver), code(adjoint_solver)
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=iteration_name(solver), solvers=names)
@@ -243,9 +243,9 @@ def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
 @contextlib.contextmanager
 def quick_compilation() -> Iterator[None]:
     """Compile quickly: each program here runs once."""
-    before = jax.config.read("jax_disable_most_optimizations")
+    setting = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+        jax.config.update("jax_disable_most_optimizations", setting)

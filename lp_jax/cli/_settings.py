@@ -1,4 +1,4 @@
-"""Problems by their names, with the data that a command line asks for."""
+"""Problems by name, with the data of a command line."""
 
 import dataclasses
 import importlib
@@ -17,7 +17,7 @@ def find(name: str) -> Problem:
 
 
 def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
-    """Return what the options ask for, with the data that they name."""
+    """Return the settings and the task of the options, with its data."""
     problem = find(name)
     model, training = model_and_training(problem, options)
     sources = {source: options[source] for source in problem.sources}

@@ -2,18 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
 from lp_jax import data
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import scaler
+from lp_jax._arrays._types import PyTree
+from lp_jax.data._dataset import Arrays, scaler
+from lp_jax.nn import Classifier
 from lp_jax.train import classification, cross_entropy, mean_squared_error, regression
 from lp_jax.train._supervised import Measure
+from lp_jax.train._types import Batch, LossFn
 
-Predict = Callable[[Any], np.ndarray]
-"""From a batch of inputs to outputs."""
+Predict = Callable[[PyTree], np.ndarray]
+"""A function from a batch of inputs to outputs."""
 
 _EVALUATION_BATCH = 500
 
@@ -46,37 +48,37 @@ class Training:
 class Task:
     """Data as batches ``(x, labels)`` or ``(x, values)``, and the sizes that a network for them needs."""
 
-    batches: Callable[[int], Iterable[Any]]  # batches of training, by epoch
-    steps_per_epoch: int  # number of them
-    test_batches: list[Any]  # the test set
+    batches: Callable[[int], Iterable[Batch]]  # training batches of an epoch
+    steps_per_epoch: int  # number of batches of an epoch
+    test_batches: list[Batch]  # the test set
     shape: tuple[int, ...]  # shape of one input, without the batch: of an image, a point, or one time of a sequence
     outputs: int  # number of classes, or of values
-    loss: Callable[..., Any] = classification  # from a model to its loss and parameters
+    loss: Callable[[Classifier], tuple[LossFn, PyTree]] = classification  # from a model to its loss and parameters
     measure: Measure = cross_entropy  # the same, of outputs and targets
-    unscaled: Callable[[np.ndarray], np.ndarray] | None = None  # outputs in the units of the file; of values
-    about: str = ""  # a line on what was found in the data
+    unscaled: Callable[[np.ndarray], np.ndarray] | None = None  # turns outputs into the units of the file, for values
+    about: str = ""  # a line on the data
     names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
     length: int = 0  # largest number of positions of a sequence; 0 for other inputs
     sizes: tuple[int, ...] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
-    causal: bool = False  # whether a position sees only itself and those before it
-    samples: Callable[[Predict], str] | None = None  # makes a text of a few answers, to read; None shows nothing
+    causal: bool = False  # whether a position sees only itself and earlier ones
+    samples: Callable[[Predict], str] | None = None  # writes a few answers as text; None shows nothing
 
 
 def task_of(dataset: data.Dataset, training: Training) -> Task:
-    """Return the task of a data set: batches in the order that the seed gives, pixels scaled to [0, 1].
+    """Return the task of a data set: batches in an order that depends on the seed, pixels scaled to [0, 1].
 
-    Where it has no classes, each of its values is scaled to mean 0 and standard deviation 1.
+    Values instead of classes are scaled to mean 0 and standard deviation 1.
     """
     unscaled = None
     if not dataset.classes:
         scale = scaler(dataset.train_y)
         dataset, unscaled = dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)), scale.back
 
-    def cut(x: Any, start: int) -> Any:
+    def cut(x: Arrays, start: int) -> PyTree:
         part = slice(start, start + _EVALUATION_BATCH)
         return tuple(leaf[part] for leaf in x) if isinstance(x, tuple) else _scaled(x[part])
 
-    def batches(epoch: int) -> Iterator[Any]:
+    def batches(epoch: int) -> Iterator[Batch]:
         for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
             yield _scaled(x), y
 
@@ -103,6 +105,6 @@ def steps_per_epoch(examples: int, training: Training) -> int:
     return examples // training.batch_size
 
 
-def _scaled(x: Any) -> Any:
+def _scaled(x: PyTree) -> PyTree:
     """Return bytes as numbers in [0, 1], anything else unchanged."""
     return x.astype(np.float32) / np.float32(255) if getattr(x, "dtype", None) == np.uint8 else x

@@ -6,7 +6,7 @@ import functools
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ from lp_jax.cli._experiment import Experiment, Run, check_method, experiment, tr
 from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
-from lp_jax.cli._plan import planned
+from lp_jax.cli._plan import make_plan
 from lp_jax.cli._problem import Problem, Settings
 from lp_jax.cli._report import (
     CONFIG,
@@ -43,19 +43,19 @@ from lp_jax.planning import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
 from lp_jax.train._checkpoint import first_difference
 
-# How one call runs, not what is run: never taken from the folder.
+# Options of a call, not of a run: never taken from the folder.
 _OF_THIS_CALL = (
     *("config", "out", "resume", "debug"),
     *("mpi", "distributed", "coordinator", "process"),
 )
-_MOST_CLASSES = 100  # of a picture that one can read
+_MOST_CLASSES = 100  # of a legible picture
 
 
 def run(name: str, args: Sequence[str]) -> None:
     problem, args = find(name), list(spelled_out(args))
     look = first_look(args, f"lp-jax train {name}")
-    with launch(look) as processes, contextlib.ExitStack() as held:
-        _train(name, problem, args, look, processes, held)
+    with launch(look) as processes, contextlib.ExitStack() as stack:
+        _train(name, problem, args, look, processes, stack)
 
 
 def _train(
@@ -64,36 +64,36 @@ def _train(
     args: Sequence[str],
     look: argparse.Namespace,
     processes: Launch,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
 ) -> None:
     folder, console = look.out, Console(stderr=True, quiet=not processes.is_root)
-    before = processes.once(lambda: stored_run(folder, name)) if look.resume else None
-    stored = None if before is None else overridden(before["options"], vars(look))
+    earlier = processes.once(lambda: stored_run(folder, name)) if look.resume else None
+    stored = None if earlier is None else overridden(earlier["options"], vars(look))
     kind = problem.kind(look.model or (stored or {}).get("model"))
-    if before is not None and kind != before["fingerprint"]["model"]:
-        raise _another_model(folder, before["fingerprint"], {"model": kind})
+    if earlier is not None and kind != earlier["fingerprint"]["model"]:
+        raise _another_model(folder, earlier["fingerprint"], {"model": kind})
     groups = functools.partial(add_training, model=problem.models[kind], problem=name)
     parser = parser_of(f"lp-jax train {name}", problem, kind, groups, problem.examples)
-    given, kept = parse(parser, problem, args, stored)
-    options, pair = Options.of(given), solvers(given, problem.models[kind])
-    if before is None:
+    values, kept = parse(parser, problem, args, stored)
+    options, pair = Options.of(values), solvers(values, problem.models[kind])
+    if earlier is None:
         processes.once(lambda: new_run(folder))
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    processes.once(lambda: held.enter_context(locked(folder, say)))
-    if before is None and processes.is_root:
-        held.callback(drop_if_not_begun, folder)
-    settings, task = prepare(name, given)
+    processes.once(lambda: stack.enter_context(locked(folder, say)))
+    if earlier is None and processes.is_root:
+        stack.callback(drop_if_not_begun, folder)
+    settings, task = prepare(name, values)
     check_method(options, settings)
-    if before is not None and first_difference(before["fingerprint"], settings.fingerprint()):
-        raise _another_model(folder, before["fingerprint"], settings.fingerprint())
-    if given["solver"] == "auto":
+    if earlier is not None and first_difference(earlier["fingerprint"], settings.fingerprint()):
+        raise _another_model(folder, earlier["fingerprint"], settings.fingerprint())
+    if values["solver"] == "auto":
         pair = _recommended(settings, task, mesh_sizes(options), console, processes)
     _same_everywhere(settings, pair, processes)
     place = workers(options, settings, processes, pair)
     made = experiment(settings, task, place, pair)
     texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
-    if before is not None and any(before[which] != text for which, text in texts.items()):
-        console.print(f"the solver changes, from {before['solver']}", markup=False, highlight=False)
+    if earlier is not None and any(earlier[which] != text for which, text in texts.items()):
+        console.print(f"the solver changes, from {earlier['solver']}", markup=False, highlight=False)
     if processes.is_root:
         elsewhere = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
         kept = {option: value for option, value in kept.items() if option not in elsewhere}
@@ -105,7 +105,7 @@ def _train(
     _report(made, _runs(made, options, console, processes, say), options, console, processes)
 
 
-def _another_model(folder: Any, there: Mapping[str, Any], here: Mapping[str, Any]) -> CommandError:
+def _another_model(folder: Path, there: Mapping[str, object], here: Mapping[str, object]) -> CommandError:
     difference = first_difference({name: value for name, value in there.items() if name in here}, here)
     return CommandError(f"the run in {folder} is of another model: {difference}; choose another --out.")
 
@@ -118,8 +118,8 @@ def _runs(
     trained = [(made, made.solvers, folder, options.method)]
     if not (made.solvers[0].exact and options.method == "direct") and not options.no_compare:
         if processes.size == 1:
-            alone = experiment(made.settings, made.task, OneDevice(), made.solvers)
-            trained.append((alone, (Serial(), Serial()), folder / "serial", "direct"))
+            exact = experiment(made.settings, made.task, OneDevice(), made.solvers)
+            trained.append((exact, (Serial(), Serial()), folder / "serial", "direct"))
         else:
             say(
                 f"to compare, in one process: lp-jax train {problem} --serial --out {shlex.quote(str(folder / 'serial'))}"
@@ -138,13 +138,13 @@ def _runs(
 def _recommended(settings: Settings, task: Task, sizes: Mapping[str, int], console: Console, processes: Launch) -> Pair:
     if processes.size > 1:
         raise UsageError(
-            "--solver auto measures, and each process would find something else; ask lp-jax plan, and pass what it says."
+            "--solver auto measures, and each process could choose another solver; pass the solver that lp-jax plan recommends."
         )
     if sizes:
         set_cpu_devices(math.prod(sizes.values()))
-    found = planned(settings, task, console, workers=min(sizes.get("layers", 1), settings.layers))
-    console.print(f"auto: {planning.reason(found)}", markup=False, highlight=False, soft_wrap=True)
-    return found.solver, found.adjoint_solver
+    plan = make_plan(settings, task, console, workers=min(sizes.get("layers", 1), settings.layers))
+    console.print(f"auto: {planning.reason(plan)}", markup=False, highlight=False, soft_wrap=True)
+    return plan.solver, plan.adjoint_solver
 
 
 def _same_everywhere(settings: Settings, pair: Pair, processes: Launch) -> None:
@@ -184,11 +184,11 @@ def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Co
 
 
 def _answers(made: Experiment, params: PyTree) -> dict[str, Figure]:
-    """Return the picture of what the network answers on the test set, by file name."""
+    """Return the picture of the network's answers on the test set, by file name."""
     task = made.task
     if task.unscaled is not None:
         pairs = [(y, np.asarray(predict(made.tested, params, x))) for x, y in task.test_batches]
-        truth, found = (task.unscaled(np.concatenate(column)) for column in zip(*pairs, strict=True))
-        return {"predictions.png": viz.predictions(truth, found)}
+        truth, answers = (task.unscaled(np.concatenate(column)) for column in zip(*pairs, strict=True))
+        return {"predictions.png": viz.predictions(truth, answers)}
     matrix = confusion_matrix(made.tested, params, task.test_batches, classes=task.outputs)
     return {"confusion.png": viz.confusion(matrix, task.names)} if len(matrix) <= _MOST_CLASSES else {}

@@ -1,4 +1,4 @@
-"""``--devices`` and ``--mesh``: where the layers, and the examples of a batch, live."""
+"""``--devices`` and ``--mesh``: the devices of the layers and of the examples of a batch."""
 
 import abc
 import dataclasses
@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,11 @@ from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch, mesh_sizes,
 from lp_jax.cli._problem import Settings
 from lp_jax.nn import LayerParallel
 from lp_jax.train import Checkpoints, Info, LossFn, RankCheckpoints, Ranks
+from lp_jax.train._types import Batch
 
 
 class Place(abc.ABC):
-    """Where the layers, and the examples of a batch, live."""
+    """The devices of the layers and of the examples of a batch."""
 
     comm: MeshComm | MPIComm | None = None  # of the solves
     ranks: Ranks | None = None
@@ -35,29 +35,29 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str | None:
-        """Return a line on it, or None."""
+        """Return a line on this place, or None."""
 
     def holding(self, model: nnx.Module) -> "Place":
-        """Return this place, now that it is known which parameters are spread."""
+        """Return this place with the paths of the parameters that are spread."""
         return self
 
     def everywhere(self, tree: PyTree) -> PyTree:
-        """Return arrays that one worker made, on all workers."""
+        """Return arrays of one worker on all workers."""
         return tree
 
     def share(self, batch: PyTree) -> PyTree:
-        """Return a batch, spread over the workers."""
+        """Spread a batch over the workers."""
         return batch
 
     def loss(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss of a whole batch, from that of a share."""
+        """Return the loss of a whole batch, from the loss of a share."""
         return loss_fn
 
     def size(self, params: PyTree) -> int:
         return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
 
-    def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> Checkpoints | RankCheckpoints:
-        """Return where states are saved."""
+    def checkpoints(self, folder: Path, config: Mapping[str, object]) -> Checkpoints | RankCheckpoints:
+        """Return the checkpoints of a run."""
         return Checkpoints(folder, config=config)
 
 
@@ -93,7 +93,7 @@ class Devices(Place):
 
 
 class Copies(Place):
-    """The devices of a mesh, each with all layers and its share of the examples; gradients are summed once a step."""
+    """The devices of a mesh, each with all layers and its share of the examples; gradients are summed once per step."""
 
     def __init__(self, comm: MeshComm) -> None:
         self._comm = comm
@@ -114,7 +114,7 @@ def _replicated(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: x if x.sharding.device_set == devices else _put(x, mesh, PartitionSpec()), tree)
 
 
-def _put(x: Any, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def _put(x: jax.Array | np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     sharding = NamedSharding(mesh, spec)
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -151,12 +151,12 @@ class RankGrid(Place):
         sizes = self.ranks.sums(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
         return sum(int(leaf[0]) for leaf in jax.tree.leaves(sizes))
 
-    def checkpoints(self, folder: Path, config: Mapping[str, Any]) -> RankCheckpoints:
+    def checkpoints(self, folder: Path, config: Mapping[str, object]) -> RankCheckpoints:
         return self.ranks.checkpoints(folder, config=config)
 
 
 def workers(options: Options, settings: Settings, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
-    """Return where the options put a run. On a CPU, cut it into the devices of a mesh."""
+    """Return the place of a run by its options. A CPU is cut into the devices of a mesh."""
     sizes = mesh_sizes(options)
     if settings.training.batch_size % sizes.get("data", 1):
         raise UsageError(
@@ -188,7 +188,7 @@ def _grid(sizes: Mapping[str, int], launch: MPILaunch, layers: int, solvers: tup
 
 
 def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
-    """Return the mesh of these axes; all devices in one row where there are none."""
+    """Return the mesh of these axes; without axes, all devices in one row."""
     if processes == 1:
         set_cpu_devices(math.prod(sizes.values()))
     there = jax.device_count()
@@ -213,9 +213,9 @@ def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
 
 
 def data_parallel(loss_fn: LossFn, comm: MeshComm) -> LossFn:
-    """The loss of a batch whose examples are shared out; gradients are summed once a step, not layer by layer."""
+    """Return the loss of a batch whose examples are divided; gradients are summed once per step, not layer by layer."""
 
-    def whole(params: PyTree, batch: Any, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Any]:
+    def whole(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:
         shares = functools.partial(
             jax.shard_map,
             mesh=comm.mesh,
@@ -224,7 +224,7 @@ def data_parallel(loss_fn: LossFn, comm: MeshComm) -> LossFn:
         )
 
         @shares
-        def share(params: PyTree, batch: Any) -> tuple[jax.Array, ...]:
+        def share(params: PyTree, batch: Batch) -> tuple[jax.Array, ...]:
             own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
             loss, info = loss_fn(own, batch, solver, adjoint_solver)
             loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)

@@ -1,6 +1,6 @@
-"""Data sets, from files that are already here or from scikit-learn: images, words, series, points; and batches.
+"""Data sets, from local files or from scikit-learn: images, words, series, points; and batches.
 
-All of it is NumPy; nothing here downloads or unpickles. docs/data.md says which files each loader expects.
+Everything is NumPy; nothing here downloads or unpickles. docs/data.md lists the files that each loader expects.
 `lp_jax.data.contrib` has data sets of single problems.
 """
 

@@ -1,4 +1,4 @@
-"""Arrays of one's own, in a file of NumPy's."""
+"""Your own arrays, in a NumPy file."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,22 +13,22 @@ _WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y
 
 
 def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
-    """Inputs ``x`` and classes or values ``y`` from a ``.npz`` file, as ``numpy.savez("mine.npz", x=x, y=y)`` writes it.
+    """Load inputs ``x`` and classes or values ``y`` from a ``.npz`` file, as ``numpy.savez("mine.npz", x=x, y=y)`` writes it.
 
     Args:
         path: the file. ``x`` has shape ``(samples, *shape)``, numbers; pixels may be uint8. Integers or strings in ``y``,
             ``(samples,)``, are classes: their different values, in order. Floating-point numbers, ``(samples,)`` or
-            ``(samples, values)``, are values. With ``test_x`` and ``test_y`` these are held out, and all others are trained
-            with.
-        test_fraction: fraction that is held out, of every class, in (0, 1), where the file names no test set.
-        seed: of that split.
+            ``(samples, values)``, are values. ``test_x`` and ``test_y``, if there are any, are held out; then all of ``x`` and
+            ``y`` is for training.
+        test_fraction: fraction of every class that is held out, in (0, 1), if the file has no test set.
+        seed: seed of that split.
 
     Returns:
         A `Dataset` with the names of the classes; inputs are float32, or uint8 as they are. Values are as they are,
         ``(samples, values)``, and ``classes`` is 0.
 
     Raises:
-        DataError: for a file that cannot be read or has other arrays in it.
+        DataError: if the file cannot be read or has other arrays.
         ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.
 
     Example:
@@ -42,28 +42,30 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
     """
     path = Path(path)
     with reading(path, _WANTED), np.load(path, allow_pickle=False) as file:
-        found = {name: file[name] for name in file.files}
-    held_out = "test_x" in found or "test_y" in found
+        stored = {name: file[name] for name in file.files}
+    held_out = "test_x" in stored or "test_y" in stored
     names = [("x", "y"), *([("test_x", "test_y")] if held_out else [])]
     for a, b in names:
         for name in (a, b):
-            if name not in found:
-                raise wrong(path, f"has no {name}, but {', '.join(found) or 'nothing'}", _WANTED)
-        samples, of_values = found[a].shape[:1], found[b].dtype.kind == "f"
-        if found[a].ndim < 2 or found[b].shape[:1] != samples or found[b].ndim > 1 + of_values or found[b].size == 0:
-            raise wrong(path, f"{a} has shape {found[a].shape} and {b} {found[b].shape}", _WANTED)
-        if found[a].dtype.kind not in "iufb":
-            raise wrong(path, f"{a} holds {found[a].dtype}", "numbers")
-        if found[b].dtype.kind not in "iubUf":
-            raise wrong(path, f"{b} holds {found[b].dtype}", "classes, integers or strings, or floating-point values")
+            if name not in stored:
+                raise wrong(path, f"has no {name}, but {', '.join(stored) or 'nothing'}", _WANTED)
+        x, y = stored[a], stored[b]
+        if x.ndim < 2 or y.shape[:1] != x.shape[:1] or y.ndim > 1 + (y.dtype.kind == "f") or y.size == 0:
+            raise wrong(path, f"{a} has shape {x.shape} and {b} {y.shape}", _WANTED)
+        if x.dtype.kind not in "iufb":
+            raise wrong(path, f"{a} holds {x.dtype}", "numbers")
+        if y.dtype.kind not in "iubUf":
+            raise wrong(path, f"{b} holds {y.dtype}", "classes, integers or strings, or floating-point values")
         for name in (a, b):
-            if found[name].dtype.kind == "f" and not np.isfinite(found[name]).all():
+            if stored[name].dtype.kind == "f" and not np.isfinite(stored[name]).all():
                 raise wrong(path, f"{name} holds numbers that are not finite", "finite ones")
-    kinds = {found[b].dtype.kind == "f" for _, b in names}
+    kinds = {stored[b].dtype.kind == "f" for _, b in names}
     if len(kinds) > 1:
-        raise wrong(path, f"y holds {found['y'].dtype} and test_y {found['test_y'].dtype}", "classes or values in both")
-    targets, classes = _values(path, found["y"]) if True in kinds else _classes(path, [found[b] for _, b in names])
-    parts = [(_inputs(found[a]), targets(found[b])) for a, b in names]
+        raise wrong(
+            path, f"y holds {stored['y'].dtype} and test_y {stored['test_y'].dtype}", "classes or values in both"
+        )
+    targets, classes = _values(path, stored["y"]) if True in kinds else _classes(path, [stored[b] for _, b in names])
+    parts = [(_inputs(stored[a]), targets(stored[b])) for a, b in names]
     if held_out:
         (x, y), (test_x, test_y) = parts
         for name, one, other in (("x", x, test_x), ("y", y, test_y)):

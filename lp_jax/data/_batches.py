@@ -1,39 +1,40 @@
-"""Mini-batches in an order that depends on seed and epoch alone; of sequences in few shapes."""
+"""Mini-batches in an order that depends only on seed and epoch; batches of sequences have few shapes."""
 
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
 from lp_jax.data._dataset import Dataset
 
 
 def batches(
-    data: Dataset | Sequence[Any], batch_size: int, *, seed: int, epoch: int, drop_last: bool = True
-) -> Iterator[tuple[Any, ...]]:
-    """Shuffled mini-batches of one epoch.
+    data: Dataset | Sequence[PyTree], batch_size: int, *, seed: int, epoch: int, drop_last: bool = True
+) -> Iterator[tuple[PyTree, ...]]:
+    """Return the shuffled mini-batches of one epoch.
 
-    The order is a pure function of seed and epoch, so that a run that resumes in any epoch sees the batches that an
-    uninterrupted one would have seen (``itertools.islice`` skips those already done).
+    The order is a pure function of seed and epoch, so a resumed run sees the same batches as an uninterrupted one
+    (``itertools.islice`` skips finished batches).
 
     Args:
-        data: a `Dataset`, whose training samples are taken, or a sequence of arrays with one leading length. In place of
-            an array there may be a tuple of them: padded inputs and their lengths, say.
+        data: a `Dataset`, whose training samples are used, or a sequence of arrays with one leading length. A tuple of arrays
+            may replace an array: padded inputs and their lengths, say.
         batch_size: samples per batch.
-        seed: of the order, a non-negative integer.
-        epoch: the epoch's number, a non-negative integer; each has an order of its own.
+        seed: seed of the order, a non-negative integer.
+        epoch: the epoch's number, a non-negative integer; each epoch has an order of its own.
         drop_last: leave out a last batch that is not full, so that shapes never change and nothing is compiled twice.
 
     Returns:
-        An iterator over tuples of arrays ``(batch_size, ...)``: ``(x, y)`` for a `Dataset`. Tuples come as tuples.
+        An iterator over tuples of arrays ``(batch_size, ...)``: ``(x, y)`` for a `Dataset`. Tuples stay tuples.
 
     Raises:
-        ValueError: for arrays of different lengths, and for batches larger than the data.
-        TypeError: for a single array, for anything that is not an array, and for a size, seed or epoch that is not an integer.
+        ValueError: if the arrays differ in length, or batches are larger than the data.
+        TypeError: if ``data`` is a single array or holds anything but arrays, or a size, seed or epoch is not an integer.
 
     Example:
         >>> import numpy as np
@@ -52,7 +53,7 @@ def batches(
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """Return the random numbers of an epoch, a function of seed and epoch alone."""
+    """Return the random numbers of an epoch, a function of seed and epoch only."""
     entropy = [_check.integer("seed", seed, least=0), _check.integer("epoch", epoch, least=0)]
     return np.random.default_rng(np.random.SeedSequence(entropy))
 
@@ -63,7 +64,7 @@ def groups(order: np.ndarray, size: int, drop_last: bool) -> list[np.ndarray]:
     return [order[start : start + size] for start in range(0, end, size)]
 
 
-def _arrays(data: Dataset | Sequence[Any]) -> tuple[Any, ...]:
+def _arrays(data: Dataset | Sequence[PyTree]) -> tuple[PyTree, ...]:
     if isinstance(data, Dataset):
         return data.train_x, data.train_y
     if hasattr(data, "shape"):
@@ -78,7 +79,7 @@ def _arrays(data: Dataset | Sequence[Any]) -> tuple[Any, ...]:
     return arrays
 
 
-def _leaves(arrays: Any) -> list[Any]:
+def _leaves(arrays: PyTree) -> list[PyTree]:
     return jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))
 
 
@@ -96,15 +97,15 @@ def padded(sequences: Sequence[np.ndarray], length: int | None = None, *, fill: 
     """Return sequences as one array, with short ones padded at their ends.
 
     Args:
-        sequences: arrays ``(length, *features)`` that differ in nothing but their lengths.
-        length: of all of them in the end; by default that of the longest.
-        fill: what to fill up with.
+        sequences: arrays ``(length, *features)`` that differ only in their lengths.
+        length: length of the result; by default that of the longest sequence.
+        fill: value of the padding.
 
     Returns:
         An array ``(sequences, length, *features)``.
 
     Raises:
-        ValueError: for no sequences, and for one that is longer than ``length``.
+        ValueError: if there are no sequences, or one is longer than ``length``.
 
     Example:
         >>> import numpy as np
@@ -136,27 +137,27 @@ def bucketed(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Make shuffled mini-batches of one epoch of sequences. Each batch is padded to one of a few lengths.
 
-    Sequences that need the same length come together. Where those of one length do not fill a last batch, it is filled
-    with some that need the next one. The batches come in a random order, a pure function of seed and epoch as for `batches`,
-    and there are as many of them.
+    A batch has sequences that need the same length. If they do not fill the last batch of a length, sequences of the next
+    length are added. The batches come in a random order, a pure function of seed and epoch. Order and number are as for
+    `batches`.
 
     Args:
         data: inputs and labels, like those of `gum`.
         batch_size: sequences per batch.
-        lengths: to pad to, increasing; the last one must do for the longest sequence.
+        lengths: padded lengths, increasing; the last one must suffice for the longest sequence.
         seed: as for `batches`.
         epoch: as for `batches`.
-        drop_last: leave out a batch of fewer than ``batch_size`` sequences, so that there are no more shapes than lengths;
-            which ones is another matter in each epoch.
+        drop_last: leave out a batch of fewer than ``batch_size`` sequences, so that there are no more shapes than lengths. Each
+            epoch leaves out other sequences.
 
     Returns:
         An iterator over ``(x, y)``: inputs ``(batch_size, length, *features)``, 0 in the padding, and labels
         ``(batch_size, length)``, -1 in the padding.
 
     Raises:
-        ValueError: for lengths that do not increase or are too short, for inputs and labels that do not fit, and for
-            batches larger than the data.
-        TypeError: for a size, length, seed or epoch that is no integer.
+        ValueError: if lengths do not increase or are too short, inputs and labels do not match, or batches are larger than the
+            data.
+        TypeError: if a size, length, seed or epoch is not an integer.
 
     Example:
         >>> import numpy as np

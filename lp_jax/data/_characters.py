@@ -1,4 +1,4 @@
-"""Text as characters, each to be guessed from those before it."""
+"""Text as characters; the task is to predict the next one."""
 
 import os
 from collections.abc import Sequence
@@ -20,31 +20,30 @@ def characters(
     *,
     min_count: int = 2,
 ) -> Dataset:
-    """Windows of a text. The class at each place is the next character.
+    """Load a text as windows of characters. The class at each position is the next character.
 
-    The last part of the text is held out. Windows follow each other without overlap; what does not fill a last one is
-    left out. Of a treebank, a file whose name ends in ``.conllu`` or ``.conllu.gz``, the text is its sentences, one a
-    line.
+    The last part of the text is held out. Windows follow each other without overlap; a last window that is not full is left
+    out. The text of a treebank, a file whose name ends in ``.conllu`` or ``.conllu.gz``, is its sentences, one per line.
 
-    The vocabulary is made of the training part: the characters that it has at least ``min_count`` times. All others, in
-    either part, are one class, "<unknown>", number 1, an input and something to guess like any other; so that every
-    character of the part held out counts. Number 0 is padding, of which there is none here.
+    The vocabulary is the characters that occur at least ``min_count`` times in the training part. All others, in both parts,
+    are one class, "<unknown>", number 1. It is an input and a class like any other, so every character of the held-out part
+    counts. Number 0 is for padding, which this data set does not have.
 
     Args:
-        path: a text file in UTF-8, plain or gzipped, or several of them, which are joined with a line feed.
+        path: a text file in UTF-8, plain or gzipped, or several files, which are joined with a line feed.
         length: characters in a window.
         test_fraction: fraction of the characters that is held out, in (0, 1).
-        min_count: how often training must have a character to give it a number.
+        min_count: smallest number of occurrences in the training part for a character of the vocabulary.
 
     Returns:
         A `Dataset` of inputs ``(length,)`` int32 and classes ``(samples, length)`` int32, both in [0, classes); its
         ``names`` are the vocabulary.
 
     Raises:
-        DataError: for a file that is missing, damaged or not in UTF-8, and for a text that has no window of this length
-            for training or none to hold out.
-        ValueError: for a fraction outside (0, 1), no paths, and a length or count below 1.
-        TypeError: for a length or count that is no integer.
+        DataError: if a file is missing, damaged or not in UTF-8, or the text has no window of this length for training or none
+            to hold out.
+        ValueError: if the fraction is outside (0, 1), there are no paths, or a length or count is below 1.
+        TypeError: if a length or count is not an integer.
 
     Example:
         >>> import pathlib, tempfile
@@ -90,8 +89,8 @@ def _text(path: Path) -> str:
 
 def _ids(codes: np.ndarray, known: np.ndarray) -> np.ndarray:
     at = np.searchsorted(known, codes)
-    found = np.append(known, np.uint32(0xFFFFFFFF))[at] == codes
-    return np.where(found, at + len(_RESERVED), 1).astype(np.int32)
+    is_known = np.append(known, np.uint32(0xFFFFFFFF))[at] == codes
+    return np.where(is_known, at + len(_RESERVED), 1).astype(np.int32)
 
 
 def _windows(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

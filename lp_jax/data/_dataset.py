@@ -1,4 +1,4 @@
-"""What a data set is here, how one is split and scaled, how files are read and what is said of bad ones."""
+"""The record of a data set, its splitting and scaling, and the reading of files with errors for bad ones."""
 
 import gzip
 import importlib
@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from types import ModuleType
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,18 +15,18 @@ Arrays: TypeAlias = np.ndarray | tuple[np.ndarray, ...]
 
 
 class Dataset(NamedTuple):
-    """Samples with a class or values each, split into those to train with and those held out.
+    """Samples with a class or values each, split into training samples and held-out samples.
 
     Attributes:
         train_x: inputs, ``(train samples, *shape)``, float32 unless the loader says otherwise. Samples of different
             lengths are a tuple of arrays, padded inputs and their lengths.
-        train_y: their classes, int32 in [0, classes), ``(train samples,)``; where every place of an input has a class of
-            its own, ``(train samples, length)``. Values in the place of classes, as they are: ``(train samples, values)``.
-        test_x: inputs held out, of the same form.
-        test_y: their classes.
-        classes: number of classes; 0 where samples have values.
+        train_y: classes, int32 in [0, classes), ``(train samples,)``; ``(train samples, length)`` if every position of an
+            input has a class of its own. Or values, unscaled: ``(train samples, values)``.
+        test_x: held-out inputs, of the same form.
+        test_y: their classes or values.
+        classes: number of classes; 0 if samples have values.
         shape: shape of one input, channels last.
-        names: of the classes, by their numbers; empty where they have none.
+        names: names of the classes, by their numbers; empty if they have none.
     """
 
     train_x: Arrays
@@ -38,11 +39,11 @@ class Dataset(NamedTuple):
 
 
 class DataError(ValueError):
-    """A file is damaged or of another kind. One line says the file, the place, what is there and what was wanted."""
+    """A file is damaged or of another kind. One line has the file, the place, its content and the expected content."""
 
 
 def check_fraction(test_fraction: float) -> None:
-    """Refuse a fraction that leaves nothing on one side."""
+    """Refuse a fraction that leaves one part empty."""
     if not 0.0 < test_fraction < 1.0:
         raise ValueError(f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}.")
 
@@ -50,7 +51,7 @@ def check_fraction(test_fraction: float) -> None:
 def stratified(
     labels: np.ndarray, test_fraction: float, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions to train with and positions held out, the same fraction of every class, each in a random order."""
+    """Return training positions and held-out positions, the same fraction of every class, each in a random order."""
     check_fraction(test_fraction)
     train, test = [], []
     for label in np.unique(labels):
@@ -68,7 +69,7 @@ def stratified(
 
 
 class Scaler(NamedTuple):
-    """Takes channels, the last axis, to mean 0 and standard deviation 1, as float32, and back."""
+    """Scales channels, the last axis, to mean 0 and standard deviation 1, as float32, and back."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -81,10 +82,10 @@ class Scaler(NamedTuple):
 
 
 def scaler(values: np.ndarray) -> Scaler:
-    """Return the scaler of channels like those of ``values``. Channels that never change stay at 0."""
+    """Return the scaler for the channels of ``values``. Constant channels become 0."""
     axes = tuple(range(values.ndim - 1))
     mean, deviation = (np.asarray(moment(values, axis=axes, dtype=np.float64)) for moment in (np.mean, np.std))
-    # of a constant, rounding leaves more than nothing
+    # rounding leaves a small deviation for a constant
     deviation = np.where(deviation <= 1e-7 * np.abs(mean), 1.0, deviation)
     return Scaler(mean, deviation)
 
@@ -95,7 +96,7 @@ def wrong(place: object, got: str, wanted: str) -> DataError:
 
 @contextmanager
 def reading(path: Path, wanted: str) -> Iterator[None]:
-    """Turn whatever a parser stumbles on in a missing or damaged file into a `DataError`."""
+    """Turn any error of a parser on a missing or damaged file into a `DataError`."""
     try:
         yield
     except (DataError, ImportError, MemoryError):
@@ -127,8 +128,8 @@ def find(folder: Path, name: str, wanted: str) -> Path:
     raise wrong(folder, f"has no file {name} or {name}.gz", wanted)
 
 
-def chosen(classes: Sequence[str] | None, known: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Return the names of the classes to take: those asked for, which must be known, or all."""
+def select_classes(classes: Sequence[str] | None, known: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """Return the names of the classes to take: ``classes``, which must be known, or all."""
     names = tuple(known if classes is None else classes)
     if not 0 < len(set(names)) == len(names):
         raise ValueError(f"classes must be at least one name, none of them twice; got {list(names)}.")
@@ -138,8 +139,8 @@ def chosen(classes: Sequence[str] | None, known: Sequence[str], folder: Path) ->
     return names
 
 
-def needed(module: str) -> Any:
-    """Return a module of the extra that `lp_jax.data` has."""
+def require(module: str) -> ModuleType:
+    """Import a module of the extra lp_jax[data]."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

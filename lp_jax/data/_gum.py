@@ -1,4 +1,4 @@
-"""Tagging the words of a Universal Dependencies treebank, in CoNLL-U files: a word a line, ten columns."""
+"""Tagging the words of a Universal Dependencies treebank, in CoNLL-U files: one word per line, ten columns."""
 
 import io
 import os
@@ -11,7 +11,7 @@ import numpy as np
 
 from lp_jax._arrays import _check
 from lp_jax.data._batches import UNLABELLED, Sequences
-from lp_jax.data._dataset import lines, needed, reading, wrong
+from lp_jax.data._dataset import lines, reading, require, wrong
 
 _UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X"
 _COLUMNS = 10
@@ -21,10 +21,10 @@ class Sentence(NamedTuple):
     """A sentence, and its words' annotations.
 
     Attributes:
-        words: as they are written.
+        words: the words as written.
         upos: their universal parts of speech, like ``NOUN``.
-        feats: their morphological features as they stand in the file, like ``Case=Nom|Number=Sing``; ``_`` for none.
-        text: the sentence as it was written, of the comment ``# text``; without one the words, joined by spaces.
+        feats: their morphological features as in the file, like ``Case=Nom|Number=Sing``; ``_`` for none.
+        text: the sentence as written, from the comment ``# text``; without the comment, the words joined by spaces.
     """
 
     words: tuple[str, ...]
@@ -36,13 +36,12 @@ class Sentence(NamedTuple):
 def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
     r"""Read the sentences of a CoNLL-U file, plain or gzipped (``.gz``), in their order, with the package ``conllu``.
 
-    Lines of several words in one (1-2) and of words that are not written (1.1) are left out.
+    Lines for multiword tokens (1-2) and for empty words (1.1) are left out.
 
     Raises:
-        ModuleNotFoundError: without conllu.
-        DataError: for a file that is missing, without a sentence, damaged or not in UTF-8, and for a sentence with fewer
-            than 10 columns, a word without letters, ids out of order, or a part of speech that is none of the 17 of
-            Universal Dependencies.
+        ModuleNotFoundError: if conllu is not installed.
+        DataError: if the file is missing, has no sentence, is damaged or not in UTF-8; or if a sentence has fewer than 10
+            columns, a word without letters, ids out of order, or a part of speech outside the 17 of Universal Dependencies.
 
     Example:
         >>> import pathlib, tempfile
@@ -60,7 +59,7 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
     """
     path, wanted = Path(path), "a CoNLL-U file"
     raw = dict.fromkeys(("xpos", "feats", "head", "deps", "misc"), lambda row, column: row[column])
-    parsed = needed("conllu").parse_incr(io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw)
+    parsed = require("conllu").parse_incr(io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw)
     sentences: list[Sentence] = []
     with reading(path, wanted):
         for tokens in parsed:
@@ -71,7 +70,7 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
     return sentences
 
 
-def _sentence(place: str, tokens: Any) -> Sentence:
+def _sentence(place: str, tokens: Any) -> Sentence:  # a conllu.TokenList
     words = [token for token in tokens if not isinstance(token["id"], tuple)]
     ids = [token["id"] for token in words]
     if not words or ids != list(range(1, len(ids) + 1)):
@@ -93,7 +92,7 @@ FEATURES = ("word", "suffix", "prefix", "shape")
 
 
 def shape(word: str) -> str:
-    """Return what a word looks like, one of `SHAPES`."""
+    """Return the shape of a word, one of `SHAPES`."""
     letters = any(map(str.isalpha, word))
     if any(map(str.isdigit, word)):
         return "letters and digits" if letters else "number"
@@ -120,7 +119,7 @@ class Features:
         self._ids = [{entry: number for number, entry in enumerate(entries)} for entries in tables]
 
     def __call__(self, words: Sequence[str]) -> np.ndarray:
-        """Return the features of words, ``(words, columns)`` int32; those of an unknown word begin with its shape's."""
+        """Return the features of words, ``(words, columns)`` int32. An unknown word has the number of its shape as its first."""
         rows = []
         for word, suffix, prefix, kind in map(_columns, words):
             of_word, of_suffix, of_prefix, of_shape = self._ids
@@ -138,14 +137,14 @@ class Tagging(NamedTuple):
     """Sentences as numbers, and the tags of their words.
 
     Attributes:
-        train: sentences to train with; inputs ``(words, features)`` int32, labels ``(words,)`` int32 in [0, classes).
-        dev: sentences to make choices by.
-        test: sentences held out.
-        tags: what the labels stand for.
+        train: training sentences; inputs ``(words, features)`` int32, labels ``(words,)`` int32 in [0, classes).
+        dev: development sentences, for choosing settings.
+        test: held-out sentences.
+        tags: names of the labels.
         features: names of the columns of the inputs.
-        vocabularies: what the numbers in each column stand for; number 0 is padding in all of them.
-        unseen: how many words of each split have a tag that training does not have; their labels are -1.
-        test_words: the words of the sentences held out, to show.
+        vocabularies: entries by number, for each column; number 0 is padding in all columns.
+        unseen: for each split, the number of words whose tag does not occur in training; their labels are -1.
+        test_words: words of the held-out sentences, to show.
     """
 
     train: Sequences
@@ -177,38 +176,38 @@ def gum(
     longer: str = "split",
     strict: bool = False,
 ) -> Tagging:
-    """GUM, or another treebank of Universal Dependencies, as a problem of tagging words.
+    """Load GUM, or another treebank of Universal Dependencies, as a problem of tagging words.
 
     The folder has one file each whose name ends in ``-train.conllu``, ``-dev.conllu`` and ``-test.conllu``, plain or
-    gzipped with ``.gz`` at its end. For each word there are four numbers:
+    gzipped with ``.gz`` at its end. Each word has four numbers:
 
     ========  ==================================================================================================
-    word      the word in lower case; one that training has fewer than ``min_count`` times is unknown, and there
-              is an id for the unknown ones of each shape
+    word      the word in lower case; a word with fewer than ``min_count`` occurrences in training is unknown, with
+              one number for each shape
     suffix    its last three characters, in lower case; 1 is unknown
     prefix    its first three
     shape     lower case, capitalised, upper case, mixed, number, letters and digits, or signs only
     ========  ==================================================================================================
 
-    Vocabularies and tags are those of the training sentences alone. Everything is 0 in padding only.
+    Vocabularies and tags come only from the training sentences. Only padding has number 0.
 
     Args:
-        folder: where the files are.
-        task: "upos" for parts of speech, or "feats" for morphological features, each combination being a tag.
-        min_count: how often training must have a word, or its beginning or end, to give it a number.
-        max_length: the longest sentence that a model takes, or None.
-        longer: what becomes of longer sentences. "split": parts of ``max_length`` words and what remains, no word is
-            lost; "cut": the words beyond are left out; "refuse": an error.
+        folder: folder of the files.
+        task: "upos" for parts of speech, or "feats" for morphological features, where each combination is a tag.
+        min_count: smallest number of occurrences in training for a word, a prefix or a suffix of the vocabulary.
+        max_length: length of the longest sentence that a model takes, or None.
+        longer: treatment of longer sentences. "split": parts of ``max_length`` words, the last one shorter; "cut": further
+            words are left out; "refuse": an error.
         strict: refuse tags that training does not have, instead of counting them and giving them no label.
 
     Returns:
         A `Tagging`, whose parts are for `bucketed`.
 
     Raises:
-        DataError: for files that are missing or malformed, and where asked to, for sentences that are too long and tags
-            that training does not have.
-        ValueError: for a task or a treatment that is not known, and for counts below 1.
-        TypeError: for counts that are no integers.
+        DataError: if files are missing or malformed; with "refuse", if a sentence is too long; with ``strict``, if a tag does
+            not occur in training.
+        ValueError: if ``task`` or ``longer`` is unknown, or a count is below 1.
+        TypeError: if a count is not an integer.
 
     Example:
         >>> from lp_jax import data
@@ -232,12 +231,12 @@ def gum(
     numbers = {tag: number for number, tag in enumerate(tags)}
     for split, path in paths.items():
         for at, sentence in enumerate(sentences[split], 1):
-            place, given = f"{path}: sentence {at}", getattr(sentence, task)
-            if strict and (absent := set(given) - set(tags)):
+            place, tagged = f"{path}: sentence {at}", getattr(sentence, task)
+            if strict and (absent := set(tagged) - set(tags)):
                 raise wrong(place, f"{task} {min(absent)!r}", "one that the training sentences have, as strict=True")
-            if longer == "refuse" and len(given) > (max_length or len(given)):
-                found = f"{len(given)} words, beginning with {' '.join(sentence.words[:4])!r}"
-                raise wrong(place, found, f"at most {max_length}")
+            if longer == "refuse" and len(tagged) > (max_length or len(tagged)):
+                got = f"{len(tagged)} words, beginning with {' '.join(sentence.words[:4])!r}"
+                raise wrong(place, got, f"at most {max_length}")
 
     def numbered(pieces: list[Sentence]) -> Sequences:
         labels = [[numbers.get(tag, UNLABELLED) for tag in getattr(piece, task)] for piece in pieces]
@@ -257,10 +256,10 @@ def gum(
 
 def _find(folder: Path, split: str) -> Path:
     ends = f"-{split}.conllu", f"-{split}.conllu.gz"
-    found = [path for end in ends for path in folder.glob(f"*{end}")]
-    if len(found) != 1:
-        raise wrong(folder, f"has {len(found)} files *{ends[0]} or *{ends[1]}", "one")
-    return found[0]
+    paths = [path for end in ends for path in folder.glob(f"*{end}")]
+    if len(paths) != 1:
+        raise wrong(folder, f"has {len(paths)} files *{ends[0]} or *{ends[1]}", "one")
+    return paths[0]
 
 
 def _pieces(sentence: Sentence, max_length: int | None, longer: str) -> list[Sentence]:

@@ -1,4 +1,4 @@
-"""Handwritten digits: those of scikit-learn; MNIST, and its IDX files: a magic number, sizes of the axes, values."""
+"""Handwritten digits of scikit-learn and MNIST, and IDX files: a magic number, sizes of the axes, values."""
 
 import math
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, check_fraction, content, find, needed, reading, wrong
+from lp_jax.data._dataset import Dataset, check_fraction, content, find, reading, require, wrong
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
 
@@ -18,7 +18,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     the values, the last axis fastest.
 
     Raises:
-        DataError: for a file that is missing, damaged, not an IDX file, or shorter or longer than its header says.
+        DataError: if the file is missing, damaged, not an IDX file, or shorter or longer than its header says.
 
     Example:
         >>> import pathlib, tempfile
@@ -51,7 +51,7 @@ _CLASSES = 10
 
 
 def mnist(folder: str | os.PathLike[str]) -> Dataset:
-    """MNIST, Fashion-MNIST or the like, from a folder of four IDX files of the usual names.
+    """Load MNIST, Fashion-MNIST or the like, from a folder of four IDX files of the usual names.
 
     The names are ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
     ``t10k-labels-idx1-ubyte``, each plain or gzipped with ``.gz`` at its end. The ``t10k`` files are held out.
@@ -60,8 +60,8 @@ def mnist(folder: str | os.PathLike[str]) -> Dataset:
         A `Dataset` of inputs ``(rows, columns, 1)``, for MNIST ``(28, 28, 1)``, in 10 classes.
 
     Raises:
-        DataError: for a file that is missing or malformed, images without labels or labels without images, labels above
-            9, no images, or images of two sizes.
+        DataError: if a file is missing or malformed, the numbers of images and labels differ, a label is above 9, there are no
+            images, or images differ in size.
 
     Example:
         >>> from lp_jax import data
@@ -100,7 +100,7 @@ def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
 
 
 def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
-    """1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn; nothing to download.
+    """Load the 1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn; nothing to download.
 
     They are split at random by ``seed``; ``test_fraction`` of every class, in (0, 1), is held out.
 
@@ -108,8 +108,8 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
         A `Dataset` of inputs ``(8, 8, 1)`` in 10 classes.
 
     Raises:
-        ModuleNotFoundError: without scikit-learn.
-        ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.
+        ModuleNotFoundError: if scikit-learn is not installed.
+        ValueError: if the fraction is outside (0, 1), or leaves a class without training or held-out samples.
 
     Example:
         >>> from lp_jax import data
@@ -120,9 +120,9 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
         Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
     """
     check_fraction(test_fraction)
-    bunch = needed("sklearn.datasets").load_digits()
+    bunch = require("sklearn.datasets").load_digits()
     x = (bunch.images[..., None] / 16.0).astype(np.float32)
     y = bunch.target.astype(np.int32)
-    split = needed("sklearn.model_selection").train_test_split
+    split = require("sklearn.model_selection").train_test_split
     train_x, test_x, train_y, test_y = split(x, y, test_size=test_fraction, random_state=seed, stratify=y)
     return Dataset(train_x, train_y, test_x, test_y, classes=10, shape=x.shape[1:])

@@ -5,13 +5,13 @@ import numpy as np
 from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset, stratified
 
-_HALF = 3.0  # of the square's side
+_HALF = 3.0  # half of the square's side
 _BLOCK = 20_000
 _GRID = np.linspace(-_HALF, _HALF, 601)
 
 
 def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classes: int = 5) -> Dataset:
-    """Points of a square. Their classes are the level sets of ``peaks`` that they lie in.
+    """Draw points of a square. Their classes are the level sets of ``peaks`` that they lie in.
 
     The function is MATLAB's,
 
@@ -19,23 +19,23 @@ def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classe
 
         f(a, b) = 3 (1 - a)^2 e^{-a^2 - (b + 1)^2} - 10 (a / 5 - a^3 - b^5) e^{-a^2 - b^2} - e^{-(a + 1)^2 - b^2} / 3
 
-    on [-3, 3]². Its range is cut into intervals of equal width, one for each class, lowest first; as many points are
-    drawn from each level set as from any other, uniformly within it. So the classes are balanced, and the class of a
-    point does not depend on the other points.
+    on [-3, 3]². Its range is cut into intervals of equal width, one for each class, lowest first. Equally many points are drawn
+    from each level set, uniformly within it. So the classes are balanced, and the class of a point does not depend on the
+    other points.
 
     Args:
-        samples: number of points; where the classes do not divide it, the first ones have one more.
-        test_fraction: fraction of the points that is held out, in (0, 1); the same of every class.
-        seed: of points and split.
+        samples: number of points. If the classes do not divide it, the first classes have one point more.
+        test_fraction: fraction of the points of every class that is held out, in (0, 1).
+        seed: seed of points and split.
         classes: number of level sets.
 
     Returns:
         A `Dataset` of inputs ``(2,)``, float32 in [-1, 1]: (a, b) / 3.
 
     Raises:
-        ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side, and for fewer
+        ValueError: if the fraction is outside (0, 1) or leaves a class without training or held-out samples, or there are fewer
             than two classes.
-        TypeError: for numbers that are no integers.
+        TypeError: if a number is not an integer.
 
     Example:
         >>> from lp_jax import data
@@ -59,10 +59,10 @@ def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classe
         block = generator.uniform(-_HALF, _HALF, (_BLOCK, 2))
         label = np.digitize(_function(block[:, 0], block[:, 1]), inner)
         for wanted in range(classes):
-            found = block[label == wanted][: missing[wanted]]
-            points.append(found)
-            labels.append(np.full(len(found), wanted, np.int32))
-            missing[wanted] -= len(found)
+            new = block[label == wanted][: missing[wanted]]
+            points.append(new)
+            labels.append(np.full(len(new), wanted, np.int32))
+            missing[wanted] -= len(new)
     x = (np.concatenate(points) / _HALF).astype(np.float32)
     y = np.concatenate(labels)
     train, test = stratified(y, test_fraction, generator)

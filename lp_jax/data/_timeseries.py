@@ -17,10 +17,10 @@ class Series(NamedTuple):
 
     Attributes:
         x: the series, each ``(time steps, channels)`` float32; they may differ in length.
-        labels: the class of each, as it stands in the file; empty where the file has no classes.
-        classes: those that the header announces, in its order.
-        name: of the problem.
-        lines: where each series stands in the file, counted from 1.
+        labels: the class of each series, as in the file; empty if the file has no classes.
+        classes: the classes in the header, in its order.
+        name: name of the problem.
+        lines: the line of each series in the file, counted from 1.
     """
 
     x: list[np.ndarray]
@@ -35,13 +35,12 @@ def read_ts(path: str | os.PathLike[str], *, fill: float | None = None) -> Serie
 
     A line is a series: its channels with colons between them, the values of a channel with commas between them, and the
     class at the end. Header keys are understood in any case: ``@problemName``, ``@univariate``, ``@dimensions``,
-    ``@equalLength``, ``@seriesLength``, ``@classLabel`` and ``@data``; what they announce must be there. Series with
-    time stamps or with a number in place of a class are refused, other keys skipped. ``fill`` is put for missing values,
-    ``?`` or ``NaN``; None refuses them.
+    ``@equalLength``, ``@seriesLength``, ``@classLabel`` and ``@data``; the series must agree with them. Series with time
+    stamps or with a number in place of a class are refused, other keys skipped. ``fill`` replaces missing values, ``?`` or
+    ``NaN``; None refuses them.
 
     Raises:
-        DataError: for a file that is missing, damaged, not in UTF-8, without a series, or with a line that is not what the
-            header announces.
+        DataError: if the file is missing, damaged, not in UTF-8 or without a series, or a line contradicts the header.
 
     Example:
         >>> import pathlib, tempfile
@@ -93,17 +92,17 @@ class _Header(NamedTuple):
 
 
 def _header(path: Path, content: list[str]) -> _Header:
-    """Return what the lines up to @data announce."""
+    """Return the header, from the lines up to @data."""
     entries = [line.split() for line in content if line.strip() and not line.startswith("#")]
     if not entries or not all(key.startswith("@") for key, *_ in entries):
         raise wrong(path, "no header, or more in it than keys and comments", "keys (@...), the last of them @data")
     keys = {key.lower(): values for key, *values in entries}
 
     def value(key: str, default: str, allowed: str, wanted: str) -> str:
-        found = [*keys.get(key, [default]), ""][0].lower()
-        if not re.fullmatch(allowed, found):
-            raise wrong(path, f"{key} {found!r}", wanted)
-        return found
+        got = [*keys.get(key, [default]), ""][0].lower()
+        if not re.fullmatch(allowed, got):
+            raise wrong(path, f"{key} {got!r}", wanted)
+        return got
 
     def flag(key: str, default: str = "false") -> bool:
         return value(key, default, "true|false", "true or false") == "true"
@@ -143,18 +142,18 @@ def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:
 
 
 def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None = None) -> Dataset:
-    """A problem of the UCR and UEA archives, from a folder of the two files ``NAME_TRAIN.ts`` and ``NAME_TEST.ts``.
+    """Load a problem of the UCR and UEA archives, from a folder of the two files ``NAME_TRAIN.ts`` and ``NAME_TEST.ts``.
 
-    Each is plain or gzipped with ``.gz`` at its end, read as by `read_ts`. Channels are taken to mean 0 and deviation 1 over
-    all time steps of the training series; then shorter series are filled up with zeros at their ends.
+    Each is plain or gzipped with ``.gz`` at its end, read as by `read_ts`. Channels are scaled to mean 0 and deviation 1 over
+    all time steps of the training series. Then shorter series are padded with zeros at their ends.
 
     Returns:
         A `Dataset` whose inputs are pairs ``(x, lengths)``: ``(samples, time steps, channels)`` float32 with as many time
         steps as the longest series has, and ``(samples,)`` int32. Its shape is that of ``x``, ``(time steps, channels)``.
 
     Raises:
-        DataError: for a file that is missing or malformed, without classes, with a class that no training series has, or
-            with other channels than those to train with.
+        DataError: if a file is missing, malformed or without classes, or the test file has classes or channels that the
+            training file lacks.
 
     Example:
         >>> from lp_jax import data
@@ -183,7 +182,7 @@ def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None 
 
 
 def _check_against(path: Path, series: Series, train: Series) -> None:
-    """Refuse a file that has no classes, or what training lacks."""
+    """Refuse a file without classes, or with channels or classes that the training file lacks."""
     if not series.labels:
         raise wrong(path, "series without classes", "classes, announced by @classLabel true ...")
     channels, wanted = series.x[0].shape[1], train.x[0].shape[1]
@@ -192,8 +191,8 @@ def _check_against(path: Path, series: Series, train: Series) -> None:
     known = set(train.labels)
     for line, label in zip(series.lines, series.labels, strict=True):
         if label not in known:
-            found = f"class {label!r}, which no training series has"
-            raise wrong(f"{path}: line {line}", found, f"one of {' '.join(sorted(known))}")
+            got = f"class {label!r}, which no training series has"
+            raise wrong(f"{path}: line {line}", got, f"one of {' '.join(sorted(known))}")
 
 
 _CHANNELS = [f"{signal}_{axis}" for signal in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
@@ -201,19 +200,19 @@ _WANTED = "the files of UCI HAR"
 
 
 def uci_har(folder: str | os.PathLike[str]) -> Dataset:
-    """Human activities, six of them, from accelerometer and gyroscope: 128 time steps of 9 channels.
+    """Load six human activities, from accelerometer and gyroscope: 128 time steps of 9 channels.
 
-    The folder is the one called "UCI HAR Dataset": ``activity_labels.txt``; ``train/y_train.txt``; in ``train/Inertial
-    Signals`` the nine files ``body_acc_x_train.txt`` to ``total_acc_z_train.txt``, a window of 128 numbers a line; and the
-    same with ``test`` for ``train``. Files may be gzipped with ``.gz`` at their ends.
+    The folder is "UCI HAR Dataset": ``activity_labels.txt``; ``train/y_train.txt``; in ``train/Inertial Signals`` the nine
+    files ``body_acc_x_train.txt`` to ``total_acc_z_train.txt``, with a window of 128 numbers per line; and the same with
+    ``test`` for ``train``. Files may be gzipped with ``.gz`` at their ends.
 
     Returns:
         A `Dataset` of inputs ``(128, 9)``, float32, each channel with mean 0 and deviation 1 over the training windows;
         channels are the body's acceleration, its angular velocity and the total acceleration, each along x, y and z.
 
     Raises:
-        DataError: for a file that is missing or malformed, windows of different lengths, and labels that are not in
-            ``activity_labels.txt``, too few or too many, or of a class that no training window has.
+        DataError: if a file is missing or malformed, windows differ in length, labels are too few or too many, or a label is
+            not in ``activity_labels.txt`` or does not occur in training.
 
     Example:
         >>> from lp_jax import data
@@ -258,8 +257,8 @@ def _split(folder: Path, split: str, numbers: tuple[str, ...]) -> tuple[np.ndarr
             windows = np.loadtxt(text, ndmin=2).astype(np.float32)
         shape = (len(labels), channels[0].shape[1] if channels else windows.shape[1])
         if windows.shape != shape:
-            found = f"{len(windows)} windows of {windows.shape[1]} numbers"
-            raise wrong(path, found, f"{shape[0]}, one for each label, of {shape[1]}")
+            got = f"{len(windows)} windows of {windows.shape[1]} numbers"
+            raise wrong(path, got, f"{shape[0]}, one for each label, of {shape[1]}")
         if not np.isfinite(windows).all():
             raise wrong(path, f"a value {windows[~np.isfinite(windows)][0]}", "finite numbers")
         channels.append(windows)

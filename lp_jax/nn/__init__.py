@@ -4,9 +4,9 @@ A module that is one layer step, ``__call__(y, t, dt) -> y_next``, becomes a net
 function) or `LayerParallel` (a module). ``y`` is the state, ``t`` the time at which the layer starts and ``dt`` the time
 that it spans, scalars in the units of ``t0`` and ``t1``.
 
-All modules take ``rngs``, the source of their initial parameters, and ``param_dtype``, the dtype of these, which should be
-that of the state. Some take ``dtype``, that of their products, for example `jax.numpy.bfloat16`; the state keeps its own,
-which None stands for.
+All modules take ``rngs``, the source of their initial parameters, and ``param_dtype``, the dtype of the parameters, which
+should be that of the state. Some take ``dtype``, the dtype of their products, for example `jax.numpy.bfloat16`; None means
+that of the state. The state keeps its dtype.
 
 Modules of other libraries need two lines. Flax Linen:
 

@@ -1,8 +1,8 @@
-"""Convolutions, in the formulation that is fast where they run.
+"""Convolutions, in the formulation that is fast on the device.
 
-On a CPU, the gradient of XLA's convolution inside a loop takes 6 to 17 times as long as matrix products that do the same
-with 8 and 16 channels. Such products are fast if their inner and outer dimensions are similar and not very small. So
-patches are formed along the last axis of space only. With taps i, j along the two axes of an image,
+On a CPU, the gradient of XLA's convolution inside a loop takes 6 to 17 times as long as matrix products for 8 and 16
+channels. Such products are fast if their inner and outer dimensions are similar and not very small. So patches are formed
+along the last axis of space only. With taps i, j along the two axes of an image,
 
     y[h, w] = sum_i z[h + i, w, i],    z[h, w, i] = sum_j x[h, w + j] k[i, j].
 
@@ -14,12 +14,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 from lp_jax._comms._comm import default_platform
@@ -29,7 +29,7 @@ _CACHE = 2**21  # bytes of patches and products that are computed at once
 
 
 def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> jax.Array:
-    """Convolution that keeps the size of the image: stride 1, zeros around it.
+    """Convolve images and keep their size: stride 1, zeros around the image.
 
     Args:
         x: images, ``(batch, *space, inputs)``, one, two or three axes of space.
@@ -63,21 +63,21 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
 def _as_general(formulation: str) -> Callable[..., jax.Array]:
     """Return `convolve` with the signature of `lax.conv_general_dilated`, as `nnx.Conv` calls it."""
 
-    def conv_general_dilated(x: jax.Array, kernel: jax.Array, *_: Any, **__: Any) -> jax.Array:
+    def conv_general_dilated(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> jax.Array:
         return convolve(x, kernel, formulation=formulation)
 
     return conv_general_dilated
 
 
-# One function for each formulation: modules with the same one are equal, and share compiled programs.
+# One function for each formulation, so that modules with the same one are equal and share compiled programs.
 _GENERAL = {formulation: _as_general(formulation) for formulation in _FORMULATIONS}
 
 
 class Conv(nnx.Conv):
     """`nnx.Conv` of stride 1 that keeps the size of the image, by `convolve`.
 
-    ``kernel`` is an odd number of taps for each axis of space; ``formulation`` is as for `convolve`. Where ``dtype`` is None,
-    the computation has the dtype of images and parameters.
+    ``kernel`` is an odd number of taps for each axis of space; ``formulation`` is as for `convolve`. With ``dtype`` None the
+    computation has the dtype of images and parameters.
 
     Raises:
         ValueError: if the formulation is unknown; when called, if the number of taps is even.
@@ -97,8 +97,8 @@ class Conv(nnx.Conv):
         kernel: tuple[int, ...],
         *,
         formulation: str = "auto",
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         _check.one_of("formulation", formulation, _FORMULATIONS)
@@ -171,7 +171,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=_sum_dtype(a))
 
 
-def _sum_dtype(x: jax.Array) -> Any:
+def _sum_dtype(x: jax.Array) -> DTypeLike:
     """Return the dtype of sums: at least single precision."""
     return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
 

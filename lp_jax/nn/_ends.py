@@ -3,11 +3,11 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 from lp_jax.nn._convolution import Conv
@@ -35,7 +35,7 @@ class DenseOpening(nnx.Module):
         width: int,
         *,
         activation: Activation = nnx.tanh,
-        param_dtype: Any = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.shape = tuple(shape)
@@ -68,7 +68,7 @@ class ConvOpening(nnx.Module):
         *,
         kernel: Sequence[int] = (3, 3),
         activation: Activation = nnx.relu,
-        param_dtype: Any = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.conv = Conv(inputs, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
@@ -103,7 +103,7 @@ class DenseClosing(nnx.Module):
         *,
         hidden: int | None = None,
         activation: Activation = nnx.relu,
-        param_dtype: Any = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.shape = tuple(shape)
@@ -135,7 +135,7 @@ class PoolClosing(nnx.Module):
         (4, 10)
     """
 
-    def __init__(self, shape: Sequence[int], classes: int, *, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, shape: Sequence[int], classes: int, *, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         *space, channels = shape
         self.space = tuple(range(-1 - len(space), -1))
         self.linear = nnx.Linear(channels, classes, param_dtype=param_dtype, rngs=rngs)
@@ -173,7 +173,13 @@ class TokenOpening(nnx.Module):
     """
 
     def __init__(
-        self, sizes: int | Sequence[int], width: int, *, max_length: int, param_dtype: Any = jnp.float32, rngs: nnx.Rngs
+        self,
+        sizes: int | Sequence[int],
+        width: int,
+        *,
+        max_length: int,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
     ):
         self.columns = None if isinstance(sizes, int) else len(sizes)
         self.max_length = _check.integer("max_length", max_length, least=1)
@@ -214,7 +220,7 @@ class TokenClosing(nnx.Module):
         (2, 10, 17)
     """
 
-    def __init__(self, width: int, classes: int, *, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, width: int, classes: int, *, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
         self.linear = nnx.Linear(width, classes, param_dtype=param_dtype, rngs=rngs)
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +62,9 @@ def restack(layers: Sequence[PyTree]) -> PyTree:
         raise ValueError("layers is empty; restack needs the parameters of at least one layer.")
     wanted = _described(layers[0])
     for number, layer in enumerate(layers):
-        found = _described(layer)
-        for name in {**wanted, **found}:
-            a, b = wanted.get(name, "absent"), found.get(name, "absent")
+        arrays = _described(layer)
+        for name in {**wanted, **arrays}:
+            a, b = wanted.get(name, "absent"), arrays.get(name, "absent")
             if a != b:
                 raise ValueError(f"layers must be alike; {name} is {a} in layer 0 and {b} in layer {number}.")
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
@@ -74,13 +73,13 @@ def restack(layers: Sequence[PyTree]) -> PyTree:
 def sequential(trunk: LayerParallel, *, solver: Solver | None = None) -> Callable[..., State]:
     """Return a trained trunk, on one device or a mesh, as a plain function: a ``lax.scan`` over the layers.
 
-    With a solver, the function solves for the layers instead: a few Picard sweeps use a network at a part of its depth, and
-    approximately. The function holds the parameters as they are now. Layers with running statistics should be in ``eval()`` mode;
-    otherwise they normalise by the batch.
+    With a solver, the function solves for the layers instead: a few Picard sweeps approximate the network with less sequential
+    work. The function holds the current parameters. Layers with running statistics should be in ``eval()`` mode; otherwise
+    they normalise by the batch.
 
     Args:
         trunk: the trained layers.
-        solver: how to solve for them; None: one layer after another.
+        solver: solver for the layers; None runs them one after another.
 
     Returns:
         ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of `LayerParallel.solve`.
@@ -113,7 +112,7 @@ def sequential(trunk: LayerParallel, *, solver: Solver | None = None) -> Callabl
         if solver is not None:
             return frozen.problem(y, shared=shared, data=data, key=key).solve(solver=solver).y1
 
-        def body(y: State, x: tuple[Any, ...]) -> tuple[State, None]:
+        def body(y: State, x: tuple[PyTree, ...]) -> tuple[State, None]:
             params, per_layer, t, dt, index = x
             y = step(y, Layer(params, PerCall(shared, key), per_layer, t, dt, index, 0))
             return (y[0] if step.updates else y), None
@@ -192,7 +191,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     """
     arrays = _read(Path(path))
     if like is None:
-        return _nested(path, arrays)
+        return _nested(Path(path), arrays)
     wanted, structure = _named(like)
     missing, unexpected = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
     if missing or unexpected:
@@ -248,13 +247,12 @@ def _as_jax(path: Path, name: str, x: np.ndarray) -> jax.Array:
     return jnp.asarray(x)
 
 
-def _nested(path: Any, arrays: dict[str, jax.Array]) -> dict[Any, Any]:
+def _nested(path: Path, arrays: dict[str, jax.Array]) -> PyTree:
     flat = {tuple(map(_key, name.split("."))): x for name, x in arrays.items()}
     for name, keys in zip(arrays, flat, strict=True):
         if any(keys[:length] in flat for length in range(1, len(keys))):
             raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
-    nested: dict[Any, Any] = traverse_util.unflatten_dict(flat)
-    return nested
+    return traverse_util.unflatten_dict(flat)
 
 
 def _key(part: str) -> str | int:
@@ -262,7 +260,7 @@ def _key(part: str) -> str | int:
     return int(part) if part.isdecimal() and str(int(part)) == part else part
 
 
-def _named(tree: PyTree) -> tuple[dict[str, Any], Any]:
+def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_util.PyTreeDef]:
     """Return the arrays by their names, and the structure of the tree."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree, (nnx.Param, nnx.BatchStat))
@@ -272,7 +270,7 @@ def _named(tree: PyTree) -> tuple[dict[str, Any], Any]:
     return {_name(path): leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for path, leaf in leaves}, structure
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: jax.tree_util.KeyPath) -> str:
     keys = [getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None))) for entry in path]
     for key in keys:
         if not (isinstance(key, int) or (isinstance(key, str) and key and "." not in key and not key.isdecimal())):
@@ -289,5 +287,5 @@ def _described(tree: PyTree) -> dict[str, str]:
     return {jax.tree_util.keystr(path): _aval(x) for path, x in jax.tree.leaves_with_path(tree)}
 
 
-def _aval(x: Any) -> str:
+def _aval(x: jax.Array | np.ndarray) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"

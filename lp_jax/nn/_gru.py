@@ -13,21 +13,27 @@ Euler for the stiff part is stable for any step, as the coarse levels need.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, State
+from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.nn._layer_parallel import solvers_of, static_solver
+
+Sequences: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
+"""Sequences ``(batch, time, features)``, or these with their lengths ``(batch,)``."""
 
 
 class Gates(NamedTuple):
@@ -80,7 +86,7 @@ def unit(
 def _cell(
     h: jax.Array, r: jax.Array, z: jax.Array, xn: jax.Array, hn: jax.Array, dt: jax.Array, implicit: bool
 ) -> jax.Array:
-    """Compute the elementwise part, again for the gradient: that costs less than to keep what the gradient needs."""
+    """Compute the elementwise part. The gradient repeats it, which costs less than keeping its intermediate values."""
     n = jnp.tanh(xn + nnx.sigmoid(r) * hn)
     rate = dt * nnx.sigmoid(-z)  # dt (1 - z)
     return (h + rate * n) / (1 + rate) if implicit else h + rate * (n - h)
@@ -98,13 +104,13 @@ class GRU(nnx.Module):
         implicit: True for :math:`h \leftarrow (h + \Delta t (1 - z) \odot n) / (1 + \Delta t (1 - z))`, False for
             :math:`h \leftarrow h + \Delta t (1 - z) \odot (n - h)`, which with a step of 1 is the usual unit.
         dt: time that one step spans.
-        solver: `MGRIT`, `Picard`, `Newton` or `Serial`. A unit's state moves far in a step, so no iteration is safe on all
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`. A unit's state changes much in a step, so no iteration is safe on all
             sequences: sweeps can overflow, also as coarse steps, and cycles with `Rediscretize` leave large errors. `Newton`
-            with full Jacobians converges on more of them, for small states. `lp_jax.plan` measures a given network.
+            with full Jacobians converges on more sequences, for small states. `lp_jax.plan` measures a given network.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
-        comm: where the time steps live. Each worker has all weights. With `MPIComm` each rank gets the sequences of all
-            times, and uses its own run of them.
-        param_dtype: dtype of the parameters; that of the input.
+        comm: the workers of the time steps; None is one device. Each worker has all weights. With `MPIComm` each rank gets the
+            sequences of all times, and uses its own run of times.
+        param_dtype: dtype of the parameters and of the input.
         rngs: source of the initial parameters: uniform in :math:`\pm 1/\sqrt{hidden}`.
 
     Raises:
@@ -134,8 +140,8 @@ class GRU(nnx.Module):
         dt: float = 1.0,
         solver: Solver = Serial(),
         adjoint_solver: Solver | None = None,
-        comm: Any = None,
-        param_dtype: Any = jnp.float32,
+        comm: Comm | Mesh | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         for name, value in (("features", features), ("hidden", hidden), ("units", units)):
@@ -157,13 +163,13 @@ class GRU(nnx.Module):
         self.inputs = nnx.List([gates(features if number == 0 else hidden) for number in range(units)])
         self.recurrent = nnx.List([gates(hidden) for _ in range(units)])
 
-    def __call__(self, x: Any) -> tuple[jax.Array, ...]:
+    def __call__(self, x: Sequences) -> tuple[jax.Array, ...]:
         """Return the last state of each unit, ``(batch, hidden)``, ``y1`` of `solve`."""
         return self.solve(x).y1
 
     def solve(
         self,
-        x: Any,
+        x: Sequences,
         *,
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
@@ -173,8 +179,8 @@ class GRU(nnx.Module):
         """Propagate the units' states, zero at first, through the sequences.
 
         Args:
-            x: the sequences, ``(batch, time, features)``; or ``(x, lengths)`` with ``(batch,)`` integers: after ``lengths``
-                steps a sequence ends, and its state does not change any more.
+            x: the sequences, ``(batch, time, features)``; or ``(x, lengths)`` with ``(batch,)`` integers. A sequence ends after
+                its number of steps, and its state stays the same from there.
             solver: solver of this call, forward and adjoint, instead of the module's.
             adjoint_solver: adjoint solver of this call.
             guess: as for `lp_jax.solve`.
@@ -191,9 +197,9 @@ class GRU(nnx.Module):
         return problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
 
     def solve_vjp(
-        self, x: Any, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
-    ) -> tuple[Solution, Callable[[Any], tuple[None, Stats]]]:
-        """Return what `solve` does, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``.
+        self, x: Sequences, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
+    ) -> tuple[Solution, Callable[[State], tuple[None, Stats]]]:
+        """Return the solution of `solve`, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``.
 
         Args:
             x: as for `solve`.
@@ -204,7 +210,7 @@ class GRU(nnx.Module):
         solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver, problem))
         return solution, lambda cotangent: (None, pullback(cotangent)[1])
 
-    def problem(self, x: Any) -> Problem:
+    def problem(self, x: Sequences) -> Problem:
         """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
 
         Args:
@@ -221,12 +227,12 @@ class GRU(nnx.Module):
         comm, (batch, steps, _) = self.comm, x.shape
         active = None if lengths is None else jnp.arange(steps)[:, None] < lengths[None]
         first, *between = (_gates(part) for part in self.inputs)
-        x = jnp.swapaxes(x, 0, 1)
+        x, dtype = jnp.swapaxes(x, 0, 1), x.dtype
         if comm is not None:
             solvers = (self.solver, self.adjoint_solver or self.solver)
             x, active = comm.share(comm.replicate(x), solvers), comm.share(active, solvers)
             first = comm.replicate(first)
-        zeros = jnp.zeros((batch, self.hidden), x.dtype)
+        zeros = jnp.zeros((batch, self.hidden), dtype)
         return Problem(
             GRUStep(self.implicit),
             None,
@@ -249,5 +255,5 @@ class GRU(nnx.Module):
             )
 
 
-def _gates(part: Any) -> Gates:
+def _gates(part: nnx.Dict) -> Gates:
     return Gates(part.kernel[...], part.bias[...])

@@ -1,14 +1,16 @@
 """A stack of layers as one module, solved layer-parallel."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from lp_jax import planning
 from lp_jax._arrays._types import PyTree, State
+from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
@@ -18,6 +20,13 @@ from lp_jax.nn._spline import Spline, coefficients, expand
 from lp_jax.nn._stack import MakeModule, PerCall, PerLayer, TrunkStep, stacked_module, trunk_step
 
 AUTO = "auto"
+
+
+class _HasSolvers(Protocol):
+    """A module that is built with solvers, as NNX metadata: each a `Solver`, None or "auto"."""
+
+    solver: Any
+    adjoint_solver: Any
 
 
 class LayerParallel(nnx.Module):
@@ -35,13 +44,13 @@ class LayerParallel(nnx.Module):
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
         solver: `MGRIT`, `Picard`, `Newton` or `Serial`. "auto" chooses by the shapes of a call and the devices: sweeps to a
-            tolerance, or `Serial` with a warning if they cannot be faster (`planning.auto`). `lp_jax.plan` measures, and
-            knows the gradient's error.
+            tolerance, or `Serial` with a warning if sweeps cannot be faster (`planning.auto`). `lp_jax.plan` measures times
+            and the gradient's error.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
         weights: None if each layer has its own parameters; or a `Spline`, whose coefficients are the parameters. Each
             worker computes the weights of its layers from them. Not for layers with running statistics.
-        comm: where the layers live; None is one device. With `MeshComm` the parameters are made on their devices. With
-            `MPIComm` each rank holds those of its run (`layer_slices`), or all coefficients.
+        comm: the workers of the layers; None is one device. With `MeshComm` the parameters are made on their devices. With
+            `MPIComm` each rank holds the parameters of its own layers (`layer_slices`), or all coefficients.
         rngs: source of the initial parameters.
 
     Raises:
@@ -71,7 +80,7 @@ class LayerParallel(nnx.Module):
         solver: Solver | str | None = None,
         adjoint_solver: Solver | None = None,
         weights: Spline | None = None,
-        comm: Any = None,
+        comm: Comm | Mesh | None = None,
         rngs: nnx.Rngs,
     ):
         self.t0 = float(t0)
@@ -156,7 +165,7 @@ class LayerParallel(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[Solution, Callable[[State], tuple[State, Stats]]]:
-        """Return what `solve` does and the pullback of the last state, with the stats of the adjoint solve.
+        """Return the solution of `solve` and the pullback of the last state, with the stats of the adjoint solve.
 
         Args:
             y: as for `solve`.
@@ -198,7 +207,7 @@ class LayerParallel(nnx.Module):
             key: as for `solve`.
 
         Returns:
-            The `Problem`, to be solved (``problem.solve(...)``), planned or taken apart.
+            The `Problem`, to solve (``problem.solve(...)``), plan or inspect.
 
         Raises:
             ValueError: if the data have another number of layers.
@@ -250,14 +259,16 @@ def _hashable(times: float | list[float]) -> float | tuple[float, ...]:
     return tuple(times) if isinstance(times, list) else times
 
 
-def static_solver(name: str, solver: Any) -> Any:
+def static_solver(name: str, solver: Solver | str) -> Any:
     """Return a solver as NNX metadata, with tolerances as Python floats: arrays would be state of the model."""
     _inputs.solver(name, solver)
     return nnx.static(jax.tree.map(float, solver))
 
 
-def solvers_of(trunk: Any, solver: Solver | None, adjoint_solver: Solver | None, problem: Problem) -> dict[str, Any]:
-    """Return the solvers of a call: those given or the trunk's; "auto" is decided by the shapes of the problem."""
+def solvers_of(
+    trunk: _HasSolvers, solver: Solver | None, adjoint_solver: Solver | None, problem: Problem
+) -> dict[str, Any]:
+    """Return the solvers of a call: its arguments or the trunk's; "auto" is decided by the shapes of the problem."""
     if solver is None:
         solver = trunk.solver
         adjoint_solver = trunk.adjoint_solver if adjoint_solver is None else adjoint_solver

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.core.scope import in_filter
+from flax.core.scope import PRNGSequenceFilter, in_filter
 
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
@@ -20,27 +20,27 @@ from lp_jax.nn._scan import Solving, moved
 def linen_scan(
     target: type[linen.Module],
     *,
-    variable_axes: Mapping[Any, Any] = MappingProxyType({}),
-    split_rngs: Mapping[Any, bool] = MappingProxyType({}),
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    variable_axes: Mapping[str, int] = MappingProxyType({}),
+    split_rngs: Mapping[PRNGSequenceFilter, bool] = MappingProxyType({}),
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     length: int | None = None,
     reverse: bool = False,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     comm: Comm | None = None,
     **options: Any,
-) -> Callable[..., Callable[..., Any]]:
-    """``flax.linen.scan`` of a module class, with a solver. Parameters and random keys are those of ``linen.scan``.
+) -> Callable[..., Callable[..., PyTree]]:
+    """Scan a module class like ``flax.linen.scan``, with a solver. Parameters and random keys are those of ``linen.scan``.
 
     Args:
         target: the class of a layer, ``__call__(self, carry, *xs) -> (carry, y)``.
         variable_axes: axis of the layers in each collection, ``{"params": 0}``.
         split_rngs: which random streams differ from layer to layer.
-        in_axes: axis of the layers in the inputs after the carry, which may be negative; ``linen.broadcast`` for what all
-            layers see. A tree of these that is a prefix of the inputs.
+        in_axes: axis of the layers in the inputs after the carry, which may be negative; ``linen.broadcast`` for inputs that all
+            layers share. A tree of axes may be a prefix of the inputs.
         out_axes: axis of the layers in ``y``, or a tree of axes that is a prefix of it.
-        length: number of layers; None reads it off the inputs.
+        length: number of layers; None takes it from the inputs.
         reverse: whether to begin with the last layer.
         solver: as for `lp_jax.scan`.
         adjoint_solver: as for `lp_jax.scan`.
@@ -48,9 +48,9 @@ def linen_scan(
         **options: ``variable_broadcast``, ``metadata_params``, ``unroll`` and others of ``linen.scan``.
 
     Raises:
-        ValueError: where a layer writes into a collection while it is applied; for ``variable_carry``, ``data_transform``,
-            ``methods`` and axes of ``out_axes`` that are broadcast; and for axes that are out of range.
-        TypeError: for a target that is no class.
+        ValueError: if a layer writes into a collection while it is applied; for ``variable_carry``, ``data_transform``,
+            ``methods`` and broadcast ``out_axes``; and for axes out of range.
+        TypeError: if ``target`` is not a module class.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,11 +94,11 @@ def linen_scan(
     lifted = linen.scan(target, length=length, reverse=reverse, **shared_options, **options)
     solving = Solving(solver, adjoint_solver, comm)
 
-    def make(*args: Any, **fields: Any) -> Callable[..., Any]:
+    def make(*args: Any, **fields: Any) -> Callable[..., PyTree]:
         scanned = lifted(*args, **fields)
         layer = target(*args, **{k: v for k, v in fields.items() if k not in ("name", "parent")}, parent=None)
 
-        def call(carry: PyTree, *xs: PyTree) -> Any:
+        def call(carry: PyTree, *xs: PyTree) -> PyTree:
             if scanned.is_initializing():
                 return scanned(carry, *xs)
             if changing := [name for name in variable_axes if scanned.is_mutable_collection(name)]:
@@ -111,26 +111,26 @@ def linen_scan(
             def leading(tree: PyTree, axis: int) -> PyTree:
                 return moved(linen.meta.remove_axis(tree, axis, metadata) if metadata else tree, axis, 0)
 
-            given = dict(scanned.variables)
-            variables = {key: leading(given.pop(key), axis) for key, axis in variable_axes.items() if key in given}
+            shared = dict(scanned.variables)
+            variables = {key: leading(shared.pop(key), axis) for key, axis in variable_axes.items() if key in shared}
             over = jax.tree.map(lambda axis, x: () if axis is linen.broadcast else moved(x, axis, 0), in_axes, xs)
             layers = length or len(jax.tree.leaves((over, variables))[0])
             rngs = {name: rng for name, rng in scope.rngs.items() if _split(split_rngs, name) is not None}
             keys = {name: jax.random.split(r.rng, layers) for name, r in rngs.items() if _split(split_rngs, name)}
             counts = scope.rng_counters
 
-            def body(counts: dict[Any, Any], carry: PyTree, x: Any) -> tuple[PyTree, PyTree]:
+            def body(counts: PyTree, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
                 variables, over, keys, _ = x
                 inputs = jax.tree.map(lambda axis, x, mine: x if axis is linen.broadcast else mine, in_axes, xs, over)
                 mine = {name: rngs[name].replace(rng=key) for name, key in keys.items()}
-                bound = layer.bind({**given, **variables}, rngs=cast(Any, {**rngs, **mine}))
+                bound = layer.bind({**shared, **variables}, rngs=cast(Any, {**rngs, **mine}))
                 cast(Any, bound.scope).rng_counters = counts
                 return bound(carry, *inputs)
 
             stacked = (variables, over, keys, jnp.arange(layers, dtype=jnp.int32))
 
             def draw() -> None:
-                """Count the keys of a layer, as a trace of ``linen.scan`` does; it makes one for what all layers share."""
+                """Count the keys of a layer, as a trace of ``linen.scan`` does, which makes one trace for all layers."""
                 if rngs:
                     jax.eval_shape(functools.partial(body, counts), carry, jax.tree.map(lambda x: x[0], stacked))
 
@@ -147,11 +147,11 @@ def linen_scan(
     return make
 
 
-def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
-    """Numbers of keys that a Linen scope and those within it have drawn."""
+def _copied(counts: PyTree) -> PyTree:
+    """Copy the numbers of keys that a Linen scope and its inner scopes have drawn."""
     return {name: _copied(count) if isinstance(count, dict) else count for name, count in counts.items()}
 
 
-def _split(split_rngs: Mapping[Any, bool], stream: str) -> bool | None:
-    """Whether a random stream differs from layer to layer; None where layers do not have it."""
+def _split(split_rngs: Mapping[PRNGSequenceFilter, bool], stream: str) -> bool | None:
+    """Return whether a random stream differs from layer to layer; None if layers do not have it."""
     return next((split for names, split in split_rngs.items() if in_filter(names, stream)), None)

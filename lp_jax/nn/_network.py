@@ -1,7 +1,7 @@
 """Blocks of layers with other layers between them, and between an opening and a closing layer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,14 @@ class Trunk(Protocol):
         """``solve_vjp(y, **options) -> (solution, pullback)``; ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)``."""
 
 
+Part: TypeAlias = nnx.Module | Callable[[State], State]
+
+
 class Network(nnx.Module):
     """Layer-parallel blocks and plain layers, one after the other; a trunk like `LayerParallel`.
 
-    For a state whose shape changes, by pooling or more channels; and for buffer layers, blocks with ``solver=Serial()``
-    before and after those that are solved in parallel.
+    Use it for a state whose shape changes, by pooling or more channels; and for buffer layers, blocks with
+    ``solver=Serial()`` before and after the parallel ones.
 
     Args:
         *parts: `LayerParallel` blocks, and modules or functions ``part(y) -> y``.
@@ -67,7 +70,7 @@ class Network(nnx.Module):
         """Propagate ``y`` through all parts, with the arguments of `LayerParallel.solve`.
 
         Every block gets ``shared``, and a random key of its own made from ``key``. The solvers of this call replace those of all
-        blocks but the ones built with an exact solver (`Serial`). Guesses are lists over the blocks.
+        blocks except blocks with an exact solver (`Serial`). Guesses are lists over the blocks.
 
         Returns:
             A `Solution` with the last state. Its residual norms are taken over all blocks, its result is the worst one,
@@ -96,7 +99,7 @@ class Network(nnx.Module):
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[Solution, Pullback]:
-        """Return what `solve` does, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)`` of the last state.
+        """Return the solution of `solve`, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)`` of the last state.
 
         Running statistics are not updated.
         """
@@ -115,25 +118,24 @@ class Network(nnx.Module):
         def pullback(cotangent: State) -> tuple[State, Stats]:
             stats = []
             for pull in reversed(pullbacks):
-                cotangent, found = pull(cotangent)
-                stats += [] if found is None else [found]
+                cotangent, adjoint = pull(cotangent)
+                stats += [] if adjoint is None else [adjoint]
             return cotangent, _combined_stats(stats)
 
         return _combined_solution(y, solutions), pullback
 
 
-def _pure(part: Any) -> Callable[[State], State]:
+def _pure(part: Part) -> Callable[[State], State]:
     """Return a part as a function that leaves the part unchanged."""
     if not isinstance(part, nnx.Module):
-        function: Callable[[State], State] = part
-        return function
+        return part
     graphdef, state = nnx.split(part)
     values = nnx.to_pure_dict(state)
     return lambda y: nnx.merge(graphdef, values)(y)
 
 
 def _options(
-    part: Any, number: int, shared: PyTree, key: jax.Array | None, solver: Solver | None, adjoint_solver: Solver | None
+    part: Part, number: int, shared: PyTree, key: jax.Array | None, solver: Solver | None, adjoint_solver: Solver | None
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
     if _exact(part):
@@ -145,7 +147,7 @@ def _options(
     return options
 
 
-def _exact(part: Any) -> bool:
+def _exact(part: object) -> bool:
     return bool(getattr(getattr(part, "solver", None), "exact", False))  # neither "auto" nor a Network is
 
 
@@ -159,9 +161,9 @@ def _combined_solution(y: State, solutions: Sequence[Solution]) -> Solution:
 
 
 def _combined_stats(stats: Sequence[Stats]) -> Stats:
-    """Return the largest number of iterations, and residual norms over all solves that made that many.
+    """Return the largest number of iterations, and the residual norms over all solves with that iteration.
 
-    A norm is not measured where that of one of these solves is not.
+    A norm counts as not measured if one of these solves did not measure its own.
     """
     length = max(len(s.residual_norms) for s in stats)
     norms = jnp.stack([jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))) for s in stats])
@@ -234,12 +236,11 @@ class Classifier(nnx.Module):
     ) -> tuple[jax.Array, Solution]:
         """Return the logits of a batch of inputs and the solution of the trunk.
 
-        The arguments are those of the trunk's ``solve``, None for its defaults; the solvers are of this call, instead of the
-        trunk's.
+        The arguments are those of the trunk's ``solve``, None for its defaults. The solvers replace the trunk's in this call.
         """
-        given = {"data": data, "key": key, "guess": guess, "adjoint_guess": adjoint_guess}
-        given = {name: value for name, value in given.items() if value is not None}
+        options = {"data": data, "key": key, "guess": guess, "adjoint_guess": adjoint_guess}
+        options = {name: value for name, value in options.items() if value is not None}
         solution = self.trunk.solve(
-            self.opening(x), **self.context_of(x), **given, solver=solver, adjoint_solver=adjoint_solver
+            self.opening(x), **self.context_of(x), **options, solver=solver, adjoint_solver=adjoint_solver
         )
         return self.closing(solution.y1), solution

@@ -1,19 +1,22 @@
-r"""Recurrent cells whose numbers act on themselves alone: Newton's method takes one or two evaluations an iteration.
+r"""Recurrent cells with diagonal recurrent matrices: Newton's method takes one or two evaluations per iteration.
 
-The matrices that multiply the state are diagonal, :math:`a \odot h`. So the Jacobian of a step is the diagonal of a matrix
-(GRU), or has a block of 2 x 2 for each place of the two states (LSTM), and a chain of many steps is solved in a few iterations
-over all of them. What the numbers of a state have to do with each other, the layers above and below see to.
+The matrices that multiply the state are diagonal, :math:`a \odot h`. So the Jacobian of a step is diagonal (GRU), or has a
+2 x 2 block for each entry of the two states (LSTM), and a few iterations over all steps solve a long chain. Layers above
+and below the cell mix the entries of a state.
 """
 
 import abc
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, State
+from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
@@ -22,12 +25,13 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.nn._layer_parallel import solvers_of, static_solver
 
 Gate = tuple[jax.Array, ...]
+TimeStep = Callable[[State, Layer], tuple[State, jax.Array]]
 
 
 class _Cell(nnx.Module, abc.ABC):
-    """Sequences in, the states of all times out. ``inputs`` is one kernel for all gates, ``recurrent`` their diagonals."""
+    """A cell from sequences to the states of all times: one ``kernel`` for all gates, and their ``recurrent`` diagonals."""
 
-    gates: int  # that see the input
+    gates: int  # number of gates that see the input
     diagonals: int
 
     def __init__(
@@ -37,8 +41,8 @@ class _Cell(nnx.Module, abc.ABC):
         *,
         solver: Solver = Newton(jacobian="diagonal", iterations=32, rtol=1e-3),
         adjoint_solver: Solver | None = Newton(jacobian="diagonal", iterations=1),
-        comm: Any = None,
-        param_dtype: Any = jnp.float32,
+        comm: Comm | Mesh | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         for name, value in (("features", features), ("hidden", hidden)):
@@ -58,16 +62,16 @@ class _Cell(nnx.Module, abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def step(state: State, gates: Gate, diagonals: Gate) -> State:
-        """One time step. ``gates`` are what the input gives to each, ``(batch, hidden)``; ``diagonals``, ``(1, hidden)``."""
+        """One time step. ``gates`` are the input's parts of the gates, ``(batch, hidden)``; ``diagonals`` ``(1, hidden)``."""
 
     @abc.abstractmethod
-    def start(self, batch: int, dtype: Any) -> State:
+    def start(self, batch: int, dtype: DTypeLike) -> State:
         """The state before the first time: zeros."""
 
     @staticmethod
     @abc.abstractmethod
     def output(state: State) -> jax.Array:
-        """What the layer above sees of a state, ``(batch, hidden)``."""
+        """The output of a state to the layer above, ``(batch, hidden)``."""
 
     def __call__(self, x: jax.Array, y0: State | None = None) -> jax.Array:
         """Return the hidden states of all times, ``(batch, time, hidden)``.
@@ -95,8 +99,8 @@ class _Cell(nnx.Module, abc.ABC):
             adjoint_solver: adjoint solver of this call.
 
         Returns:
-            The `Solution`: ``aux`` are the hidden states of all times, ``(time, batch, hidden)``, of a rank's own run of them
-            with `MPIComm`; ``y1`` is the last state.
+            The `Solution`: ``aux`` are the hidden states of all times, ``(time, batch, hidden)``, with `MPIComm` those of the
+            rank's own times; ``y1`` is the last state.
 
         Raises:
             ValueError: if the sequences have a wrong shape.
@@ -146,14 +150,14 @@ class ParaGRU(_Cell):
     Args:
         features: size of the input at each time.
         hidden: size of the state.
-        solver: `Newton`, `Picard`, `MGRIT` or `Serial`. By default iterations until the residual norm has fallen to a
-            thousandth; the last one then leaves about a millionth. Three to five for cells that forget what entered them,
-            more for those that have learnt to remember, and nearly as many as there are steps for one that has learnt to
-            turn its state over at every second symbol: ``cell.solve(x).stats.iterations``.
+        solver: `Newton`, `Picard`, `MGRIT` or `Serial`. The default iterates until the residual norm has fallen to a
+            thousandth; the last iteration then leaves about a millionth. A cell that forgets its inputs takes three to five
+            iterations, a cell that has learnt to remember takes more, and a cell that flips its state at every other symbol
+            takes nearly as many as steps. ``cell.solve(x).stats.iterations`` counts them.
         adjoint_solver: the same for the gradient; one iteration is exact. None means the settings of ``solver``.
-        comm: where the time steps live. Each worker has all weights. With `MPIComm` each rank gets the sequences of all
-            times, uses its own run of them, and returns the states of that.
-        param_dtype: dtype of the parameters; that of the input.
+        comm: the workers of the time steps; None is one device. Each worker has all weights. With `MPIComm` each rank gets the
+            sequences of all times, uses its own run of times, and returns the states of these.
+        param_dtype: dtype of the parameters and of the input.
         rngs: source of the initial parameters: kernels uniform in :math:`\pm 1/\sqrt{features}`, diagonals in
             :math:`\pm 1`, biases zero.
 
@@ -182,7 +186,7 @@ class ParaGRU(_Cell):
         z, r = nnx.sigmoid(xz + az * h), nnx.sigmoid(xr + ar * h)
         return h + z * (jnp.tanh(xn + an * (r * h)) - h)
 
-    def start(self, batch: int, dtype: Any) -> State:
+    def start(self, batch: int, dtype: DTypeLike) -> State:
         return jnp.zeros((batch, self.hidden), dtype)
 
     @staticmethod
@@ -200,8 +204,8 @@ class ParaLSTM(_Cell):
         c \leftarrow f \odot c + (1 - f) \odot \tanh(W_n x + b_n + a_n \odot h), \\
         o = \sigma(W_o x + b_o + a_o \odot h + p_o \odot c), \quad h \leftarrow o \odot \tanh(c)
 
-    with the new :math:`c` in the second line. The state is ``(c, h)``, the Jacobian of a step has 2 x 2 numbers for each
-    place: two evaluations for each iteration.
+    with the new :math:`c` in the second line. The state is ``(c, h)``. The Jacobian of a step has a 2 x 2 block for each
+    entry: two evaluations for each iteration.
 
     Args:
         features: size of the input at each time.
@@ -238,7 +242,7 @@ class ParaLSTM(_Cell):
         c = c + (1 - f) * (jnp.tanh(xn + an * h) - c)
         return c, nnx.sigmoid(xo + ao * h + po * c) * jnp.tanh(c)
 
-    def start(self, batch: int, dtype: Any) -> State:
+    def start(self, batch: int, dtype: DTypeLike) -> State:
         return (jnp.zeros((batch, self.hidden), dtype),) * 2
 
     @staticmethod
@@ -246,8 +250,8 @@ class ParaLSTM(_Cell):
         return state[1]
 
 
-def _time_step(cell: type[_Cell]) -> Any:
-    """The cell as ``step(y, layer)``, emitting its output; one function for each kind, by which programs are recognised."""
+def _time_step(cell: type[_Cell]) -> TimeStep:
+    """Return the cell as ``step(y, layer)`` that emits its output. One function per class, so that programs are reused."""
 
     def step(y: State, layer: Layer) -> tuple[State, jax.Array]:
         y = cell.step(y, layer.data, layer.shared)
@@ -256,4 +260,4 @@ def _time_step(cell: type[_Cell]) -> Any:
     return step
 
 
-_STEPS: dict[type[_Cell], Any] = {cell: _time_step(cell) for cell in (ParaGRU, ParaLSTM)}
+_STEPS: dict[type[_Cell], TimeStep] = {cell: _time_step(cell) for cell in (ParaGRU, ParaLSTM)}

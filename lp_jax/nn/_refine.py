@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from lp_jax.nn._layer_parallel import LayerParallel, placing_solvers, refuse_ran
 from lp_jax.nn._spline import midpoints
 
 
-def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
+def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
     r"""Replace each layer of a trained network by ``factor`` layers, so that training continues with a deeper network.
 
     The layers are steps of an ODE over [t0, t1]; the refined network takes ``factor`` times as many, each 1 / ``factor`` as
@@ -28,18 +27,18 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
         factor: number of layers that replace each layer.
-        how: "constant"; "linear" between the layers' midpoints, extrapolated to both ends; or "zeros", which keeps each layer
-            and its length, puts layers of zeros after it, and makes the time longer: where a layer of zeros returns its
-            state, the network stays the same function. A trunk with a `Spline` is evaluated at more midpoints, whether
-            "constant" or "linear".
+        how: "constant"; "linear" between the layers' midpoints, extrapolated to both ends; or "zeros". "zeros" keeps each layer
+            and its length, puts layers of zeros after it, and makes the time longer. If a layer of zeros returns its state,
+            the network stays the same function. A trunk with a `Spline` is evaluated at more midpoints for both "constant"
+            and "linear".
 
     Returns:
         Parameters, leaves ``(factor * N, ...)``; or a new `LayerParallel` with the same settings. Running statistics are
         repeated. `lp_jax.train.deepen` refines the state of an optimizer, too.
 
     Raises:
-        ValueError: if the factor is below 1, ``how`` is unknown, or layers that are spread over MPI ranks would have to move:
-            "linear", or intervals that are cut elsewhere.
+        ValueError: if the factor is below 1, ``how`` is unknown, or layers would have to move between MPI ranks, as for
+            "linear" or for other intervals.
         TypeError: for any other module.
 
     Example:
@@ -65,15 +64,15 @@ def refine(layers: Any, factor: int = 2, how: str = "constant") -> Any:
     return _refined(layers, np.arange(number_of_layers(layers, None) + 1.0), factor, how)
 
 
-def coarsen(layers: Any, factor: int = 2) -> Any:
-    """Replace each ``factor`` layers of a network by one, which takes their time: the mean of their parameters.
+def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
+    """Replace each ``factor`` layers of a network by one of their total length, with the mean of their parameters.
 
-    The coarse network is another discretization of the same ODE. Refining it with ``how="constant"`` and coarsening the result
-    gives it back.
+    The coarse network is another discretization of the same ODE. `refine` with ``how="constant"`` and then `coarsen` returns
+    the same network.
 
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
-        factor: number of layers that one replaces. It divides N.
+        factor: number of layers that one layer replaces. It divides N.
 
     Returns:
         Parameters, leaves ``(N / factor, ...)``; or a new `LayerParallel` with the same settings. A trunk with a `Spline` is
@@ -114,7 +113,7 @@ def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel
 
 
 def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
-    """Return the trunk, or refuse it if layers had to move between MPI ranks for it to have another number of them."""
+    """Return the trunk, or refuse it if another number of layers would move layers between MPI ranks."""
     comm, count = trunk.comm, trunk.num_layers
     if trunk.weights is not None or comm is None or not comm.splits:
         return trunk
@@ -122,9 +121,9 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
         refuse_ranks(trunk)
     now, then = (layer_slices(n, comm.size, *placing_solvers(trunk)) for n in (count, layers))
     if [run.stop * layers for run in now] != [run.stop * count for run in then]:
-        held, wanted = ([run.stop - run.start for run in runs] for runs in (now, then))
+        present, wanted = ([run.stop - run.start for run in runs] for runs in (now, then))
         raise ValueError(
-            f"layers cannot move between ranks, which hold {held} of {count} layers and would hold {wanted} of {layers}. "
+            f"layers cannot move between ranks, which hold {present} of {count} layers and would hold {wanted} of {layers}. "
             "Take numbers of layers that the ranks share evenly, in whole intervals of the solver."
         )
     return trunk
@@ -133,15 +132,15 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
 def _replaced(
     trunk: LayerParallel, of_params: Callable[[PyTree], PyTree], of_stats: Callable[[PyTree], PyTree], times: np.ndarray
 ) -> LayerParallel:
-    """Return a trunk with other layers, and those times between them."""
+    """Return a trunk with other layers and the given times between them."""
     comm = trunk.comm
     graphdef, *states = nnx.split(trunk, nnx.Param, nnx.BatchStat)
     params, stats = states
     if trunk.weights is None:
 
         def changed(params: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
-            found = of_params(params), of_stats(stats)
-            return found if comm is None else comm.spread(found)
+            new = of_params(params), of_stats(stats)
+            return new if comm is None else comm.spread(new)
 
         params, stats = jax.jit(changed)(params, stats)
     result = nnx.merge(graphdef, params, stats)
@@ -151,11 +150,11 @@ def _replaced(
 
 
 def _times(trunk: LayerParallel) -> np.ndarray:
-    """Return the times between the layers, those of both ends included."""
+    """Return the times between the layers, including both ends."""
     return np.asarray(trunk.t1) if np.ndim(trunk.t1) else np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
 
 
-def _refuse_module(layers: Any, what: str) -> None:
+def _refuse_module(layers: object, what: str) -> None:
     if isinstance(layers, nnx.Module):
         raise TypeError(
             f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. Take the trunk that it holds: "
@@ -173,7 +172,7 @@ def _means(tree: PyTree, factor: int) -> PyTree:
 
 
 def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
-    """Return stacked leaves for ``factor`` times as many layers; ``times`` are those between the given layers."""
+    """Return stacked leaves for ``factor`` times as many layers; ``times`` are the times between the old layers."""
     if how == "zeros":
         return jax.tree.map(functools.partial(_between_zeros, factor=factor), tree)
     if how == "constant" or len(times) == 2:
@@ -190,7 +189,7 @@ def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
 
 
 def _between_zeros(x: jax.Array, factor: int) -> jax.Array:
-    """Return stacked arrays with ``factor - 1`` of zeros after each."""
+    """Return stacked arrays with ``factor - 1`` arrays of zeros after each."""
     return jnp.zeros((factor * len(x), *x.shape[1:]), x.dtype).at[::factor].set(x)
 
 

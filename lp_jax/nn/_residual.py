@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 from lp_jax.nn._convolution import Conv
@@ -44,7 +45,7 @@ class BatchNorm(nnx.BatchNorm):
 
 
 def make_norm(
-    kind: str | None, kinds: tuple[str, ...], features: int, groups: int, param_dtype: Any, rngs: nnx.Rngs
+    kind: str | None, kinds: tuple[str, ...], features: int, groups: int, param_dtype: DTypeLike, rngs: nnx.Rngs
 ) -> Callable[[jax.Array], jax.Array]:
     """Return the normalisation called ``kind``, one of ``kinds``; the identity for None."""
     if kind is None:
@@ -95,8 +96,8 @@ class DenseResidual(nnx.Module):
         hidden: int | None = None,
         activation: Activation = nnx.tanh,
         norm: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -124,7 +125,7 @@ class ConvResidual(nnx.Module):
         norm: None, "layer" (over the channels of each point), "group" (over all points of a group of channels) or "batch"
             (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels for "group"; must divide ``channels``.
-        formulation: of the convolutions, as for `convolve`.
+        formulation: formulation of the convolutions, as for `convolve`.
 
     Raises:
         ValueError: if ``norm`` is unknown, or the groups do not divide the channels.
@@ -151,8 +152,8 @@ class ConvResidual(nnx.Module):
         norm: str | None = None,
         groups: int = 1,
         formulation: str = "auto",
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -168,8 +169,8 @@ class ConvResidual(nnx.Module):
         return y + dt * _to_dtype_of(self.activation(self.norm2(self.conv2(hidden))), y, self.dtype)
 
 
-def _to_dtype_of(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    """Return ``x`` in the dtype of the state ``y`` if products have another; any other difference is a mistake."""
+def _to_dtype_of(x: jax.Array, y: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    """Return ``x`` in the dtype of the state ``y`` if products have a dtype of their own. Other differences are mistakes."""
     return x if dtype is None else x.astype(y.dtype)
 
 
@@ -205,7 +206,7 @@ class ConvTransition(nnx.Module):
         pool: str = "stride",
         norm: str | None = None,
         activation: Activation = nnx.relu,
-        param_dtype: Any = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         _check.one_of("pool", pool, _POOLS)

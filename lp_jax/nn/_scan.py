@@ -1,7 +1,7 @@
-"""Scanned stacks of other libraries' modules, solved for all at once: each replaces one call of a model."""
+"""Scans over stacks of other libraries' modules, with a solver. Each replaces one call of a model."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from lp_jax._solvers._solver import Solver
 
 
 class Solving(NamedTuple):
-    """How a scan is solved; keyword arguments of `lp_jax.scan`."""
+    """Solvers and workers of a scan; keyword arguments of `lp_jax.scan`."""
 
     solver: Solver | None = None
     adjoint_solver: Solver | None = None
@@ -23,30 +23,30 @@ class Solving(NamedTuple):
 
 
 def scan(
-    f: Callable[..., Any] | None = None,
+    f: Callable[..., PyTree] | None = None,
     *,
-    in_axes: Any = (nnx.Carry, 0),
-    out_axes: Any = (nnx.Carry, 0),
+    in_axes: PyTree = (nnx.Carry, 0),
+    out_axes: PyTree = (nnx.Carry, 0),
     length: int | None = None,
     reverse: bool = False,
-    transform_metadata: Any = None,
+    transform_metadata: Mapping[str, object] | None = None,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     comm: Comm | None = None,
-    remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-) -> Any:
-    """``nnx.scan``, with a solver: modules stacked by ``nnx.vmap`` are applied one after another.
+    remat: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] | None = None,
+) -> Callable[..., PyTree]:
+    """Scan like ``nnx.scan``, with a solver: modules stacked by ``nnx.vmap`` are applied one after another.
 
     Variables other than ``nnx.Param`` that ``f`` changes (running statistics, counts of random streams) are changed in the
     stacked module, once per layer, from the states of the last sweep. On every visit of a layer they have the
     values with which the call began, so that a dropout's mask stays the same.
 
     Args:
-        f: the function of a layer; without it, a decorator is returned.
+        f: the function of a layer. Without it, `scan` returns a decorator.
         in_axes: for every argument of ``f``: ``nnx.Carry``, the axis of the layers, ``nnx.StateAxes`` for a module, or None
-            for what all layers see. One argument is the carry, which holds arrays only.
+            for an argument that all layers share. One argument is the carry, which holds arrays only.
         out_axes: ``nnx.Carry``, or a tuple of it and axes.
-        length: number of layers, where no argument tells it.
+        length: number of layers, if no argument has it.
         reverse: whether to begin with the last layer.
         transform_metadata: as for ``nnx.scan``; the name of the layers' axis is taken off a layer's metadata.
         solver: as for `lp_jax.scan`.
@@ -55,7 +55,7 @@ def scan(
         remat: wraps the body, as ``jax.checkpoint`` does.
 
     Raises:
-        ValueError: for axes that are out of range or do not fit the arguments, and for layers that make new variables.
+        ValueError: if axes are out of range or do not fit the arguments, or if layers make new variables.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -77,7 +77,7 @@ def scan(
     solving = Solving(solver, adjoint_solver, comm)
 
     @functools.wraps(f)
-    def scanned(*args: Any) -> Any:
+    def scanned(*args: PyTree) -> PyTree:
         if len(in_axes) != len(args):
             raise ValueError(f"in_axes has {len(in_axes)} entries for {len(args)} arguments; got in_axes={in_axes}.")
         if sum(axes is nnx.Carry for axes in in_axes) != 1:
@@ -85,7 +85,7 @@ def scan(
         at = in_axes.index(nnx.Carry)
         stacks = {i: _Stack.of(args[i], in_axes[i]) for i in range(len(args)) if in_axes[i] not in (nnx.Carry, None)}
 
-        def body(carry: PyTree, xs: dict[int, PyTree]) -> tuple[PyTree, Any]:
+        def body(carry: PyTree, xs: dict[int, PyTree]) -> tuple[PyTree, PyTree]:
             layer = [*args]
             layer[at] = carry
             for i, stack in stacks.items():
@@ -110,7 +110,7 @@ def apply_scanned_layers(
     *,
     length: int | None = None,
     param_scan_axis: int = 0,
-    apply_fn: Callable[[Any, PyTree], PyTree] | None = None,
+    apply_fn: Callable[[nnx.Module, PyTree], PyTree] | None = None,
     remat: bool = False,
     remat_policy: Callable[..., bool] | None = None,
     prevent_cse: bool = True,
@@ -118,17 +118,17 @@ def apply_scanned_layers(
     adjoint_solver: Solver | None = None,
     comm: Comm | None = None,
 ) -> PyTree:
-    """MaxText's ``apply_scanned_layers``, with a solver: a stacked NNX module is applied layer by layer.
+    """Apply a stacked NNX module layer by layer, like MaxText's ``apply_scanned_layers``, with a solver.
 
     Args:
         layers: the stacked module, as MaxText's ``create_scanned_layers`` returns it: parameters have the axis of the layers
             at ``param_scan_axis``, all other variables at 0.
-        carry: what passes through the layers.
-        length: number of layers; None reads it off the parameters.
+        carry: the state that passes through the layers.
+        length: number of layers; None takes it from the parameters.
         param_scan_axis: axis of the layers in the parameters.
         apply_fn: ``apply_fn(layer, carry) -> carry``; None calls the layer.
         remat: whether a layer's intermediate values are computed again for the gradient.
-        remat_policy: which of them are kept all the same.
+        remat_policy: chooses intermediate values that are kept nevertheless.
         prevent_cse: as for ``jax.checkpoint``.
         solver: as for `lp_jax.scan`.
         adjoint_solver: as for `lp_jax.scan`.
@@ -163,14 +163,14 @@ def apply_scanned_layers(
 class _Stack(NamedTuple):
     """An argument with an entry for every layer: its arrays, the layers' axis moved to the front."""
 
-    graphdef: Any  # None for plain arrays
-    filters: tuple[Any, ...]
+    graphdef: nnx.GraphDef | None  # None for plain arrays
+    filters: tuple[nnx.filterlib.Filter, ...]
     axes: tuple[int | None, ...]
     arrays: list[PyTree]
-    same: list[PyTree]  # what all layers see, in the place of arrays without an axis
+    same: list[PyTree]  # states that all layers share, for those without an axis
 
     @classmethod
-    def of(cls, value: Any, axes: Any) -> "_Stack":
+    def of(cls, value: PyTree, axes: PyTree) -> "_Stack":
         if not (axes is None or isinstance(axes, int | nnx.StateAxes)):
             raise ValueError(
                 f"in_axes has {axes!r} for one argument; give each argument one axis, nnx.StateAxes, nnx.Carry or None, and pass "
@@ -183,7 +183,7 @@ class _Stack(NamedTuple):
         arrays = [None if axis is None else moved(state, axis, 0) for state, axis in zip(states, axes, strict=True)]
         return cls(graphdef, filters, axes, arrays, states)
 
-    def one(self, arrays: list[PyTree], metadata: Any) -> Any:
+    def one(self, arrays: list[PyTree], metadata: Mapping[str, object] | None) -> PyTree:
         """The argument of one layer."""
         if self.graphdef is None:
             return arrays[0]
@@ -193,37 +193,37 @@ class _Stack(NamedTuple):
             states = [s if axis is None else nnx.spmd.remove_axis(s, axis, metadata) for s, axis in pairs]
         return nnx.merge(self.graphdef, *states)
 
-    def changed(self, module: Any) -> list[PyTree]:
-        """The variables of a layer that are no parameters, after its call."""
+    def changed(self, module: PyTree) -> list[PyTree]:
+        """The variables of a layer other than parameters, after its call."""
         if self.graphdef is None:
             return []
         _, *states = nnx.split(module, *self.filters)
-        for before, after in zip(self.same, states, strict=True):
-            if new := set(dict(nnx.to_flat_state(after))) - set(dict(nnx.to_flat_state(before))):
+        for old, state in zip(self.same, states, strict=True):
+            if new := set(dict(nnx.to_flat_state(state))) - set(dict(nnx.to_flat_state(old))):
                 names = ", ".join(".".join(map(str, path)) for path in sorted(new))
                 raise ValueError(f"a layer made new variables, {names}; a solver's layer cannot. Return them from it.")
         kept = [nnx.filter_state(state, nnx.Not(nnx.Param)) for state in states]
         return [None if axis is None else nnx.to_pure_dict(k) for k, axis in zip(kept, self.axes, strict=True)]
 
-    def update(self, module: Any, changed: list[PyTree]) -> None:
-        """Write what the layers changed into the stacked module."""
+    def update(self, module: PyTree, changed: list[PyTree]) -> None:
+        """Write the changed variables of the layers into the stacked module."""
         for values, axis in zip(changed, self.axes, strict=False):
             if jax.tree.leaves(values):
                 nnx.update(module, nnx.State(moved(values, 0, axis)))
 
 
-def _holds_state(value: Any) -> bool:
-    """Whether NNX keeps state in an argument: a module, random streams, variables, or a tree that holds such."""
+def _holds_state(value: PyTree) -> bool:
+    """Return whether an argument holds NNX state: a module, random streams, variables, or a tree of such."""
     kinds = (nnx.Pytree, nnx.Variable)
     return any(isinstance(x, kinds) for x in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds)))
 
 
 def moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
-    """The leaves with an axis moved."""
+    """Move an axis of all leaves."""
     if source is None or target is None or source == target:
         return tree
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: jax.Array) -> jax.Array:
         if not all(-x.ndim <= axis < x.ndim for axis in (source, target)):
             raise ValueError(
                 f"the axis of the layers, {target if source == 0 else source}, is out of range for an array of shape {x.shape}; "
@@ -234,21 +234,21 @@ def moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
     return jax.tree.map(leaf, tree)
 
 
-def _split_outputs(out: Any, axes: Any) -> tuple[PyTree, list[Any]]:
+def _split_outputs(out: PyTree, axes: PyTree) -> tuple[PyTree, list[PyTree]]:
     if axes is nnx.Carry:
         return out, []
     if not (isinstance(out, tuple) and len(out) == len(axes) and sum(a is nnx.Carry for a in axes) == 1):
         named = str(axes).replace(str(nnx.Carry), "nnx.Carry")
         raise ValueError(
             f"out_axes={named} must have one nnx.Carry and an entry for every output; the function returned {out!r}. With "
-            "out_axes=(nnx.Carry, 0) it returns a pair, `return carry, y`, and y may be None; for the carry alone say "
+            "out_axes=(nnx.Carry, 0) it returns a pair, `return carry, y`, and y may be None; to return only the carry, say "
             "out_axes=nnx.Carry."
         )
     at = axes.index(nnx.Carry)
     return out[at], [y for i, y in enumerate(out) if i != at]
 
 
-def _join_outputs(carry: PyTree, ys: Sequence[Any], axes: Any) -> Any:
+def _join_outputs(carry: PyTree, ys: Sequence[PyTree], axes: PyTree) -> PyTree:
     if axes is nnx.Carry:
         return carry
     values = iter(ys)
@@ -258,17 +258,17 @@ def _join_outputs(carry: PyTree, ys: Sequence[Any], axes: Any) -> Any:
 def haliax_fold(
     stacked: Any,
     init: PyTree,
-    *args: Any,
+    *args: PyTree,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     comm: Comm | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> PyTree:
-    """``stacked.fold(init, ...)`` of Haliax's ``Stacked``, with a solver.
+    """Fold Haliax's ``Stacked`` like ``stacked.fold(init, ...)``, with a solver.
 
     Args:
         stacked: a ``haliax.nn.Stacked``.
-        init: what passes through the blocks, ``block(carry, *args, **kwargs) -> carry``.
+        init: the state that passes through the blocks, ``block(carry, *args, **kwargs) -> carry``.
         *args: passed to every block; named arrays with the blocks' axis are sliced along it.
         solver: as for `lp_jax.scan`.
         adjoint_solver: as for `lp_jax.scan`.
@@ -282,13 +282,13 @@ def haliax_fold(
 
     axis = stacked.Block
 
-    def is_named(x: Any) -> bool:
+    def is_named(x: object) -> bool:
         return isinstance(x, haliax.NamedArray)
 
     leaves, structure = jax.tree.flatten((stacked.stacked, args, kwargs), is_leaf=is_named)
     sliced = [is_named(x) and any(a.name == axis.name for a in x.axes) for x in leaves]
     first = [x.rearrange((axis, ...)) if mine else x for x, mine in zip(leaves, sliced, strict=True)]
-    # an array without names belongs to a block's parameters, where its first axis is that of the blocks
+    # in a block's parameters, an array without names has the axis of the blocks first
     inside = len(jax.tree.leaves(stacked.stacked, is_leaf=is_named))
     raw = [i < inside and not is_named(x) and isinstance(x, jax.Array) for i, x in enumerate(leaves)]
     xs = {i: x.array if sliced[i] else x for i, x in enumerate(first) if sliced[i] or raw[i]}

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from flax import nnx
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
+from lp_jax._comms._comm import Comm
 from lp_jax._solvers._solver import Solver
 from lp_jax.nn._stack import MakeModule, stacked_module
 
@@ -93,7 +93,7 @@ class Spline:
         values = ((knots[:-1] <= t) & (t < knots[1:])).astype(float)
         for p in range(1, degree + 1):
             width = knots[p:] - knots[:-p]
-            rising = (t - knots[:-p]) / np.where(width > 0, width, 1)  # where there is no width, values are zero
+            rising = (t - knots[:-p]) / np.where(width > 0, width, 1)  # values are zero where the width is
             values = rising[:, :-1] * values[:, :-1] + (1 - rising[:, 1:]) * values[:, 1:]
         return values
 
@@ -103,8 +103,10 @@ def midpoints(times: np.ndarray) -> np.ndarray:
     return (times[:-1] + times[1:]) / 2
 
 
-def coefficients(spline: Spline, make_module: MakeModule, num_layers: int, rngs: nnx.Rngs, comm: Any) -> nnx.Module:
-    """Return the coefficients as one module, drawn like layers: all on each rank, or spread over the devices of a mesh."""
+def coefficients(
+    spline: Spline, make_module: MakeModule, num_layers: int, rngs: nnx.Rngs, comm: Comm | None
+) -> nnx.Module:
+    """Return the coefficients as one module, initialised like layers: all on each rank, or spread over a mesh."""
     if not isinstance(spline, Spline):
         raise TypeError(f"weights must be None or a spline, like nn.Spline(coefficients=8); got {spline!r}.")
     if spline.coefficients > _check.integer("num_layers", num_layers, least=1):
@@ -123,11 +125,11 @@ def coefficients(spline: Spline, make_module: MakeModule, num_layers: int, rngs:
 
 
 def expand(
-    spline: Spline, coefficients: PyTree, layers: int | np.ndarray, comm: Any, solvers: Sequence[Solver]
+    spline: Spline, coefficients: PyTree, layers: int | np.ndarray, comm: Comm | None, solvers: Sequence[Solver]
 ) -> PyTree:
     """Return the parameters of the layers, leaves ``(N, ...)``, from coefficients, leaves ``(K, ...)``.
 
-    Each worker computes those of its own layers; all workers have the coefficients.
+    Each worker computes the parameters of its own layers; all workers have the coefficients.
     """
     rows = spline.basis(layers)
     if comm is not None:
@@ -137,7 +139,7 @@ def expand(
 
 
 @functools.partial(jax.jit, static_argnames="comm")
-def _products(rows: jax.Array, coefficients: PyTree, comm: Any) -> PyTree:
+def _products(rows: jax.Array, coefficients: PyTree, comm: Comm | None) -> PyTree:
     def leaf(c: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):
             wide = jnp.promote_types(c.dtype, jnp.float32)

@@ -1,15 +1,16 @@
-"""The seam between Flax NNX and the solver: a module as a pure step with stacked parameters."""
+"""The interface between Flax NNX and the solver: a module as a pure step with stacked parameters."""
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, PyTree, State
+from lp_jax._comms._comm import Comm
 from lp_jax._solvers._solver import Solver
 
 MakeModule = Callable[[nnx.Rngs], nnx.Module]
@@ -17,7 +18,7 @@ MakeModule = Callable[[nnx.Rngs], nnx.Module]
 
 @dataclasses.dataclass(frozen=True)
 class ModuleStep:
-    """A module's ``__call__`` as ``step(y, layer)``. Equal for equal modules, so that programs are found again."""
+    """A module's ``__call__`` as ``step(y, layer)``. Equal for equal modules, so that programs are reused."""
 
     graphdef: nnx.GraphDef
 
@@ -47,7 +48,7 @@ class TrunkStep:
     graphdef: nnx.GraphDef
     updates: bool
 
-    def __call__(self, y: State, layer: Layer) -> Any:
+    def __call__(self, y: State, layer: Layer) -> PyTree:
         (data, stats), (shared, key) = layer.data, layer.shared
         module = nnx.merge(self.graphdef, layer.params, stats)
         key = None if key is None else jax.random.fold_in(key, layer.index)
@@ -55,7 +56,9 @@ class TrunkStep:
         return (y, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))) if self.updates else y
 
 
-def _call(module: Any, y: State, layer: Layer, *, data: PyTree, shared: PyTree, key: jax.Array | None = None) -> State:
+def _call(
+    module: nnx.Module, y: State, layer: Layer, *, data: PyTree, shared: PyTree, key: jax.Array | None = None
+) -> State:
     """Call the module with the keywords that it has."""
     signature = inspect.signature(module.__call__)
     keywords, name = signature.parameters, type(module).__name__
@@ -74,15 +77,15 @@ def _call(module: Any, y: State, layer: Layer, *, data: PyTree, shared: PyTree, 
                 "one out, or let it accept `data`."
             )
         data, key = None, data
-    given = {"data": data, "key": key, "shared": shared}
-    for argument, value in given.items():
+    arguments = {"data": data, "key": key, "shared": shared}
+    for argument, value in arguments.items():
         if value is not None and argument not in keywords:
             raise TypeError(
                 f"{argument} was given, but {name}.__call__ has no such keyword. Let it accept one, __call__(self, y, t, dt, *, "
                 f"{argument}=None), or leave {argument} out."
             )
-    offered = given | {"index": layer.index}
-    return module(y, layer.t, layer.dt, **{k: value for k, value in offered.items() if k in keywords})
+    arguments["index"] = layer.index
+    return module(y, layer.t, layer.dt, **{k: value for k, value in arguments.items() if k in keywords})
 
 
 def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[ModuleStep, PyTree]:
@@ -129,14 +132,14 @@ def stacked_module(
     make_module: MakeModule,
     num_layers: int,
     rngs: nnx.Rngs,
-    comm: Any = None,
+    comm: Comm | None = None,
     solvers: Sequence[Solver] | None = (),
     *,
     holds: tuple[type[nnx.Variable], ...],
 ) -> nnx.Module:
-    """Return N layers as one module whose variables have the layers as leading axis; with ``comm`` on its workers.
+    """Return N layers as one module whose variables have the layers as leading axis, on the workers of ``comm``.
 
-    ``solvers`` are those of the layers; None for variables that all workers hold. ``holds`` are the kinds of variables
+    ``solvers`` are the solvers of the layers; None for variables that all workers hold. ``holds`` are the kinds of variables
     that a layer may have.
     """
     num_layers = _check.integer("num_layers", num_layers, least=1)
@@ -159,7 +162,7 @@ def stacked_module(
     params = jax.vmap(make)(keys) if comm is None else comm.init(jax.vmap(make), keys, solvers)
     module = nnx.merge(graphdefs[0], params)
     for _, variable in nnx.to_flat_state(nnx.state(module)):
-        # a layer's metadata do not know of the layers' axis; nnx.vmap adds it, too
+        # a layer's metadata lack the layers' axis, which nnx.vmap would add, too
         if names := variable.get_metadata().get("out_sharding"):
             variable.set_metadata(out_sharding=("layers", *names))
     return module
@@ -190,7 +193,7 @@ def _refuse_state(module: nnx.Module, holds: tuple[type[nnx.Variable], ...]) -> 
     }
     if not others:
         return
-    found = ", ".join(f"{path} ({kind.__name__})" for path, kind in others.items())
+    listed = ", ".join(f"{path} ({kind.__name__})" for path, kind in others.items())
     advice = []
     if any(issubclass(kind, nnx.BatchStat) for kind in others.values()):
         advice.append("use nn.LayerParallel, which carries running statistics, or nnx.LayerNorm, which keeps none")
@@ -202,6 +205,6 @@ def _refuse_state(module: nnx.Module, holds: tuple[type[nnx.Variable], ...]) -> 
     if not advice:
         advice.append("make it an nnx.Param, or compute it in __call__")
     raise ValueError(
-        f"{type(module).__name__} holds more than nnx.Param: {found}. A layer is evaluated several times per solve, "
+        f"{type(module).__name__} holds more than nnx.Param: {listed}. A layer is evaluated several times per solve, "
         f"so it must be a pure function of its parameters: {'; '.join(advice)}."
     )

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 
@@ -31,16 +32,24 @@ from lp_jax._arrays import _check
 class Attention(nnx.Module):
     """Multi-head attention of a normalised state to itself, or to a normalised memory, and a projection.
 
-    Not `nnx.MultiHeadAttention`: query, key and value are one product here, three there.
+    Unlike `nnx.MultiHeadAttention`, it computes query, key and value in one product.
     """
 
     def __init__(
-        self, width: int, heads: int, *, cross: bool = False, scale: float, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
+        self,
+        width: int,
+        heads: int,
+        *,
+        cross: bool = False,
+        scale: float,
+        dtype: DTypeLike | None,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
     ):
         if width % _check.integer("heads", heads, least=1):
             raise ValueError(f"heads must divide the width, {width}; got {heads}.")
         self.heads = heads
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
         if cross:
             self.norm_memory = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
@@ -68,8 +77,10 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """Two dense layers at each position of the normalised state, GELU between them."""
 
-    def __init__(self, width: int, hidden: int, *, scale: float, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(
+        self, width: int, hidden: int, *, scale: float, dtype: DTypeLike | None, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
         self.inner = nnx.Linear(width, hidden, **options)
         self.outer = nnx.Linear(hidden, width, kernel_init=_scaled(scale), **options)
@@ -91,13 +102,13 @@ class TransformerLayer(nnx.Module):
         hidden: int | None = None,
         dropout: float = 0.0,
         depth: int | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         # the terms that all layers add to the state sum up to the size of one term
         scale = 1.0 if depth is None else ((3 if self.cross else 2) * depth) ** -0.5
-        options = {"scale": scale, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        options: dict[str, Any] = {"scale": scale, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.attention = Attention(width, heads, **options)
         if self.cross:
             self.cross_attention = Attention(width, heads, cross=True, **options)
@@ -126,14 +137,14 @@ class TransformerLayer(nnx.Module):
         return attended + remembered + self.dropout(self.feed_forward(u + remembered), rngs=keys[2])
 
 
-def split_key(key: jax.Array | None, count: int) -> Any:
+def split_key(key: jax.Array | None, count: int) -> jax.Array | tuple[None, ...]:
     return (None,) * count if key is None else jax.random.split(key, count)
 
 
 def _attend_in_double(
     q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, is_causal: bool
 ) -> jax.Array:
-    """Do what `jax.nn.dot_product_attention` does, which computes in single precision whatever it gets."""
+    """Compute attention in double precision; `jax.nn.dot_product_attention` always uses single precision."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     visible = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     if is_causal:

@@ -1,4 +1,4 @@
-"""Predict what a training step costs before it is run."""
+"""Predict the time and memory of a training step before it is run."""
 
 from lp_jax.planning import _solvers as _solvers
 from lp_jax.planning._calibrate import calibrate as calibrate

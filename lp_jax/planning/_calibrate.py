@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs._traced import trace
@@ -18,8 +18,8 @@ from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import examples_of, kept_bytes, layers_at_once
 
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
-_BATCHES = (4, 16)  # layers at once, beside as many as there are
-_FEW, _ENOUGH = 8, 0.03  # layers that tell how many are enough; seconds that those take
+_BATCHES = (4, 16)  # layers at once, besides all intervals
+_FEW, _ENOUGH = 8, 0.03  # layers of a first timing; seconds that the timed layers should take
 
 _Times = tuple[float, float, float]
 
@@ -27,31 +27,32 @@ _Times = tuple[float, float, float]
 def calibrate(
     problem: Problem,
     *,
-    fewer: Mapping[str, Any] | None = None,
+    fewer: Mapping[str, PyTree] | None = None,
     newton: bool = False,
     batched: bool = False,
     name: str = "",
 ) -> Machine:
-    """Measure how long the layers of a network take on this machine, alone and many at once.
+    """Measure how long the layers of a network take on this machine, one at a time and many at once.
 
-    Serial propagation gives the time of a single layer. Runs of Picard sweeps that differ only in their number give that of
-    a sweep, forward and adjoint: over 1/64, 1/8 and all of the layers, or of those that ``at_once="auto"`` evaluates at once.
-    Where that is one, a run over as many as take 30 ms is enough. There the layers of an interval, which follow each other,
-    take less than those of a sweep, which stores the states of all layers: cycles without coarse steps give their time, over
-    intervals of four layers and over four intervals, and that of the interval itself. Where the latter would be short,
-    serial propagation stands for them. Where layers are evaluated at once, one relaxation tells what those of different
-    intervals take, which no sweep sums up.
+    Serial propagation gives the time of a single layer. Two runs of Picard sweeps that differ in the number of sweeps give
+    the time of a sweep, forward and adjoint. Sweeps go over 1/64, 1/8 and all of the layers, or of those that
+    ``at_once="auto"`` evaluates at once.
+
+    Where layers run one after another, a run of 30 ms is enough. Layers of an interval are faster there than layers of a
+    sweep, which stores the states of all layers. Cycles without coarse steps give the time of these layers and of the
+    interval itself: over intervals of four layers, and over four intervals. Networks too short for that use serial
+    propagation instead. Where layers are evaluated at once, one relaxation gives the time of layers of different intervals.
 
     Args:
         problem: the network, on one device.
-        fewer: those of ``y0``, ``shared`` and ``data`` that examples make smaller, with a quarter of the examples, say. How a
-            layer's time falls with the examples decides what data parallelism gives. None takes it to fall like that of many
-            layers at once with their number; in proportion where one is evaluated at a time.
-        newton: whether to measure Newton's method with full Jacobians too, for a small state whose first axis is that of the
-            examples: a Jacobian has the square of its numbers.
-        batched: whether to measure layers at once also where "auto" evaluates one at a time, for solvers that are told
-            otherwise.
-        name: of the result.
+        fewer: ``y0``, ``shared`` and ``data``, as far as they depend on the examples, for a quarter of the examples, say. How a
+            layer's time falls with the examples decides the gain of data parallelism. None assumes that it falls like the time
+            of many layers at once; in proportion where one layer is evaluated at a time.
+        newton: whether to measure Newton's method with full Jacobians too. The first axis of the state must be that of the
+            examples, and the state small: a Jacobian has the square of its size.
+        batched: whether to measure layers at once also where "auto" evaluates one at a time, for solvers with another
+            ``at_once``.
+        name: name of the machine.
 
     Returns:
         A `Machine` without an interconnect: messages take no time.
@@ -115,7 +116,7 @@ _CHUNKS = 4
 
 
 def _sweep(problem: Problem, size: int, at_once: int) -> list[float]:
-    """Seconds of a sweep over ``size`` layers; of one of several such parts, where that is fewer than there are."""
+    """Seconds of a sweep over ``size`` layers; the mean over several such parts where the network has more layers."""
     parts = min(_CHUNKS, problem.layers // size)
     return [seconds / parts for seconds in _measure.sweep(_first(problem, parts * size), at_once)]
 
@@ -128,7 +129,7 @@ def _first(problem: Problem, layers: int) -> Problem:
 
 
 def _enough(problem: Problem) -> int:
-    """Number of layers whose serial propagation takes 30 ms: more tell nothing new where they do not run at once."""
+    """Number of layers whose serial propagation takes 30 ms: enough where layers run one after another."""
     if problem.layers <= _FEW:
         return problem.layers
     whole = math.ceil(_ENOUGH / sum(_measure.serial(_first(problem, _FEW))) / _SHORT)
@@ -136,12 +137,12 @@ def _enough(problem: Problem) -> int:
 
 
 def _overhead(sizes: Sequence[int], times: Sequence[float]) -> float:
-    """Part of the time of one layer that is not its arithmetic, which is what one layer more takes."""
+    """Part of a layer's time that is not arithmetic: its time minus that of one more layer in a batch."""
     more = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else times[-1] / sizes[-1]
     return min(1.0, max(0.0, 1 - more / times[0]))
 
 
-def _overhead_of(problem: Problem, layers: int, fewer: Mapping[str, Any], whole: float) -> float:
+def _overhead_of(problem: Problem, layers: int, fewer: Mapping[str, PyTree], whole: float) -> float:
     """Part of the time of a layer that does not shrink with the examples."""
     parts = _first(dataclasses.replace(problem, **fewer), layers)
     share = examples_of(parts.y0) / examples_of(problem.y0)
@@ -152,23 +153,23 @@ def _overhead_of(problem: Problem, layers: int, fewer: Mapping[str, Any], whole:
 def _newton(
     problem: Problem, sizes: Sequence[int], at_once: Sequence[int], looped: bool, serial: float
 ) -> tuple[float, ...]:
-    """Seconds of a Newton iteration on so many layers at once.
+    """Seconds of a Newton iteration on each number of layers at once.
 
-    Where one on some of the layers takes longer than serial propagation through all, that on more is not measured.
+    Larger numbers are extrapolated once an iteration takes longer than serial propagation through all layers.
     """
     times = {1: _measure.newton(_first(problem, 2)) / 2}
     for size in sizes:
-        before = max(times)
-        hopeless = before > 1 and times[before] > serial
-        times[size] = times[before] * size / before if hopeless else _measure.newton(_first(problem, size))
+        largest = max(times)
+        hopeless = largest > 1 and times[largest] > serial
+        times[size] = times[largest] * size / largest if hopeless else _measure.newton(_first(problem, size))
     return tuple(times[sizes[-1]] / sizes[-1] * size if looped else times[size] for size in at_once)
 
 
 def _intervals(problem: Problem, serial: tuple[float, float]) -> tuple[_Times, _Times]:
-    """Where layers run one after another: what those of an interval take, and the interval itself.
+    """Seconds per layer and per interval, where layers run one after another.
 
-    From short intervals and from long ones. Where layers are too few for these, serial propagation is one interval of all of
-    them; the parts of its gradient are as those of the short ones'.
+    Short and long intervals are timed. A network too short for long intervals counts serial propagation as one interval, with
+    the gradient divided as in short intervals.
     """
     short = _measure.relaxation(problem, _SHORT)
     if problem.layers < _SHORT * _LONG:
@@ -183,15 +184,15 @@ def _intervals(problem: Problem, serial: tuple[float, float]) -> tuple[_Times, _
 
 def _batch(problem: Problem, size: int) -> list[float]:
     """Seconds of a number of layers at once: forward, adjoint, and of the gradient."""
-    found: list[float] = (size * _measure.relaxation(problem, problem.layers // size, size)).tolist()
-    return found
+    times: list[float] = (size * _measure.relaxation(problem, problem.layers // size, size)).tolist()
+    return times
 
 
 _SPAN, _MOST_SPAN = 8, 16  # layers of an interval, at least and at most
 
 
 def _across(problem: Problem, size: int, rows: Mapping[int, Sequence[float]]) -> _Times | None:
-    """Of so many intervals' layers at once, the time in parts of a sweep's over as many; None for too few layers."""
+    """Time of layers of ``size`` intervals at once, relative to a sweep over as many layers; None for too few layers."""
     if size < 2:
         return None
     span = min(problem.layers // size, _MOST_SPAN)

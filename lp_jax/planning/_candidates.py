@@ -1,4 +1,4 @@
-"""Which solvers are worth a look."""
+"""Pairs of solvers that a plan compares."""
 
 import dataclasses
 import itertools
@@ -26,14 +26,14 @@ def sweeps() -> list[Pair]:
 
 
 RECOMMENDED: Pair = DEFAULT, ADJOINT_DEFAULT
-"""What measured best on networks near an ODE: gradient errors of 2e-5 to 3e-3 from T = 1 to 16, at their start and trained."""
+"""The best measured on networks near an ODE: gradient errors of 2e-5 to 3e-3 for T = 1 to 16, before and after training."""
 
 
 def newton() -> list[Pair]:
     """Newton's method with full Jacobians to a tolerance, for states whose first axis is that of the examples.
 
-    One program for all; the adjoint system is linear, and one iteration solves it. With relaxations, since what is
-    recommended for a new network is to hold for the trained one.
+    One program serves all. The adjoint system is linear, so one iteration solves it. Relaxations keep a solver that is
+    recommended for a new network good for the trained one.
     """
     solvers = [
         Newton(iterations=MOST_ITERATIONS, relaxations=RELAXATIONS, rtol=rtol, batch_axes=1) for rtol in TOLERANCES[1:4]
@@ -63,12 +63,12 @@ def cycles(layers: int, workers: int = 1) -> list[Pair]:
 
 
 def exact_cycles(layers: int, workers: int) -> list[Pair]:
-    """One interval per worker, and a cycle for each interval: then every state is exact, whatever the network."""
-    found: list[Pair] = []
+    """One interval per worker, and as many cycles as intervals: every state is exact, whatever the network."""
+    pairs: list[Pair] = []
     for factor in _factors(layers, workers) if workers > 1 else ():
         solver = MGRIT(coarsening=factor, iterations=-(-layers // factor), coarse_step=Identity(), storage="all")
-        found.append((solver, solver))
-    return found
+        pairs.append((solver, solver))
+    return pairs
 
 
 def _factors(layers: int, workers: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-r"""Time and memory of a training step, from what it does and what a machine takes for it.
+r"""Time and memory of a training step: its work, and a machine's times for this work.
 
 .. math::
     T = T_{fixed} + n_{own} t_{update} + \sum_{batches} n\, t_{kind}(layers) + \sum_{kind} n_{rows}\, t_{kind}(row)
@@ -6,13 +6,14 @@ r"""Time and memory of a training step, from what it does and what a machine tak
         + n_{reductions} \lceil \log_2 P \rceil (\lambda + |u| / \beta)
         + 2 \lceil \log_2 D \rceil \lambda + 2 \frac{D - 1}{D} \frac{|w|}{\beta_{sum}}
 
-with the batches, rows, messages and reductions of `Schedule`, the times t, the latency :math:`\lambda` and the bandwidths
-:math:`\beta` of `Machine`, P workers for the layers, each with :math:`n_{own}` of them, and D for the examples, over which
-the gradients w are summed.
+`Schedule` has the batches, rows, messages and reductions. `Machine` has the times t, the latency :math:`\lambda` and the
+bandwidths :math:`\beta`. P workers share the layers, each with :math:`n_{own}` of them. D workers share the examples; the
+gradients w are summed over these.
 """
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
@@ -21,14 +22,14 @@ from lp_jax.planning._work import Schedule, Sizes, evaluates, held, most_at_once
 
 
 class Time(NamedTuple):
-    """Seconds of a training step, by what they are spent on.
+    """Seconds of a training step, by kind.
 
     Attributes:
-        evaluations: of layers, and their transposes.
-        messages: of states between neighbours, waited for.
-        reductions: over all workers.
-        gradients: their sum over workers that have other examples.
-        fixed: whatever does not depend on the solver: what a step takes once, and updates of a worker's own layers.
+        evaluations: layers and their transposes.
+        messages: states sent between neighbours, where a worker waits for them.
+        reductions: sums and broadcasts over all workers of the layers.
+        gradients: the sum of gradients over the workers of the examples.
+        fixed: the part that does not depend on the solver: the step's fixed time and the optimizer's update.
     """
 
     evaluations: float
@@ -39,26 +40,27 @@ class Time(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total seconds."""
         return sum(self)
 
 
 def predict(
     solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1
 ) -> Time:
-    """Predict a training step, value and gradient, with ``data_workers`` rows of ``workers``, each with its part of the examples.
+    """Predict the time of a training step, value and gradient, on ``data_workers`` times ``workers`` devices.
 
-    A solver with a tolerance counts as if it took all of its iterations.
+    Each of the ``data_workers`` groups has a part of the examples, and spreads the layers over its ``workers``. A solver with a
+    tolerance counts with all of its iterations.
 
     Raises:
-        NotImplementedError: for Newton's method within multigrid, and where the machine has no times of it.
+        NotImplementedError: for Newton's method within multigrid, or on a machine without times of Newton's method.
         ValueError: for more data workers than examples.
 
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
         >>> flat = {kind: (1e-5, 1e-5) for kind in ("forward", "linearise", "adjoint", "gradient")}
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
         >>> serial, picard = lp_jax.Serial(), lp_jax.Picard(sweeps=6)
         >>> serial, picard = (planning.predict(s, s, 1024, gpu).seconds for s in (serial, picard))
         >>> round(serial / picard)
@@ -70,9 +72,9 @@ def predict(
     machine = machine.divided(data_workers)
     message = machine.message(machine.state_bytes)
     kept = solver.resolve(layers).keeps_states
-    spread: dict[str, Any] = {"workers": workers, "at_once": machine.auto or math.inf, "kept": kept}
-    there = count(solver, layers, **spread)
-    back = count(adjoint_solver, layers, **spread, adjoint=True)
+    spread = functools.partial(count, layers=layers, workers=workers, at_once=machine.auto or math.inf, kept=kept)
+    there = spread(solver)
+    back = spread(adjoint_solver, adjoint=True)
     schedule = there + back
     hops = (workers - 1).bit_length()
     return Time(
@@ -87,8 +89,8 @@ def predict(
 def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     """Seconds of a solve's batches.
 
-    Where layers at once are evaluated one after another, those of an interval still follow each other, while a sweep
-    stores and reads the states of all layers.
+    Where layers run one after another, relaxation of an interval keeps its state at hand. A sweep stores and reads the states
+    of all layers, so its layers take longer.
     """
     if evaluates(solver) == "series":
         return _in_series(schedule, machine)
@@ -103,13 +105,13 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
 
 
 def _in_series(schedule: Schedule, machine: Machine) -> float:
-    """Of serial propagation: its gradient is known as a whole."""
+    """Seconds of serial propagation, whose gradient is measured as a whole."""
     forward, backward = machine.per_layer
     return schedule.depth("forward", "linearise") * forward + schedule.depth("gradient") * backward
 
 
 def all_reduce(size: float, workers: int, machine: Machine) -> float:
-    """Seconds of a sum of so many bytes over workers: up and down a tree, or round a ring, whichever term counts.
+    """Seconds of a sum of ``size`` bytes over workers: the latency of a tree and the bandwidth of a ring.
 
     Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
@@ -120,11 +122,11 @@ def all_reduce(size: float, workers: int, machine: Machine) -> float:
 
 
 def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> float:
-    r"""Seconds of a training step of serial propagation, microbatches following each other from worker to worker.
+    r"""Seconds of a training step in a pipeline: serial propagation of microbatches that follow each other.
 
-    With M microbatches and P workers: :math:`(M + P - 1)` turns of :math:`\lceil N / P \rceil` layers, forward and backward, a
-    message after each, and the gradients of all turns are added up. Its gradient is exact; :math:`(P - 1) / (M + P - 1)` of the
-    turns are its bubble.
+    M microbatches on P workers take :math:`(M + P - 1)` turns of :math:`\lceil N / P \rceil` layers, forward and backward. A
+    message follows each turn, and the gradients of all turns are added up. The gradient is exact. The bubble is
+    :math:`(P - 1) / (M + P - 1)` of the turns.
 
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
@@ -136,12 +138,12 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
 
 
 class Memory(NamedTuple):
-    """Bytes on one worker, by what holds them.
+    """Bytes on one worker, by kind.
 
     Attributes:
-        parameters: of its layers, and their gradient.
-        kept: states and linearisations that the forward solve leaves to the adjoint.
-        working: what the solvers need while they work.
+        parameters: the parameters of the worker's layers, and their gradient.
+        kept: states and linearisations that the forward solve keeps for the adjoint.
+        working: temporary arrays of the solvers.
     """
 
     parameters: int
@@ -150,17 +152,16 @@ class Memory(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return sum(self)
 
 
 def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1) -> Memory:
     """Predict the memory of a training step, value and gradient without the optimizer's state; arguments as for `predict`.
 
-    What a solver keeps are arrays of states: with n layers on a worker, |u| bytes of a state and k of what a layer's
-    linearisation holds beside it, serial propagation keeps n (|u| + k). How many arrays a sweep or a cycle has live at
-    once is counted in compiled programs (suite ``memory`` of the benchmarks). The adjoint solver needs what the forward one
-    keeps, whichever it is.
+    With n layers on a worker, a state of |u| bytes and a linearisation with k further bytes, serial propagation keeps
+    n (|u| + k) bytes. The number of arrays that a sweep or a cycle has live at once was counted in compiled programs (suite
+    ``memory`` of the benchmarks). The memory does not depend on the adjoint solver, which uses what the forward solver keeps.
 
     Example:
         >>> import lp_jax

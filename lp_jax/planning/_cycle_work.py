@@ -1,4 +1,4 @@
-"""What a multigrid cycle does, counted along its path."""
+"""Count the work of a multigrid cycle along its path through the levels."""
 
 import math
 from collections.abc import Sequence

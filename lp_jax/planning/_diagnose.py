@@ -1,16 +1,16 @@
-"""Does it converge, and how fast: numbers of a chain of layers, and solvers rehearsed on a few examples."""
+"""Diagnose convergence: two numbers of a chain of layers, and solvers rehearsed on a few examples."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._types import PyTree, State
+from lp_jax._arrays._types import PyTree, Slices, State
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
@@ -32,10 +32,10 @@ class Rehearsal(NamedTuple):
     Attributes:
         solver: the forward solver.
         adjoint_solver: the adjoint solver.
-        iterations: of the forward solver, until its tolerance was met or it gave up.
-        adjoint_iterations: of the adjoint solver.
-        result: how the forward solve ended, a code of `lp_jax.RESULTS`.
-        adjoint_result: how the adjoint solve ended.
+        iterations: iterations of the forward solver, until its tolerance was met or it gave up.
+        adjoint_iterations: iterations of the adjoint solver.
+        result: result of the forward solve, a code of `lp_jax.RESULTS`.
+        adjoint_result: result of the adjoint solve.
     """
 
     solver: Solver
@@ -53,16 +53,16 @@ class Rehearsal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """How a chain of layers behaves, and what solvers take on it. ``print(diagnosis)`` shows it.
+    """How a chain of layers behaves, and how many iterations solvers take on it. ``print(diagnosis)`` shows a table.
 
     Attributes:
         layers: number of layers.
-        examples: number of examples that were looked at.
+        examples: number of examples that were used.
         lipschitz: Lipschitz constant of the right-hand side times T: the sum over the layers of the 2-norm of ``J - I``, J the
             Jacobian of a layer at the states of a forward pass. Sweeps contract by ``lipschitz / s`` or better in sweep s.
         lyapunov: largest Lyapunov exponent, per layer: a disturbance grows by ``exp(lyapunov)`` from one layer to the next, on
             average. Below zero, layers forget.
-        rehearsals: what solvers took, by their iteration's name.
+        rehearsals: iterations of each pair of solvers, and how they ended.
     """
 
     layers: int
@@ -73,7 +73,7 @@ class Diagnosis:
 
     @property
     def growth(self) -> float:
-        """How many times a disturbance grows on its way through all layers."""
+        """Factor by which a disturbance grows on its way through all layers."""
         return math.exp(min(self.lyapunov * self.layers, _LARGEST))
 
     @property
@@ -84,15 +84,15 @@ class Diagnosis:
     @property
     def behaviour(self) -> str:
         """The fate of a small disturbance, in a sentence."""
-        return self._told()[0]
+        return self._sentences()[0]
 
     @property
     def verdict(self) -> str:
-        """That, and which solvers converge: the rehearsed ones, else what is known of such chains."""
-        behaviour, advice = self._told()
+        """The behaviour, and which solvers converge: by rehearsal, or as is usual on such chains."""
+        behaviour, advice = self._sentences()
         return f"{behaviour} {self._outcome() if self.rehearsals else advice}"
 
-    def _told(self) -> tuple[str, str]:
+    def _sentences(self) -> tuple[str, str]:
         growth = f"{self.growth:.1e}" if not 0.01 <= self.growth < 100 else f"{self.growth:.1f}"
         if self.growth < _FORGOTTEN:
             return (
@@ -110,7 +110,7 @@ class Diagnosis:
         )
 
     def _outcome(self) -> str:
-        """Which of the rehearsed solvers converge."""
+        """Return which of the rehearsed solvers converge, in words."""
         names = [type(r.solver).__name__ for r in self.rehearsals]
         good = [name for name, r in zip(names, self.rehearsals, strict=True) if r.converges]
         bad = [name for name, r in zip(names, self.rehearsals, strict=True) if not r.converges]
@@ -156,28 +156,28 @@ def diagnose(
     examples: int = 4,
     solvers: Sequence[Solver | Pair] | None = None,
 ) -> Diagnosis:
-    """Tell how fast solvers will converge on a network, before it is solved or trained.
+    """Estimate how fast solvers converge on a network, before it is solved or trained.
 
-    Two numbers come from one trajectory of a few examples: the Lipschitz constant times T by power iteration with products of
-    Jacobians and vectors, and the largest Lyapunov exponent by propagating a cotangent, which grows as a tangent does. The
-    number of iterations comes from a rehearsal: each solver runs to its tolerance on these examples, forward and adjoint.
+    Two numbers come from one trajectory of a few examples. The Lipschitz constant times T comes from power iteration with
+    Jacobian-vector products. The largest Lyapunov exponent comes from propagating a cotangent, which grows as a tangent does.
+    The number of iterations comes from a rehearsal: each solver runs to its tolerance on these examples, forward and adjoint.
 
     Args:
         problem: the network, and a typical batch.
-        cotangent: of the last state, as a loss gives it; None is that state itself, as a sum of squares gives it.
+        cotangent: cotangent of the last state, as a loss gives it; None takes the last state, as a sum of squares gives it.
         rtol: tolerance of the forward solves: residual norm over the first one.
         adjoint_rtol: tolerance of the adjoint solves.
-        examples: number of examples that are looked at, of the first axis of the state. All of them where the step does not
+        examples: number of examples that are used, along the first axis of the state. All of them where the step does not
             take fewer.
-        solvers: what is rehearsed, solvers or pairs (solver, adjoint solver) with tolerances of their own. None means sweeps,
-            cycles of two levels and, where examples have at most 256 numbers, Newton's method; at most 32 iterations each. An
-            empty list rehearses nothing, which takes a second.
+        solvers: solvers to rehearse, or pairs (solver, adjoint solver), with tolerances of their own. None means sweeps, cycles
+            of two levels and, where an example's state has at most 256 numbers, Newton's method, each with at most 32
+            iterations. With an empty list nothing is rehearsed; this takes a second.
 
     Returns:
         The `Diagnosis`.
 
     Raises:
-        TypeError: for a problem that is no `Problem`.
+        TypeError: if ``problem`` is not a `Problem`.
         ValueError: for a tolerance that is not positive, and less than one example.
 
     Example:
@@ -185,8 +185,8 @@ def diagnose(
         >>> from lp_jax import planning
         >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
         >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((8, 4)))
-        >>> found = planning.diagnose(problem, solvers=[lp_jax.Picard(sweeps=32, rtol=1e-3)])
-        >>> found.rehearsals[0].converges, found.lipschitz < 1
+        >>> diagnosis = planning.diagnose(problem, solvers=[lp_jax.Picard(sweeps=32, rtol=1e-3)])
+        >>> diagnosis.rehearsals[0].converges, diagnosis.lipschitz < 1
         (True, True)
 
     References:
@@ -204,25 +204,25 @@ def diagnose(
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
     if solvers is None:
         solvers = _usual(problem, rtol, adjoint_rtol)
-    pairs = [_pair(given) for given in solvers]
+    pairs = [_pair(solver) for solver in solvers]
     lipschitz, lyapunov = _numbers(problem)
-    rehearsals = tuple(_rehearse(problem, cotangent, *given) for given in pairs)
+    rehearsals = tuple(_rehearse(problem, cotangent, *pair) for pair in pairs)
     return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, rehearsals)
 
 
-def _pair(given: Any) -> Pair:
-    for solver in given if isinstance(given, tuple) else (given,):
+def _pair(solvers: Solver | Pair) -> Pair:
+    for solver in solvers if isinstance(solvers, tuple) else (solvers,):
         _inputs.solver("solvers", solver)
-    return given if isinstance(given, tuple) else (given, given.for_adjoint())
+    return solvers if isinstance(solvers, tuple) else (solvers, solvers.for_adjoint())
 
 
 _MOST = 32  # iterations, as of the default solver
 
 
 def _usual(problem: Problem, rtol: float, adjoint_rtol: float) -> list[Pair]:
-    """Sweeps, cycles and, for small states, Newton's method; of less iterations than layers, which would be exact."""
+    """Sweeps, cycles and, for small states, Newton's method; with fewer iterations than layers, so that none is exact."""
     most = max(1, min(_MOST, problem.layers - 1))
-    solvers: list[Any] = [
+    solvers: list[Picard | MGRIT] = [
         Picard(sweeps=most, rtol=rtol, fallback=True),
         MGRIT(iterations=most, rtol=rtol, fallback=True),
     ]
@@ -233,13 +233,13 @@ def _usual(problem: Problem, rtol: float, adjoint_rtol: float) -> list[Pair]:
 
 
 def _few(problem: Problem, count: int) -> Problem:
-    """The problem with its first examples only, if its step takes them without the others."""
+    """The problem with its first examples only, if its step accepts that shape."""
     all_of_them = examples_of(problem.y0)
     if all_of_them <= count:
         return problem
 
     def cut(tree: PyTree, axis: int) -> PyTree:
-        def leaf(x: Any) -> Any:
+        def leaf(x: PyTree) -> PyTree:
             if not (hasattr(x, "ndim") and x.ndim > axis and x.shape[axis] == all_of_them):
                 return x
             return x[(slice(None),) * axis + (slice(count),)]
@@ -269,20 +269,20 @@ def _numbers(problem: Problem) -> tuple[float, float]:
         chain = program.chain(operands)
         step, shared = chain.step(0), chain.shared
 
-        def transposed(y: State, x: Any) -> Callable[[State], State]:
-            """The transposed Jacobian. A step with a derivative of its own has this one, and may have no other."""
+        def transposed(y: State, x: Slices) -> Callable[[State], State]:
+            """The transposed Jacobian. A step with a custom derivative may have no other."""
             pull = jax.vjp(lambda y: step(y, x, shared), y)[1]
             return lambda w: pull(w)[0]
 
-        def grow(w: State, at: tuple[State, Any]) -> tuple[State, jax.Array]:
+        def grow(w: State, at: tuple[State, Slices]) -> tuple[State, jax.Array]:
             return _normal(transposed(*at)(w))
 
-        def norm(y: State, x: Any, w: State) -> jax.Array:
-            """Of J - I."""
+        def norm(y: State, x: Slices, w: State) -> jax.Array:
+            """2-norm of J - I, by power iteration."""
             pull = transposed(y, x)
             push = jax.linear_transpose(pull, w)
 
-            def turn(_: Any, at: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+            def turn(_: jax.Array, at: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
                 v, size = _normal(_tree.sub(pull(at[0]), at[0]))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
@@ -317,10 +317,10 @@ def _noise(like: State) -> State:
 
 
 def _rehearse(problem: Problem, cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Rehearsal:
-    """Both solvers on these examples, to their tolerances."""
+    """Run both solvers on these examples, to their tolerances."""
 
     @jax.jit
-    def both(arrays: dict[str, PyTree]) -> Any:
+    def both(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
         solution, pullback = problem.replace(**arrays).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
         stats = pullback(solution.y1 if cotangent is None else cotangent)[1]
         return solution.stats.iterations, stats.iterations, solution.stats.result, stats.result

@@ -1,8 +1,7 @@
-"""What a network's layers would take on a device, from their arithmetic and its data sheet: nothing is run."""
+"""Estimate the times of a network's layers from their arithmetic and a device's data sheet. Nothing is run."""
 
 import dataclasses
 import warnings
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,27 +21,27 @@ from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays, examples_of, kept_bytes, small
 
 # Read off programs that XLA compiled for an H200 (benchmarks/results/h200), whose loops are graphs of kernels:
-_LAUNCH = 1.4e-6  # seconds of a kernel that has nothing to do, measured on an H200 (docs/gpu.md)
-_REACHED = 2 / 3  # of a data sheet's bandwidth, measured there
-_BESIDE = 2  # kernels beside each product, and one more
+_LAUNCH = 1.4e-6  # seconds of an empty kernel, measured on an H200 (docs/gpu.md)
+_REACHED = 2 / 3  # of a data sheet's bandwidth, measured on an H200
+_EXTRA_KERNELS = 2  # per product
 _FUSED = 0.5  # of the bytes that the operations of a layer would move one by one
-_PASSES = 10  # of an iteration of Newton's method over its Jacobians
-_NEWTON = 100  # its kernels
+_PASSES = 10  # over the Jacobians, in an iteration of Newton's method
+_NEWTON = 100  # kernels of an iteration of Newton's method
 
-_SWEEPS = 10, 6  # that the tolerances of `RECOMMENDED` take: 5 to 14 forward, on networks at their start and trained
+_SWEEPS = 10, 6  # to the tolerances of `RECOMMENDED`: 5 to 14 forward, on new and trained networks
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """An accelerator, by its data sheet."""
+    """Numbers of a device, from its data sheet."""
 
     flops: float  # per second, of products in the precision that JAX uses by default for float32
     bandwidth: float  # of its memory, in bytes per second
     platform: str = "gpu"
-    batch: float = 0.0  # seconds of several layers at once, beside what one takes
+    batch: float = 0.0  # fixed seconds of a batch of several layers
 
 
-# Of the vendor: dense TF32 products (on TPUs bfloat16), HBM.
+# From the vendors: dense TF32 products (bfloat16 on TPUs), HBM.
 DEVICES = {
     "B200": Device(1.1e15, 8.0e12),
     "H200": Device(4.9e14, 4.8e12),
@@ -57,11 +56,11 @@ _UNKNOWN = Device(2e13, 1e12)
 
 
 def estimate(problem: Problem, *, device: str | None = None) -> Machine:
-    """Estimate a `Machine` from the compiler's count of a layer's operations, good to a factor of a few; `calibrate` measures it.
+    """Estimate a `Machine` from the compiler's count of a layer's operations, to a factor of a few; `calibrate` measures it.
 
     Args:
         problem: the network. Only shapes matter, so its arrays may be traced, or be `jax.ShapeDtypeStruct`.
-        device: part of its name in `jax.Device.device_kind`, such as "H100"; None is the one at hand.
+        device: a part of `jax.Device.device_kind`, such as "H100"; None means the device at hand.
 
     Returns:
         A `Machine` without an interconnect. On a CPU only ratios mean anything.
@@ -80,38 +79,38 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
 
 def _estimated(problem: Problem, device: str | None) -> tuple[Machine, int]:
     """The machine, and the number of layers on all workers."""
-    found: list[tuple[Machine, int]] = []
+    machines: list[tuple[Machine, int]] = []
 
     def look(arrays: dict[str, PyTree]) -> None:
         program, operands = trace(problem.replace(**arrays), (Serial(),))
-        found.append((_machine(program, operands, _device(device)), program.workers.layers))
+        machines.append((_machine(program, operands, _device(device)), program.workers.layers))
 
     jax.eval_shape(look, arrays(problem))
-    return found[0]
+    return machines[0]
 
 
 def _machine(program: Program, arrays: Arrays, sheet: Device) -> Machine:
     bandwidth = _REACHED * sheet.bandwidth
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays.slices)
-    y, beside = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays.y0, arrays.shared))
+    y, shared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays.y0, arrays.shared))
     step = program.chain(arrays).step(0)
 
     def taken(steps: int) -> float:
-        """Seconds of a layer, of so many at once, beside its launch."""
+        """Seconds of a layer in a batch of ``steps``, without its launch."""
         several, stacked = (
             (step, (y, first)) if steps == 1 else (jax.vmap(step, (0, 0, None)), _stacked((y, first), steps))
         )
-        counted: Any = jax.jit(several).lower(*stacked, beside).cost_analysis() or {}
-        # a step that XLA sees nothing in moves its state
+        counted = jax.jit(several).lower(*stacked, shared).cost_analysis() or {}
+        # a step whose operations XLA does not see at least moves its state
         moved = max(_FUSED * counted.get("bytes accessed", 0.0) / steps, 2 * _tree.nbytes(y))
         return float(max(counted.get("flops", 0.0) / steps / sheet.flops, moved / bandwidth))
 
-    launched = _LAUNCH * (1 + _BESIDE * cost(step, y, first, beside).depth)
-    alone = taken(1)
-    each_of_several = taken(2) if switches(jax.make_jaxpr(step)(y, first, beside).jaxpr) else alone
+    launched = _LAUNCH * (1 + _EXTRA_KERNELS * cost(step, y, first, shared).depth)
+    single = taken(1)
+    each_of_several = taken(2) if switches(jax.make_jaxpr(step)(y, first, shared).jaxpr) else single
     sizes = np.unique([1, max(1, program.workers.layers // 16), program.workers.layers])
     at_once = tuple(int(n) for n in sizes)
-    times = tuple(launched + sheet.batch * (n > 1) + n * (each_of_several if n > 1 else alone) for n in at_once)
+    times = tuple(launched + sheet.batch * (n > 1) + n * (each_of_several if n > 1 else single) for n in at_once)
     layers, examples = program.workers.layers, examples_of(arrays.y0)
     auto = processor(sheet.platform).at_once(program.footprint, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
@@ -127,7 +126,7 @@ def _machine(program: Program, arrays: Arrays, sheet: Device) -> Machine:
         newton=newton if small(y) else None,
         auto=None if auto >= layers else auto,
         examples=examples,
-        overhead=launched / (launched + alone),
+        overhead=launched / (launched + single),
         adding=3 * layer_bytes / bandwidth,  # two are read, one is written
         state_bytes=_tree.nbytes(y),
         kept_bytes=kept_bytes(program, arrays),
@@ -142,8 +141,8 @@ def _stacked(tree: PyTree, count: int) -> PyTree:
 def auto(problem: Problem, *, device: str | None = None) -> Pair:
     """Return the solvers of ``solver="auto"``, forward and adjoint: sweeps to a tolerance, or `Serial` if that is as fast.
 
-    It is decided by `estimate`, which has the same arguments, so by shapes and devices: the same, whenever and in whatever
-    process it is traced. Where it is serial propagation, a warning says so; `plan` measures.
+    `estimate`, which has the same arguments, decides by shapes and devices. So every process that traces the network gets
+    the same solvers. A warning says when they are serial. `plan` measures instead of estimating.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -163,13 +162,13 @@ def auto(problem: Problem, *, device: str | None = None) -> Pair:
     where = "one layer fills it" if machine.auto == 1 else "a layer fills it, or there are few of them"
     warnings.warn(
         f"solver='auto' is Serial() for these {layers} layers on {workers} device{'s' * (workers > 1)}: {where}, so that sweeps, "
-        f"which do about {sum(_SWEEPS) // 2} times the work, are not faster. lp_jax.plan tells what would be.",
+        f"which do about {sum(_SWEEPS) // 2} times the work, are not faster. lp_jax.plan looks for solvers that are.",
         stacklevel=2,
     )
     return Serial(), Serial()
 
 
 def _device(name: str | None) -> Device:
-    """The data sheet."""
+    """Return the data sheet of a device; a typical one for an unknown name."""
     name = jax.devices()[0].device_kind if name is None else name
     return next((device for kind, device in DEVICES.items() if kind.lower() in name.lower()), _UNKNOWN)

@@ -1,10 +1,10 @@
-"""How wrong is a gradient? For any function with solves inside, which stays as it is."""
+"""Errors of gradients of any function with solves inside. The function stays as it is."""
 
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,16 @@ from lp_jax._programs import _inputs
 from lp_jax._programs._asked import Asked, asked
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
+from lp_jax.planning._candidates import Pair
 from lp_jax.planning._words import code, counted, iteration_name
 
 
 class Solved(NamedTuple):
-    """Iterations, residual and result of the solves of one kind: of each the worst.
+    """Iterations, residual and result of the solves of one kind, the worst of each.
 
     Attributes:
         direction: "forward" or "adjoint".
-        iteration: what the solver iterates, "Picard sweep".
+        iteration: name of the solver's iteration, "Picard sweep".
         layers: number of layers.
         solves: number of solves.
         iterations: the most iterations that one took.
@@ -46,11 +47,11 @@ class GradientErrors(NamedTuple):
 
     Attributes:
         relative: ``|g - e| / |e|``, in the 2-norm.
-        cosine: of the angle between g and e.
+        cosine: cosine of the angle between g and e.
         leaves: the relative error of each leaf, by its path.
-        solves: what the solves inside did; empty where there is none.
-        seconds: of one value and gradient, the median of several.
-        exact_seconds: of one with serial propagation, timed in turn with the other.
+        solves: statistics of the solves inside; empty if there are none.
+        seconds: time of one value and gradient, the median of several.
+        exact_seconds: time of one with serial propagation, measured in turn with the other.
     """
 
     relative: float
@@ -82,16 +83,16 @@ class GradientErrors(NamedTuple):
 
 
 _SHOWN = 8  # leaves
-_REPEATS = 5  # of what is timed
+_REPEATS = 5  # of each timed call
 
 
 def gradient_error(
-    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    loss: Callable[..., PyTree], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., GradientErrors]:
-    """How far ``jax.grad(loss)`` is from the exact gradient, and what the solves inside did.
+    """Measure the error of ``jax.grad(loss)``, and report the solves inside.
 
     ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap, shard_map or in
-    a scan. The exact gradient is that of the same function with `Serial` in the place of every solver.
+    a scan. The exact gradient is that of the same function with every solver replaced by `Serial`.
 
     Args:
         loss: as for ``jax.grad``.
@@ -103,7 +104,7 @@ def gradient_error(
         gradient, the exact one, and one that reports the solves.
 
     Raises:
-        TypeError: for a loss that is no function.
+        TypeError: if ``loss`` is not a function.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -119,25 +120,25 @@ def gradient_error(
 
 
 def compare(
-    loss: Callable[..., Any],
-    solvers: Mapping[str, Any] | Sequence[Solver],
+    loss: Callable[..., PyTree],
+    solvers: Mapping[str, Solver | Pair | None] | Sequence[Solver | Pair],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., dict[str, GradientErrors]]:
-    """`gradient_error` for several solvers, each in the place of all solvers inside ``loss``.
+    """Measure `gradient_error` for several solvers, each replacing all solvers inside ``loss``.
 
     Args:
         loss: as for ``jax.grad``.
-        solvers: a list, or a dict by name, of solvers, of pairs ``(solver, adjoint_solver)``, or None for those that ``loss``
-            has.
+        solvers: a list, or a dict by name, of solvers or pairs ``(solver, adjoint_solver)``. None in a dict means the solvers
+            that ``loss`` has.
         argnums: as for ``jax.grad``.
         has_aux: as for ``jax.grad``.
 
     Returns:
-        A function of ``loss``'s arguments that returns `GradientErrors` by name; without names, by the solvers as code.
+        A function of ``loss``'s arguments that returns `GradientErrors` by name; for a list, by the solvers as code.
 
     Raises:
-        TypeError: for a loss that is no function, and for what is no solver.
+        TypeError: if ``loss`` is not a function, or a solver not a `Solver`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -151,26 +152,26 @@ def compare(
     """
     if not callable(loss):
         raise TypeError(f"loss must be a function, as for jax.grad; got {loss!r}.")
-    named = dict(solvers) if isinstance(solvers, Mapping) else {_name(solver): solver for solver in solvers}
+    named = solvers if isinstance(solvers, Mapping) else {_name(solver): solver for solver in solvers}
     pairs = {name: None if pair is None else _pair(pair) for name, pair in named.items()}
 
-    def measure(*args: Any) -> dict[str, GradientErrors]:
+    def measure(*args: PyTree) -> dict[str, GradientErrors]:
         exact = _compiled(loss, argnums, has_aux, Asked((Serial(), Serial())))
         wanted = jax.device_get(exact(*args))
-        found = {}
+        errors = {}
         for name, pair in pairs.items():
             gradient, reports = _compiled(loss, argnums, has_aux, Asked(pair)), _Reports()
             got = jax.device_get(gradient(*args))
             jax.block_until_ready(_compiled(loss, argnums, has_aux, Asked(pair, reports.of))(*args))
             jax.effects_barrier()
-            found[name] = _errors(got, wanted, reports.solved(), *_seconds((gradient, exact), args))
-        return found
+            errors[name] = _errors(got, wanted, reports.solved(), *_seconds((gradient, exact), args))
+        return errors
 
     return measure
 
 
-def _name(pair: Any) -> str:
-    """A solver, or two, as code."""
+def _name(pair: Solver | Pair | None) -> str:
+    """A solver or a pair of solvers as code."""
     if pair is None:
         return "its own"
     return ", ".join(
@@ -179,7 +180,7 @@ def _name(pair: Any) -> str:
     )
 
 
-def _pair(pair: Any) -> tuple[Solver, Solver | None]:
+def _pair(pair: Solver | Pair) -> tuple[Solver, Solver | None]:
     solver, adjoint_solver = pair if isinstance(pair, tuple) else (pair, None)
     for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if name == "solver" or value is not None:
@@ -187,11 +188,13 @@ def _pair(pair: Any) -> tuple[Solver, Solver | None]:
     return solver, adjoint_solver
 
 
-def _compiled(loss: Callable[..., Any], argnums: Any, has_aux: bool, what: Asked) -> Callable[..., PyTree]:
-    """The gradient, as a program that asks for ``what`` of the solves inside."""
+def _compiled(
+    loss: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool, what: Asked
+) -> Callable[..., PyTree]:
+    """The gradient as a compiled function that passes ``what`` to the solves inside."""
     gradient = jax.jit(jax.grad(loss, argnums, has_aux))
 
-    def call(*args: Any) -> PyTree:
+    def call(*args: PyTree) -> PyTree:
         with asked(what):
             out = gradient(*args)
         return out[0] if has_aux else out
@@ -199,8 +202,8 @@ def _compiled(loss: Callable[..., Any], argnums: Any, has_aux: bool, what: Asked
     return call
 
 
-def _seconds(programs: Sequence[Callable[..., PyTree]], args: tuple[Any, ...]) -> list[float]:
-    """Medians of programs that are compiled, in turn."""
+def _seconds(programs: Sequence[Callable[..., PyTree]], args: tuple[PyTree, ...]) -> list[float]:
+    """Median seconds of compiled programs, called in turn."""
     taken: list[list[float]] = [[] for _ in programs]
     for _ in range(_REPEATS):
         for program, times in zip(programs, taken, strict=True):
@@ -217,7 +220,7 @@ class _Reports:
         self.rows: dict[tuple[str, int, str], list[Solved]] = {}
 
     def of(self, direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
-        """Return what takes the reports of one solve."""
+        """Return a function that takes the reports of one solve."""
         return functools.partial(self.add, direction, f"{type(solver).__name__} {iteration_name(solver)}", layers)
 
     def add(self, direction: str, iteration: str, layers: int, stats: Stats) -> None:
@@ -240,7 +243,7 @@ class _Reports:
 
 
 def _errors(got: PyTree, wanted: PyTree, solves: tuple[Solved, ...], *seconds: float) -> GradientErrors:
-    def products(g: Any, e: Any) -> np.ndarray:  # |g - e|^2, |g|^2, |e|^2, (g, e)
+    def products(g: np.ndarray, e: np.ndarray) -> np.ndarray:  # |g - e|^2, |g|^2, |e|^2, (g, e)
         g, e = (
             np.asarray(x).astype(np.result_type(x.dtype if x.dtype != jnp.bfloat16 else np.float32, float))
             for x in (g, e)

@@ -1,14 +1,15 @@
-"""What a message between workers takes."""
+"""Measure the times of messages between workers."""
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from lp_jax._arrays._types import Layer
+from lp_jax._arrays._types import Layer, PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._programs import _inputs
 from lp_jax._solve import solve
@@ -24,7 +25,7 @@ class Interconnect(NamedTuple):
     Attributes:
         latency: seconds until an empty message has arrived.
         bandwidth: bytes per second.
-        sum_bandwidth: bytes per second of a sum over all workers, as if each sent them to the next one round a ring and back.
+        sum_bandwidth: bytes per second of a sum over all workers, as of a ring all-reduce.
     """
 
     latency: float
@@ -32,15 +33,16 @@ class Interconnect(NamedTuple):
     sum_bandwidth: float
 
 
-def interconnect(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
+def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
     """Measure messages between workers, by sweeps over a chain that computes almost nothing.
 
-    A sweep sends a state to the neighbour, one more for each step of a prefix sum, and the residual's norm to all. The
-    same sweep without neighbours is subtracted. Sums over all of them, as of gradients, are measured apart: they add, too.
+    A sweep has three kinds of messages: a state to the neighbour, a state for each step of a prefix sum, and the residual norm
+    to all workers. The time of the same sweep on one worker is subtracted. Sums over all workers, as of gradients, are measured
+    by themselves.
 
     Args:
-        comm: where the layers will live, as for `lp_jax.solve`; all ranks of an `MPIComm` call this together.
-        sizes: bytes of a small and of a large state, and of what is summed.
+        comm: the workers of the layers, as for `lp_jax.solve`. All ranks of an `MPIComm` call this together.
+        sizes: bytes of a small and of a large state, and of the arrays that are summed.
 
     Raises:
         ValueError: for a single worker.
@@ -51,7 +53,7 @@ def interconnect(comm: Any, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> In
         >>> devices = jax.devices()[:2]
         >>> mesh = jax.make_mesh((len(devices),), ("layers",), (jax.sharding.AxisType.Auto,), devices=devices)
         >>> comm = lp_jax.MeshComm(mesh)
-        >>> found = planning.interconnect(comm, sizes=(256, 1 << 16)) if len(devices) > 1 else None
+        >>> times = planning.interconnect(comm, sizes=(256, 1 << 16)) if len(devices) > 1 else None
     """
     comm = _inputs.comm(comm)
     if comm.size == 1:
@@ -97,7 +99,7 @@ def _layers(comm: Comm | None) -> jax.Array:
     return mine
 
 
-def _seconds(f: Callable[..., Any], *args: Any) -> float:
+def _seconds(f: Callable[..., PyTree], *args: PyTree) -> float:
     """Median time of a call, after a first one."""
     samples = []
     for _ in range(_SAMPLES + 1):

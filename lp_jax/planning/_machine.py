@@ -1,4 +1,4 @@
-"""What a network's layers take on a machine, as numbers: measured by `calibrate`, or read from a file."""
+"""Times of a network's layers on a machine, measured by `calibrate` or read from a file."""
 
 import dataclasses
 import json
@@ -14,38 +14,39 @@ KINDS = ("forward", "linearise", "adjoint", "gradient")
 class Machine:
     """Times of a network's layers on one worker by how many are evaluated at once, and of messages between workers.
 
-    How the time of a batch grows with the layers in it decides everything: as long as it does not, layers at once are free.
+    The time of a batch, as a function of the number of layers in it, decides which solver is fast. While it stays the same,
+    further layers at once are free.
 
     Attributes:
-        at_once: numbers of layers at once, ascending, whose times follow.
-        forward: seconds of an evaluation of so many layers at once.
-        linearise: seconds of one that keeps what the transpose needs.
+        at_once: numbers of layers at once, ascending; the times below are for these.
+        forward: seconds of an evaluation of a batch of layers.
+        linearise: seconds of an evaluation that keeps what the transpose needs.
         adjoint: seconds of the transpose for the state.
         gradient: seconds of the transpose for the parameters.
-        newton: seconds of an iteration of Newton's method with full Jacobians; None if nobody measured it.
-        serial: seconds of a layer in serial propagation, forward and what the gradient adds; None for those of a single
-            layer above.
-        relaxation: seconds of a layer within an interval of multigrid, forward, its transpose for the state, and that for the
-            parameters; None for those of serial propagation.
-        interval: what an interval takes beside its layers, likewise; None for nothing.
-        across: of layers of different intervals at once, as relaxation evaluates them, the time in parts of that of a sweep
-            over as many, likewise; None for the same.
-        auto: number of layers that ``at_once="auto"`` comes to; None for all.
-        fixed: seconds of a training step beside its layers.
-        adding: seconds of adding a layer's gradient to another, as each further microbatch of a pipeline has to.
+        newton: seconds of an iteration of Newton's method with full Jacobians; None if it was not measured.
+        serial: seconds of a layer in serial propagation: forward, and the further seconds of the gradient. None takes the times
+            of a single layer above.
+        relaxation: seconds of a layer within an interval of multigrid (forward, adjoint, gradient); None takes the times of
+            serial propagation.
+        interval: overhead per interval (forward, adjoint, gradient), in seconds; None for no overhead.
+        across: time of layers of different intervals at once, as in relaxation, relative to a sweep over as many layers
+            (forward, adjoint, gradient); None for equal times.
+        auto: number of layers that ``at_once="auto"`` evaluates at once; None for all.
+        fixed: seconds of a training step outside its layers.
+        adding: seconds of adding a layer's gradient to another, for each further microbatch of a pipeline.
         update: seconds of an optimizer's update of a layer's parameters.
         latency: seconds until an empty message has arrived.
         bandwidth: bytes per second of a message.
-        sum_bandwidth: bytes per second of a sum over workers, as of gradients; None for that of messages.
-        state_bytes: of the state.
-        layer_bytes: of a layer's parameters.
-        kept_bytes: of what a layer's linearisation holds beside the state.
-        examples: number of them in the state; data parallelism divides it.
+        sum_bandwidth: bytes per second of a sum over workers, as of gradients; None takes ``bandwidth``.
+        state_bytes: bytes of the state.
+        layer_bytes: bytes of a layer's parameters.
+        kept_bytes: bytes of a layer's linearisation, without the state.
+        examples: number of examples in the state; data parallelism divides it.
         overhead: part of a layer's time that does not shrink with the examples, from 0 to 1.
-        name: of the machine and the network.
+        name: name of the machine and the network.
 
     Raises:
-        ValueError: for numbers that do not belong together, naming the field.
+        ValueError: for numbers that contradict each other. The message names the field.
 
     Example:
         >>> from lp_jax import planning
@@ -54,7 +55,7 @@ class Machine:
         ... )
         >>> machine.seconds("forward", 32)
         1e-05
-        >>> machine.seconds("forward", 128)  # twice what was measured: two of these
+        >>> machine.seconds("forward", 128)  # two batches of the largest size measured
         2e-05
     """
 
@@ -113,14 +114,14 @@ class Machine:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of batches whose times are known."""
+        """Kinds of batches with known times."""
         return KINDS if self.newton is None else (*KINDS, "newton")
 
     def seconds(self, kind: str, layers: int) -> float:
-        """Of a batch of so many layers: linear between what was measured, in as many of the largest batches beyond.
+        """Return the seconds of a batch of layers: interpolated linearly, and above the largest size in batches of this size.
 
         Raises:
-            NotImplementedError: for Newton's method where nobody measured it.
+            NotImplementedError: for Newton's method, if it was not measured.
         """
         times, sizes = getattr(self, kind), self.at_once
         if times is None:
@@ -136,12 +137,12 @@ class Machine:
         return times[above - 1] + part * (times[above] - times[above - 1])
 
     def seconds_across(self, kind: str, layers: int) -> float:
-        """Seconds of a batch of layers of different intervals: states of a sweep are summed up besides."""
+        """Return the seconds of a batch of layers of different intervals. Unlike a sweep, it sums no states."""
         parts = dict(zip(KINDS, (self.across[0], *self.across), strict=True)) if self.across and layers > 1 else {}
         return parts.get(kind, 1.0) * self.seconds(kind, layers)
 
     def in_a_row(self, kind: str) -> float:
-        """Seconds of a layer that is evaluated after the one before it, as in relaxation."""
+        """Return the seconds of a layer in a row of layers one after another, as in relaxation."""
         forward, backward = self.per_layer
         if self.relaxation is None:
             part = self.adjoint[0] / (self.adjoint[0] + self.gradient[0])
@@ -151,21 +152,21 @@ class Machine:
         return dict(zip(KINDS, (times[0], *times), strict=True))[kind]
 
     def row(self, kind: str) -> float:
-        """Seconds that a row of such layers takes beside them."""
+        """Return the overhead of such a row of layers, in seconds."""
         times = self.interval or (0.0, 0.0, 0.0)
         return dict(zip(KINDS, (times[0], *times), strict=True))[kind]
 
     @property
     def per_layer(self) -> tuple[float, float]:
-        """Seconds of a layer in serial propagation, forward and what the gradient adds."""
+        """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
         if self.serial is not None:
             return self.serial
         return self.forward[0], self.adjoint[0] + self.gradient[0]
 
     def divided(self, parts: int) -> "Machine":
-        """The machine with one of so many equal parts of the examples.
+        """Return the machine with one of ``parts`` equal parts of the examples.
 
-        n layers at once then take what n / parts took; where that is less than one layer, ``overhead`` says how much less.
+        n layers at once then take as long as n / parts layers did. Below one layer, ``overhead`` limits how short this is.
         """
         if parts == 1:
             return self
@@ -184,7 +185,7 @@ class Machine:
         return dataclasses.replace(self, **scaled)
 
     def message(self, size: float) -> float:
-        """Seconds until so many bytes have arrived."""
+        """Return the seconds until a message of ``size`` bytes has arrived."""
         return self.latency + size / self.bandwidth
 
     def save(self, path: Path | str) -> None:
@@ -197,25 +198,27 @@ class Machine:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: for a file that is none, in one line with its name.
-            OSError: for one that cannot be read.
+            ValueError: if the file is not a machine file, in one line with its name.
+            OSError: if the file cannot be read.
         """
         try:
-            found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
+            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(stored, dict):
                 raise ValueError("it holds no object")
-            if "layers" in found:  # what the field was called once
-                found["at_once"] = found.pop("layers")
-            if found.pop("looped", False):  # likewise
-                found["auto"] = 1
-            fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+            if "layers" in stored:  # an old name
+                stored["at_once"] = stored.pop("layers")
+            if stored.pop("looped", False):  # another one
+                stored["auto"] = 1
+            fields: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in stored.items()}
             return cls(**fields)
         except (ValueError, TypeError) as error:
             text = str(error).removeprefix("Machine.__init__() ")
             raise ValueError(f"{path} is no machine file: {text}") from None
 
 
-def _numbers(name: str, values: Any) -> None:
-    good = isinstance(values, Sequence) and len(values) > 0
-    if not good or not all(isinstance(x, int | float) and x > 0 for x in values):
+def _numbers(name: str, values: object) -> None:
+    good = (
+        isinstance(values, Sequence) and len(values) > 0 and all(isinstance(x, int | float) and x > 0 for x in values)
+    )
+    if not good:
         raise ValueError(f"{name} must be positive numbers; got {values!r}.")

@@ -1,9 +1,8 @@
-"""Seconds of the parts of a solve on the machine at hand, and what a network holds."""
+"""Seconds of the parts of a solve on the machine at hand, and bytes of a network's linearisation."""
 
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +23,13 @@ _MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 
 
 def small(y0: State) -> bool:
-    """Whether full Jacobians are thinkable: examples along the first axis of all leaves, and few numbers in each."""
+    """Return whether full Jacobians are affordable: examples along the first axis, and few numbers per example."""
     leaves = jax.tree.leaves(y0)
     return all(x.ndim > 1 for x in leaves) and sum(x.size for x in leaves) // examples_of(y0) <= _MOST_NUMBERS
 
 
 def examples_of(y0: State) -> int:
-    """Return the leading axis of all of the state's leaves; 1 where they have none in common."""
+    """Return the size of the leading axis that all leaves of the state share; 1 if they share none."""
     leading = {x.shape[0] if x.ndim > 1 else 1 for x in jax.tree.leaves(y0)}
     return leading.pop() if len(leading) == 1 else 1
 
@@ -46,32 +45,32 @@ LEAST = 1e-9  # seconds; what noise may leave of a difference
 
 _SWEEPS, _CYCLES = 9, 2  # of the longer runs
 _SAMPLE = 0.02  # seconds that a sample lasts at least
-_SAMPLES = 15  # with five, what the gradient takes in an interval was off by an eighth; with these by a twentieth
+_SAMPLES = 15  # with five, the gradient's time in an interval was off by an eighth; with these by a twentieth
 
 
 def arrays(problem: Problem) -> dict[str, PyTree]:
-    """Return the arguments of a compiled function: ``problem.replace(**arrays)`` is solved."""
+    """Return the arrays of a problem as arguments of a compiled function, which solves ``problem.replace(**arrays)``."""
     return {name: getattr(problem, name) for name in ("params", "y0", "shared", "data")}
 
 
 def serial(problem: Problem) -> tuple[float, float]:
-    """Seconds of a layer in serial propagation: forward, and what the gradient adds."""
+    """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
 
     @jax.jit
-    def forward(arrays: dict[str, PyTree]) -> Any:
+    def forward(arrays: dict[str, PyTree]) -> State:
         return problem.replace(**arrays).solve(solver=Serial()).y1
 
     @jax.jit
-    def both(arrays: dict[str, PyTree]) -> Any:
+    def both(arrays: dict[str, PyTree]) -> PyTree:
         solution, pullback = problem.replace(**arrays).solve_vjp(solver=Serial())
         return pullback(solution.y1)
 
-    (alone,), (whole,) = (seconds(f, [(arrays(problem),)]) for f in (forward, both))
-    return alone / problem.layers, max(whole - alone, LEAST) / problem.layers
+    (first,), (whole,) = (seconds(f, [(arrays(problem),)]) for f in (forward, both))
+    return first / problem.layers, max(whole - first, LEAST) / problem.layers
 
 
 def adding(params: PyTree) -> float:
-    """Seconds of adding arrays like gradients of all layers to others: the parameters themselves."""
+    """Seconds of adding the gradients of all layers to others, measured with arrays like the parameters."""
     added = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not added:
         return 0.0
@@ -86,27 +85,27 @@ def adding(params: PyTree) -> float:
 
 
 def counted_layers(problem: Problem) -> bool:
-    """Whether a layer's program tells what it costs."""
+    """Return whether the operations of a layer's program can be counted."""
     return trace(problem, (Picard(),))[0].footprint.counted
 
 
 def layers_at_once(problem: Problem) -> int:
-    """How many layers ``at_once="auto"`` evaluates at once, on one device."""
+    """Return the number of layers that ``at_once="auto"`` evaluates at once, on one device."""
     program, arrays = trace(problem.replace(comm=None), (Picard(),))
     return program.chain(arrays).at_once("auto")
 
 
 def sweep(problem: Problem, at_once: int | float) -> list[float]:
-    """Seconds of a sweep over all layers, so many at once: forward, adjoint, and of the gradient."""
+    """Seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
     forward, adjoint, gradient = _iterations(problem, Picard(sweeps=_SWEEPS, at_once=at_once))
     return [max(s, LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
 
 
 def relaxation(problem: Problem, span: int, at_once: int | float | str = "auto") -> np.ndarray:
-    """Seconds per layer of sweeps over intervals of ``span`` layers: forward, adjoint, and of the gradient.
+    """Seconds per layer of sweeps over intervals of ``span`` layers: forward, adjoint, and gradient.
 
-    Cycles have several sweeps each, so that what belongs to their coarse level counts little. They have one where the
-    intervals are so few that more sweeps would make the first cycle exact, and there would be no second one.
+    Each cycle has several sweeps, so that its coarse level counts little. With few intervals it has one sweep, because more
+    would make the first cycle exact and leave no second one.
     """
     solver = MGRIT(
         coarsening=span,
@@ -127,7 +126,7 @@ def newton(problem: Problem) -> float:
     """Seconds of a Newton iteration on all layers at once."""
 
     @jax.jit
-    def iterated(arrays: dict[str, PyTree], atol: jax.Array) -> Any:
+    def iterated(arrays: dict[str, PyTree], atol: jax.Array) -> tuple[State, jax.Array]:
         solver = Newton(iterations=_SWEEPS, batch_axes=1, atol=atol)
         solution = problem.replace(**arrays).solve(solver=solver)
         return solution.y1, solution.stats.iterations
@@ -139,10 +138,10 @@ def newton(problem: Problem) -> float:
 
 
 def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:
-    """Seconds of an iteration, forward and adjoint, and of what is done once: the last sweeps, the gradient."""
+    """Seconds of an iteration, forward and adjoint, and of the rest: the final sweeps and the gradient."""
 
     @jax.jit
-    def solved(arrays: dict[str, PyTree], atol: jax.Array, adjoint_atol: jax.Array) -> Any:
+    def solved(arrays: dict[str, PyTree], atol: jax.Array, adjoint_atol: jax.Array) -> PyTree:
         forward, adjoint = (dataclasses.replace(solver, atol=x) for x in (atol, adjoint_atol))  # type: ignore[type-var]
         solution, pullback = problem.replace(**arrays).solve_vjp(solver=forward, adjoint_solver=adjoint)
         gradients, stats = pullback(solution.y1)
@@ -157,8 +156,8 @@ def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:
     return float(forward), float(adjoint), float(spent[0] - counts[0] @ (forward, adjoint))
 
 
-def seconds(f: Callable[..., Any], calls: list[tuple]) -> list[float]:
-    """Median times of some calls of a compiled function, interleaved."""
+def seconds(f: Callable[..., PyTree], calls: list[tuple]) -> list[float]:
+    """Return the median time of each call of a compiled function; the calls are interleaved."""
     samples: list[list[float]] = [[] for _ in calls]
     jax.block_until_ready(f(*calls[0]))  # compiled
     repeats = [max(1, round(_SAMPLE / _once(f, call, 1))) for call in calls]
@@ -168,7 +167,7 @@ def seconds(f: Callable[..., Any], calls: list[tuple]) -> list[float]:
     return [float(np.median(sample)) for sample in samples]
 
 
-def _once(f: Callable[..., Any], call: tuple, repeat: int) -> float:
+def _once(f: Callable[..., PyTree], call: tuple, repeat: int) -> float:
     start = time.perf_counter()
     for _ in range(repeat):
         jax.block_until_ready(f(*call))

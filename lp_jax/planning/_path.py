@@ -12,20 +12,20 @@ class Stop(NamedTuple):
     """One stop on the path."""
 
     level: int  # 0 is the finest
-    label: str  # what is done there: "solve", or the relaxation, like "FCF"
+    label: str  # "solve", or the relaxation, like "FCF"
     iteration: int | None = None  # number of the iteration that begins here; None within one
-    title: str = ""  # what that iteration is called
+    title: str = ""  # name of that iteration
 
 
 def relaxations(solver: MGRIT, levels: int) -> tuple[str, ...]:
     """Return the label of the relaxation on every level: "FCF", or the name of a function."""
-    given = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
-    each = (given[min(level, len(given) - 1)] for level in range(levels))
+    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
+    each = (rules[min(level, len(rules) - 1)] for level in range(levels))
     return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
 
 
 def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
-    """Return the stops of ``iterations`` cycles and the final sweep; successive ones on a level are one."""
+    """Return the stops of ``iterations`` cycles and the final sweep; successive stops on one level are merged."""
     stops: list[Stop] = []
     labels = relaxations(solver, len(solver.grid(steps)))
     for iteration in range(1, iterations + 1):
@@ -61,9 +61,9 @@ def cascade_stops(relaxations: tuple[str, ...], kind: str, level: int = 0) -> tu
 
 
 def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
-    """Append; where the path stays on a level, the later relaxation takes in the F-relaxation before it."""
+    """Append stops; where the path stays on a level, the later relaxation includes the earlier F-relaxation."""
     if stops and stops[-1].level == more[0].level:
-        before = stops.pop()
+        earlier = stops.pop()
         if more[0].iteration is None:
-            more = [more[0]._replace(iteration=before.iteration, title=before.title), *more[1:]]
+            more = [more[0]._replace(iteration=earlier.iteration, title=earlier.title), *more[1:]]
     stops.extend(more)

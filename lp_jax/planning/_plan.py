@@ -1,17 +1,16 @@
-"""Which solver for a network on a machine: the fastest one whose gradient is as exact as asked for."""
+"""Choose a solver for a network on a machine: the fastest one whose gradient is exact enough."""
 
 import dataclasses
 import functools
 import math
 import time as clock
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lp_jax._arrays._types import State
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import Comm, OneDevice, default_platform
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
@@ -39,37 +38,37 @@ def plan(
     machine: Machine | None = None,
     interconnect: Interconnect | None = None,
     seconds: float = 10.0,
-    fewer: Mapping[str, Any] | None = None,
+    fewer: Mapping[str, PyTree] | None = None,
     solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
     """Recommend solvers: calibrate, predict times, and probe gradients, fastest first, until one is exact enough.
 
     Args:
         problem: the network, and a typical state: times and errors are those of this batch, on one device.
-        cotangent: of the last state, as a loss gives it; None is that state itself, as a sum of squares gives it.
+        cotangent: cotangent of the last state, as a loss gives it; None takes the last state, as a sum of squares gives it.
         error: largest relative error of the gradient, in the 2-norm.
-        workers: number of workers that the layers will be spread over; all runs here are on one.
-        comm: the workers themselves, where they are at hand, by default those of the problem: their number, and what
-            messages take between them, which is measured. On MPI ranks all call this together.
-        machine: what layers take; None measures it (`calibrate`).
-        interconnect: what messages take, by `planning.interconnect`; None measures ``comm``, or leaves that to ``machine``.
-        seconds: time after which no further gradient is compiled; how many were left out is told.
+        workers: number of workers that the layers will be spread over. All runs here use one.
+        comm: the workers themselves, if they are at hand; by default those of the problem. The times of their messages are
+            measured. On MPI ranks all call this together.
+        machine: times of the layers; None measures them (`calibrate`).
+        interconnect: times of messages, by `planning.interconnect`. None measures ``comm``, or takes those of ``machine``.
+        seconds: time after which no further gradient is compiled. The plan says how many were left out.
         fewer: as for `calibrate`.
-        solvers: more solvers to look at, of your own or with your settings, or pairs (solver, adjoint solver). They are
+        solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
             always probed.
 
     Returns:
-        The `Plan`; serial propagation where nothing that is exact enough is predicted to be faster by 15 %.
+        The `Plan`. It recommends serial propagation if no solver that is exact enough is predicted to be 15 % faster.
 
     Raises:
-        ValueError: for an error that is not positive, for more workers than layers, for another number than those of ``comm``.
+        ValueError: if the error is not positive, if there are more workers than layers, or if ``workers`` contradicts ``comm``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> from lp_jax import planning
         >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # that a layer does not fill
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
         >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
         >>> print(planning.code(lp_jax.plan(problem, machine=gpu).solver))
         Picard(sweeps=32, rtol=0.01)
@@ -89,9 +88,9 @@ def plan(
     if interconnect is not None:
         machine = dataclasses.replace(machine, **interconnect._asdict())
     probe = _probe(problem, cotangent)
-    found = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
+    best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
     note = "" if counted_layers(problem) else _UNCOUNTED
-    return dataclasses.replace(found, note=note, diagnosis=diagnose(problem, solvers=()))
+    return dataclasses.replace(best, note=note, diagnosis=diagnose(problem, solvers=()))
 
 
 _UNCOUNTED = (
@@ -109,10 +108,10 @@ def choose(
     seconds: float = 10.0,
     solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
-    """Recommend solvers as `plan` does, for a network of which only the number of layers and their times are known.
+    """Recommend solvers as `plan` does, from the number of layers and their times.
 
-    ``probe(solver, adjoint_solver)`` tells what a gradient by them is. Without one nothing but serial propagation is known to
-    be exact enough, and the others are in the order of their times. The other arguments, and errors, are those of `plan`.
+    ``probe(solver, adjoint_solver)`` measures the error of a gradient. Without a probe only serial propagation is known to be
+    exact enough, and the other solvers are sorted by their times. The other arguments, and errors, are those of `plan`.
     """
     _refuse(layers, workers, error)
 
@@ -122,7 +121,7 @@ def choose(
 
     serial = choice(SERIAL)
     limit, end = serial.time.seconds / WORTH, clock.monotonic() + seconds
-    found = [serial]
+    choices = [serial]
     families = [(sweeps(), True), (newton() if machine.newton is not None else [], False)]
     for family, scales in families:  # sweeps may be what more devices are for, even where they cannot win here
         swept = [choice(pair) for pair in family]
@@ -132,10 +131,10 @@ def choose(
                 reached = swept[number].error
                 if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
                     break
-        found += swept
+        choices += swept
     for pair in (own if isinstance(own, tuple) else (own, own.for_adjoint()) for own in solvers):
-        found.append(choice(pair, None if probe is None else probe(*pair)))
-    limit = min([limit, *(c.time.seconds for c in found if c.error is not None and c.error <= error)])
+        choices.append(choice(pair, None if probe is None else probe(*pair)))
+    limit = min([limit, *(c.time.seconds for c in choices if c.error is not None and c.error <= error)])
     unprobed = 0
     for candidate in sorted(map(choice, cycles(layers, workers)), key=lambda c: c.time.seconds):
         if probe is not None and candidate.time.seconds < limit:
@@ -145,11 +144,11 @@ def choose(
                 candidate = choice(candidate[:2], probe(candidate.solver, candidate.adjoint_solver))
                 if candidate.error is not None and candidate.error <= error:
                     limit = candidate.time.seconds
-        found.append(candidate)
-    found.sort(key=lambda c: c.time.seconds)
-    best = next(c for c in found if c.error is not None and c.error <= error)
+        choices.append(candidate)
+    choices.sort(key=lambda c: c.time.seconds)
+    best = next(c for c in choices if c.error is not None and c.error <= error)
     best = best if best.time.seconds * WORTH <= serial.time.seconds else serial
-    return Plan(tuple(found), best, serial, machine, layers, workers, error, unprobed)
+    return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)
 
 
 def _refuse(layers: int, workers: int, error: float) -> None:
@@ -164,20 +163,20 @@ def _refuse(layers: int, workers: int, error: float) -> None:
 
 
 def _probe(problem: Problem, cotangent: State | None) -> Probe:
-    """Compare gradients of all parameters and shared values of a network with the exact ones."""
-    # of a CPU's compiler, for programs that run a few times: 2.8 instead of 6.1 s for 256 dense layers of 64 on two cores
+    """Return a probe: it compares gradients of all parameters and shared values with the exact ones."""
+    # compile fast on a CPU, as the programs run a few times: 2.8 instead of 6.1 s for 256 dense layers of 64 on two cores
     fast = {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None
 
     @functools.partial(jax.jit, compiler_options=fast)
-    def gradient(values: dict[str, Any], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Any:
+    def gradient(values: dict[str, PyTree], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> PyTree:
         solution, pullback = problem.replace(**values).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
-        found, stats = pullback(solution.y1 if cotangent is None else cotangent)
-        leaves = [x for x in jax.tree.leaves((found.params, found.shared)) if x.dtype != jax.dtypes.float0]
+        gradients, stats = pullback(solution.y1 if cotangent is None else cotangent)
+        leaves = [x for x in jax.tree.leaves((gradients.params, gradients.shared)) if x.dtype != jax.dtypes.float0]
         return leaves, solution.stats.iterations, stats.iterations
 
     @jax.jit
-    def distance(found: list[jax.Array], exact: list[jax.Array]) -> jax.Array:
-        apart = sum(jnp.sum(jnp.abs(a - b) ** 2) for a, b in zip(found, exact, strict=True))
+    def distance(leaves: list[jax.Array], exact: list[jax.Array]) -> jax.Array:
+        apart = sum(jnp.sum(jnp.abs(a - b) ** 2) for a, b in zip(leaves, exact, strict=True))
         return jnp.sqrt(apart / sum(jnp.sum(jnp.abs(b) ** 2) for b in exact))
 
     exact: list[list[jax.Array]] = []
@@ -185,7 +184,7 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:
         if not exact:
             exact.append(gradient(arrays(problem), cotangent, *SERIAL)[0])
-        found, iterations, adjoint_iterations = gradient(arrays(problem), cotangent, solver, adjoint_solver)
-        return Probed(float(distance(found, exact[0])), int(iterations), int(adjoint_iterations))
+        leaves, iterations, adjoint_iterations = gradient(arrays(problem), cotangent, solver, adjoint_solver)
+        return Probed(float(distance(leaves, exact[0])), int(iterations), int(adjoint_iterations))
 
     return probe

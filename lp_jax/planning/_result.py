@@ -1,4 +1,4 @@
-"""A plan: what was looked at, what is recommended and why, as data and as text."""
+"""A plan: the solvers compared, the recommended ones and the reason, as data and as text."""
 
 import dataclasses
 import functools
@@ -21,11 +21,11 @@ DEVICES = tuple(2**exponent for exponent in range(13))
 WORTH = 1.15
 
 _MOST = 8  # lines of a table
-_UNKNOWN = 3  # iterations to a tolerance, until a probe tells
+_UNKNOWN = 3  # iterations to a tolerance, before a probe
 
 
 class Probed(NamedTuple):
-    """What a probe of a pair of solvers found: iterations, and the relative 2-norm error of the gradient."""
+    """Result of probing a pair of solvers: iterations, and the relative 2-norm error of the gradient."""
 
     error: float
     iterations: int
@@ -35,8 +35,8 @@ class Probed(NamedTuple):
 class Choice(NamedTuple):
     """A pair of solvers, its predicted time, and its measured error if it was probed.
 
-    Time (of a training step; with a tolerance for as many iterations as the probe took) and memory (of a worker) are
-    predicted; ``probed`` is what the probe found, if there was one.
+    The time is that of a training step; a solver with a tolerance counts with the iterations of the probe. The memory is that
+    of a worker. Both are predicted. ``probed`` is the result of the probe, if there was one.
     """
 
     solver: Solver
@@ -54,15 +54,15 @@ class Choice(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """Seconds of a training step on a number of devices. None where that many cannot be used.
+    """Seconds of a training step on a number of devices; None if that many cannot be used.
 
     Attributes:
         devices: number of devices.
-        layers: all of them along the layers, with the fastest solver that is exact enough.
-        data: all of them along the examples, with serial propagation.
-        both: the best division between the two.
+        layers: all devices along the layers, with the fastest solver that is exact enough.
+        data: all devices along the examples, with serial propagation.
+        both: the best division between layers and examples.
         split: that division: workers along the layers, and along the examples.
-        pipeline: microbatches following each other along the layers.
+        pipeline: microbatches that follow each other along the layers.
     """
 
     devices: int
@@ -75,19 +75,19 @@ class Devices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which solvers to use, and why. ``print(plan)`` shows it.
+    """The solvers to use, and why. ``print(plan)`` shows tables.
 
     Attributes:
-        choices: all solvers that were looked at, fastest first.
+        choices: all solvers that were compared, fastest first.
         best: the one to use.
         serial: serial propagation on as many workers.
-        machine: what layers take.
+        machine: times of the layers.
         layers: number of layers.
         workers: number of workers that they are spread over.
-        error: largest error of the gradient that was asked for.
+        error: largest error of the gradient that is allowed.
         unprobed: number of solvers that would be faster than ``best`` and were not probed for lack of time.
-        note: what else is to be said, or nothing.
-        diagnosis: how the layers behave, by `diagnose`; None where only their times are known.
+        note: a further remark; may be empty.
+        diagnosis: behaviour of the layers, by `diagnose`; None if only their times are known.
     """
 
     choices: tuple[Choice, ...]
@@ -118,23 +118,23 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """Predicted speedup over that."""
+        """Predicted speedup over serial propagation on one worker."""
         return self.alone / self.best.time.seconds
 
     @property
     def code(self) -> str:
-        """The recommendation, to be pasted."""
+        """The recommended solvers as arguments of `lp_jax.solve`, to paste."""
         return pasted(self.solver, self.adjoint_solver)
 
     def exact_enough(self) -> list[Choice]:
-        """Return the choices whose gradient is known to be as exact as asked for."""
+        """Return the choices whose gradient is known to be exact enough."""
         return [choice for choice in self.choices if choice.error is not None and choice.error <= self.error]
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
         """Predict times on other numbers of devices, with the solvers that are known to be exact enough.
 
-        The error of a gradient does not depend on the number of workers. As many cycles as intervals, with an interval for each
-        worker, are exact and need no probe.
+        The error of a gradient does not depend on the number of workers. One interval per worker and as many cycles are exact
+        and need no probe.
         """
         pairs = [counted((c.solver, c.adjoint_solver), c.probed) for c in self.exact_enough()]
         return [self._on(count, pairs) for count in devices]
@@ -169,12 +169,12 @@ class Plan:
         )
 
     def __repr__(self) -> str:
-        """The same tables, so that a terminal and a notebook show them."""
+        """Return the same tables, so that a terminal and a notebook show them."""
         return str(self)
 
 
 def counted(solvers: Pair, probed: Probed | None) -> Pair:
-    """Return the solvers with as many iterations as a tolerance took; with few, where there was no probe."""
+    """Return the solvers with the iterations that the probe took to their tolerances; with few if there was no probe."""
     taken = (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
     forward, adjoint = (
         with_effort(solver, max(1, iterations)) if solver.has_tolerance else solver
@@ -184,7 +184,7 @@ def counted(solvers: Pair, probed: Probed | None) -> Pair:
 
 
 def reason(plan: Plan) -> str:
-    """Return why this solver is recommended."""
+    """Return the reason for this recommendation, in words."""
     if not plan.solver.exact:
         text = f"predicted {times(plan.speedup)} times as fast as serial propagation on one worker"
         if plan.speedup < 1:
@@ -200,7 +200,7 @@ def reason(plan: Plan) -> str:
         text = f"{looked_at} solver{many} clearly faster, none with a gradient error of at most {plan.error:.0e}"
         return f"{text}{left}. {_instead(plan)}"
     if faster:
-        return "faster solvers are listed; what their gradients are worth on your network, nobody looked at yet."
+        return "faster solvers are listed. Their gradient errors were not measured."
     why = (
         "layers run one after another there"
         if plan.machine.auto == 1
@@ -221,7 +221,7 @@ def _instead(plan: Plan) -> str:
 
 
 def _solvers(plan: Plan) -> list[str]:
-    """The fastest of the probed solvers or, if none was, of all; with the best and serial propagation."""
+    """Table of the fastest probed solvers (of all, if none was probed), with the best one and serial propagation."""
     probed = [c for c in plan.choices if c.probed is not None]
     shown = (*(probed or plan.choices)[:_MOST], plan.best, plan.serial)
     rows = sorted({id(c): c for c in shown}.values(), key=lambda c: c.time.seconds)
@@ -232,12 +232,12 @@ def _solvers(plan: Plan) -> list[str]:
     return [f"{title}{name}, gradient error at most {plan.error:.0e}", "", *lines]
 
 
-def _row(alone: float, choice: Choice) -> tuple[str, ...]:
+def _row(one_worker: float, choice: Choice) -> tuple[str, ...]:
     error = "?" if choice.error is None else "exact" if choice.error == 0 else f"{choice.error:.1e}"
     error = error if choice.error is None or math.isfinite(choice.error) else "diverges"
     seconds, megabytes = choice.time.seconds, choice.memory.bytes / 1e6
     taken = "" if choice.probed is None else f"{choice.probed.iterations}/{choice.probed.adjoint_iterations}"
-    return milliseconds(seconds), f"{alone / seconds:.2f}", error, f"{megabytes:.3g}", taken, pair(*choice[:2])
+    return milliseconds(seconds), f"{one_worker / seconds:.2f}", error, f"{megabytes:.3g}", taken, pair(*choice[:2])
 
 
 def _more_devices(plan: Plan) -> list[str]:
@@ -251,7 +251,7 @@ def _more_devices(plan: Plan) -> list[str]:
     layers = [(d.layers, d.devices) for d in many if d.layers is not None]
     crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.alone), None)
     if crossing is None:
-        none = "with what was looked at, no number of devices is faster than one with serial propagation."
+        none = "no number of devices is faster than one with serial propagation, with the solvers compared here."
         return [*lines, f"Along the layers alone: {none}"]
     seconds, devices = min(layers)
     text = f"faster than serial propagation from {crossing} device{'s' * (crossing > 1)} on"

@@ -1,10 +1,9 @@
-"""Work of a training step, before it is run: counted by kinds of solvers, or read off the program of one that nobody counts."""
+"""Count a solver's evaluations, messages and bytes, by its registered functions or from the program of a solve."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from lp_jax.planning._work import Schedule, Uncounted, Work, count_work, most_at
 def training_step(
     solver: Solver, adjoint_solver: Solver, layers: int, *, workers: int = 1, at_once: float = math.inf
 ) -> Schedule:
-    """Count what value and gradient take, on the busiest worker; ``at_once`` is what "auto" comes to.
+    """Count the work of value and gradient on the busiest worker; ``at_once`` is the number of layers for "auto".
 
     Raises:
         NotImplementedError: for Newton's method within multigrid.
@@ -43,9 +42,9 @@ def count(
     kept: bool = False,
     adjoint: bool = False,
 ) -> Schedule:
-    """Count what a forward solve takes, or an adjoint one with the gradient that it gives; as for `training_step`.
+    """Count the work of a forward solve, or of an adjoint solve with the gradient; arguments as for `training_step`.
 
-    ``kept`` says whether the forward solve leaves linearisations of all layers behind.
+    ``kept`` says whether the forward solve keeps linearisations of all layers.
     """
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
@@ -67,20 +66,20 @@ _STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in prod
 def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: bool, adjoint: bool) -> Schedule:
     """Count the batches and messages of a solve in its program for a model network, on one worker.
 
-    A layer of the model is one product with a matrix that is not square, so that evaluations, their transposes and
-    gradients of the parameters are told apart by their shapes. Messages are products of other shapes. The number of
-    iterations must be fixed.
+    A layer of the model is one product with a matrix that is not square. The shapes of products distinguish evaluations,
+    their transposes and gradients of the parameters. Messages are products of other shapes. The number of iterations must be
+    fixed.
     """
     unit = solver.unit(layers)
     mine = math.ceil(layers / unit / workers) * unit
     held = (mine,) * math.ceil(layers / mine)
     chain = functools.partial(_chain, _Counted(sequential="relay", layers=layers, held=held, processor=ACCELERATOR))
-    before = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
-    forward = functools.partial(_forward, before, chain, kept=kept)
+    first = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
+    forward = functools.partial(_forward, first, chain, kept=kept)
     arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))
     if adjoint:
         left = jax.eval_shape(forward, *arrays)[1]
-        program = jax.make_jaxpr(functools.partial(_backward, solver, before.stride(layers), chain))(*arrays, left)
+        program = jax.make_jaxpr(functools.partial(_backward, solver, first.stride(layers), chain))(*arrays, left)
     else:
         program = jax.make_jaxpr(forward)(*arrays)
     schedule = Schedule()
@@ -117,31 +116,31 @@ def _chain(workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
 
 def _forward(
     solver: Solver, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, *, kept: bool
-) -> tuple[Any, Forward]:
-    """A forward solve: its result, and what it leaves to the adjoint."""
+) -> tuple[tuple[State, PyTree], Forward]:
+    """Solve forward; return the last state with its statistics, and what the adjoint solve needs."""
     network = chain(matrices, y0)
 
-    def keep(u: State, x: Slices, shared: PyTree) -> tuple[State, Any]:
-        u_next, _, found = network.linearised.evaluate(u, x, shared)
-        return u_next, (u, found)
+    def keep(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+        u_next, _, linearisation = network.linearised.evaluate(u, x, shared)
+        return u_next, (u, linearisation)
 
     levels = solver.discretize(network)
-    before, stats = iterate(solver, levels, None)
-    u, emitted = solver.finish(levels, before, keep if kept else None)
-    states, found = levels[0].merge(emitted) if kept else (None, None)
-    entered = None if kept else entered_in_final_sweep(levels[0], before, u)
-    return (levels[0].last(u), stats), Forward(u, entered, states, found)
+    iterated, stats = iterate(solver, levels, None)
+    u, emitted = solver.finish(levels, iterated, keep if kept else None)
+    states, linearisations = levels[0].merge(emitted) if kept else (None, None)
+    entered = None if kept else entered_in_final_sweep(levels[0], iterated, u)
+    return (levels[0].last(u), stats), Forward(u, entered, states, linearisations)
 
 
 def _backward(
     solver: Solver, stride: int, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, left: Forward
-) -> Any:
+) -> PyTree:
     return solve_adjoint(chain(matrices, y0), solver, left, stride, y0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Counted(Workers):
-    """Workers that send nothing: in the place of a message or a sum is a product that tells of it."""
+    """Workers that send nothing: a product of a special shape marks each message or sum."""
 
     def index(self) -> jax.Array:
         return jnp.int32(0)
@@ -150,7 +149,7 @@ class _Counted(Workers):
     def rows(self) -> tuple[int, int]:
         return self.held[0], self.held[0]
 
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> Any:
+    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> PyTree:
         return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
@@ -168,15 +167,15 @@ class _Counted(Workers):
     def local_slice(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, Any]:
-        def turn(_: Any, u: State) -> State:
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
+        def turn(_: jax.Array, u: State) -> State:
             return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
 
         return run(lax.fori_loop(1, self.active, turn, y0))
 
 
 def _marked(tree: PyTree, terms: int) -> PyTree:
-    """The same values, once a product of so many terms has been formed."""
+    """The same values, after a product with this number of terms."""
     total = sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(tree))
     nothing = jnp.full(terms, 0 * total) @ jnp.ones(terms, jnp.float32)
     return jax.tree.map(lambda x: x + nothing.astype(x.dtype), tree)

@@ -22,8 +22,8 @@ from lp_jax.planning._work import Held, Sizes, Uncounted, Work, count_steps, cou
 @count_work.register
 def _(solver: MGRIT, work: Work) -> None:
     work = dataclasses.replace(work, in_rows=True)
-    given = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
-    if any(map(callable, given)):
+    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
+    if any(map(callable, rules)):
         raise Uncounted
     grid, coarse_step = solver.grid(work.layers), cast(CoarseStep, solver.coarse_step)
     first = cascade_stops if solver.start == "cascade" else cycle_stops
@@ -131,7 +131,7 @@ def _(solver: Newton, work: Work) -> None:
     for _ in range(solver.iterations):
         if solver.jacobian == "full":
             iteration.add("newton", 1, work.mine)
-        else:  # the states; their derivative where layers act in place, or the mean's, and the chain of its Jacobians
+        else:  # the states; their derivative for diagonal Jacobians, or that of the mean state and the chain of its Jacobians
             iteration.steps(1 + (solver.jacobian != "identity"), work.mine)
         iteration.sent(1 + work.prefix)
     work.last_evaluation()
@@ -158,7 +158,7 @@ def _(solver: Newton, auto: float) -> float:
 
 _WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...), Serial() or Rediscretize(...) there."
 _OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum
-_OF_A_SCAN = 3  # arrays of all Jacobians: their own, and two of the scan's
+_OF_A_SCAN = 3  # arrays of all Jacobians: themselves, and two in the scan
 _BYTES = 4  # of a number
 
 

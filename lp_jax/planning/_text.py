@@ -4,20 +4,19 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._words import code
 
 
 def pasted(solver: Solver, adjoint_solver: Solver) -> str:
-    """Return both as arguments of `lp_jax.solve`; classes of this library under its name."""
+    """Return both solvers as arguments of `lp_jax.solve`; classes of this library have the prefix ``lp_jax.``."""
     text = f"solver={code(solver)}, adjoint_solver={code(adjoint_solver)}"
     ours = {type(part).__name__ for part in _parts((solver, adjoint_solver)) if type(part).__module__[:7] == "lp_jax."}
     return re.sub(r"\b[A-Z]\w*(?=\()", lambda name: f"lp_jax.{name[0]}" if name[0] in ours else name[0], text)
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: object) -> list[object]:
     if isinstance(value, tuple):
         return list(itertools.chain.from_iterable(map(_parts, value)))
     if not dataclasses.is_dataclass(value):
@@ -26,7 +25,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def pair(solver: Solver, adjoint_solver: Solver) -> str:
-    """Return the forward solver, and what is different in the adjoint one."""
+    """Return the forward solver, and the fields in which the adjoint solver differs."""
     if type(solver) is not type(adjoint_solver):
         return f"{code(solver)}, adjoint {code(adjoint_solver)}"
     names = [field.name for field in dataclasses.fields(solver)]  # type: ignore[arg-type]
@@ -45,6 +44,6 @@ def times(gain: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines, all columns but a left-aligned last one to the right."""
+    """Return the rows as lines. The last column is left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([*(x.rjust(w) for x, w in zip(row[:-1], widths, strict=False)), row[-1]]) for row in rows]

@@ -34,7 +34,7 @@ def code(solver: Any) -> str:
 
 @functools.singledispatch
 def iteration_name(solver: Solver) -> str:
-    """Return what one iteration is called."""
+    """Return the name of one iteration."""
     return "iteration"
 
 
@@ -57,8 +57,8 @@ def iterations(solver: Solver) -> str:
 def summary(part: object) -> str:
     """Return a few words on a solver or a coarse step, for titles and notes.
 
-    Register a function for a class with ``@planning.summary.register``. Without one they are the number of iterations, or the
-    name of the class.
+    Register a function for a class with ``@planning.summary.register``. The default is the number of iterations, or the name
+    of the class.
 
     Example:
         >>> import lp_jax
@@ -82,8 +82,8 @@ def _(part: Picard) -> str:
 @summary.register
 def _(part: Newton) -> str:
     kind = "" if part.jacobian == "full" else f" with {part.jacobian} Jacobians"
-    before = f" after {counted(part.relaxations, 'relaxation')}" if part.relaxations else ""
-    return f"{iterations(part)}{before}{kind}"
+    start = f" after {counted(part.relaxations, 'relaxation')}" if part.relaxations else ""
+    return f"{iterations(part)}{start}{kind}"
 
 
 @summary.register

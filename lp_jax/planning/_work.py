@@ -1,7 +1,7 @@
-"""Work and memory of a solve: batches of layers, messages, bytes; and the functions that a kind of solver registers with.
+"""Work and memory of a solve: batches of layers, messages, bytes; and the functions in which solvers register.
 
-Each of these is a `functools.singledispatch` on the class of its first argument. `lp_jax.planning._solvers` registers the
-library's own solvers; a solver from outside registers in the same way, or does not, and its program is read.
+Each of these functions is a `functools.singledispatch` on the class of its first argument. `lp_jax.planning._solvers`
+registers the library's own solvers. A solver from outside registers in the same way; otherwise its program is read.
 """
 
 import collections
@@ -17,7 +17,7 @@ KINDS = ("forward", "linearise", "adjoint", "gradient")
 
 
 class Uncounted(Exception):
-    """Raised where nobody counts the work of a solver, or of a part of it. Its program is read instead."""
+    """Raised if no function counts the work of a solver or of a part of it. Its program is read instead."""
 
 
 class Batch(NamedTuple):
@@ -25,8 +25,8 @@ class Batch(NamedTuple):
 
     Attributes:
         kind: "forward"; "linearise", a forward evaluation for the sake of its transpose; "adjoint", the transpose for the
-            state; "gradient", that for the parameters; "newton", a Newton iteration with all that belongs to it: Jacobians, and
-            the scan that solves with them.
+            state; "gradient", that for the parameters; "newton", a Newton iteration with its Jacobians and the scan that
+            solves with them.
         layers: number of layers.
     """
 
@@ -35,14 +35,14 @@ class Batch(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a worker does without waiting for another one.
+    """Batches or messages of a worker, between which it waits for no other worker.
 
     Attributes:
         phase: name of the part of the solve: "sweep", "relaxation", "coarse solve", ...
-        kind: that of the batches, or "message".
+        kind: kind of the batches, or "message".
         times: number of batches, one after the other, or of messages.
-        layers: number of layers in a batch; 0 of a message.
-        in_turn: whether the workers do it one after the other, each its part; they all do it at the same time else.
+        layers: number of layers in a batch; 0 for a message.
+        in_turn: whether the workers take turns, each with its part. Otherwise all work at the same time.
     """
 
     phase: str
@@ -58,9 +58,9 @@ class Schedule:
 
     Attributes:
         batches: how often each batch is evaluated, one after the other.
-        rows: of each kind, how many loops over layers that follow each other are started; counted in multigrid, where layers at
-            once are evaluated one by one.
-        states: messages of one state that are waited for, one after the other.
+        rows: for each kind, the number of loops over layers one after another. Counted in multigrid where layers run one by
+            one.
+        states: messages of one state that a worker waits for, one after the other.
         reductions: sums and broadcasts over all workers.
         events: the same batches and messages in the order in which they happen.
     """
@@ -127,7 +127,7 @@ class Work:
     Attributes:
         layers: number of steps of the chain, on all workers.
         workers: number of workers that the chain is spread over.
-        auto: number of layers that ``at_once="auto"`` comes to.
+        auto: number of layers for ``at_once="auto"``.
         at_once: number of layers that are evaluated at once.
         kept: whether the forward solve leaves linearisations of all layers to the adjoint.
         adjoint: whether this is the adjoint solve, which gives the gradient too.
@@ -169,7 +169,7 @@ class Work:
         return dataclasses.replace(self, layers=steps, step=step, span=span)
 
     def during(self, phase: str) -> "Work":
-        """Return this chain, of which a part called ``phase`` is counted next; it is added to the same schedule."""
+        """Return this chain with the name of the phase that is counted next; it is added to the same schedule."""
         return dataclasses.replace(self, phase=phase)
 
     def apart(self) -> "Work":
@@ -199,7 +199,7 @@ class Work:
             self.add("gradient", count, at_once, rows=rows)
 
     def evaluate_again(self, count: int, at_once: int) -> None:
-        """Record forward evaluations for states that the adjoint solve does not find."""
+        """Record forward evaluations for states that the adjoint solve lacks."""
         if self.adjoint and not self.kept:
             self.add("forward", count, at_once, rows=at_once)
 
@@ -222,7 +222,7 @@ class Work:
             self.schedule.events.append(Event(self.phase, "message", states, 0, self.in_turn))
 
     def last_evaluation(self) -> None:
-        """Record what a solver with a state after every layer does at the end: it keeps layers, or forms the gradient."""
+        """Record the last evaluation of a solver with a state after every layer: it linearises, or forms the gradient."""
         if self.step is not None or not (self.adjoint or self.kept):
             return
         last = self.during("final sweep")
@@ -247,10 +247,10 @@ class Sizes(NamedTuple):
         layers: number of layers, on all workers.
         workers: number of workers that they are spread over.
         state: bytes of the state.
-        linearised: bytes of a state and of what the linearisation of a layer holds.
+        linearised: bytes of a state and of the linearisation of a layer.
         parameters: bytes of a layer's parameters.
         examples: number of examples in the state.
-        auto: number of layers that ``at_once="auto"`` comes to.
+        auto: number of layers for ``at_once="auto"``.
     """
 
     layers: int
@@ -271,8 +271,8 @@ class Held(NamedTuple):
     """Bytes of a training step on one worker.
 
     Attributes:
-        kept: states and linearisations that the forward solve leaves to the adjoint.
-        working: what the solvers need while they work.
+        kept: states and linearisations that the forward solve keeps for the adjoint.
+        working: temporary arrays of the solvers.
     """
 
     kept: int
@@ -281,14 +281,14 @@ class Held(NamedTuple):
 
 @functools.singledispatch
 def count_work(solver: Solver, work: Work) -> None:
-    """Record what a solve does, its last sweep and the gradient included.
+    """Record the work of a solve, including its last sweep and the gradient.
 
-    Register a function for a class of solvers with ``@planning.count_work.register``. Without one, the program of a solve of
-    a model network is read.
+    Register a function for a class of solvers with ``@planning.count_work.register``. Otherwise the program of a solve of a
+    model network is read.
 
     Args:
-        solver: what solves; one that `Solver.resolve` returned.
-        work: what is solved. Its methods record batches of layers and messages.
+        solver: the solver, as `Solver.resolve` returns it.
+        work: the chain to solve. Its methods record batches of layers and messages.
 
     Example:
         >>> import dataclasses, lp_jax
@@ -310,15 +310,15 @@ def count_work(solver: Solver, work: Work) -> None:
 def count_steps(coarse_step: CoarseStep, work: Work, count: int, at_once: int) -> None:
     """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
 
-    Register a function for a class of coarse steps with ``@planning.count_steps.register``. Without one, the program of the
-    whole solve is read.
+    Register a function for a class of coarse steps with ``@planning.count_steps.register``. Otherwise the program of the whole
+    solve is read.
     """
     raise Uncounted
 
 
 @functools.singledispatch
 def held(solver: Solver, sizes: Sizes) -> Held:
-    """Return what a training step with this solver holds: by default, what a sweep over all layers does.
+    """Return the memory of a training step with this solver; by default that of a sweep over all layers.
 
     Register a function for a class of solvers with ``@planning.held.register``.
     """
@@ -339,7 +339,7 @@ def with_effort(solver: Any, iterations: int) -> Any:
     Register a function for a class of solvers that have no field ``iterations`` with ``@planning.with_effort.register``.
 
     Raises:
-        TypeError: for a solver without a field ``iterations``, of a class that nobody registered.
+        TypeError: for a solver without a field ``iterations`` whose class is not registered.
 
     Example:
         >>> import lp_jax
@@ -359,16 +359,16 @@ def with_effort(solver: Any, iterations: int) -> Any:
 
 @functools.singledispatch
 def evaluates(solver: Solver) -> str:
-    """Return how layers are evaluated where they run one after another: "batches", "intervals" or "series".
+    """Return the order of evaluations where layers run one after another: "batches", "intervals" or "series".
 
-    "batches" are all layers of a sweep, which stores and reads the states of all of them.
+    "batches" are all layers of a sweep, which stores and reads the states of all layers.
     """
     return "batches"
 
 
 @functools.singledispatch
 def most_at_once(solver: Solver, auto: float) -> float:
-    """Return the number of layers that are evaluated at once, given what "auto" comes to."""
+    """Return the number of layers that are evaluated at once, given the number for "auto"."""
     return auto if solver.at_once == "auto" else float(solver.at_once)
 
 

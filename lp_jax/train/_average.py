@@ -4,20 +4,22 @@ For use within a `jax.shard_map` over the data axis of a mesh, where every copy 
 """
 
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import optax
 from jax import lax
 
 from lp_jax._arrays._renamed import warn_renamed
 
 
-def average_gradients(axis: str, send: Callable[..., Any] | None = None) -> optax.GradientTransformation:
+def average_gradients(
+    axis: str, send: Callable[[jax.Array, str], tuple[jax.Array, jax.Array]] | None = None
+) -> optax.GradientTransformation:
     """Average gradients over an axis of a mesh: the first link of an optimizer's chain.
 
     Args:
         axis: name of the mesh's axis; it must be manual, as in `jax.shard_map` over it.
-        send: the old name of `lp_jax.train.contrib.average_compressed`, which takes it now.
+        send: deprecated; use `lp_jax.train.contrib.average_compressed`.
 
     Example:
         >>> import functools, jax, jax.numpy as jnp, optax

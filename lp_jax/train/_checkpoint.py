@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from lp_jax._arrays._types import PyTree
 from lp_jax.train._types import TrainState
 
 
@@ -21,8 +21,8 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in a folder. May be used as a context manager.
 
-    A checkpoint is written under another name and renamed when it is complete, so a run that is killed meanwhile leaves the
-    earlier ones.
+    A checkpoint is written under another name and renamed when it is complete. If the run is killed meanwhile, the earlier
+    checkpoints stay.
 
     Args:
         folder: the folder; it is made if it does not exist.
@@ -41,7 +41,7 @@ class Checkpoints:
         Array([1., 1., 1.], dtype=float32)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, config: Mapping[str, Any], keep: int = 2):
+    def __init__(self, folder: str | os.PathLike[str], *, config: Mapping[str, object], keep: int = 2):
         self.folder = Path(folder).resolve()
         self.config = dict(config)
         newest = ocp.training.preservation_policies.LatestN(keep)
@@ -51,7 +51,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # a checkpoint that failed is told again on closing: that would take the place of the error that is on its way
+        # closing raises the error of a failed checkpoint again, which would hide the error that is on its way
         with contextlib.suppress(*[] if error is None else [Exception]):
             self._checkpointer.close()
 
@@ -111,19 +111,19 @@ class Checkpoints:
         )
 
 
-def _fields(state: TrainState) -> dict[str, Any]:
-    """Return the parts of a state that a run has; others do not matter to its checkpoints."""
+def _fields(state: TrainState) -> dict[str, PyTree]:
+    """Return the parts of a state that are not None."""
     return {name: value for name, value in state._asdict().items() if value is not None}
 
 
 def _reason(error: Exception) -> str:
-    """Return what the system said, or the error's first line."""
+    """Return the system's message, or the error's first line."""
     text = str(error) or type(error).__name__
     said = re.search(r": ([^:]*) \[os_error_code='\d+'\]", text)
     return said[1] if said else text.splitlines()[0]
 
 
-def first_difference(stored: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+def first_difference(stored: Mapping[str, object], config: Mapping[str, object]) -> str | None:
     """Return the first entry in which two configurations differ, in words; None if they are equal."""
     for name in {**config, **stored}:
         if stored.get(name) != config.get(name):
@@ -131,7 +131,7 @@ def first_difference(stored: Mapping[str, Any], config: Mapping[str, Any]) -> st
     return None
 
 
-def _first_leaf(stored: Any, template: TrainState) -> str | None:
+def _first_leaf(stored: PyTree, template: TrainState) -> str | None:
     """Return the first array that differs in shape or dtype, or is not in both, in words."""
     there, here = _described(stored), _described(template)
     for name in {**here, **there}:
@@ -141,7 +141,7 @@ def _first_leaf(stored: Any, template: TrainState) -> str | None:
     return None
 
 
-def _described(tree: Any) -> dict[str, str]:
+def _described(tree: PyTree) -> dict[str, str]:
     paths = jax.tree.leaves_with_path(tree)
     names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, (_, leaf) in zip(names, paths, strict=True)}

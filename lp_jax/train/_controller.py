@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,7 +21,7 @@ Pair = tuple[Solver, Solver]
 
 
 class Rule(Protocol):
-    """A rule that sets the solvers as training goes on: `Controller`, or one of your own.
+    """A rule that sets the solvers during training: `Controller`, or one of your own.
 
     Its decision is a pytree of arrays, ``control``, a part of the training state.
     """
@@ -37,7 +37,7 @@ class Rule(Protocol):
 
     def probe(
         self, control: PyTree, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
-    ) -> tuple[PyTree, Mapping[str, Any]]:
+    ) -> tuple[PyTree, Mapping[str, object]]:
         """Measure, and return the decision and a row for the log."""
 
 
@@ -57,23 +57,23 @@ class Control(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-    """Keep the gradient's error below a part of the noise that mini-batches bring, and spend no more than that takes.
+    """Keep the gradient's error below a part of the mini-batch noise, with tolerances as loose as that allows.
 
-    The gradient of a mini-batch is an estimate. An error of the solver far below its noise changes nothing that training can
-    see, and is wasted work; one above it does harm. Now and then the controller measures both, and sets the tolerances of the
-    forward and the adjoint solve, up or down. Where no tolerance holds the bound it trains by serial propagation, and goes
-    back when one does. Tolerances are numbers: no program is compiled again.
+    The gradient of a mini-batch is an estimate. A solver error far below its noise is wasted work; an error above it does harm.
+    The controller measures both from time to time, and loosens or tightens the tolerances of the forward and the adjoint
+    solve. If no tolerance keeps the bound, it trains by serial propagation until one does. Tolerances are numbers, so no
+    program is compiled again.
 
-    A probe takes a gradient under the tolerances, one with an exact adjoint, the exact one, and two of half a batch each,
-    whose difference estimates the noise: about four gradients. Where the bound is broken it is repeated with smaller
-    tolerances, at once.
+    A probe takes five gradients: one with the tolerances, one with an exact adjoint, the exact one, and two of half a batch
+    each, whose difference estimates the noise. They cost about four full gradients. If the bound is broken, the probe is
+    repeated at once with smaller tolerances.
 
     Args:
         loss_fn: the loss, as for `make_train_step`.
-        bound: largest error of the gradient, as a part of what ``of`` says.
+        bound: largest error of the gradient, relative to ``of``.
         of: "noise", the standard deviation of the mini-batch gradient; or "gradient", the norm of the exact one.
         probe_every: number of steps between two probes. Early probes come sooner: at steps 0, 8 and 64.
-        least: smallest tolerance. Where it does not hold the bound, nothing does but serial propagation.
+        least: smallest tolerance. If it does not keep the bound, training is serial.
         most: largest tolerance.
         ranks: as for `make_train_step`.
 
@@ -112,9 +112,9 @@ class Controller:
     least: float = 1e-6
     most: float = 0.5
     ranks: Ranks | None = None
-    global_sums: dataclasses.InitVar[Any] = None  # the old name
+    global_sums: dataclasses.InitVar[Callable[[PyTree], PyTree] | None] = None  # the old name
 
-    def __post_init__(self, global_sums: Any) -> None:
+    def __post_init__(self, global_sums: Callable[[PyTree], PyTree] | None) -> None:
         if global_sums is not None:
             object.__setattr__(self, "ranks", ranks_of(global_sums, stacklevel=3))
         _check.integer("probe_every", self.probe_every, least=1)
@@ -157,13 +157,13 @@ class Controller:
 
     def probe(
         self, control: Control, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
-    ) -> tuple[Control, Mapping[str, Any]]:
+    ) -> tuple[Control, Mapping[str, object]]:
         """Measure, and decide.
 
         Returns:
-            The decision, and a row for the log: ``error`` of the gradient and ``noise``, relative to the exact gradient's norm,
-            the parts of the error that forward and adjoint solve bring, what is ``allowed``, the tolerances from here on,
-            whether to go ``serial``, and the number of gradients that this took.
+            The decision, and a row for the log. The row has the ``error`` of the gradient and the ``noise``, relative to the norm
+            of the exact gradient; the parts of the error due to the forward and the adjoint solve; the ``allowed`` error; the
+            next tolerances; whether to go ``serial``; and the number of ``gradients`` that the probe took.
         """
         rtol, adjoint_rtol = (min(self.most, max(self.least, float(x))) for x in control[:2])
         gradients = 0
@@ -171,23 +171,23 @@ class Controller:
             gradients += _GRADIENTS
             tried = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(False))
             pair = self.solvers(tried, solver, adjoint_solver)
-            found = {name: float(x) for name, x in _measured(self.loss_fn, self.ranks, params, batch, *pair).items()}
-            allowed = self.bound * (found["noise"] if self.of == "noise" else 1.0)
-            done = found.pop("result") == DONE
-            held = done and found["error"] <= allowed
-            before = rtol, adjoint_rtol
-            rtol = self._moved(rtol, allowed, found["forward_error"])
-            adjoint_rtol = self._moved(adjoint_rtol, allowed, found["adjoint_error"])
-            if held or not done or before == (rtol, adjoint_rtol):
+            errors = {name: float(x) for name, x in _measured(self.loss_fn, self.ranks, params, batch, *pair).items()}
+            allowed = self.bound * (errors["noise"] if self.of == "noise" else 1.0)
+            done = errors.pop("result") == DONE
+            within = done and errors["error"] <= allowed
+            last = rtol, adjoint_rtol
+            rtol = self._next_tolerance(rtol, allowed, errors["forward_error"])
+            adjoint_rtol = self._next_tolerance(adjoint_rtol, allowed, errors["adjoint_error"])
+            if within or not done or last == (rtol, adjoint_rtol):
                 break
-        if not held:  # to be tried again at the next probe
-            rtol, adjoint_rtol = before
-        decision = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(not held))
-        row = {**found, "allowed": allowed, "rtol": rtol, "adjoint_rtol": adjoint_rtol, "serial": not held}
+        if not within:  # to be tried again at the next probe
+            rtol, adjoint_rtol = last
+        decision = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(not within))
+        row = {**errors, "allowed": allowed, "rtol": rtol, "adjoint_rtol": adjoint_rtol, "serial": not within}
         return decision, {**row, "gradients": gradients}
 
-    def _moved(self, rtol: float, allowed: float, error: float) -> float:
-        """Errors follow tolerances: the one that would give half of what is allowed to each of two; in bounded steps."""
+    def _next_tolerance(self, rtol: float, allowed: float, error: float) -> float:
+        """Scale a tolerance so that its error comes to an equal part of the allowed one, in bounded steps."""
         if not math.isfinite(error):
             return self.least
         wanted = allowed / (2 * math.sqrt(2))
@@ -195,7 +195,7 @@ class Controller:
         return min(self.most, max(self.least, rtol * factor))
 
 
-_ATTEMPTS, _GRADIENTS = 5, 4  # of a probe, at most; in each of them
+_ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients of an attempt
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -229,7 +229,7 @@ def _measured(
 
 
 def _halves(batch: Batch) -> tuple[Batch, Batch]:
-    """Cut the leaves of a batch in two, but for random keys."""
+    """Cut the leaves of a batch in two; random keys stay."""
     size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
     if size < 2:
         raise ValueError(

@@ -37,7 +37,7 @@ def growth(norms: Sequence[float]) -> float | None:
 
 
 def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
-    """Return what is wrong with a solve and what to do; None if no problem is seen."""
+    """Return a warning on a solve with advice; None if it shows no problem."""
     factor = growth(norms) if result != FELL_BACK else None
     if factor is not None and factor > 1 and max(norms) > _ROUNDING * scale:
         listed = ", ".join(f"{norm:.2g}" for norm in norms if norm >= 0)
@@ -48,7 +48,7 @@ def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, 
 
 
 def search_warning(trials: int) -> str:
-    """Return what to do where a line search found no step."""
+    """Return a warning with advice for a line search that found no step."""
     return (
         f"the line search tried {trials} step lengths, and none lowers the loss enough; the parameters stay as they are. Loss "
         "and gradient may not fit each other: take more iterations, forward and adjoint. Or the training is at its end."
@@ -58,7 +58,7 @@ def search_warning(trials: int) -> str:
 def divergence_message(
     step: int, loss: float, gradient_norm: float, result: int, batch: PyTree = None, outside: int = 0
 ) -> str:
-    """Return why training stops at a step that is not finite, and what to do: its batch is looked at first."""
+    """Return why training stops at a step that is not finite, and what to do. The batch is checked first."""
     if outside:
         return (
             f"stopped at step {step}: {outside} labels of its batch are none of the classes, so that the loss is {loss}. Labels "

@@ -1,6 +1,6 @@
 """L-BFGS for parameters that are spread over processes."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,16 @@ class LBFGSState(NamedTuple):
 
 @takes_global_sums
 def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> optax.GradientTransformation:
-    """`optax.scale_by_lbfgs` for parameters of which each process holds a part.
+    """`optax.scale_by_lbfgs` for parameters that are split over processes.
 
-    L-BFGS needs inner products of whole vectors. Those of optax are sums over the parameters that a process has, so on MPI
-    ranks each rank would get another direction. Here all inner products of an update are summed in one message. The
-    direction is a combination of steps, changes of the gradient and the gradient, and its coefficients follow from the
-    inner products alone. They are the same on all ranks, and the result is that of optax, to rounding. A run whose
-    checkpoints move from ranks to one device or a mesh takes this one everywhere; else take optax's there.
+    L-BFGS needs inner products of whole vectors. Optax sums over the parameters of one process, so each MPI rank would get
+    another direction. Here one message sums all inner products of an update. The direction is a combination of steps, changes
+    of the gradient and the gradient, and its coefficients depend on the inner products only. So they are the same on all
+    ranks, and the result is that of optax, to rounding. Use this transformation everywhere for a run whose checkpoints move
+    between ranks and one device or a mesh; use optax's for other runs on one device or a mesh.
 
     Args:
-        memory_size: number of steps that are remembered.
+        memory_size: number of steps that are kept.
         ranks: as for `make_train_step`.
 
     Raises:
@@ -69,9 +69,9 @@ def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> opta
         )
         return LBFGSState(jnp.int32(0), zeros, zeros, memory, memory)
 
-    def update(gradient: PyTree, state: LBFGSState, params: Any = None) -> tuple[PyTree, LBFGSState]:
-        def remembered(memory: jax.Array, now: jax.Array, before: jax.Array) -> jax.Array:
-            newest = jnp.where(state.updates > 0, now - before, jnp.zeros_like(now))
+    def update(gradient: PyTree, state: LBFGSState, params: PyTree = None) -> tuple[PyTree, LBFGSState]:
+        def remembered(memory: jax.Array, now: jax.Array, last: jax.Array) -> jax.Array:
+            newest = jnp.where(state.updates > 0, now - last, jnp.zeros_like(now))
             return jnp.concatenate([newest[..., None], memory[..., :-1]], axis=-1)
 
         steps = jax.tree.map(remembered, state.steps, params, state.params)

@@ -1,4 +1,4 @@
-"""How far to go along an optimizer's direction."""
+"""Line search: the length of a step along an optimizer's direction."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,26 +15,26 @@ from lp_jax._solvers._solver import Solver
 
 
 class Found(NamedTuple):
-    """Where a line search ended."""
+    """Result of a line search."""
 
     params: PyTree
     trajectory: PyTree  # of the last trial's solve
     trials: jax.Array
-    stuck: jax.Array  # whether no trial was good enough; then params are those of before
+    stuck: jax.Array  # whether no trial was good enough; then params did not change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backtracking:
-    """Shorten a step until the loss falls by a part of what its slope promises (Armijo's condition).
+    """Shorten a step until the loss falls by a part of the fall that its slope predicts (Armijo's condition).
 
-    Line searches of optax work in a training step, too. This one also hands on where the solve of its last trial ended: the
-    next step of `one_shot` begins there, at its own parameters.
+    Line searches of optax work in a training step, too. This one also returns the trajectory of its last trial, from which
+    the next step of `one_shot` begins.
 
     Args:
         trials: largest number of step lengths to try; the first is 1.
-        shrink: factor between two of them.
+        shrink: factor between one step length and the next.
         slope: part of the slope, within (0, 1).
-        solver: solver of the trials; None is that of the step.
+        solver: solver of the trials; None takes that of the step.
 
     Raises:
         ValueError: if a number is out of range.
@@ -83,8 +83,8 @@ class Backtracking:
         ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
             count, length, _, _ = carry
             length = jnp.where(count == 0, length, length * self.shrink)
-            found, trajectory = evaluate(at(length))
-            return count + 1, length, found <= loss + self.slope * length * slope, trajectory
+            value, trajectory = evaluate(at(length))
+            return count + 1, length, value <= loss + self.slope * length * slope, trajectory
 
         start = (jnp.int32(0), jnp.ones_like(loss), jnp.asarray(False), trajectory)
         count, length, good, trajectory = lax.while_loop(unfinished, body, start)

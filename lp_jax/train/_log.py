@@ -38,7 +38,7 @@ class Log:
         self.path = None if path is None else Path(path)
         self.rows: list[Row] = list(read_rows(self.path)) if self.path is not None and self.path.exists() else []
 
-    def write(self, *, kind: str, step: int, **values: Any) -> None:
+    def write(self, *, kind: str, step: int, **values: object) -> None:
         """Append a row."""
         row = {"kind": kind, "step": step} | {name: _plain(value) for name, value in values.items()}
         self.rows.append(row)
@@ -77,7 +77,7 @@ def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
         yield row
 
 
-def flat(prefix: str, values: Mapping[str, Any] | Iterable[Any]) -> Row:
+def flat(prefix: str, values: Mapping[str, object] | Iterable[object]) -> Row:
     """Return several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ...
 
     Example:
@@ -89,14 +89,14 @@ def flat(prefix: str, values: Mapping[str, Any] | Iterable[Any]) -> Row:
 
 
 def unflat(prefix: str, row: Mapping[str, Any]) -> list[float]:
-    """Return the values of the numbered columns that `flat` or `measured` wrote, NaN for those left out and for None."""
-    found = {int(name[len(prefix) + 1 :]): row[name] for name in row if re.fullmatch(rf"{prefix}_\d+", name)}
-    values = [found.get(number) for number in range(1, max(found, default=0) + 1)]
+    """Return the values of the numbered columns that `flat` or `measured` wrote; NaN for missing ones and for None."""
+    numbered = {int(name[len(prefix) + 1 :]): row[name] for name in row if re.fullmatch(rf"{prefix}_\d+", name)}
+    values = [numbered.get(number) for number in range(1, max(numbered, default=0) + 1)]
     return [math.nan if value is None else value for value in values]
 
 
 def measured(prefix: str, norms: Iterable[float]) -> Row:
-    """Return the residual norms that were measured as columns, ``{prefix}_1`` being that of the first iteration.
+    """Return the measured residual norms as columns; ``{prefix}_1`` is that of the first iteration.
 
     Example:
         >>> measured("forward_residual", [-1, 0.5])
@@ -105,7 +105,7 @@ def measured(prefix: str, norms: Iterable[float]) -> Row:
     return {name: value for name, value in flat(prefix, norms).items() if not value < 0}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a JSON value; numbers of NumPy and JAX become Python's."""
     if value is None or isinstance(value, (str, bool)):
         return value
@@ -141,7 +141,7 @@ class Silent(Meter):
 
 
 class Bar(Meter):
-    """A progress bar behind a title, on standard error or another console; one line per evaluation where that is no terminal."""
+    """A progress bar behind a title, on standard error or another console; outside a terminal, one line per evaluation."""
 
     def __init__(self, title: str = "training", console: Console | None = None):
         self.console = Console(stderr=True) if console is None else console

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -25,7 +25,7 @@ from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
 class Interrupted(RuntimeError):
-    """A signal stopped the training after a finished step, that of the last checkpoint."""
+    """A signal stopped the training after a finished step, which is saved in the last checkpoint."""
 
     def __init__(self, number: int, step: int, path: str | None):
         saved = f"saved to {path}" if path else "nothing is saved without checkpoints"
@@ -42,12 +42,12 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._before: dict[int, object] = {}
+        self._handlers: dict[int, object] = {}
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
+                self._handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -58,16 +58,16 @@ class Interrupts:
         self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before = {}
+        self._handlers = {}
 
 
 class Every(NamedTuple):
     """A measurement at the first step, at every ``steps``-th and at the last.
 
     Attributes:
-        kind: kind of the rows that it writes: "test", "probe" or any other word.
+        kind: kind of its rows: "test", "probe" or any other word.
         steps: number of steps between two measurements.
         measure: ``measure(state, batch) -> values``, with the state after the step, its batch, and flat values as in
             `Log` rows. Growth of columns ``forward_residual_1``, ... with ``forward_scale`` is reported, and the same for
@@ -76,7 +76,7 @@ class Every(NamedTuple):
 
     kind: str
     steps: int
-    measure: Callable[[TrainState, Batch], Mapping[str, Any]]
+    measure: Callable[[TrainState, Batch], Mapping[str, object]]
 
 
 def fit(
@@ -99,9 +99,9 @@ def fit(
 ) -> tuple[TrainState, Log]:
     """Train from ``state`` to the end of the last epoch.
 
-    A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit: the order of batches
-    depends on the epoch only, and the log is rewound to the state's step. Metrics stay on the device until they are
-    logged, so the host does not wait for each step.
+    A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit. The order of batches
+    depends on the epoch only, and the log is rewound to the state's step. Metrics stay on the device until they are logged,
+    so the host does not wait for each step.
 
     A warning is reported and logged (a row of kind "warning") when residual norms grow over the cycles of a solve, or a
     tolerance is not met. A step that is not finite stops the run, and its state is not saved.
@@ -112,11 +112,10 @@ def fit(
         batches: ``batches(epoch)`` gives the batches of an epoch, always the same ones in the same order.
         steps_per_epoch: number of batches of an epoch.
         epochs: number of epochs of the whole run, including those before ``state``.
-        solver: solver of the forward solve. None is what the model was built with, or the default of `lp_jax.solve`.
+        solver: solver of the forward solve. None takes the model's, or the default of `lp_jax.solve`.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-        controller: sets the solvers as training goes on: `Controller` or any other `Rule`. Its probes are rows of
-            kind "control". The state of a run to be resumed needs ``controller.begin(solver, adjoint_solver)`` in its
-            ``control``.
+        controller: a rule that sets the solvers during training: `Controller` or any other `Rule`. Its probes are rows of
+            kind "control". To resume a run, put ``controller.begin(solver, adjoint_solver)`` into the state's ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
             accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (where a step
@@ -126,8 +125,9 @@ def fit(
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
         meter: display of the progress.
-        agree: for several processes that train together: ``agree(signal) -> signal`` makes one of the signals (or None)
-            that they received, so that they stop at the same step, when metrics are fetched; `Ranks.agree`, for example.
+        agree: for several processes that train together: ``agree(signal) -> signal`` returns one of the signals (or None)
+            that the processes received, so that all stop at the same step, when metrics are fetched. An example is
+            `Ranks.agree`.
 
     Returns:
         The last state and the log.
@@ -136,7 +136,7 @@ def fit(
         DivergenceError: if loss, gradient or parameters are not finite; the message has advice.
         Interrupted: after SIGINT or SIGTERM, when the step is finished and saved.
         ValueError: if an epoch has another number of batches than ``steps_per_epoch``.
-        TypeError: for what is no solver, and for batches that are no function.
+        TypeError: if a solver is not a `Solver`, or ``batches`` is not a function.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -190,7 +190,7 @@ def fit(
                     if controller is not None and controller.due(step):
                         record.flush(step)
                         control, row = controller.probe(state.control, state.params, batch, *pair)
-                        record.decided(step + 1, row)
+                        record.log_decision(step + 1, row)
                         state = state._replace(control=control)
                         solvers = controller.solvers(control, *pair)
                     state, metrics = step_fn(state, batch, *solvers)
@@ -207,7 +207,7 @@ def fit(
                     if fetches or signal is not None:
                         record.flush(step)
                     for m in due:
-                        record.measured(m.kind, step, m.measure(state, batch))
+                        record.log_measurement(m.kind, step, m.measure(state, batch))
                     if checkpoints is not None and saves:
                         checkpoints.save(state)
                     if due or saves:
@@ -216,8 +216,8 @@ def fit(
                         saved = None if checkpoints is None else str(checkpoints.folder / str(step))
                         raise Interrupted(signal, step, saved)
                 if step != (epoch + 1) * steps_per_epoch:
-                    given = step - epoch * steps_per_epoch
-                    raise ValueError(f"batches({epoch}) gave {given} batches; steps_per_epoch is {steps_per_epoch}.")
+                    number = step - epoch * steps_per_epoch
+                    raise ValueError(f"batches({epoch}) gave {number} batches; steps_per_epoch is {steps_per_epoch}.")
     finally:
         meter.stop()
     return state, log
@@ -282,17 +282,17 @@ class _Recorder:
                 self._warn("line search", number, search_warning(int(metrics.trials)))
         self.restart_clock()
 
-    def measured(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    def log_measurement(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         self._write(kind, step, **values)
         row = self.log.rows[-1]
         for solve in ("forward", "adjoint"):
             self._watch(solve, step, unflat(f"{solve}_residual", row), row.get(f"{solve}_scale") or 0.0)
 
-    def decided(self, step: int, row: Mapping[str, Any]) -> None:
+    def log_decision(self, step: int, row: Mapping[str, object]) -> None:
         self._write("control", step, **row)
         self.restart_clock()
 
-    def _write(self, kind: str, step: int, **values: Any) -> None:
+    def _write(self, kind: str, step: int, **values: object) -> None:
         self.log.write(kind=kind, step=step, **values)
         self.meter.show(self.log.rows[-1])
 

@@ -1,13 +1,13 @@
 """Batches whose states do not fit into memory at once."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
 from lp_jax.train._types import Batch, Info, LossFn, Restart
 
@@ -15,9 +15,10 @@ from lp_jax.train._types import Batch, Info, LossFn, Restart
 def microbatches(loss_fn: LossFn, count: int) -> LossFn:
     """Return the same loss, taken over one part of the batch after another.
 
-    Its gradient holds the states of one part only. Each part is solved twice, as its forward solve is repeated for the
-    gradient. In `one_shot` each part begins where it ended in the step before, so a full batch that does not fit is no
-    obstacle. Loss and gradient are those of the whole batch. Solvers with a tolerance stop for each part on its own.
+    Its gradient holds the states of one part only. Each part is solved twice, because its forward solve is repeated for the
+    gradient. In `one_shot` each part begins where it ended in the last step, so that one-shot training works for batches that
+    do not fit into memory. Loss and gradient are those of the whole batch. Solvers with a tolerance stop separately for each
+    part.
 
     Args:
         loss_fn: the loss, as for `make_train_step`; a mean over ``info.total``.
@@ -27,7 +28,7 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
         The loss. Of its `Info`, counts and squares of norms are sums over the parts; iterations and result are the largest.
 
     Raises:
-        ValueError: if the number is below 1; when called, if it does not divide the examples, or layers have running
+        ValueError: if ``count`` is below 1; when called, if it does not divide the examples, or layers have running
             statistics, which each part would change.
 
     Example:
@@ -37,18 +38,18 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
         ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
-        >>> given = jnp.ones(16), jnp.arange(12.0), lp_jax.Serial(), None
-        >>> whole, parts = loss_fn(*given)[0], train.microbatches(loss_fn, 4)(*given)[0]
+        >>> arguments = jnp.ones(16), jnp.arange(12.0), lp_jax.Serial(), None
+        >>> whole, parts = loss_fn(*arguments)[0], train.microbatches(loss_fn, 4)(*arguments)[0]
         >>> bool(jnp.allclose(whole, parts))
         True
     """
     _check.integer("count", count, least=1)
 
     def loss(
-        params: Any, batch: Batch, solver: Solver, adjoint_solver: Solver | None, restart: Restart | None = None
+        params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None, restart: Restart | None = None
     ) -> tuple[jax.Array, Info]:
         @jax.checkpoint
-        def part(params: Any, operands: tuple[Batch, Restart | None]) -> tuple[jax.Array, Info]:
+        def part(params: PyTree, operands: tuple[Batch, Restart | None]) -> tuple[jax.Array, Info]:
             batch, restart = operands
             loss, info = loss_fn(params, batch, solver, adjoint_solver, *(() if restart is None else (restart,)))
             if info.replace is not None:
@@ -58,20 +59,20 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
                 )
             return loss * info.total, info._replace(**jax.tree.map(jnp.asarray, _counts(info)))
 
-        def body(total: jax.Array, operands: Any) -> tuple[jax.Array, Info]:
+        def body(total: jax.Array, operands: PyTree) -> tuple[jax.Array, Info]:
             loss, info = part(params, operands)
             return total + loss, info
 
         operands = jax.tree.map(functools.partial(_parts, count), batch), restart
         first = jax.eval_shape(part, params, jax.tree.map(lambda x: x[0], operands))[0]
         total, infos = lax.scan(body, jnp.zeros(first.shape, first.dtype), operands)
-        info = _together(infos)
+        info = _combined_info(infos)
         return total / info.total.astype(total.dtype), info
 
     return loss
 
 
-def _parts(count: int, x: Any) -> jax.Array:
+def _parts(count: int, x: jax.Array) -> jax.Array:
     """Cut a leaf of a batch along its examples; a key is split."""
     if jnp.ndim(x) == 0:
         return jax.random.split(x, count)
@@ -83,7 +84,7 @@ def _parts(count: int, x: Any) -> jax.Array:
     return jnp.reshape(x, (count, len(x) // count, *jnp.shape(x)[1:]))
 
 
-def _together(infos: Info) -> Info:
+def _combined_info(infos: Info) -> Info:
     """Return the info of a batch from those of its parts, stacked; the trajectory stays stacked."""
     norms = infos.stats.residual_norms
     squares = jnp.sqrt(jnp.sum(jnp.maximum(norms, 0) ** 2, axis=0))
@@ -97,5 +98,5 @@ def _together(infos: Info) -> Info:
     return infos._replace(**sums, stats=stats, result=jnp.max(infos.result), scale=scale)
 
 
-def _counts(info: Info) -> dict[str, Any]:
+def _counts(info: Info) -> dict[str, PyTree]:
     return {name: getattr(info, name) for name in ("correct", "total", "outside")}

@@ -1,4 +1,4 @@
-"""Nested iteration: train a shallow network, then ever deeper ones, each from where the one before ended."""
+"""Nested iteration: train a shallow network, then deeper ones, each from the parameters of the last one."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +24,24 @@ from lp_jax.nn._refine import staying
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._log import Log
 from lp_jax.train._loop import Every, fit
-from lp_jax.train._ranks import Ranks
+from lp_jax.train._ranks import RankCheckpoints, Ranks
 from lp_jax.train._step import init_state, make_train_step, map_slots, replicate_rest
 from lp_jax.train._supervised import classification
-from lp_jax.train._types import Batch, LossFn, TrainState
+from lp_jax.train._types import Batch, LossFn, StepFn, TrainState
+
+T = TypeVar("T")
 
 
 class Depth(NamedTuple):
     """A part of nested iteration, at one depth.
 
     Attributes:
-        layers: number of layers; of the longest block, where there are several.
+        layers: number of layers; for a network of several blocks, that of the longest.
         epochs: number of epochs at this depth.
         solver: solver of the forward solves.
         adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
-        tolerance: leave this depth early, after an epoch whose mean loss is not lower by this part than that of the epoch
-            before. 0 takes all epochs.
+        tolerance: smallest relative fall of the mean loss from one epoch to the next. After a smaller fall the next depth
+            begins early. 0 takes all epochs.
     """
 
     layers: int
@@ -60,40 +62,41 @@ def nested(
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
     measures: Callable[[nn.Classifier], Sequence[Every]] | None = None,
     folder: str | os.PathLike[str] | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
     log: Log | None = None,
     ranks: Ranks | None = None,
     **options: Any,
 ) -> tuple[nn.Classifier, TrainState, Log]:
     """Train at each depth in turn; parameters and the optimizer's state go on to the next one.
 
-    Early steps are cheap, as the network is shallow, and need not be exact: its weights are a coarse picture of those that a
-    deeper network has over the same time. Whether this pays, only a comparison tells: with a shorter training of the deep
-    network, and with the shallow network alone (docs/training.md has some).
+    Early steps are cheap, as the network is shallow. They need not be exact: the weights of the shallow network approximate
+    those of a deeper network over the same time. To see whether this pays, compare with a shorter training of the deep network,
+    and with training only the shallow one (docs/training.md has examples).
 
     Args:
-        model: the network at the first depth. It is left as it is.
-        optimizer: one optimizer for all depths. Its schedule goes on counting; ``optax.join_schedules`` gives each depth its own.
+        model: the network at the first depth. It is not changed.
+        optimizer: one optimizer for all depths. Its schedule counts the steps of all depths; ``optax.join_schedules`` gives each
+            depth its own.
         batches: as for `fit`; epochs are counted over all depths.
-        depths: the schedule. Each number of layers divides the next.
+        depths: the depths in order. Each number of layers divides the next.
         steps_per_epoch: as for `fit`.
         how: how layers are refined, as for `lp_jax.nn.refine`.
         loss: ``loss(model) -> (loss_fn, params)``.
         measures: ``measures(model)`` gives the measurements at one depth, as for `fit`.
-        folder: where checkpoints are kept, in a folder for each depth. A run goes on from the newest one.
+        folder: folder for the checkpoints, with a subfolder for each depth. A run is resumed from the newest one.
         config: as for `Checkpoints`.
-        log: as for `fit`. A row of kind "depth" tells where each depth begins: its layers, and of each step the number of
-            layer evaluations (``work``) and how many follow each other (``depth``).
-        ranks: the MPI ranks that hold the layers, if any: those of the trunk's ``comm``. Each holds its own at every depth, so
-            ``how`` is "constant" or "zeros". All ranks call this; the loss is that of `Ranks.loss`.
+        log: as for `fit`. A row of kind "depth" marks the beginning of each depth: its ``layers``, and for a step the number of
+            layer evaluations (``work``), and of those one after another (``depth``).
+        ranks: the MPI ranks that hold the layers, if any: those of the trunk's ``comm``. Layers do not move between ranks, so
+            ``how`` must be "constant" or "zeros". All ranks call this; the loss is that of `Ranks.loss`.
         **options: ``log_every``, ``checkpoint_every``, ``meter``, ``agree``, as for `fit`.
 
     Returns:
         The deepest network with its parameters, the training state, and the log.
 
     Raises:
-        ValueError: if a number of layers does not divide the next, or the first is not the model's; or if layers would have
-            to move between ranks.
+        ValueError: if a number of layers does not divide the next, the first is not the model's, or layers would have to
+            move between ranks.
         TypeError: if the network cannot be refined.
 
     Example:
@@ -118,7 +121,7 @@ def nested(
     folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
     if log is None:  # rank 0 writes the file
         log = Log(Path(folder) / "metrics.jsonl") if folder is not None and (ranks is None or ranks.is_root) else Log()
-    once: Callable[[Callable[[], Any]], Any] = _here if ranks is None else ranks.once
+    once: Once = _here if ranks is None else ranks.once
     for factor in itertools.accumulate(factors[1:], operator.mul):
         on_trunk(model.trunk, functools.partial(_staying, factor=factor, how=how))
     reached = once(
@@ -133,15 +136,19 @@ def nested(
             continue
         with contextlib.ExitStack() as stack:
             if path is not None:
-                kept: Any = Checkpoints if ranks is None else ranks.checkpoints
-                checkpoints = stack.enter_context(kept(path, config={**(config or {}), "layers": depth.layers}))
+                settings = {**(config or {}), "layers": depth.layers}
+                checkpoints: Checkpoints | RankCheckpoints
+                if ranks is None:
+                    checkpoints = stack.enter_context(Checkpoints(path, config=settings))
+                else:
+                    checkpoints = stack.enter_context(ranks.checkpoints(path, config=settings))
                 options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
-            given = {**options, "measures": () if measures is None else measures(model)}
+            arguments = {**options, "measures": () if measures is None else measures(model)}
             step_fn = make_train_step(loss(model)[0], optimizer, ranks=ranks)
-            state = _train(step_fn, state, batches, depth, steps_per_epoch, log, once, given)
+            state = _train(step_fn, state, batches, depth, steps_per_epoch, log, once, arguments)
     model = nnx.clone(model)
     nnx.update(model, state.params)
     return model, state, log
@@ -156,19 +163,19 @@ def deepen(
     how: str = "constant",
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
 ) -> tuple[nn.Classifier, TrainState]:
-    """Return a network with ``factor`` times as many layers, and the training state that goes on with it.
+    """Return a network with ``factor`` times as many layers, and a training state to continue with it.
 
-    Of the optimizer's state, what it holds for a layer goes to all layers in its place. A layer that is ``1 / factor`` as long
-    has a gradient that is as much smaller: a mean of gradients is divided by ``factor``, a mean of squares by its square.
-    Which is which, two updates with gradients of different size tell. An optimizer that holds several arrays for a parameter,
-    like L-BFGS, begins anew.
+    The optimizer's state of a layer goes to all layers that replace it. A layer that is ``1 / factor`` as long has a gradient
+    smaller by this factor, so a mean of gradients is divided by ``factor`` and a mean of squares by its square. Two updates
+    with gradients of different size show which state is which. An optimizer that holds several arrays for a parameter, like
+    L-BFGS, begins anew.
 
     Args:
         model: the network; its own parameters are not used.
         state: the training state of this network.
         optimizer: the optimizer that made ``state.opt_state``.
         factor: number of layers that replace each layer.
-        how: as for `lp_jax.nn.refine`. With "zeros" the time grows, and layers between others have no mean gradient yet.
+        how: as for `lp_jax.nn.refine`. With "zeros" the time grows, and the mean gradient of new layers is zero.
         loss: as for `nested`.
 
     Raises:
@@ -186,7 +193,7 @@ def deepen(
         >>> deep.trunk.num_layers, state.opt_state[0].mu["trunk"]["layers"]["inner"]["kernel"].shape
         (8, (8, 4, 4))
     """
-    deeper: Any = nnx.clone(model)
+    deeper = nnx.clone(model)
     nnx.update(deeper, state.params)
     deeper.trunk = on_trunk(deeper.trunk, lambda block: nn.refine(block, factor, how))
     _, params = loss(deeper)
@@ -212,7 +219,7 @@ def deepen(
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
     zeros = optax.tree.zeros_like(params)
-    small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5  # its norm is below what one clips at
+    small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5  # a norm that no optimizer clips
 
     def after(scale: float) -> list[float]:
         gradient = jax.tree.map(lambda x: jnp.full_like(x, scale * small), params)
@@ -224,8 +231,8 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
     return [round(np.log2(two / one)) if one > 0 else 0 for one, two in zip(after(1.0), after(2.0), strict=True)]
 
 
-def on_trunk(trunk: Any, change: Callable[[nn.LayerParallel], nn.LayerParallel]) -> Any:
-    """Return a trunk with all its blocks of layers changed, buffers apart."""
+def on_trunk(trunk: object, change: Callable[[nn.LayerParallel], nn.LayerParallel]) -> nn.LayerParallel | nn.Network:
+    """Return a trunk with all its blocks of layers changed, except buffers."""
     if isinstance(trunk, nn.LayerParallel):
         _refuse_positions(trunk)
         return change(trunk)
@@ -239,7 +246,7 @@ def on_trunk(trunk: Any, change: Callable[[nn.LayerParallel], nn.LayerParallel])
 
 
 def _refuse_positions(trunk: nn.LayerParallel) -> None:
-    """Refuse layers that read their number, which is another one in a network of another depth."""
+    """Refuse layers that read their number, because another depth changes the number of a layer."""
     layer = type(trunk.layers)
     if "index" in inspect.signature(layer.__call__).parameters:
         raise TypeError(
@@ -248,16 +255,16 @@ def _refuse_positions(trunk: nn.LayerParallel) -> None:
         )
 
 
-def _can_be_refined(part: Any) -> bool:
+def _can_be_refined(part: object) -> bool:
     return isinstance(part, nn.LayerParallel) and not getattr(part.solver, "exact", False)  # those are buffers
 
 
 def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
-    """Return by how much the network grows before each depth."""
+    """Return the factors by which the network grows before each depth."""
     if not depths:
         raise ValueError("depths must have a Depth at least; got none.")
-    trunk: Any = model.trunk
-    blocks = [part.num_layers for part in getattr(trunk, "parts", [trunk]) if hasattr(part, "num_layers")]
+    parts = list(getattr(model.trunk, "parts", [model.trunk]))
+    blocks = [part.num_layers for part in parts if hasattr(part, "num_layers")]
     numbers = [max(blocks, default=depths[0].layers), *(depth.layers for depth in depths)]
     factors = [after // before for before, after in itertools.pairwise(numbers)]
     whole = all(n * before == after for n, (before, after) in zip(factors, itertools.pairwise(numbers), strict=True))
@@ -273,7 +280,13 @@ def _staying(block: nn.LayerParallel, factor: int, how: str) -> nn.LayerParallel
     return staying(block, factor * block.num_layers, how)
 
 
-def _here(f: Callable[[], Any]) -> Any:
+class Once(Protocol):
+    """Calls a function in one process, and returns its value in all."""
+
+    def __call__(self, f: Callable[[], T], /) -> T: ...
+
+
+def _here(f: Callable[[], T]) -> T:
     return f()
 
 
@@ -283,16 +296,16 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _train(
-    step_fn: Any,
+    step_fn: StepFn,
     state: TrainState,
     batches: Callable[[int], Iterable[Batch]],
     depth: Depth,
     steps_per_epoch: int,
     log: Log,
-    once: Callable[[Callable[[], Any]], Any],
+    once: Once,
     options: Mapping[str, Any],
 ) -> TrainState:
-    """Train at one depth, to its last epoch or until the loss settles; ``once`` asks the process that has the whole log."""
+    """Train at one depth, to its last epoch or until the loss settles; ``once`` calls in the process with the whole log."""
     log.rewind(int(state.step))
     begun = once(lambda: [row["step"] for row in log.of("depth") if row["layers"] == depth.layers])
     if not begun:
@@ -320,7 +333,7 @@ def _train(
 
 
 def _settled(log: Log, first: int, tolerance: float) -> bool:
-    """Return whether the mean loss of the last epoch is not lower by a part ``tolerance`` than that of the one before."""
+    """Return whether the mean loss fell by less than the part ``tolerance`` in the last epoch."""
     losses: dict[int, list[float]] = {}
     for row in log.of("train"):
         if row["epoch"] >= first:

@@ -22,11 +22,11 @@ def one_shot(
     adjoint_solver: Solver | None = None,
     **options: Any,
 ) -> tuple[StepFn, TrainState]:
-    """Train with one or two sweeps or cycles per step, each of which begins where the last step's ended.
+    """Train with one or two sweeps or cycles per step, which begin where those of the last step ended.
 
-    Training moves the parameters a little at a time, and so the states and cotangents that belong to them. A few sweeps from
-    those of the step before follow them, and all three converge together. This needs the same examples in every step: take
-    the full batch, or one large one. With mini-batches there is nothing to begin from.
+    Training changes the parameters a little at a time, so states and cotangents change little, too. A few sweeps from the last
+    step's states and cotangents follow these changes, and all three converge together. Every step needs the same examples:
+    take the full batch, or one large one. The states of a mini-batch are no guess for those of the next.
 
     Args:
         loss_fn: ``loss_fn(params, batch, solver, adjoint_solver, restart) -> (loss, info)``, as for `make_train_step`. It
@@ -35,7 +35,7 @@ def one_shot(
         params: the model's parameters.
         optimizer: any optax transformation. L-BFGS is ``optax.chain(optax.scale_by_lbfgs(), optax.scale(-1.0))`` with
             ``line_search=Backtracking()``, whose trials are forward solves from the same start. On MPI ranks take
-            `scale_by_lbfgs` of this package instead.
+            `lp_jax.train.scale_by_lbfgs` instead.
         batch: the examples of all steps.
         solver: solver of the forward solves: ``Picard(sweeps=1)``, for example.
         adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
@@ -43,7 +43,7 @@ def one_shot(
 
     Returns:
         ``(step_fn, state)``, for `fit`: ``fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=100, ...)``.
-        The state carries where the solves ended, so checkpoints hold it.
+        The state holds the trajectories of the solves, so checkpoints have them.
 
     Raises:
         ValueError: if ``loss_fn`` returns no trajectory.
@@ -52,9 +52,9 @@ def one_shot(
         >>> import jax.numpy as jnp, lp_jax, optax
         >>> from lp_jax import train
         >>> def loss_fn(params, batch, solver, adjoint_solver, restart=None):
-        ...     given = {} if restart is None else restart._asdict()
+        ...     guesses = {} if restart is None else restart._asdict()
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
-        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **given)
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **guesses)
         ...     info = train.Info(len(batch), solution.stats, solution.result, trajectory=solution.trajectory)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> solver, batch = lp_jax.Picard(sweeps=1), jnp.ones(4)

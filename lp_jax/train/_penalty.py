@@ -10,22 +10,22 @@ from lp_jax._programs import _inputs
 
 
 def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.Array:
-    r"""Measure by how many decades some sweeps miss a tolerance.
+    r"""Measure by how many decades a number of sweeps misses a tolerance.
 
-    A network trained for long has layers that depend on each other more and more, and needs more sweeps. Added to a loss, this
-    keeps the network within the sweeps that you have: in training, and when the trained network is used by a few sweeps. It
-    is zero, with a gradient of zero, where ``Picard(sweeps=sweeps, rtol=rtol)`` converges:
+    As training goes on, layers depend more on each other, and the network needs more sweeps. This penalty in the loss keeps a
+    given number of sweeps sufficient, in training and when the trained network is used. It is zero, with a gradient of zero,
+    where ``Picard(sweeps=sweeps, rtol=rtol)`` converges:
 
     .. math:: \max\left(0, \log_{10} \frac{|r_s|}{\mathrm{rtol} \, |r_1|}\right),
 
-    r_1, ..., r_s being the residuals of the sweeps, from the constant guess. Penalised networks end at this tolerance on the
-    batches they saw, so ask for half the tolerance of your solver. The norm is over all layers and examples of the problem.
+    where r_1, ..., r_s are the residuals of the sweeps, from the constant guess. Penalised networks end at this tolerance on
+    the batches of training, so ask for half the tolerance of your solver. The norm is over all layers and examples.
 
-    It takes ``sweeps`` evaluations of each layer, all layers at once, and their transposes. A part of the batch is enough
-    for a rough measure.
+    The penalty takes ``sweeps`` evaluations of each layer, all layers at once, and their transposes. A part of the batch is
+    enough for a rough measure.
 
     Args:
-        problem: what to solve; ``trunk.problem(y)`` of an `lp_jax.nn.LayerParallel`.
+        problem: the problem; ``trunk.problem(y)`` of an `lp_jax.nn.LayerParallel`.
         sweeps: number of sweeps, at least 2.
         rtol: tolerance of the residual norm, relative to that of the first sweep.
 
@@ -60,17 +60,17 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
     increments = _increments(problem, states)
     first = last = _tree.sum_of_squares(increments)
     for _ in range(sweeps - 1):
-        before = increments
-        states = jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, before)
+        old = increments
+        states = jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old)
         increments = _increments(problem, states)
-        last = _tree.sum_of_squares(_tree.sub(increments, before))
+        last = _tree.sum_of_squares(_tree.sub(increments, old))
     missed = last > rtol**2 * first
     ratio = jnp.where(missed, last, jnp.ones_like(last)) / jnp.where(missed, rtol**2 * first, jnp.ones_like(first))
     return jnp.log10(ratio) / 2
 
 
 def _increments(problem: Problem, states: Points) -> Points:
-    """Evaluate every layer at the state that enters it, and subtract that."""
+    """Evaluate every layer at the state that enters it, and subtract this state."""
     times = _inputs.times(problem.t0, problem.t1, problem.layers, _tree.real_dtype(problem.y0))
     index = jnp.arange(problem.layers, dtype=jnp.int32)
     layers = Layer(problem.params, problem.shared, problem.data, *times, index, 0)

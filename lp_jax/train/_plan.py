@@ -1,5 +1,6 @@
 """Solvers for a model and a batch, before it is trained."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +16,15 @@ from lp_jax.train._types import Batch
 
 
 class Inner(NamedTuple):
-    """The layers that are solved for, alone."""
+    """The problem of the layers that are solved for, without the rest of the network."""
 
     problem: Problem
-    cotangent: State  # of their last state, as the loss gives it
-    fewer: dict[str, Any] | None  # what a quarter of the examples makes smaller; None below eight examples
+    cotangent: State  # of the last state, as the loss gives it
+    fewer: dict[str, PyTree] | None  # arrays for a quarter of the examples; None below eight examples
 
 
 def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> Inner:
-    """The layers of a classifier: of the longest block, if there are several."""
+    """Return the problem of a classifier's layers: of the longest block, if there are several."""
     merged = nnx.merge(nnx.graphdef(model), params)
     x, targets, *key = batch
     problem, y1, rest = _reached(merged, x, key)
@@ -36,21 +37,21 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
     return Inner(problem, cotangent, fewer)
 
 
-def _reached(model: Any, x: PyTree, key: list[jax.Array]) -> tuple[Problem, State, Any]:
-    """The longest block's problem, its last state, and all that comes between it and the closing layer."""
-    given = {**model.context_of(x), **({"key": key[0]} if key else {})}
+def _reached(model: Classifier, x: PyTree, key: list[jax.Array]) -> tuple[Problem, State, Callable[[State], State]]:
+    """Return the longest block's problem, its last state, and the function from there to the closing layer."""
+    context = {**model.context_of(x), **({"key": key[0]} if key else {})}
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
     lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts]
-    chosen = lengths.index(max(lengths))
+    longest = lengths.index(max(lengths))
 
     def run(y: State, some: list[Any]) -> State:
         for part in some:
-            y = part.solve(y, **given, solver=Serial()).y1 if hasattr(part, "solve") else part(y)
+            y = part.solve(y, **context, solver=Serial()).y1 if hasattr(part, "solve") else part(y)
         return y
 
-    y = run(model.opening(x), parts[:chosen])
-    problem = parts[chosen].problem(y, **given)
-    return problem, run(y, parts[chosen : chosen + 1]), lambda y1: run(y1, parts[chosen + 1 :])
+    y = run(model.opening(x), parts[:longest])
+    problem = parts[longest].problem(y, **context)
+    return problem, run(y, parts[longest : longest + 1]), lambda y1: run(y1, parts[longest + 1 :])
 
 
 def plan(
@@ -65,10 +66,10 @@ def plan(
     interconnect: planning.Interconnect | None = None,
     seconds: float = 10.0,
 ) -> planning.Plan:
-    """`lp_jax.plan` for a classifier as a batch reaches its layers, with the cotangent that its loss gives.
+    """Plan the layers of a classifier with `lp_jax.plan`, for the state and the cotangent of a batch.
 
-    ``params`` are those that `classification` or `regression` returns, a batch is ``(x, labels)`` or ``(x, labels, key)``, and
-    ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``; all other arguments are those of
+    ``params`` are those that `classification` or `regression` returns. A batch is ``(x, labels)`` or ``(x, labels, key)``.
+    ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``. The other arguments are those of
     `lp_jax.plan`.
 
     Example:

@@ -16,8 +16,8 @@ from lp_jax.train._types import Batch, LossFn
 class GradientError(NamedTuple):
     """Distance of two gradients, ``g`` the layer-parallel one and ``e`` the exact one.
 
-    It is ``|g - e| / |e|`` in the 2-norm, over all parameters (``relative``) and over each group of them, by name
-    (``groups``); ``cosine`` is that of the angle between ``g`` and ``e``, 1 for the same direction.
+    The distance is ``|g - e| / |e|`` in the 2-norm, over all parameters (``relative``) and over each group of parameters, by
+    name (``groups``). ``cosine`` is the cosine of the angle between ``g`` and ``e``, 1 for the same direction.
     """
 
     relative: jax.Array
@@ -38,9 +38,8 @@ def gradient_error(
 ) -> GradientError:
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch.
 
-    Costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers. The arguments are those of
-    `make_train_step` and of its training step, None for the solvers too; ``depth`` is the number of keys of a parameter's
-    path that name its group.
+    This costs two gradients. Each is compiled once for a ``loss_fn`` and the structure of the solvers. The arguments are those
+    of `make_train_step` and of its training step. ``depth`` is the number of keys of a parameter's path that name its group.
 
     Returns:
         A `GradientError` of scalars.

@@ -1,6 +1,6 @@
-"""Training over MPI ranks: which rank holds which layers and examples, and how their results are combined.
+"""Training over MPI ranks: the distribution of layers and examples, and the sums over ranks.
 
-On a mesh arrays are global and the compiler sums over devices, so none of this is needed.
+A mesh needs none of this: its arrays are global, and the compiler sums over devices.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import MPIComm
 from lp_jax._programs._asked import asked, watched
-from lp_jax._solvers._solver import NOT_MEASURED, Stats
+from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
 from lp_jax.train._checkpoint import CheckpointError, Checkpoints
 from lp_jax.train._types import Batch, Info, LossFn, TrainState
 
@@ -31,8 +31,8 @@ class Ranks:
     """A grid of MPI ranks: the layers are spread along one side, the examples of each batch along the other.
 
     Ranks ``0 ... layers.size - 1`` of ``world`` hold the layers of one network. The next ``layers.size`` ranks hold a copy
-    of it, which gets other examples, and so on. Each rank has the parameters of its layers, and all parameters outside
-    the trunk. `grid` makes it.
+    of the network for other examples, and so on. Each rank has the parameters of its layers, and all parameters outside the
+    trunk. `grid` makes such a grid.
 
     Args:
         world: all ranks.
@@ -66,11 +66,11 @@ class Ranks:
     trunk: str | tuple[str, ...] = "trunk"
 
     @staticmethod
-    def grid(comm: Any = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk") -> "Ranks":
-        """Arrange the ranks of a communicator as a grid. All of them must call this.
+    def grid(comm: object = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk") -> "Ranks":
+        """Arrange the ranks of a communicator as a grid. All ranks must call this.
 
         Args:
-            comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``.
+            comm: an mpi4py communicator; None means ``MPI.COMM_WORLD``.
             data: number of copies of the network, which must divide the number of ranks; each gets an equal part of every batch.
             trunk: as for the class.
 
@@ -100,7 +100,7 @@ class Ranks:
         """
         copies, number = self.data.size, self.data.rank
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: jax.Array) -> jax.Array:
             size, rest = divmod(len(x), copies)
             if rest:
                 raise ValueError(f"a batch of {len(x)} examples cannot be split evenly over {copies} copies.")
@@ -116,7 +116,7 @@ class Ranks:
         if self.data.size == 1:
             return loss_fn
 
-        def mean_loss(params: PyTree, batch: Batch, *solvers: Any) -> tuple[jax.Array, Info]:
+        def mean_loss(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
             params, counts = _transposed_mean((params, asked.value.watch and asked.value.watch.counts), self.data)
             own_loss = loss_fn if counts is None else functools.partial(watched(loss_fn), counts)
             loss, info = own_loss(params, batch, *solvers)
@@ -137,7 +137,7 @@ class Ranks:
         return Info(total, stats, result, correct, jnp.sqrt(squares[1]), replace, info.trajectory, outside)
 
     def sums(self, sums: PyTree) -> PyTree:
-        """Return sums over all layers, from those over each rank's layers: one for each parameter."""
+        """Sum over all ranks of the layers; ``sums`` has one sum over this rank's layers for each parameter."""
         leaves, structure = jax.tree.flatten(sums)
         spread = self._in_trunk(sums)
         summed = iter(self.layers.sum([x for x, in_trunk in zip(leaves, spread, strict=True) if in_trunk]))
@@ -167,7 +167,7 @@ class Ranks:
         if self.data.rank > 0:
             return None
 
-        def leaf(x: Any, spread: bool) -> Any:
+        def leaf(x: jax.Array, spread: bool) -> np.ndarray | None:
             runs = self.layers.python_comm.gather(np.asarray(x)) if spread else None
             if not self.is_root:
                 return None
@@ -180,8 +180,8 @@ class Ranks:
         """Return this rank's part of arrays that `gather` returned on rank 0; ``like`` has its structure and number of layers."""
         leaves = iter(jax.tree.leaves(gathered) if self.is_root else ())
 
-        def leaf(x: Any, spread: bool) -> Any:
-            all_layers: Any = np.asarray(next(leaves)) if self.is_root else None
+        def leaf(x: jax.Array, spread: bool) -> jax.Array:
+            all_layers: np.ndarray | None = np.asarray(next(leaves)) if self.is_root else None
             if not spread:
                 return jnp.asarray(self.world.python_comm.bcast(all_layers))
             run = None
@@ -193,7 +193,7 @@ class Ranks:
 
         return self._leaf_by_leaf(leaf, like)
 
-    def _leaf_by_leaf(self, f: Callable[[Any, bool], Any], tree: PyTree) -> PyTree:
+    def _leaf_by_leaf(self, f: Callable[[jax.Array, bool], PyTree], tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(structure, list(map(f, leaves, self._in_trunk(tree))))
 
@@ -205,7 +205,7 @@ class Ranks:
 
 
 def all_sums(ranks: Ranks | None, sums: PyTree) -> PyTree:
-    """Return sums over whole parameters, from those over the parts of them that this process holds."""
+    """Sum over all processes; ``sums`` has sums over the parts of the parameters that this process holds."""
     return sums if ranks is None else ranks.sums(sums)
 
 
@@ -216,13 +216,13 @@ def total(ranks: Ranks | None, sums: PyTree) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Stands for ranks where only their sums are known."""
+    """A stand-in for ranks that has only their sums."""
 
     sums: Callable[[PyTree], PyTree]
 
 
 def ranks_of(global_sums: Callable[[PyTree], PyTree], *, stacklevel: int = 2) -> Any:
-    """Return the ranks that the old argument ``global_sums`` was a method of, with a warning."""
+    """Return the ranks whose method was passed as the old argument ``global_sums``, with a warning."""
     warn_renamed("global_sums=ranks.global_sums", "ranks=ranks", stacklevel=stacklevel + 1)
     owner = getattr(global_sums, "__self__", None)
     return owner if isinstance(owner, Ranks) else _Sums(global_sums)
@@ -233,9 +233,9 @@ def takes_global_sums(f: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(f)
     def either(*args: P.args, **kwargs: P.kwargs) -> T:
-        given: Any = kwargs
-        if (global_sums := given.pop("global_sums", None)) is not None:
-            given["ranks"] = ranks_of(global_sums)
+        named: Any = kwargs
+        if (global_sums := named.pop("global_sums", None)) is not None:
+            named["ranks"] = ranks_of(global_sums)
         return f(*args, **kwargs)
 
     return either
@@ -297,19 +297,19 @@ class RankCheckpoints:
         ranks = self._ranks
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-        def leaf(x: Any, spread: bool) -> Any:
+        def leaf(x: jax.Array, spread: bool) -> jax.ShapeDtypeStruct:
             length = [sum(ranks.layers.python_comm.allgather(len(x)))] if spread else []
             return jax.ShapeDtypeStruct((*length, *x.shape[len(length) :]), x.dtype, sharding=device)
 
         wanted = ranks._leaf_by_leaf(leaf, template)
-        restored: list[Any] = []
+        restored: list[TrainState] = []
         ranks.once(lambda: restored.append(self._files.restore(wanted)))
         return ranks.scatter(restored[0] if restored else None, template)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _mean(x: jax.Array, ranks: MPIComm) -> jax.Array:
-    """Return the mean over the ranks. All ranks differentiate the same mean, so each passes on its cotangent unchanged."""
+    """Return the mean over the ranks. All ranks differentiate the same mean, so the cotangent is passed on unchanged."""
     return jax.tree.map(lambda u: u / ranks.size, ranks.sum(x))
 
 
@@ -318,7 +318,7 @@ _mean.defvjp(lambda x, ranks: (_mean(x, ranks), None), lambda ranks, _, cotangen
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _transposed_mean(tree: PyTree, ranks: MPIComm) -> PyTree:
-    """Return ``tree``, which all ranks hold; its cotangent is the mean of the ranks'."""
+    """Return ``tree``, which all ranks hold; its cotangent is the mean of the ranks' cotangents."""
     return tree
 
 

@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +45,15 @@ def replicate_rest(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x if x.sharding.num_devices > 1 else jax.device_put(x, everywhere), state)
 
 
-def map_slots(f: Callable[[jax.Array, Any], Any], opt_state: PyTree, params: PyTree) -> PyTree:
-    """Return an optimizer's state with ``f(slot, param)`` in the place of what it holds for each parameter.
+def map_slots(f: Callable[[jax.Array, PyTree], PyTree], opt_state: PyTree, params: PyTree) -> PyTree:
+    """Return an optimizer's state with ``f(slot, param)`` for each slot, an array that it holds for a parameter.
 
-    A slot is a leaf whose path ends with that of the parameter, whatever its shape: ``optax.tree.map_params`` knows only
-    those shaped like their parameter.
+    A slot is a leaf whose path ends with that of the parameter, whatever its shape. (``optax.tree.map_params`` finds only
+    slots with the shape of their parameter.)
     """
     known = dict(jax.tree.leaves_with_path(params))
 
-    def leaf(path: tuple[Any, ...], slot: Any) -> Any:
+    def leaf(path: jax.tree_util.KeyPath, slot: jax.Array) -> PyTree:
         owner = next((path[i:] for i in range(len(path) + 1) if path[i:] in known), None)
         return slot if owner is None else f(slot, known[owner])
 
@@ -76,16 +75,16 @@ def make_train_step(
         loss_fn: ``loss_fn(params, batch, solver, adjoint_solver) -> (loss, info)``, a pure function, with `Info`. It
             passes both solvers to `lp_jax.solve`.
         optimizer: any optax transformation. One that has a line search, like ``optax.lbfgs()``, gets the loss as ``value_fn``.
-        line_search: how far to go along what the optimizer returns; None is all the way.
-        ranks: the MPI ranks, each of which holds its own layers' parameters only; None for global arrays.
-        watch: whether metrics have the result of the adjoint solves. Of an adjoint solver without a tolerance the residual
-            norms are then formed, which takes up to 6 % of a step where layers have 8 or 16 units; else nothing.
+        line_search: chooses the length of a step along the optimizer's direction; None takes the whole step.
+        ranks: the MPI ranks, where each rank holds the parameters of its own layers only; None for global arrays.
+        watch: whether metrics have the result of the adjoint solves. An adjoint solver without a tolerance then computes
+            residual norms, which takes up to 6 % of a step for layers of 8 or 16 units, and is negligible otherwise.
 
     Returns:
-        ``step_fn(state, batch, solver=None, adjoint_solver=None) -> (state, metrics)``. It donates the state it is given:
-        parameters and moments are held once, and only the state that it returns can be used afterwards. The solvers are
-        arguments: another tolerance or weight does not recompile, another number of levels or cycles does. None is handed
-        on to the loss: it is what the model was built with, or the default of `lp_jax.solve`.
+        ``step_fn(state, batch, solver=None, adjoint_solver=None) -> (state, metrics)``. It donates its argument ``state``, so
+        that parameters and moments are held once; afterwards only the returned state can be used. The solvers are arguments:
+        another tolerance or weight does not recompile, another number of levels or cycles does. None is passed on to the
+        loss, and means the model's solvers, or the defaults of `lp_jax.solve`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -109,8 +108,8 @@ def make_train_step(
         state: TrainState, batch: Batch, solver: Solver | None = None, adjoint_solver: Solver | None = None
     ) -> tuple[TrainState, Metrics]:
         def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
-            given = () if state.restart is None else (Restart(state.restart.guess, adjoint_guess),)
-            return called(loss_fn, params, batch, solver, adjoint_solver, *given)
+            restart = () if state.restart is None else (Restart(state.restart.guess, adjoint_guess),)
+            return call_loss(loss_fn, params, batch, solver, adjoint_solver, *restart)
 
         adjoint_guess = None if state.restart is None else state.restart.adjoint_guess
         gradient_fn = (value_and_grad if watch else jax.value_and_grad)(loss_of, argnums=(0, 1), has_aux=True)
@@ -131,23 +130,23 @@ def make_train_step(
             trial = line_search.solver or solver
 
             def evaluate(params: PyTree) -> tuple[jax.Array, PyTree]:
-                given = () if trajectory is None else (Restart(trajectory, adjoint_trajectory),)
-                value, info = loss_fn(params, batch, trial, adjoint_solver, *given)
-                return value, info.trajectory if given else None
+                restart = () if trajectory is None else (Restart(trajectory, adjoint_trajectory),)
+                value, info = loss_fn(params, batch, trial, adjoint_solver, *restart)
+                return value, info.trajectory if restart else None
 
             params, trajectory, trials, stuck = line_search.along(
                 updates, state.params, loss, total(ranks, products), trajectory, evaluate
             )
         restart = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
         after = state._replace(params=params, opt_state=opt_state, restart=restart)
-        after, metrics = finished(after, loss, gradient, info, ranks)
+        after, metrics = finish_step(after, loss, gradient, info, ranks)
         return after, metrics._replace(trials=trials, stuck=stuck, adjoint_result=results[0].adjoint if watch else None)
 
     return step_fn
 
 
-def called(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Info]:
-    """Call a loss; refuse one that takes or returns something else."""
+def call_loss(loss_fn: LossFn, *args: PyTree) -> tuple[jax.Array, Info]:
+    """Call a loss; refuse one with other arguments or results."""
     signature = inspect.signature(loss_fn)
     try:
         signature.bind(*args)
@@ -156,11 +155,11 @@ def called(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Info]:
             f"loss_fn is called as loss_fn(params, batch, solver, adjoint_solver{', restart' * (len(args) > 4)}), and this one "
             f"has {signature}. Take the solvers as arguments, and pass them to lp_jax.solve."
         ) from error
-    out: Any = loss_fn(*args)
+    out: PyTree = loss_fn(*args)  # not yet checked
     parts = out if isinstance(out, tuple) else (out,)
     if len(parts) != 2 or not isinstance(parts[1], Info):
         kinds = ["an array" if isinstance(part, jax.Array) else type(part).__name__ for part in parts]
-        got = f"({', '.join(kinds)})" if isinstance(out, tuple) else f"{kinds[0]} alone"
+        got = f"({', '.join(kinds)})" if isinstance(out, tuple) else f"{kinds[0]} only"
         raise TypeError(
             f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: return loss, Info(total, "
             "solution.stats, solution.result)."
@@ -168,14 +167,14 @@ def called(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Info]:
     return out
 
 
-def finished(
+def finish_step(
     state: TrainState,
     loss: jax.Array,
     gradient: PyTree,
     info: Info,
     ranks: Ranks | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Count the step and measure it; ``state`` has its parameters already, ``loss`` and ``gradient`` are from before them."""
+    """Count the step and return its metrics. ``state`` has the new parameters; ``loss`` and ``gradient`` are at the old ones."""
     params = _merged(state.params, info.replace)
     info = info._replace(replace=None, trajectory=None)
     squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))

@@ -1,4 +1,4 @@
-"""Classes and values learned by an NNX model that is solved layer-parallel."""
+"""Classification and regression by an NNX model that is solved layer-parallel."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -38,7 +38,7 @@ def mean_squared_error(outputs: jax.Array, y: jax.Array) -> jax.Array:
 
 
 class Evaluation(NamedTuple):
-    """Mean loss, and accuracy, the fraction of right answers, of a model on a data set; None where none is right or wrong."""
+    """Mean loss and accuracy (fraction of right answers) of a model on a data set; a regression has accuracy None."""
 
     loss: float
     accuracy: float | None
@@ -64,7 +64,7 @@ def classification(
     Args:
         model: an `lp_jax.nn.Classifier`, or any NNX module with the same ``solve``, in training or ``eval()`` mode. For
             `evaluate`, call this again after ``model.eval()``.
-        penalty: what is added to the loss, as a function of the trunk's `lp_jax.Problem`:
+        penalty: a term added to the loss, as a function of the trunk's `lp_jax.Problem`:
             ``lambda problem: 0.02 * depth_penalty(problem, sweeps=6)``.
 
     Returns:
@@ -107,12 +107,12 @@ def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | N
     Args:
         model: an `lp_jax.nn.Classifier` whose closing layer has as many outputs as there are values, or any NNX module with
             the same ``solve``.
-        penalty: what is added to the loss, as for `classification`.
+        penalty: a term added to the loss, as for `classification`.
 
     Returns:
         ``(loss_fn, params)``, as `classification` does. Batches are ``(x, y)`` or ``(x, y, key)``; y has the shape of the
-        outputs, ``(examples, values)``. Scale it: a network at its start answers numbers around 1. No answer is right or
-        wrong: ``Info.correct`` and `Evaluation.accuracy` are None.
+        outputs, ``(examples, values)``. Scale y: a new network returns numbers around 1. ``Info.correct`` and
+        `Evaluation.accuracy` are None, as no answer is right or wrong.
 
     Raises:
         TypeError: as for `classification`.
@@ -163,11 +163,11 @@ def _supervised(
     ) -> tuple[jax.Array, Info]:
         x, y, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
-        given = keys if restart is None else keys | restart._asdict()
+        options = keys if restart is None else keys | restart._asdict()
         extra: jax.Array | float = 0.0
         if penalty is not None and isinstance(merged.trunk, LayerParallel):
             extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
-        outputs, solution = merged.solve(x, **given, solver=solver, adjoint_solver=adjoint_solver)
+        outputs, solution = merged.solve(x, **options, solver=solver, adjoint_solver=adjoint_solver)
         score = scored(outputs, y)
         replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
         return score.loss + extra, Info(
@@ -285,7 +285,7 @@ def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
 
 
 def check_labels(labels: jax.Array, logits: jax.Array) -> None:
-    """Refuse labels that are no class numbers, one for each answer."""
+    """Refuse labels other than class numbers, one for each answer."""
     wanted = f"integers of shape {logits.shape[:-1]}, class numbers from 0 to {logits.shape[-1] - 1}"
     got = f"{jnp.result_type(labels)} of shape {jnp.shape(labels)}"
     if jnp.shape(labels) == logits.shape:

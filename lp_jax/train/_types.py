@@ -1,7 +1,7 @@
 """The records of training: its state, what a loss returns, the metrics of a step."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 import jax
 
@@ -9,15 +9,15 @@ from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Stats
 
-Batch: TypeAlias = Any
+Batch: TypeAlias = PyTree
 
 
 class Restart(NamedTuple):
-    """Where the solves of a training step begin: where those of the step before ended.
+    """Initial guesses for the solves of a training step: the results of the last step.
 
     Attributes:
-        guess: of the forward solve, as `lp_jax.solve` takes it: ``Solution.trajectory``.
-        adjoint_guess: of the adjoint solve.
+        guess: guess of the forward solve, as for `lp_jax.solve`: ``Solution.trajectory``.
+        adjoint_guess: guess of the adjoint solve.
     """
 
     guess: PyTree
@@ -25,14 +25,14 @@ class Restart(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """State of a run: what it carries from step to step, and what a checkpoint holds.
+    """State of a run from step to step, and the content of a checkpoint.
 
     Attributes:
         step: number of steps done, an int32 scalar.
         params: the model's parameters.
         opt_state: the optimizer's state.
-        restart: where the solves of the next step begin; None where each begins anew. `one_shot` sets it.
-        control: what a `Controller` has decided; None without one. `fit` sets it.
+        restart: guesses for the solves of the next step; None if each step begins anew. `one_shot` sets it.
+        control: decision of a `Controller`; None without one. `fit` sets it.
     """
 
     step: jax.Array
@@ -60,19 +60,19 @@ class Info(_Info):
         total: number of answers in the batch; the loss is their mean.
         stats: stats of the forward solve.
         result: result code of the forward solve, one of `lp_jax.RESULTS`.
-        correct: number of right answers in the batch, for those who classify.
+        correct: number of right answers in the batch; None for a regression.
         scale: 2-norm of the state, if known; residual norms far below it are rounding, not divergence.
         replace: new values of the parameters that are not trained (running statistics), a part of the nested dict
             ``params``. The loss must not depend on the old values.
-        trajectory: where the forward solve ended, ``Solution.trajectory``: what `one_shot` starts the next step from.
-        outside: number of labels that are none of the classes: the first thing to look at where a loss is not finite.
+        trajectory: ``Solution.trajectory`` of the forward solve, from which `one_shot` starts the next step.
+        outside: number of labels outside the classes. Check these first if a loss is not finite.
     """
 
     __slots__ = ()
 
     if not TYPE_CHECKING:  # for one release, the old order too
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        def __new__(cls, *args: object, **kwargs: object) -> Self:
             """Take the fields in their order, or in the old one, which began with ``correct``."""
             if len(args) > 2 and isinstance(args[2], Stats):
                 new = "lp_jax.train.Info(total, stats, result, correct=correct)"
@@ -91,9 +91,9 @@ class Metrics(NamedTuple):
         finite: whether loss, gradient and updated parameters are finite.
         info: auxiliary output of the loss function.
         trials: number of step lengths that the line search tried; None without one.
-        stuck: whether none of them was good enough, so that the parameters are those of before; None without one.
+        stuck: whether no trial was good enough, so that the parameters did not change; None without a line search.
         gradients: cost of the step in gradients of the network, trials included; None for one gradient and the trials.
-        adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None where it was not watched.
+        adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None if it was not watched.
     """
 
     loss: jax.Array
@@ -110,4 +110,4 @@ LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
 """``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
 
 StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
-"""``step_fn(state, batch, solver, adjoint_solver)``; without solvers, those of the loss."""
+"""``step_fn(state, batch, solver, adjoint_solver)``; without solvers, the loss uses its own."""

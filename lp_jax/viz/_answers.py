@@ -7,18 +7,18 @@ from matplotlib.figure import Figure
 
 from lp_jax.viz._style import BLUE, GREY, INK, NOTE, TICK, dress, figure
 
-_MOST_NAMES = 40  # that can be told apart along an axis
+_MOST_NAMES = 40  # legible along an axis
 
 
 def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
-    """Right and wrong answers, class by class.
+    """Draw a confusion matrix: right and wrong answers, class by class.
 
     Args:
         matrix: counts ``(classes, classes)``: a row for each true class, a column for each answer.
-        names: of the classes; their numbers if there are none.
+        names: names of the classes; without names, their numbers are shown.
 
     Raises:
-        ValueError: for a matrix that is not square, without a count, or with another number of names.
+        ValueError: if the matrix is not square or holds no count, or the number of names differs.
 
     Example:
         >>> import numpy as np
@@ -59,14 +59,14 @@ _MOST_PANELS = 4
 
 
 def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
-    """Answers against true values, a panel for each value; the first four, if there are more.
+    """Draw answers against true values, a panel for each value, at most four.
 
     Args:
         truth: true values, ``(samples,)`` or ``(samples, values)``.
-        answers: what the model answered, of the same shape.
+        answers: answers of the model, of the same shape.
 
     Raises:
-        ValueError: for arrays of different shapes, of another number of axes, or without a sample.
+        ValueError: if the shapes differ, the number of axes is wrong, or there is no sample.
 
     Example:
         >>> import numpy as np
@@ -84,12 +84,12 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
     errors = [(float(np.sqrt(np.mean((a - t) ** 2))), float(np.std(t))) for t, a in columns]
     said = [f"typical error {error:.2g}, of values that spread by {spread:.2g}" for error, spread in errors]
     count = min(len(columns), _MOST_PANELS)
-    alone = count == 1
+    single = count == 1
     shares = [f"{error / spread:.2g}" for error, spread in errors if spread]
     ends = [min(shares, key=float), max(shares, key=float)] if shares else []
     many = f"Typical errors are {' to '.join(dict.fromkeys(ends))} of how far values spread" if ends else "Answers"
     fig = figure(
-        said[0].capitalize() if alone else many, width=6.5 if alone else 4.8 * count, height=6.5 if alone else 5.2
+        said[0].capitalize() if single else many, width=6.5 if single else 4.8 * count, height=6.5 if single else 5.2
     )
     for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
@@ -98,7 +98,7 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         ax.set_aspect("equal")
         title = (
             "On the dashed line, the answer is the true value"
-            if alone
+            if single
             else f"Value {number + 1}: typical error {errors[number][0]:.2g}"
         )
         dress(ax, x="true value", y="answer" if number == 0 else "", title=title)

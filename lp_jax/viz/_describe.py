@@ -24,10 +24,10 @@ class Described(NamedTuple):
     """Words and path of a picture of a solve.
 
     Attributes:
-        title: in a few words.
-        note: below the picture.
-        grid: (number of steps, coarsening factor) of every level, finest first; nothing where there is one level.
-        stops: the path of the first iterations through the levels; nothing where there is one level.
+        title: title of the picture.
+        note: note below the picture.
+        grid: (number of steps, coarsening factor) of every level, finest first; empty for a single level.
+        stops: the path of the first iterations through the levels; empty for a single level.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
 @functools.singledispatch
 def describe(solver: Solver, layers: int) -> Described:
-    """Return what a picture of a solve of so many layers shows.
+    """Return the title, note and path for a picture of a solve.
 
     Register a function for a class of solvers with ``@viz.describe.register``.
 

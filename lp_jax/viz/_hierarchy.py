@@ -1,4 +1,4 @@
-"""The grid levels of a solver and the way it goes through them."""
+"""The grid levels of a solver and its path through them."""
 
 import dataclasses
 import itertools
@@ -30,16 +30,16 @@ def hierarchy(
 ) -> Figure:
     """Draw how a solver goes through a network.
 
-    Of a solver with levels: the path of its cycles through them, and the C- and F-points of each level over [t0, t1]. Of one
-    without: which layers it evaluates at the same time, and which wait. What would not be legible is left out: iterations after
-    the fourth, and points between the first and last intervals.
+    For a solver with levels, the picture shows the path of its cycles through them, and the C- and F-points of each level over
+    [t0, t1]. For a solver without levels it shows which layers are evaluated at the same time, and which wait. Iterations after
+    the fourth and points between the first and last intervals are left out, so that the rest is legible.
 
     Args:
-        solver: of the forward solve.
+        solver: solver of the forward solve.
         num_layers: number of layers.
         t0: time at which the first layer begins.
         t1: time at which the last layer ends.
-        adjoint_solver: of the adjoint solve, which a line below tells about; None means the settings of ``solver``.
+        adjoint_solver: solver of the adjoint solve, described in a line below; None means the settings of ``solver``.
 
     Example:
         >>> import lp_jax
@@ -52,9 +52,9 @@ def hierarchy(
     solver = solver.resolve(num_layers)
     title, note, levels, stops = describe(solver, num_layers)
     if not stops:
-        found = _counted(solver, num_layers)
-        fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(found)))
-        _draw_batches(fig.subplots(), found, num_layers)
+        known = _known_batches(solver, num_layers)
+        fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
+        _draw_batches(fig.subplots(), known, num_layers)
         note = f"{note[:1].upper()}{note[1:]}." if note else ""
     else:
         rows = _rows(levels)
@@ -125,7 +125,7 @@ def _row_label(ax: Axes, level: int, text: str) -> None:
 
 
 class _Excerpt:
-    """Where the points of the finest level are drawn: all of them, or the first and last intervals of the coarsest."""
+    """Places of the points of the finest level: all of them, or the first and last intervals of the coarsest."""
 
     def __init__(self, layers: int, span: int):
         self.layers = layers
@@ -203,7 +203,7 @@ def _words_of(label: str, *, last: bool) -> str:
 
 
 def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]:
-    """Beside the path: above on the finest level, below on the coarsest, on the right between."""
+    """Place of a label next to the path: above a peak, below a valley, else on the right."""
     level = stops[i].level
     before = stops[i - 1].level if i else level
     after = stops[i + 1].level if i + 1 < len(stops) else level
@@ -224,40 +224,40 @@ class _Batch(NamedTuple):
 
 def batches(solver: Solver, layers: int) -> list[_Batch]:
     """Return the batches of a solve on one device, one after the other."""
-    found = []
+    drawn = []
     for event in count(solver, layers, kept=solver.keeps_states).events:
         places = math.ceil(layers / event.layers) if event.in_turn else 1
         for place in range(places):
             first = place * event.layers
             batch = _Batch(first, min(event.layers, layers - first), event.phase)
-            found += [batch] * (event.times // places)
-    return found
+            drawn += [batch] * (event.times // places)
+    return drawn
 
 
-def _counted(solver: Solver, layers: int) -> list[_Batch]:
-    """Return the batches; none where the solver says that they cannot be counted."""
+def _known_batches(solver: Solver, layers: int) -> list[_Batch]:
+    """Return the batches; an empty list if they cannot be counted."""
     try:
         return batches(solver, layers)
     except NotImplementedError:
         return []
 
 
-def _draw_batches(ax: Axes, found: Sequence[_Batch], layers: int) -> None:
-    if not found:
+def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int) -> None:
+    if not every:
         ax.set_axis_off()
         ax.text(0.5, 0.5, "what it evaluates, and when, is not counted", ha="center", fontsize=LABEL, color=GREY)
         return
-    at_once = all(batch.layers == layers for batch in found)
-    shown = found[:_MOST_BATCHES] if at_once else found
+    at_once = all(batch.layers == layers for batch in every)
+    shown = every[:_MOST_BATCHES] if at_once else every
     line = 1.0 if len(shown) <= 4 * _MOST_BATCHES else 0.0
     for now, batch in enumerate(shown):
         place = ([(batch.first, batch.layers)], (now + 0.06, 0.88) if line else (now, 1.0))
         ax.broken_barh(*place, facecolor=COLOURS.get(batch.phase, SKY), linewidth=0, zorder=2)
-    if len(shown) < len(found):
-        rest = f"···  {len(found)} in all"
+    if len(shown) < len(every):
+        rest = f"···  {len(every)} in all"
         ax.text(layers / 2, len(shown) + 0.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
     ax.set_xlim(0, layers)
-    ax.set_ylim(len(shown) + (len(shown) < len(found)), 0)
+    ax.set_ylim(len(shown) + (len(shown) < len(every)), 0)
     dress(ax, x="layer", y="time, in evaluations\nthat wait for each other")
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     phases = dict.fromkeys(batch.phase for batch in shown)
@@ -284,7 +284,7 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
     return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, iteration_name(adjoint))}."
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     if isinstance(value, CoarseStep):
         return summary(value)
     return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)

@@ -18,7 +18,7 @@ from lp_jax.viz._style import BLUE, GREEN, GREY, PURPLE, RED, dress, figure, leg
 def plan(found: Plan) -> Figure:
     """Draw an `lp_jax.plan`: error against predicted time of each solver, and the speedup on more devices.
 
-    Without gradients, as in a plan of shapes, the picture has the speedup only.
+    A plan without measured gradients has the speedup only.
 
     Example:
         >>> from lp_jax import planning, viz
@@ -36,50 +36,50 @@ def plan(found: Plan) -> Figure:
     return fig
 
 
-def _title(found: Plan) -> str:
-    if found.solver.exact:
-        text = f"{found.layers} layers: serial propagation"
-        gain, devices = max((found.alone / row.both, row.devices) for row in found.scaling() if row.both is not None)
+def _title(result: Plan) -> str:
+    if result.solver.exact:
+        text = f"{result.layers} layers: serial propagation"
+        gain, devices = max((result.alone / row.both, row.devices) for row in result.scaling() if row.both is not None)
         if gain < 1.15:
             return text
         text += f"; predicted {times(gain)} times as fast on {devices:,} devices"
         return textwrap.fill(text, _WIDTH)
-    where = f" on {found.workers} workers" if found.workers > 1 else ""
-    solvers = label(found.solver, found.adjoint_solver)
-    text = f"{found.layers} layers{where}: {solvers}, predicted {times(found.speedup)} times as fast as serial"
+    where = f" on {result.workers} workers" if result.workers > 1 else ""
+    solvers = label(result.solver, result.adjoint_solver)
+    text = f"{result.layers} layers{where}: {solvers}, predicted {times(result.speedup)} times as fast as serial"
     return textwrap.fill(text, _WIDTH)
 
 
 _WIDTH = 75  # letters of a title
 
 
-def _errors(ax: Axes, found: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
-    """Gradient error against predicted time, of all whose gradient was taken."""
+def _errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
+    """Draw gradient error against predicted time, for all solvers with a measured gradient."""
     for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not exact enough", False, "x", GREY)):
-        points = [(ms, error) for ms, error in looked_at if (error <= found.error) is good]
+        points = [(ms, error) for ms, error in looked_at if (error <= result.error) is good]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
-    if found.best.error:
+    if result.best.error:
         ax.plot(
-            1e3 * found.best.time.seconds, found.best.error, "o", color=BLUE, markersize=15, mfc="none", label="best"
+            1e3 * result.best.time.seconds, result.best.error, "o", color=BLUE, markersize=15, mfc="none", label="best"
         )
-    serial = 1e3 * found.serial.time.seconds
+    serial = 1e3 * result.serial.time.seconds
     ax.axvline(serial, color=RED, linewidth=1.8, label="serial")
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.axhline(found.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {found.error:.0e}")
+    ax.axhline(result.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {result.error:.0e}")
     _below(ax)
     _numbers(ax.xaxis)
     dress(ax, x="ms per training step, predicted", y="error of the gradient", title="Solvers: cost and error")
 
 
-def _devices(ax: Axes, found: Plan) -> None:
-    """Speedup over one device with serial propagation, by what the devices are spread along."""
-    rows = found.scaling()
+def _devices(ax: Axes, result: Plan) -> None:
+    """Draw the speedup over one device with serial propagation: along layers, examples, or both."""
+    rows = result.scaling()
     lines = {"layers": BLUE, "data": RED, "pipeline": PURPLE, "both": GREEN}
     names = {"layers": "layers", "data": "examples", "pipeline": "pipeline", "both": "layers and examples"}
     for number, (field, colour) in enumerate(lines.items()):
-        points = [(row.devices, found.alone / seconds) for row in rows if (seconds := getattr(row, field)) is not None]
+        points = [(row.devices, result.alone / seconds) for row in rows if (seconds := getattr(row, field)) is not None]
         if points:
             style = ("-", "--", "-.", ":")[number]
             ax.plot(*zip(*points, strict=True), style, color=colour, linewidth=2.2, label=names[field])
@@ -102,5 +102,5 @@ def _numbers(axis: Axis) -> None:
 
 
 def _below(ax: Axes) -> None:
-    """A legend that covers nothing."""
+    """Put the legend below the picture, where it covers nothing."""
     legend(ax, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)

@@ -13,18 +13,18 @@ _LINES = ("-", "--", ":", "-.")
 
 
 def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
-    """Test accuracy against seconds of training, and when each run reached a target.
+    """Draw test accuracy against seconds of training, and the time at which each run reached a target.
 
-    Seconds are the sum of ``step_time`` up to the step of an evaluation, the time for evaluations left out. The
-    title names the fastest run and the first one.
+    Seconds are the sum of ``step_time`` up to the step of an evaluation, without the time of evaluations. The title names
+    the fastest run and the first one.
 
     Args:
         runs: rows of each run's `lp_jax.train.Log`, by its name: those of kind "train" with ``step`` and ``step_time``, in
-            seconds, those of kind "test" with ``step`` and ``accuracy``. The first run is the one that others are compared with.
-        target: accuracy to be reached, from 0 to 1; None: the best one that all runs reach.
+            seconds, those of kind "test" with ``step`` and ``accuracy``. The other runs are compared with the first one.
+        target: accuracy to reach, from 0 to 1; None takes the best one that all runs reach.
 
     Raises:
-        ValueError: for no runs, or one without a step of training or an evaluation.
+        ValueError: if there are no runs, or a run has no step of training or no evaluation.
 
     Example:
         >>> from lp_jax import viz
@@ -71,8 +71,8 @@ def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of training before each evaluation, and its accuracy."""
     steps, times = columns(rows, "train", "step_time")
     evaluated, accuracies = columns(rows, "test", "accuracy")
-    for kind, found in (("train", steps), ("test", accuracies[np.isfinite(accuracies)])):
-        if not found.size:
+    for kind, values in (("train", steps), ("test", accuracies[np.isfinite(accuracies)])):
+        if not values.size:
             what = "" if kind == "train" else " with an accuracy"
             raise ValueError(f"the run {name!r} has no row of kind {kind!r}{what}.")
     total = np.concatenate([np.zeros(1), np.cumsum(np.nan_to_num(times))])
@@ -80,6 +80,6 @@ def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _first(seconds: np.ndarray, accuracies: np.ndarray, target: float) -> float | None:
-    """When an evaluation first found the target reached; None if none did."""
-    found = np.flatnonzero(accuracies >= target)
-    return float(seconds[found[0]]) if found.size else None
+    """Return the seconds at the first evaluation that reached the target; None if none did."""
+    reached = np.flatnonzero(accuracies >= target)
+    return float(seconds[reached[0]]) if reached.size else None

@@ -1,4 +1,4 @@
-"""The space-time picture of a training step: which worker computes what, and when."""
+"""The space-time picture of a training step: the work of each worker over time."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ COLOURS = {
     "states again": "#BBBBBB",
     "gradient": "#444444",
 }
-"""Of each phase of a solve; the gradient is one of its own."""
+"""Colour of each phase of a solve. The gradient is a phase of its own."""
 
 _LANE = 0.6  # height of a worker's blocks, of 1
 _LONGEST = 5  # times the step's length: how much of serial propagation is drawn
@@ -38,7 +38,7 @@ _MOST_LABELS = 17
 
 
 class Block(NamedTuple):
-    """What a worker computes in a row: from ``start`` to ``end``, in evaluations of a layer."""
+    """A phase of a worker without a pause, from ``start`` to ``end``, in evaluations of a layer."""
 
     worker: int
     phase: str
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A state that leaves a worker for the next one, or for the one before in an adjoint solve."""
+    """A state that a worker sends to the next one, in an adjoint solve to the previous one."""
 
     worker: int
     to: int
@@ -55,7 +55,7 @@ class Message(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A solve, from its description."""
+    """Blocks and messages of a solve, and its end."""
 
     blocks: list[Block]
     messages: list[Message]
@@ -71,19 +71,19 @@ def schedule(
     at_once: float = 1,
     costs: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Draw which worker computes what in a training step, value and gradient, and when.
+    """Draw the work of each worker over time in a training step, value and gradient.
 
-    Time counts evaluations of a layer, as the solvers say themselves or, where one does not, as its program says. It has no
-    messages in it. With a tolerance the largest number of iterations is drawn.
+    Time counts evaluations of a layer, as `lp_jax.planning.count` does. Messages take no time. For a solver with a tolerance
+    the largest number of iterations is drawn.
 
     Args:
-        solver: of the forward solve.
+        solver: solver of the forward solve.
         num_layers: number of layers, on all workers.
         workers: number of workers that the layers are spread over.
-        adjoint_solver: of the adjoint solve; None means the settings of ``solver``, as in `lp_jax.solve`.
-        at_once: number of layers that a worker evaluates at once, in the time of one, where a solver says "auto".
-        costs: how many evaluations a batch of a kind takes; 1 for those that are left out. Kinds: "forward"; "linearise", a
-            forward evaluation again; "adjoint"; "gradient", of the parameters; "newton", an iteration of Newton's method.
+        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``, as in `lp_jax.solve`.
+        at_once: number of layers that a worker evaluates at once, in the time of one, for a solver with ``at_once="auto"``.
+        costs: duration of a batch of each kind, in evaluations; 1 for kinds that are left out. Kinds: "forward"; "linearise",
+            another forward evaluation; "adjoint"; "gradient", of the parameters; "newton", an iteration of Newton's method.
 
     Raises:
         ValueError: for fewer than one layer or worker.
@@ -103,9 +103,9 @@ def schedule(
     costs = {} if costs is None else costs
     pairs, serial = (solver, adjoint_solver), (Serial(), Serial())
     there, back = timelines(pairs, num_layers, workers, at_once=at_once, costs=costs)
-    alone = sum(line.end for line in timelines(serial, num_layers, 1, at_once=at_once, costs=costs))
+    serially = sum(line.end for line in timelines(serial, num_layers, 1, at_once=at_once, costs=costs))
     total = there.end + back.end
-    title = f"A training step in {total:g} layer evaluations on {_workers(workers)}, {alone:g} serially"
+    title = f"A training step in {total:g} layer evaluations on {_workers(workers)}, {serially:g} serially"
     fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
     ax = fig.subplots()
     _draw(ax, there, 0.0)
@@ -113,9 +113,9 @@ def schedule(
     _bracket(ax, 0.0, there.end, "forward")
     _bracket(ax, there.end, total, "adjoint")
     ax.axvspan(there.end, total, 0.0, 1.0, color="#F2F2F2", zorder=0)
-    shown = min(alone, _LONGEST * total)
+    shown = min(serially, _LONGEST * total)
     ax.set_xlim(0, 1.02 * max(total, shown))
-    _serial_lane(ax, workers, alone, shown)
+    _serial_lane(ax, workers, serially, shown)
     ax.set_ylim(workers + 0.6, -1.6)
     names = _labels(num_layers, workers, solver.resolve(num_layers))
     ax.set_yticks([*names, workers], [*names.values(), "serial,\none worker"])
@@ -158,7 +158,7 @@ def held(solver: Solver, layers: int, workers: int) -> list[range]:
 
 
 def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping[str, float]) -> Timeline:
-    """Return when each worker does what, from the events of a solve."""
+    """Return the blocks and messages of all workers over time, from the events of a solve."""
     blocks: list[Block] = []
     messages: list[Message] = []
     now, way = 0.0, -1 if adjoint else 1
@@ -182,15 +182,15 @@ def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping
 
 
 def _lengths(events: Sequence[Event], costs: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Phases and how long they are; a transpose and the evaluation that it is taken of are one block."""
-    found: list[tuple[str, float]] = []
-    for before, event in itertools.pairwise([None, *events]):
+    """Return phases and their lengths; a transpose and the evaluation that it belongs to are one block."""
+    lengths: list[tuple[str, float]] = []
+    for last, event in itertools.pairwise([None, *events]):
         assert event is not None
         length = event.times * costs.get(event.kind, 1.0)
-        if before is not None and before.kind != event.kind and _phase(before) == _phase(event):
-            length += found.pop()[1]
-        found.append((_phase(event), length))
-    return found
+        if last is not None and last.kind != event.kind and _phase(last) == _phase(event):
+            length += lengths.pop()[1]
+        lengths.append((_phase(event), length))
+    return lengths
 
 
 def _groups(events: Sequence[Event]) -> Iterator[tuple[bool, list[Event]]]:
@@ -200,13 +200,13 @@ def _groups(events: Sequence[Event]) -> Iterator[tuple[bool, list[Event]]]:
         return event.in_turn, event.kind == "message" and not event.in_turn, event.phase if event.in_turn else ""
 
     for (in_turn, _, _), group in itertools.groupby(events, key):
-        found = [event for event in group if not (in_turn and event.kind == "message")]
-        if found:
-            yield in_turn, found
+        kept = [event for event in group if not (in_turn and event.kind == "message")]
+        if kept:
+            yield in_turn, kept
 
 
 def _with_messages(described: Schedule) -> list[Event]:
-    """The events; messages of which only the number is known come evenly between the batches."""
+    """Return the events. Messages at unknown times are spread evenly between the batches."""
     known = sum(event.times for event in described.events if event.kind == "message")
     unknown = described.states - known
     if not unknown:
@@ -250,16 +250,16 @@ def _bracket(ax: Axes, start: float, end: float, text: str) -> None:
     ax.text((start + end) / 2, -0.95, text, ha="center", va="bottom", fontsize=NOTE, color=INK)
 
 
-def _serial_lane(ax: Axes, lane: int, alone: float, shown: float) -> None:
+def _serial_lane(ax: Axes, lane: int, whole: float, shown: float) -> None:
     ax.broken_barh([(0, shown)], (lane - _LANE / 2, _LANE), facecolor="#DDDDDD", zorder=1)
-    text = f"{alone:g} evaluations" + (", beyond the picture →" if shown < alone else "")
+    text = f"{whole:g} evaluations" + (", beyond the picture →" if shown < whole else "")
     inside = shown > ax.get_xlim()[1] / 2
     at, side = (0.99, "right") if inside else (1.02, "left")
     ax.text(at * shown, lane, text, ha=side, va="center", fontsize=NOTE, color=INK)
 
 
 def _labels(layers: int, workers: int, solver: Solver) -> dict[int, str]:
-    """Labels of the lanes: of all, or of some."""
+    """Return the labels of the lanes; of some, if there are many."""
     parts = held(solver, layers, workers)
     every = math.ceil(workers / _MOST_LABELS)
     names = {}

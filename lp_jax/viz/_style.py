@@ -1,4 +1,4 @@
-"""One look for all pictures: large type, colours that the colour-blind tell apart, no chart junk."""
+"""One look for all pictures: large type, colours that the colour-blind can distinguish, no chart junk."""
 
 import io
 from typing import Any
@@ -29,7 +29,7 @@ class Picture(Figure):
 
 
 def figure(title: str, *, width: float = 11.0, height: float = 6.0) -> Figure:
-    """An empty figure under a title, left-aligned, that keeps its parts from overlapping."""
+    """Return an empty figure with a left-aligned title, whose parts do not overlap."""
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.06)
     fig = Picture(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
     fig.suptitle(title, x=0.02, ha="left", fontsize=TITLE, fontweight="bold", color=INK)
@@ -37,7 +37,7 @@ def figure(title: str, *, width: float = 11.0, height: float = 6.0) -> Figure:
 
 
 def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
-    """Axis labels and a quiet frame."""
+    """Set axis labels and a quiet frame."""
     ax.set_xlabel(x, fontsize=LABEL, color=INK)
     ax.set_ylabel(y, fontsize=LABEL, color=INK)
     ax.set_title(title, fontsize=LABEL, color=INK, loc="left")
@@ -51,12 +51,12 @@ def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
 
 
 def logarithmic(ax: Axes) -> None:
-    """A logarithmic y-axis, if any line has a value to show on it."""
+    """Make the y-axis logarithmic, if any line has a positive value."""
     heights: list[Any] = [line.get_ydata() for line in ax.lines]
     if any(np.nanmax(y, initial=0) > 0 for y in heights):
         ax.set_yscale("log")
 
 
 def legend(ax: Axes, **place: Any) -> None:
-    """A legend without a box around it."""
+    """Add a legend without a box around it."""
     ax.legend(fontsize=TICK, frameon=True, framealpha=0.9, edgecolor="none", **place)

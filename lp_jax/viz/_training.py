@@ -1,4 +1,4 @@
-"""How training went: curves, residuals and gradient errors."""
+"""Pictures of a training run: curves, residuals and gradient errors."""
 
 import math
 import textwrap
@@ -17,12 +17,12 @@ Rows = Sequence[Mapping[str, object]]
 
 
 def curves(runs: Mapping[str, Rows]) -> Figure:
-    """Training loss and test accuracy against steps, a line for each run: rows of its `lp_jax.train.Log`, by its name.
+    """Draw training loss and test accuracy against steps, a line for each run: rows of its `lp_jax.train.Log`, by its name.
 
-    Where no row has an accuracy, as of values, the test loss takes its place.
+    Without accuracies, as in a regression, the test loss is drawn instead.
 
     Raises:
-        ValueError: for no runs, or one without a step of training.
+        ValueError: if there are no runs, or a run has no step of training.
 
     Example:
         >>> from lp_jax import viz
@@ -60,22 +60,22 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
 
 
 class _Plain(LogFormatter):
-    """Labels the ticks that LogFormatter would, without exponents."""
+    """A LogFormatter without exponents."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def costs(runs: Mapping[str, Rows]) -> Figure:
-    """Training loss against what it took: work, and depth.
+    """Draw training loss against its cost: work and depth.
 
     Args:
-        runs: rows of each run, by its name; those of kind "train" have ``loss``, ``work`` and ``depth`` up to there: evaluations
-            of layers, times the examples that each was for, and those evaluations that follow each other. A run whose depth
-            is not known is left out of the second half.
+        runs: rows of each run, by its name. Rows of kind "train" have ``loss``, and ``work`` and ``depth`` up to there. Work is
+            evaluations of layers times their examples. Depth is evaluations one after another. A run without depth is left out
+            of the second half.
 
     Raises:
-        ValueError: for no runs, or one without a step of training.
+        ValueError: if there are no runs, or a run has no step of training.
 
     Example:
         >>> from lp_jax import viz
@@ -107,18 +107,18 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
 
 
 def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers: tuple[str, str] = ("", "")) -> Figure:
-    """Residual norm per cycle, forward and adjoint, at a few moments of training.
+    """Draw the residual norm per cycle, forward and adjoint, at a few moments of training.
 
     Args:
         rows: rows of a `lp_jax.train.Log`; those of kind "probe" with columns ``forward_residual_1``, ... and
-            ``adjoint_residual_1``, ... are drawn. With ``forward_scale`` and ``adjoint_scale``, norms of states, the title tells
-            growth from rounding.
-        moments: how many of them, evenly chosen, first and last included.
-        iteration: what one is called.
+            ``adjoint_residual_1``, ... are drawn. With ``forward_scale`` and ``adjoint_scale``, norms of states, the title
+            distinguishes growth from rounding.
+        moments: number of moments, evenly chosen, including the first and the last.
+        iteration: name of an iteration.
         solvers: names of the forward and the adjoint solver, for the titles.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if no row has residual norms.
     """
     probes = [row for row in rows if row["kind"] == "probe" and unflat("forward_residual", row)]
     if not probes:
@@ -130,11 +130,11 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers
     for ax, (solve, norms_at), name in zip(axes, histories.items(), solvers, strict=True):
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
             cycles = np.arange(1, len(norms) + 1)
-            measured = norms >= 0
+            known = norms >= 0
             shade = 0.35 + 0.65 * (i + 1) / len(chosen)
             ax.plot(
-                cycles[measured],
-                norms[measured],
+                cycles[known],
+                norms[known],
                 marker=MARKERS[i],
                 markersize=8,
                 linewidth=2.2,
@@ -167,19 +167,19 @@ def gradient_errors(
     iteration: str = "cycle",
     choice: str = "coarse step",
 ) -> Figure:
-    r"""Relative error of the layer-parallel gradient against the work that it takes, a line for each solver.
+    r"""Draw the relative error of the layer-parallel gradient against its work, a line for each solver.
 
     Args:
         errors: for each solver's name, its errors after 1, 2, 3, ... iterations, forward and adjoint alike.
-        work: for each solver's name, the work of a training step with as many iterations, in multiples of that of serial
-            propagation (`lp_jax.planning.training_step` counts it); None: errors are drawn against the number of iterations.
-        run: what a training run used: a label, its forward iterations (its work, if ``work`` is given), its gradient error.
-            Drawn as a star.
-        iteration: what one is called.
-        choice: what the names are of.
+        work: for each solver's name, the work of a training step with as many iterations, in multiples of serial propagation's
+            (`lp_jax.planning.training_step` counts it). None draws errors against the number of iterations.
+        run: a training run, drawn as a star: a label, its forward iterations (its work, if ``work`` is given), its gradient
+            error.
+        iteration: name of an iteration.
+        choice: title of the legend.
 
     Raises:
-        ValueError: for no errors, and for work that does not go with the errors.
+        ValueError: if there are no errors, or ``work`` does not match them.
 
     Example:
         >>> from lp_jax import viz
@@ -251,7 +251,7 @@ def _last(rows: Rows, score: str) -> float | None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over the last steps, of a window that grows with the run."""
+    """Return the running mean over the last steps, in a window that grows with the run."""
     window = max(1, len(values) // 30)
     sums = np.cumsum(np.concatenate([np.zeros(1), values]))
     starts = np.maximum(np.arange(1, len(values) + 1) - window, 0)
@@ -260,7 +260,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
-    """From where most of the curve lies up to 100 %: the first evaluations, near chance, would flatten the rest."""
+    """Set the y-axis to most of the curve, up to 100 %: the first evaluations, near chance, would flatten the rest."""
     values = np.concatenate([columns(rows, "test", "accuracy")[1] for rows in runs.values()])
     low = float(np.nanquantile(values, 0.1)) if values.size else 0.0
     ax.set_ylim(max(0.0, 1 - 1.4 * (1 - low)), 1.0)
@@ -281,15 +281,15 @@ def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
 
 
 def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str) -> str:
-    """By how much each solve has reduced its residual norm. Norms that rounding keeps up are no growth."""
+    """Title with the reduction of each solve's residual norm. Norms at the level of rounding do not count as growth."""
     factors, grown = [], []
     for solve, norms_at in histories.items():
         for row, norms in zip(chosen, norms_at, strict=True):
-            measured = norms[norms > 0]  # neither unmeasured nor exactly solved
-            if len(measured) > 1:
-                factors.append(float(measured[0] / measured[-1]))
+            known = norms[norms > 0]  # neither unmeasured nor exactly solved
+            if len(known) > 1:
+                factors.append(float(known[0] / known[-1]))
                 scale = float(row.get(f"{solve}_scale") or 0.0)  # type: ignore[arg-type]
-                if convergence_warning(solve, measured.tolist(), scale):
+                if convergence_warning(solve, known.tolist(), scale):
                     grown.append(1 / factors[-1])
     if not factors:
         return f"Residual norm in each {iteration}"
@@ -303,11 +303,11 @@ def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]]
     return f"The residual norm falls by a factor of {lowest}" + (f" to {highest}" if highest != lowest else "")
 
 
-_SETTLED = 1.5  # a reduction that is none
+_SETTLED = 1.5  # a smaller reduction does not count as one
 
 
 def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:
-    """The best and the worst after two iterations: later on, rounding may hide the difference."""
+    """Title with the best and the worst after two iterations; later, rounding may hide the difference."""
     count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
     at = {name: values[count - 1] for name, values in errors.items()}
     worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
@@ -316,7 +316,7 @@ def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Two digits, or one and a power of ten where that is shorter."""
+    """Format with two digits, or with one and a power of ten if that is shorter."""
     if not math.isfinite(value) or value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{float(f'{value:.2g}'):g}"
     digit, exponent = f"{value:.0e}".split("e")

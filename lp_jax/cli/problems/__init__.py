@@ -1,1 +1,1 @@
-"""The problems that ``lp-jax train`` knows: one module each, named like the command, with its `PROBLEM`."""
+"""The problems of ``lp-jax train``: one module each, named like the command, with its `PROBLEM`."""

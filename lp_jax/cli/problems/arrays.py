@@ -13,7 +13,7 @@ from lp_jax.data._dataset import scaler
 
 
 def load(training: Training, data: Path) -> Task:
-    """Return the task that is found in a file: classes or values, by the type of y."""
+    """Return the task of a file: classes or values, by the type of y."""
     dataset = datasets.arrays(data, seed=training.seed)
     x, test_x = np.asarray(dataset.train_x), np.asarray(dataset.test_x)
     if x.dtype != np.uint8:  # bytes are pixels

@@ -4,12 +4,12 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from lp_jax import data as datasets
 from lp_jax.cli._models import Transformer
 from lp_jax.cli._problem import Problem
 from lp_jax.cli._task import Predict, Task, Training, steps_per_epoch
+from lp_jax.train._types import Batch
 
 _LENGTHS = (16, 32, 64, 144)  # of sentences
 _SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
@@ -20,7 +20,7 @@ def load(training: Training, data: Path) -> Task:
     """Return the sentences, batched with others of about their length."""
     tagging = datasets.gum(data, max_length=_LENGTHS[-1])
 
-    def batches(epoch: int) -> Iterator[Any]:
+    def batches(epoch: int) -> Iterator[Batch]:
         return datasets.bucketed(tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch)
 
     test = datasets.bucketed(tagging.test, len(tagging.test.x), lengths=_LENGTHS[-1:], seed=0, epoch=0, drop_last=False)
@@ -33,27 +33,27 @@ def load(training: Training, data: Path) -> Task:
         names=tuple(tagging.tags),
         length=_LENGTHS[-1],
         sizes=tuple(tagging.sizes),
-        samples=functools.partial(tagged, tagging, _LENGTHS[-1]),
+        samples=functools.partial(tag_samples, tagging, _LENGTHS[-1]),
     )
 
 
-def tagged(tagging: datasets.Tagging, length: int, predict: Predict) -> str:
-    """Sentences of the test set with the tags that the model gives their words, and the right ones below the wrong."""
+def tag_samples(tagging: datasets.Tagging, length: int, predict: Predict) -> str:
+    """Return sentences of the test set with the model's tags, and the right tags below wrong ones."""
     fit = [i for i, words in enumerate(tagging.test_words) if len(words) in _WORDS] or [0]
     shown = fit[:: -(-len(fit) // _SENTENCES)]
     answers = predict(datasets.padded([tagging.test.x[i] for i in shown], length)).argmax(axis=-1)
     blocks: list[str] = []
     for i, row in zip(shown, answers, strict=True):
-        given = [tagging.tags[number] for number in row[: len(tagging.test_words[i])]]
+        tags = [tagging.tags[number] for number in row[: len(tagging.test_words[i])]]
         right = [tagging.tags[number] if number >= 0 else "?" for number in tagging.test.y[i]]
-        blocks += interlinear(tagging.test_words[i], given, right)
+        blocks += interlinear(tagging.test_words[i], tags, right)
     return "Test sentences, their tags as given, and the right ones below wrong ones:\n\n" + "\n\n".join(blocks)
 
 
-def interlinear(words: Sequence[str], given: Sequence[str], right: Sequence[str]) -> Iterator[str]:
-    """Words above tags, in blocks of lines that are not too long."""
+def interlinear(words: Sequence[str], tags: Sequence[str], right: Sequence[str]) -> Iterator[str]:
+    """Yield words above tags, in blocks of short lines."""
     columns = [
-        (word, tag, "" if tag == wanted else wanted) for word, tag, wanted in zip(words, given, right, strict=True)
+        (word, tag, "" if tag == wanted else wanted) for word, tag, wanted in zip(words, tags, right, strict=True)
     ]
     widths = [max(map(len, column)) + 2 for column in columns]
     starts = [0, *itertools.accumulate(widths)]

@@ -15,7 +15,7 @@ _PROMPT, _WRITTEN, _TEMPERATURE = 32, 200, 0.7
 
 
 def load(training: Training, data: Path) -> Task:
-    """Return windows of the text; every position's label is the character after it."""
+    """Return windows of the text; the label of a position is the next character."""
     dataset = datasets.characters(data)
     return dataclasses.replace(
         task_of(dataset, training),
@@ -28,7 +28,7 @@ def load(training: Training, data: Path) -> Task:
 
 
 def written(dataset: datasets.Dataset, seed: int, predict: Predict) -> str:
-    """The beginning of the text held out, and how the model goes on, character by character."""
+    """Return the beginning of the held-out text and the model's continuation, character by character."""
     (length,) = dataset.shape
     random = np.random.default_rng(seed)
     prompt = dataset.test_x[0][: min(_PROMPT, length)]

@@ -1,4 +1,4 @@
-"""Data sets of single problems, in formats that few need: shapes, spectra, photographs."""
+"""Data sets of single problems, in rare formats: shapes, spectra, photographs."""
 
 from lp_jax.data.contrib._indian_pines import indian_pines as indian_pines
 from lp_jax.data.contrib._modelnet import Mesh as Mesh

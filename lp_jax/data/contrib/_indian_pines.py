@@ -1,4 +1,4 @@
-"""Indian Pines: what grows in a field, by the spectrum of one pixel of an image from the air."""
+"""Indian Pines: crops in fields, from the spectrum of a pixel of an aerial image."""
 
 import os
 from pathlib import Path
@@ -6,28 +6,27 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, needed, reading, scaler, stratified, wrong
+from lp_jax.data._dataset import Dataset, reading, require, scaler, stratified, wrong
 
 _NAMES = """Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats
 Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-Drives Stone-Steel-Towers"""
 
 
 def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, seed: int = 0) -> Dataset:
-    """Indian Pines, a hyperspectral image, from a folder of ``Indian_pines_corrected.mat`` and ``Indian_pines_gt.mat``.
+    """Load the hyperspectral image Indian Pines from a folder of ``Indian_pines_corrected.mat`` and ``Indian_pines_gt.mat``.
 
-    A sample is the spectrum of a pixel whose ground truth is known, that is, not 0: 10,249 of them. Each band is taken to
-    mean 0 and deviation 1 over the training pixels. They are split at random by ``seed``; ``test_fraction`` of every class,
-    in (0, 1), is held out.
+    A sample is the spectrum of a pixel whose ground truth is known (not 0). There are 10,249. Each band is scaled to mean 0
+    and deviation 1 over the training pixels. Pixels are split at random by ``seed``; ``test_fraction`` of every class, in
+    (0, 1), is held out.
 
     Returns:
         A `Dataset` of inputs ``(bands,)`` float32, 200 bands, in 16 classes.
 
     Raises:
-        ModuleNotFoundError: without scipy.
-        DataError: for a file that is missing or damaged, without its variable, and for variables of shapes or values that
-            do not fit.
-        ValueError: for a fraction outside (0, 1), or one that leaves a class without samples on either side.
-        TypeError: for a seed that is no integer.
+        ModuleNotFoundError: if scipy is not installed.
+        DataError: if a file is missing, damaged or without its variable, or shapes or values of the variables do not match.
+        ValueError: if the fraction is outside (0, 1), or leaves a class without training or held-out samples.
+        TypeError: if the seed is not an integer.
 
     Example:
         >>> from lp_jax.data import contrib
@@ -57,7 +56,7 @@ def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, see
 
 
 def _variable(path: Path, name: str, *, axes: int) -> np.ndarray:
-    loadmat = needed("scipy.io").loadmat
+    loadmat = require("scipy.io").loadmat
     with reading(path, f"a MATLAB file before version 7.3 with a variable {name}"), path.open("rb") as file:
         array = np.asarray(loadmat(file)[name])
     if array.ndim != axes or array.size == 0 or array.dtype.kind not in "uif":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
+from lp_jax.data._dataset import Dataset, lines, reading, require, select_classes, wrong
 
 
 class Mesh(NamedTuple):
@@ -24,12 +24,12 @@ class Mesh(NamedTuple):
 def read_off(path: str | os.PathLike[str]) -> Mesh:
     r"""Read a mesh from an OFF file, plain or gzipped (``.gz``), with the package ``trimesh``.
 
-    Polygons become triangles. What follows the corners of a polygon, its colour, is skipped. The counts may stand on the
-    first line, even right behind "OFF", as in some files of ModelNet.
+    Polygons become triangles. The colour of a polygon, which follows its corners, is skipped. The counts may stand on the first
+    line, even right behind "OFF", as in some files of ModelNet.
 
     Raises:
-        ModuleNotFoundError: without trimesh.
-        DataError: for a file that is missing, damaged, not an OFF file, or shorter or longer than its counts say.
+        ModuleNotFoundError: if trimesh is not installed.
+        DataError: if the file is missing, damaged, not an OFF file, or shorter or longer than its counts say.
 
     Example:
         >>> import pathlib, tempfile
@@ -45,16 +45,16 @@ def read_off(path: str | os.PathLike[str]) -> Mesh:
         "OFF - a 3D object file format", 1989.
     """
     path, wanted = Path(path), "an OFF file"
-    trimesh = needed("trimesh")
+    trimesh = require("trimesh")
     entries = [entry for line in lines(path, wanted) if (entry := line.partition("#")[0].strip())]
     header = re.match(r"OFF\s*(\d+) +(\d+)( +\d+)?\n", "\n".join([*entries, ""]))
     if not header:
         raise wrong(path, f"starts with {' '.join(entries)[:20]!r}", "OFF and the numbers of vertices, faces and edges")
     vertices, faces = int(header[1]), int(header[2])
-    found = len(entries) - header[0].count("\n")
-    if found != vertices + faces:
-        # trimesh reads as much as there is
-        raise wrong(path, f"{found} lines after the counts", f"{vertices} vertices and {faces} faces")
+    number = len(entries) - header[0].count("\n")
+    if number != vertices + faces:
+        # trimesh does not check this
+        raise wrong(path, f"{number} lines after the counts", f"{vertices} vertices and {faces} faces")
     with reading(path, wanted):
         mesh = trimesh.load_mesh(io.StringIO("\n".join(entries)), file_type="off", process=False)
     if len(mesh.faces) < faces:
@@ -68,17 +68,17 @@ _READY = "voxels_{}.npz"
 def modelnet(
     folder: str | os.PathLike[str], classes: Sequence[str] | None = None, size: int = 32, *, margin: int = 0
 ) -> Dataset:
-    """ModelNet10, ModelNet40 or the like: the surfaces of shapes on a grid of ``size``³ voxels.
+    """Load ModelNet10, ModelNet40 or the like: the surfaces of shapes on a grid of ``size``³ voxels.
 
-    The folder holds either meshes, ``CLASS/train/*.off`` and ``CLASS/test/*.off``, which are turned into voxels by
-    `voxelize`; or, where the file ``voxels_train.npz`` is there, ready voxels: in it and in ``voxels_test.npz`` the arrays
-    ``voxels``, uint8 ``(samples, size, size, size / 8)`` with eight voxels packed into each byte of the last axis as by
-    ``numpy.packbits``, ``labels`` ``(samples,)`` and ``classes``, the names.
+    The folder holds meshes, ``CLASS/train/*.off`` and ``CLASS/test/*.off``, which `voxelize` turns into voxels; or ready
+    voxels in ``voxels_train.npz`` and ``voxels_test.npz``. These have the arrays ``voxels``, uint8
+    ``(samples, size, size, size / 8)`` with eight voxels packed into each byte of the last axis as by ``numpy.packbits``,
+    ``labels`` ``(samples,)`` and ``classes``, the names.
 
     Args:
-        folder: where the files are.
-        classes: names of the classes to take, numbered in this order; by default all, of meshes in alphabetical order.
-        size: voxels along each side; that of ready voxels must be the same.
+        folder: folder of the files.
+        classes: names of the classes to take, numbered in this order; by default all, for meshes in alphabetical order.
+        size: voxels along each side; ready voxels must have the same size.
         margin: voxels that stay empty at each wall, for meshes.
 
     Returns:
@@ -86,9 +86,9 @@ def modelnet(
         sample of size 32.
 
     Raises:
-        DataError: for files that are missing or malformed, and for classes that are not there or have no shapes.
-        ValueError: for no classes or one given twice, and for a size or margin that is senseless.
-        TypeError: for a size or margin that is no integer.
+        DataError: if files are missing or malformed, or a class is missing or has no shapes.
+        ValueError: if there are no classes or one is given twice, or a size or margin is out of range.
+        TypeError: if a size or margin is not an integer.
 
     Example:
         >>> from lp_jax.data import contrib
@@ -110,7 +110,7 @@ def modelnet(
         load = functools.partial(_meshes, size=size, margin=margin)
         if not known:
             raise wrong(folder, "has no file voxels_train.npz and no folder */train of meshes", "one of the two")
-    names = chosen(classes, known, folder)
+    names = select_classes(classes, known, folder)
     (train_x, train_y), (test_x, test_y) = (load(folder, split, names) for split in ("train", "test"))
     return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=(size, size, size, 1), names=names)
 
@@ -151,23 +151,23 @@ def _arrays(folder: Path, split: str, size: int) -> tuple[np.ndarray, np.ndarray
         wanted = f"uint8 of shape (labels, {size}, {size}, {size / 8:g}), the last axis packed"
         raise wrong(path, f"voxels: {voxels.dtype} of shape {voxels.shape}", wanted)
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or classes.dtype.kind != "U" or classes.ndim != 1:
-        found = f"{labels.dtype} labels of {labels.ndim} axes and {classes.dtype} classes of {classes.ndim}"
-        raise wrong(path, found, "a list of integers and a list of names")
+        got = f"{labels.dtype} labels of {labels.ndim} axes and {classes.dtype} classes of {classes.ndim}"
+        raise wrong(path, got, "a list of integers and a list of names")
     if labels.min() < 0 or labels.max() >= len(classes):
         raise wrong(path, f"labels {labels.min()} to {labels.max()}", f"0 to {len(classes) - 1}, numbers of classes")
     return voxels, labels, classes
 
 
-_CANDIDATES = 1 << 18  # voxels looked at together: some 20 MB of projections
+_CANDIDATES = 1 << 18  # voxels tested at once: some 20 MB of projections
 
 
 def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin: int = 0) -> np.ndarray:
     """Return the voxels that the surface of a mesh goes through.
 
-    The mesh is centred in a cube, its longest side from wall to wall. Whether a triangle meets a voxel is decided
-    exactly, not by sampling: by projections on the ten axes that can separate the two, the triangle's normal and the
-    products of its edges with the edges of a cube; the three axes of the cube itself bound the voxels looked at. A triangle
-    that lies between two layers of voxels belongs to the upper one.
+    The mesh is centred in a cube, its longest side from wall to wall. Intersections of triangles and voxels are exact, not
+    sampled: both are projected on the ten axes that can separate them, the triangle's normal and the products of its edges
+    with the edges of a cube. The three axes of the cube bound the voxels that are tested. A triangle between two layers of
+    voxels belongs to the upper one.
 
     Args:
         vertices: coordinates, ``(vertices, 3)``.
@@ -179,9 +179,9 @@ def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin:
         Booleans ``(size, size, size)`` along the coordinates' axes.
 
     Raises:
-        ValueError: for arrays of other shapes, corners that are not there, coordinates that are not finite, no triangles,
-            a mesh that is a single point, and a margin that leaves nothing.
-        TypeError: for a size or margin that is no integer, and for corners that are no integers.
+        ValueError: if arrays have other shapes, corners do not exist, coordinates are not finite, there are no triangles, the
+            mesh is a single point, or the margin leaves no voxels.
+        TypeError: if a size, margin or corner is not an integer.
 
     Example:
         >>> import numpy as np
@@ -204,7 +204,7 @@ def voxelize(vertices: np.ndarray, faces: np.ndarray, size: int = 32, *, margin:
     low, high = corners.min(axis=(0, 1)), corners.max(axis=(0, 1))
     extent = (high - low).max()
     corners = (corners - (low + high) / 2) * ((size - 2 * margin) / extent) + size / 2
-    # rounding must not push what lies on a wall outside, nor a plane between two layers to the lower one
+    # rounding must not push points on a wall outside, nor a plane between two layers to the lower one
     corners = np.round(corners, 9)
     edges = np.roll(corners, -1, axis=1) - corners
     axes = np.cross(edges[:, :, None, :], np.eye(3)).reshape(-1, 9, 3)

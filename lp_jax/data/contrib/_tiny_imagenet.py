@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, chosen, lines, needed, reading, wrong
+from lp_jax.data._dataset import Dataset, lines, reading, require, select_classes, wrong
 
 _SIDE = 64
 _ANNOTATIONS = "val/val_annotations.txt"
@@ -17,27 +17,26 @@ _ANNOTATIONS = "val/val_annotations.txt"
 def tiny_imagenet(
     folder: str | os.PathLike[str], classes: Sequence[str] | None = None, *, per_class: int | None = None
 ) -> Dataset:
-    """Tiny ImageNet: 200 classes of photographs of 64 x 64 pixels, 500 of each to train with, 50 held out.
+    """Load Tiny ImageNet: 200 classes of photographs of 64 x 64 pixels, 500 of each for training, 50 held out.
 
     The folder, usually ``tiny-imagenet-200``, has ``train/WNID/images/*.JPEG``, ``val/images/*.JPEG`` and
-    ``val/val_annotations.txt``, a line of which begins with a file's name and its class, a tab between them. The
-    validation images are the ones held out; those of ``test`` have no public labels. Images in grey get three channels.
+    ``val/val_annotations.txt``, whose lines begin with a file's name and its class, separated by a tab. The validation images
+    are held out, as those of ``test`` have no public labels. Images in grey get three channels.
 
     Args:
-        folder: where all that is.
+        folder: folder of the files.
         classes: names (WordNet ids, like "n01443537") of the classes to take, numbered in this order; by default all, in
             alphabetical order.
-        per_class: how many images of each class to train with, the first ones; by default all.
+        per_class: number of training images of each class, the first ones; by default all.
 
     Returns:
-        A `Dataset` of inputs ``(64, 64, 3)``, uint8: 1.4 GB for all of them. Turn each batch into numbers in [0, 1], best on
-        the device: ``x.astype(jnp.float32) / 255``.
+        A `Dataset` of inputs ``(64, 64, 3)``, uint8: 1.4 GB for all images. Scale each batch to [0, 1], best on the device:
+        ``x.astype(jnp.float32) / 255``.
 
     Raises:
-        ModuleNotFoundError: without Pillow.
-        DataError: for files that are missing or malformed, images of another size, and classes that are not there or have
-            no images.
-        ValueError: for no classes or one given twice, and for fewer than one image per class.
+        ModuleNotFoundError: if Pillow is not installed.
+        DataError: if files are missing or malformed, images have another size, or a class is missing or has no images.
+        ValueError: if there are no classes or one is given twice, or ``per_class`` is below 1.
 
     Example:
         >>> from lp_jax.data import contrib
@@ -48,13 +47,13 @@ def tiny_imagenet(
     Reference:
         Le, Yang, "Tiny ImageNet visual recognition challenge", Stanford CS 231N, 2015.
     """
-    folder, opened = Path(folder), needed("PIL.Image").open
+    folder, opened = Path(folder), require("PIL.Image").open
     if per_class is not None:
         _check.integer("per_class", per_class, least=1)
     known = sorted(path.parent.name for path in folder.glob("train/*/images") if path.is_dir())
     if not known:
         raise wrong(folder, "has no folders train/*/images", "one for each class")
-    names = chosen(classes, known, folder)
+    names = select_classes(classes, known, folder)
     train = [(path, name) for name in names for path in _of_class(folder / "train" / name / "images")[:per_class]]
     test = [(path, name) for path, name in _held_out(folder, known) if name in names]
     if absent := set(names) - {name for _, name in test}:
@@ -65,10 +64,10 @@ def tiny_imagenet(
 
 
 def _of_class(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.JPEG"))
-    if not found:
+    paths = sorted(folder.glob("*.JPEG"))
+    if not paths:
         raise wrong(folder, "has no files *.JPEG", "at least one")
-    return found
+    return paths
 
 
 def _held_out(folder: Path, known: list[str]) -> Iterator[tuple[Path, str]]:

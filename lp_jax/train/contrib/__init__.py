@@ -1,6 +1,6 @@
-"""Training methods that are tried, and that do not win in our measurements; tested like everything else.
+"""Training methods that work but did not win in our measurements; tested like everything else.
 
-MG/Opt, the published rule for inexact solves, and gradients that are sent in fewer bytes.
+MG/Opt, the published rule for inexact solves, and gradients in fewer bytes.
 """
 
 from lp_jax.train.contrib._codecs import average_compressed as average_compressed

@@ -1,7 +1,7 @@
 """Gradients that are sent in fewer bytes: half precision, eight bits, the largest entries."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from jax import lax
 from lp_jax._arrays._types import PyTree
 
 Send = Callable[[jax.Array, str], tuple[jax.Array, jax.Array]]
-"""Maps an array and the name of the axis to the mean of what the copies sent, and to what this copy sent."""
+"""Maps an array and the name of the axis to the mean of the sent arrays, and the array that this copy sent."""
 
 
 class Unsent(NamedTuple):
-    """What this copy has not sent yet: the structure of the parameters."""
+    """The part of the gradient that this copy has not sent yet, with the structure of the parameters."""
 
     unsent: PyTree
 
@@ -23,8 +23,8 @@ class Unsent(NamedTuple):
 def average_compressed(axis: str, send: Send) -> optax.GradientTransformation:
     """Average gradients over an axis of a mesh, in fewer bytes: the first link of an optimizer's chain.
 
-    A copy adds what it leaves out to its next gradient ("error feedback"), so that nothing is lost, only late. The state then
-    differs from copy to copy. `lp_jax.train.average_gradients` sends gradients as they are.
+    A copy adds the part that it did not send to its next gradient ("error feedback"), so nothing is lost. The state differs from
+    copy to copy. `lp_jax.train.average_gradients` sends gradients as they are.
 
     Source: Seide et al., 1-bit stochastic gradient descent (2014); Karimireddy et al., arXiv 1901.09847.
 
@@ -49,7 +49,7 @@ def average_compressed(axis: str, send: Send) -> optax.GradientTransformation:
     def init(params: PyTree) -> Unsent:
         return Unsent(jax.tree.map(jnp.zeros_like, params))
 
-    def update(gradient: PyTree, state: Unsent, params: Any = None) -> tuple[PyTree, Unsent]:
+    def update(gradient: PyTree, state: Unsent, params: PyTree = None) -> tuple[PyTree, Unsent]:
         due = jax.tree.map(jnp.add, gradient, state.unsent)
         pairs = jax.tree.map(lambda x: send(x, axis), due)
         mean, sent = jax.tree.transpose(jax.tree.structure(due), jax.tree.structure((0, 0)), pairs)
@@ -59,7 +59,7 @@ def average_compressed(axis: str, send: Send) -> optax.GradientTransformation:
 
 
 def bfloat16(x: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Send an array in bfloat16, half the bytes of float32. Every copy gets those of all copies, and adds them up in full."""
+    """Send an array in bfloat16, half the bytes of float32. Every copy gets all arrays and adds them in full precision."""
     sent = x.astype(jnp.bfloat16)
     words = lax.all_gather(
         lax.bitcast_convert_type(sent, jnp.uint16), axis
@@ -71,7 +71,7 @@ def bfloat16(x: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
 def eight_bits(x: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
     """Send integers of eight bits, and a scale for each entry of the leading axis: a layer, where layers are stacked.
 
-    Every copy gets those of all copies, and adds them up in full.
+    Every copy gets all arrays and adds them in full precision.
     """
     rows = x.reshape(len(x) if x.ndim > 1 else 1, -1)
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / 127

@@ -1,10 +1,9 @@
-"""The published rule for inexact solves: watch how fast twice the iterations converge."""
+"""The published rule for inexact solves: watch the convergence of twice the iterations."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,14 @@ from lp_jax.train._types import Batch, LossFn
 
 @dataclasses.dataclass(frozen=True)
 class Doubling:
-    """The published rule: watch how twice the iterations converge, and go serial for good once they do not.
+    """The published rule: watch the convergence of twice the iterations, and go serial for good once it fails.
 
-    Every ``probe_every`` batches a forward solve takes twice the iterations, and three at least, as the first cycle of MGRIT
-    has no residual. Its convergence factor is its last residual norm over the one before. Above 1, serial propagation takes
-    over for the rest of the run. The rule is here for comparison: it looks at residuals and never at the gradient, and it has
-    no way back. `lp_jax.train.Controller` holds a bound on the gradient's error.
+    Every ``probe_every`` batches a forward solve takes twice the iterations, and at least three, as the first cycle of MGRIT
+    has no residual. Its convergence factor is the ratio of its last two residual norms. If it is above 1, the rest of the run
+    is serial. The rule is here for comparison: it uses residuals and not the gradient, and never returns from serial
+    propagation. `lp_jax.train.Controller` bounds the gradient's error.
 
-    Training keeps the iterations that its solvers have. So a run compiles three programs at most: the step, the step by serial
+    Training keeps the iterations of its solvers. So a run compiles three programs at most: the step, the step by serial
     propagation, and the probe.
 
     Args:
@@ -89,23 +88,23 @@ class Doubling:
 
     def probe(
         self, control: jax.Array, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
-    ) -> tuple[jax.Array, Mapping[str, Any]]:
+    ) -> tuple[jax.Array, Mapping[str, object]]:
         """Take twice the iterations, and decide.
 
         Returns:
-            The decision, and a row for the log: the convergence ``factor``, whether to go ``serial``, and what the probe took in
-            ``gradients``: a forward solve as two thirds of one. Once serial, nothing is measured.
+            The decision, and a row for the log: the convergence ``factor``, whether to go ``serial``, and the cost of the probe
+            in ``gradients``. A forward solve counts as two thirds of a gradient. Once serial, nothing is measured.
         """
         if control:
             return jnp.asarray(True), {"serial": True, "gradients": 0}
         norms = _norms(self.loss_fn, params, batch, with_effort(solver, max(2 * solver.iterations, 3)), adjoint_solver)
-        *_, before, last = [math.inf, *(x for x in norms.tolist() if x >= 0)]
-        factor = last / before if before > 0 else 0.0
+        *_, previous, last = [math.inf, *(x for x in norms.tolist() if x >= 0)]
+        factor = last / previous if previous > 0 else 0.0
         serial = not factor <= self.limit
         return jnp.asarray(serial), {"factor": factor, "serial": serial, "gradients": _FORWARD}
 
 
-# Of a gradient: as many iterations as forward and adjoint solve of a step, without the products of weights.
+# Part of a gradient: as many iterations as the forward and adjoint solve of a step, without the products of weights.
 _FORWARD = 2 / 3
 
 

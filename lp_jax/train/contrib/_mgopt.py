@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from lp_jax.nn._refine import staying
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk
 from lp_jax.train._ranks import Ranks, takes_global_sums, total
-from lp_jax.train._step import finished, init_state, replicate_rest
+from lp_jax.train._step import finish_step, init_state, replicate_rest
 from lp_jax.train._supervised import classification
 from lp_jax.train._types import Batch, Info, LossFn, Metrics, StepFn, TrainState
 
@@ -33,13 +33,13 @@ class LevelState(NamedTuple):
 
     Attributes:
         optimizer: the optimizer's state.
-        correction: the state of what turns the coarse level's step into one of this level; None on the coarsest.
-        coarser: the same of the next coarser level; None on the coarsest.
+        correction: state of the ``correction`` of `mgopt`; None on the coarsest.
+        coarser: `LevelState` of the next coarser level; None on the coarsest.
     """
 
     optimizer: PyTree
     correction: PyTree
-    coarser: Any
+    coarser: PyTree
 
 
 class Point(NamedTuple):
@@ -79,39 +79,39 @@ def mgopt(
 ) -> tuple[StepFn, TrainState]:
     r"""Train a deep network with the help of shallower ones: multigrid, with the parameters as unknowns.
 
-    A step is one cycle on one batch. On each level it takes ``pre`` steps of the optimizer, hands its problem to a network with
-    fewer layers, adds what that network learnt, and takes ``post`` steps. The coarse problem is to minimise
+    A step is one cycle on one batch. Each level takes ``pre`` steps of the optimizer, gives its problem to a network with fewer
+    layers, adds the change of that network's parameters, and takes ``post`` steps. The coarse problem is to minimise
 
     .. math:: f_H(\theta_H) - v \cdot \theta_H, \qquad v = \nabla f_H(R \theta) - P^T \nabla f(\theta),
 
     so that its gradient at the start is that of the fine level, restricted. P refines layers, R takes means of them.
-    What the coarse level moved, :math:`e = P(\theta_H - R\theta)`, goes through ``correction`` and ``line_search``.
+    The change on the coarse level, :math:`e = P(\theta_H - R\theta)`, goes through ``correction`` and ``line_search``.
 
     Args:
-        model: the network, at its first parameters; it is left as it is.
+        model: the network, with its initial parameters; it is not changed.
         optimizer: any optax transformation; each level has a state of its own, which it keeps from cycle to cycle.
-        levels: number of networks, the fine one included.
+        levels: number of networks, including the fine one.
         factor: number of layers that one layer of the next coarser network replaces.
         pre: number of steps before a level's coarse correction.
         post: number of steps after it.
         coarsest: number of steps on the coarsest level. A schedule of learning rates counts the steps of its own level.
         cycle: "V", or "W", which visits each coarser level twice.
-        correction: what turns the coarse step into one of its finer level; its negative is handed over as a gradient. So
-            ``optax.sgd(1.0)`` takes it as it is, ``optax.sgd(0.5)`` half of it, ``optax.adam(1e-3)`` feeds it to Adam.
-        line_search: how far to go along the corrected step. If no length is good enough, the parameters stay as they were
-            before the correction. None is all the way.
+        correction: transformation of the coarse step, which gets the negative step as a gradient. So ``optax.sgd(1.0)`` takes
+            the step as it is, ``optax.sgd(0.5)`` takes half of it, ``optax.adam(1e-3)`` feeds it to Adam.
+        line_search: chooses the length of the corrected step. If no length is good enough, the parameters stay as they were
+            before the correction. None takes the whole step.
         how: "constant" or "linear", as for `lp_jax.nn.refine`.
         loss: ``loss(model) -> (loss_fn, params)``, for the network of each level.
         ranks: as for `lp_jax.train.make_train_step`. MPI ranks hold their layers on every level, so ``how`` is "constant".
 
     Returns:
-        ``(step_fn, state)``, for `lp_jax.train.fit`. All levels use the solvers that the step is given. ``Metrics.gradients``
-        counts the whole cycle in gradients of the fine network: one of a coarse level by its layers, a trial of a line search
-        as a third.
+        ``(step_fn, state)``, for `lp_jax.train.fit`. All levels use the solvers of the step. ``Metrics.gradients`` counts the
+        whole cycle in gradients of the fine network. A gradient of a coarse level counts in proportion to its layers, a trial of
+        a line search as a third of a gradient.
 
     Raises:
-        ValueError: if a number is out of range, the layers cannot be divided so often, or layers would have to
-            move between MPI ranks.
+        ValueError: if a number is out of range, the layers cannot be divided that often, or layers would have to move between
+            MPI ranks.
         TypeError: if the network has no `lp_jax.nn.LayerParallel` with layers of its own.
 
     Example:
@@ -148,7 +148,7 @@ def mgopt(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[TrainState, Metrics]:
         levels = _Levels(
-            tuple(functools.partial(_called, loss_fn, batch, adjoint_solver) for loss_fn in losses),
+            tuple(functools.partial(_batch_loss, loss_fn, batch, adjoint_solver) for loss_fn in losses),
             solver,
             optimizer,
             correction,
@@ -164,7 +164,9 @@ def mgopt(
         )
         at, info = levels.at(0, optax.tree.zeros_like(state.params), state.params)
         params, memory, spent = levels.visit(0, optax.tree.zeros_like(state.params), state.params, state.opt_state, at)
-        after, metrics = finished(state._replace(params=params, opt_state=memory), at.value, at.gradient, info, ranks)
+        after, metrics = finish_step(
+            state._replace(params=params, opt_state=memory), at.value, at.gradient, info, ranks
+        )
         if line_search is not None:
             metrics = metrics._replace(trials=jnp.asarray(spent.trials), stuck=jnp.asarray(spent.stuck))
         return after, metrics._replace(gradients=jnp.float32(1) + spent.gradients)
@@ -178,7 +180,7 @@ def mgopt(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Levels:
-    """The networks on a batch, from fine to coarse; ``v`` is what a level's objective is corrected with."""
+    """The networks on a batch, from fine to coarse; ``v`` is the correction of a level's objective."""
 
     losses: Sequence[Callable[[PyTree, Solver], tuple[jax.Array, Info]]]
     solver: Solver
@@ -211,9 +213,9 @@ class _Levels:
     def steps(
         self, level: int, v: PyTree, number: int, params: PyTree, opt_state: PyTree, at: Point
     ) -> tuple[PyTree, PyTree, Point]:
-        """Take so many steps of the optimizer, and evaluate the objective after each."""
+        """Take ``number`` steps of the optimizer, and evaluate the objective after each."""
 
-        def body(_: Any, carry: tuple[PyTree, PyTree, Point]) -> tuple[PyTree, PyTree, Point]:
+        def body(_: jax.Array, carry: tuple[PyTree, PyTree, Point]) -> tuple[PyTree, PyTree, Point]:
             params, opt_state, at = carry
             params, opt_state = self.updated(params, opt_state, at.gradient)
             return params, opt_state, self.at(level, v, params)[0]
@@ -223,7 +225,7 @@ class _Levels:
     def visit(
         self, level: int, v: PyTree, params: PyTree, memory: LevelState, at: Point
     ) -> tuple[PyTree, LevelState, Spent]:
-        """Improve the parameters of a level, where its objective is known to be ``at``."""
+        """Improve the parameters of a level, given its objective ``at`` them."""
         if level == len(self.losses) - 1:
             params, opt_state, at = self.steps(level, v, self.coarsest - 1, params, memory.optimizer, at)
             params, opt_state = self.updated(params, opt_state, at.gradient)
@@ -242,7 +244,7 @@ class _Levels:
     def corrected(
         self, level: int, v: PyTree, params: PyTree, memory: LevelState, at: Point
     ) -> tuple[PyTree, LevelState, Spent]:
-        """Add what the coarser levels learn."""
+        """Add the correction by the coarser levels."""
         below, coarser = level + 1, memory.coarser
         start = self.restricted(below, params)
         (gradient,) = jax.linear_transpose(functools.partial(self.prolonged, level), start)(at.gradient)
@@ -262,14 +264,14 @@ class _Levels:
             return optax.apply_updates(params, direction), memory, _NOTHING._replace(gradients=gradients)
         solver = self.line_search.solver or self.solver
         slope = jnp.minimum(self.dot(at.gradient, direction), 0)  # uphill, a plain decrease will do
-        found = self.line_search.along(
+        search = self.line_search.along(
             direction, params, at.value, slope, None, lambda params: (self.value(level, v, params, solver), None)
         )
-        gradients += found.trials * _TRIAL * self.costs[level]
-        return found.params, memory, Spent(gradients, found.trials, found.stuck)
+        gradients += search.trials * _TRIAL * self.costs[level]
+        return search.params, memory, Spent(gradients, search.trials, search.stuck)
 
 
-def _called(
+def _batch_loss(
     loss_fn: LossFn, batch: Batch, adjoint_solver: Solver | None, params: PyTree, solver: Solver
 ) -> tuple[jax.Array, Info]:
     return loss_fn(params, batch, solver, adjoint_solver)
@@ -284,7 +286,7 @@ def _networks(model: nn.Classifier, levels: int, factor: int, how: str) -> Seque
     on_trunk(model.trunk, lambda block: staying(block, block.num_layers, how))
     networks = [model]
     for _ in range(levels - 1):
-        coarse: Any = nnx.clone(networks[-1])
+        coarse = nnx.clone(networks[-1])
         coarse.trunk = on_trunk(coarse.trunk, functools.partial(nn.coarsen, factor=factor))
         networks.append(coarse)
     return networks
