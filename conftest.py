@@ -105,7 +105,7 @@ def few_programs() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays; looking for garbage need not go through it."""
+    """Keep imported objects out of later searches for garbage: they stay until the end."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What docs/internals.md says of the code: its drawing of the calls, made from a traceback, and its tour.
+"""Statements of docs/internals.md on the code: its drawing of the calls, made from a traceback, and its tour.
 
 ``python tests/test_internals.py`` prints the drawing.
 """

@@ -36,6 +36,7 @@ SOLVERS = {
     "falls back": lp_jax.Picard(sweeps=2, rtol=1e-12, fallback=True),
     "cycles fall back": lp_jax.MGRIT(iterations=1, rtol=1e-12, start="guess", fallback=True, coarse_step=INJECT),
     "windows": lp_jax.Picard(sweeps=3, windows=3),
+    "secant": lp_jax.Picard(sweeps=4, secant=True),
     "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
     "Newton, shared": lp_jax.Newton(jacobian="shared", iterations=3, batch_axes=0),
     "serial": lp_jax.Serial(),

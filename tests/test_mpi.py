@@ -28,7 +28,7 @@ JOBS = {
     "1 rank": (1, "small=some", "outputs", "restarts", "examples"),
     "2 ranks, solvers": (
         2,
-        "solvers=identity,Picard,Newton,tolerance,serial,windows,falls back,cycles fall back",
+        "solvers=identity,Picard,Newton,tolerance,serial,windows,secant,falls back,cycles fall back",
         "depths",
     ),
     "2 ranks, the rest": (2, "small=all", "disagree", "wires", "grid=2", "modules", "examples"),

@@ -18,6 +18,7 @@ SOLVERS = {
     "sweeps": lp_jax.Picard(sweeps=3),
     "sweeps in chunks": lp_jax.Picard(sweeps=3, at_once=3),
     "windows": lp_jax.Picard(sweeps=3, windows=2),
+    "secant": lp_jax.Picard(sweeps=4, secant=True),
     "falls back": lp_jax.Picard(sweeps=1, rtol=1e-12, fallback=True),
     "cycles": lp_jax.MGRIT(),
     "cycles, layer by layer": lp_jax.MGRIT(at_once=1),

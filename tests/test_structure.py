@@ -217,7 +217,7 @@ def test_nobody_asks_which_solver_it_has():
 
 
 def test_a_solver_is_asked_for_what_a_method_needs():
-    """What planners, pictures and texts ask for is registered from outside."""
+    """Planners, pictures and texts ask functions that are registered from outside."""
     trees = [sources()[f"lp_jax._solvers.{module}"] for module in ("_solver", "_coarse_step")]
     classes = [
         n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("Solver", "CoarseStep")

@@ -203,7 +203,7 @@ class Workers(abc.ABC):
             return first[0] * power, jax.tree.map(lambda x, y: power.astype(x.dtype) * x + y, first[1], total)
 
         _, total = self.exclusive_scan((power, total), reverse=reverse, compose=compose)
-        return select(here, y0, total)
+        return self._first_or(y0, total, reverse=reverse)
 
     def _before(self, increments: Stacked, y0: State, *, reverse: bool) -> State:
         """``y0`` plus the increments of all workers before this one."""
