@@ -155,20 +155,20 @@ def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
         *["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
     )
     args = ["--solver", "Picard", "--layers", "8"]
-    kept = _options.overridden(stored, vars(_options.first_look(args, "lp-jax train digits")))
+    kept = _options.overridden(stored, _options.first_look(args, "lp-jax train digits"))
     given, _ = options(*args, stored=kept)
     assert _options.solvers(given, _models.Dense()) == (lp_jax.Picard(), lp_jax.Picard())
-    assert (given["layers"], given["devices"]) == (8, 2)
+    assert (given.layers, given.devices) == (8, 2)
     given, _ = options("--solver.iterations", "3", stored=stored)
-    assert given["solver"] == lp_jax.MGRIT(storage="all", iterations=3) and given["adjoint_iterations"] == 1
+    assert given.solver == lp_jax.MGRIT(storage="all", iterations=3) and given.adjoint_iterations == 1
 
 
 def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("layers: 8\nepochs: 3\nsolver:\n  class_path: MGRIT\n  init_args: {levels: 3}\n")
     given, _ = options("--config", str(file), "--epochs", "4", "--solver.iterations", "1")
-    assert (given["layers"], given["epochs"]) == (8, 4)
-    assert given["solver"] == lp_jax.MGRIT(levels=3, iterations=1)
+    assert (given.layers, given.epochs) == (8, 4)
+    assert given.solver == lp_jax.MGRIT(levels=3, iterations=1)
 
 
 @pytest.mark.parametrize("solver", [lp_jax.MGRIT(levels=4), lp_jax.Picard(rtol=1e-3), lp_jax.MGRIT(relaxation="FCF")])
@@ -468,17 +468,17 @@ def test_the_exact_baseline_is_on_one_device(cli, tmp_path):
 
 @pytest.mark.parametrize("times, slower", [((4.0, 2.0), True), ((2.0, 2.05), False), ((2.05, 2.0), False)])
 def test_a_slower_step_is_said_with_what_to_do(times, slower):
+    made = _experiment.experiment(*_settings.prepare("digits", {"layers": 8, "width": 4}))
+
     def run(name, step_time):
         log = train.Log()
         for step, loss in ((1, 2.0), (2, 1.0)):
             log.write(kind="train", step=step, epoch=0, loss=loss, step_time=step_time)
             log.write(kind="test", step=step, accuracy=0.5, loss=loss)
         state = train.TrainState(step=2, params=None, opt_state=None)
-        return _experiment.Run(name, state, log, (lp_jax.Serial(), lp_jax.Serial()), 8, 1, 10)
+        return _experiment.Run(name, made, state, log, examples=10)
 
-    said = list(
-        _report.remarks([run(*pair) for pair in zip(("layer-parallel", "serial"), times, strict=True)], "digits")
-    )
+    said = list(_report.remarks([run(*pair) for pair in zip(("layer-parallel", "serial"), times, strict=True)]))
     assert len(said) == slower and all(
         "took 2.0 times as long" in text and "lp-jax plan digits" in text for text in said
     )

@@ -11,36 +11,40 @@ pytest.importorskip("jsonargparse")
 
 from lp_jax import train
 from lp_jax.cli import _demo
+from lp_jax.cli._experiment import Run
 
 
-def log(times, accuracies, deeper=()):
-    """A log of one step an epoch; a row of kind "depth" before the steps named."""
-    found = train.Log()
+def a_run(name, times, accuracies, deeper=(), errors=()):
+    """A run of one step an epoch; a row of kind "depth" before the steps named."""
+    log = train.Log()
     for step, (seconds, accuracy) in enumerate(zip(times, accuracies, strict=True)):
         if step == 0 or step in deeper:
-            found.write(kind="depth", step=step, layers=64)
-        found.write(kind="train", step=step + 1, step_time=seconds)
-        found.write(kind="test", step=step + 1, accuracy=accuracy)
-    return found
+            log.write(kind="depth", step=step, layers=64)
+        log.write(kind="train", step=step + 1, step_time=seconds)
+        log.write(kind="test", step=step + 1, accuracy=accuracy)
+    _demo.without_compilation(log)
+    for error in errors:
+        log.write(kind="probe", step=0, gradient_error=error)
+    return Run(name, None, None, log, examples=8)
 
 
 def test_the_first_step_of_each_depth_counts_like_the_next_and_the_rest_is_compilation():
-    run = _demo._run(log([5.0, 1.0, 1.0, 7.0, 2.0], [0.1, 0.5, 0.9, 0.8, 0.9], deeper={3}), (0.0, 0.0), None)
-    assert run.compilation == pytest.approx(4.0 + 5.0)
-    assert run.seconds() == pytest.approx(1 + 1 + 1 + 2 + 2)
-    assert run.seconds(0.9) == pytest.approx(3.0)  # where it is reached first
-    assert run.accuracies == [0.1, 0.5, 0.9, 0.8, 0.9]
+    run = a_run("nested", [5.0, 1.0, 1.0, 7.0, 2.0], [0.1, 0.5, 0.9, 0.8, 0.9], deeper={3})
+    assert _demo.numbers_of([run])["nested"]["compilation"] == pytest.approx(4.0 + 5.0)
+    assert _demo.seconds(run) == pytest.approx(1 + 1 + 1 + 2 + 2)
+    assert _demo.seconds(run, 0.9) == pytest.approx(3.0)  # where it is reached first
 
 
 def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_run():
-    runs = {
-        "exact": _demo._run(log([9.0, 2.0, 2.0, 2.0], [0.2, 0.6, 0.9, 0.95]), (0.0, 0.0), None),
-        "fast": _demo._run(log([9.0, 1.0, 1.0, 1.0], [0.2, 0.9, 0.8, 0.9]), (1e-3, 0.1), None),
-    }
+    runs = [
+        a_run("exact", [9.0, 2.0, 2.0, 2.0], [0.2, 0.6, 0.9, 0.95]),
+        a_run("fast", [9.0, 1.0, 1.0, 1.0], [0.2, 0.9, 0.8, 0.9], errors=(1e-3, 0.1)),
+    ]
     assert _demo.target_of(runs) == 0.9
     numbers = _demo.numbers_of(runs)
     assert (numbers["exact"]["seconds"], numbers["fast"]["seconds"]) == (6.0, 2.0)
     assert numbers["fast"]["of_exact"] == pytest.approx(1 / 3) and numbers["fast"]["all_of_exact"] == 0.5
+    assert (numbers["exact"]["accuracy"], numbers["fast"]["accuracy"]) == (0.95, 0.9)
     cells = [list(column.cells) for column in _demo.table(runs).columns]
     assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[4] == ["none", "1e-03, 1e-01"]
 

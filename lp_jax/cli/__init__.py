@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lp_jax.cli._commands import run
-from lp_jax.cli._errors import Terminated, describe, stop, terminate
+from lp_jax.cli._errors import describe, stop, terminate
 from lp_jax.cli._heap import keep_heap
 
 
@@ -20,7 +20,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     keep_heap()
     try:
         run(args)
-    except (Exception, KeyboardInterrupt, Terminated) as error:
+    except (Exception, KeyboardInterrupt) as error:
         message, code = describe(error, args)
         print(message, file=sys.stderr)
     finally:

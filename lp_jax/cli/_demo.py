@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,17 +18,15 @@ import lp_jax
 from lp_jax import MGRIT, MeshComm, Picard, Rediscretize, Serial, nn, planning, train, viz
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
-from lp_jax.cli._experiment import Experiment, built, depth_by_depth, experiment
+from lp_jax.cli._experiment import SERIAL, Experiment, Run, experiment
 from lp_jax.cli._launch import set_cpu_devices
 from lp_jax.cli._menu import MenuParser, positive_int
+from lp_jax.cli._methods import depth_by_depth
 from lp_jax.cli._models import Pair
-from lp_jax.cli._problem import Settings
 from lp_jax.cli._reason import why
-from lp_jax.cli._report import make_writable, quick_compilation, save, write_json
+from lp_jax.cli._report import make_writable, plain_console, quick_compilation, save, write_json
 from lp_jax.cli._settings import prepare
-from lp_jax.cli._task import Task
-from lp_jax.cli._workers import Copies, Devices, OneDevice, Place, mesh_comm
-from lp_jax.train._log import Row, measured
+from lp_jax.cli._workers import ONE_DEVICE, Place, copies, devices, mesh_comm
 from lp_jax.train._types import Batch
 
 ABOUT = """\
@@ -52,65 +49,27 @@ and a small batch.
 _MOST_WORKERS = 8
 
 
-class Way(NamedTuple):
-    """A way to train the network: successive numbers of layers, the solvers, and the place."""
-
-    depths: Sequence[int]
-    solvers: Pair
-    place: Place
-
-
 def sweeps(number: tuple[int, int]) -> tuple[Picard, Picard]:
     """Return solvers by sweeps over all layers, forward and adjoint."""
     forward, adjoint = number
     return Picard(sweeps=forward), Picard(sweeps=adjoint)
 
 
-class Run(NamedTuple):
-    """A finished training.
+def ways(layers: int, comm: MeshComm | None) -> dict[str, tuple[Sequence[int], Pair, Place]]:
+    """Return the ways to train this many layers, by name: successive numbers of layers, the solvers, and the place.
 
-    Attributes:
-        rows: rows of its log, without the time of compilation.
-        compilation: seconds of compilation.
-        errors: relative error of the gradient at the first parameters, and at the last ones.
-        params: the trained parameters, on one device.
+    ``comm`` is None on one device.
     """
-
-    rows: list[Row]
-    compilation: float
-    errors: tuple[float, float]
-    params: PyTree
-
-    @property
-    def accuracies(self) -> list[float]:
-        """Accuracy of the test set, evaluated exactly, at the end of each epoch."""
-        return [row["accuracy"] for row in self.rows if row["kind"] == "test"]
-
-    def seconds(self, accuracy: float | None = None) -> float:
-        """Return the seconds of training until the test set first reached this accuracy; None means the whole training."""
-        clock = 0.0
-        for row in self.rows:
-            clock += row["step_time"] if row["kind"] == "train" else 0.0
-            if row["kind"] == "test" and accuracy is not None and row["accuracy"] >= accuracy:
-                break
-        return clock
-
-
-EXACT: Pair = (Serial(), Serial())
-
-
-def ways(layers: int, comm: MeshComm | None) -> dict[str, Way]:
-    """Return the ways to train this many layers, by name; ``comm`` is None on one device."""
-    single, depths = OneDevice(), (layers // 4, layers // 2, layers)
-    spread = single if comm is None else Devices(comm)
-    exact = {"exact": Way((layers,), EXACT, single)}
+    single, depths = ONE_DEVICE, (layers // 4, layers // 2, layers)
+    spread = single if comm is None else devices(comm)
+    exact: dict[str, tuple[Sequence[int], Pair, Place]] = {"exact": ((layers,), SERIAL, single)}
     if comm is not None:
-        exact["data parallel"] = Way((layers,), EXACT, Copies(comm))
+        exact["data parallel"] = (layers,), SERIAL, copies(comm)
     return exact | {
-        "layer-parallel": Way((layers,), sweeps(SWEEPS), spread),
-        "layer-parallel, rough": Way((layers,), sweeps(ROUGH), spread),
-        "nested": Way(depths, EXACT, single),
-        "nested, layer-parallel": Way(depths, sweeps(SWEEPS), spread),
+        "layer-parallel": ((layers,), sweeps(SWEEPS), spread),
+        "layer-parallel, rough": ((layers,), sweeps(ROUGH), spread),
+        "nested": (depths, SERIAL, single),
+        "nested, layer-parallel": (depths, sweeps(SWEEPS), spread),
     }
 
 
@@ -119,25 +78,30 @@ def optimizer_of(made: Experiment) -> optax.GradientTransformation:
     return optax.adam(optax.cosine_decay_schedule(training.learning_rate, made.task.steps_per_epoch * training.epochs))
 
 
-def trained(name: str, way: Way, settings: Settings, task: Task, console: Console) -> Run:
-    """Train, and test after each epoch by serial propagation on one device."""
-    made = experiment(settings, task, way.place, way.solvers)
+def trained(name: str, depths: Sequence[int], made: Experiment, console: Console) -> Run:
+    """Train, and test after each epoch by serial propagation on one device.
+
+    The first step of each depth compiles. In the log it gets the time of the second one; a row of kind "compilation" has the
+    rest. Rows of kind "probe" have the gradient's error at the first and at the last parameters, unless it is exact.
+    """
+    settings, task = made.settings, made.task
 
     def test(model: nn.Classifier) -> list[train.Every]:
-        exact, _ = task.loss(built(settings, task, OneDevice(), EXACT, trunk_of(model).num_layers))
+        exact, _ = task.loss(experiment(settings, task, solvers=SERIAL, layers=trunk_of(model).num_layers).model)
 
         def measure(state: train.TrainState, batch: Batch) -> dict[str, object]:
             return train.evaluate(exact, _on_one_device(state.params), task.test_batches)._asdict()
 
         return [train.Every("test", task.steps_per_epoch, measure)]
 
-    model, state, log = depth_by_depth(
-        made, way.depths, way.solvers, optimizer_of(made), measures=test, meter=train.Bar(name, console)
-    )
-    errors = (0.0, 0.0)
-    if way.solvers != EXACT:
-        errors = _error(made), _error(made.of(model))
-    return _run(log, errors, _on_one_device(state.params))
+    model, state, log = depth_by_depth(made, depths, optimizer_of(made), measures=test, meter=train.Bar(name, console))
+    without_compilation(log)
+    if not made.exact:
+        for step, there in ((0, made), (int(state.step), made.of(model))):
+            error = there.gradient_error(there.params, next(made.batches(0)), *made.solvers)
+            log.write(kind="probe", step=step, gradient_error=error)
+    state = state._replace(params=_on_one_device(state.params))
+    return Run(name, made, state, log, settings.training.batch_size)
 
 
 def trunk_of(model: nn.Classifier) -> nn.LayerParallel:
@@ -156,46 +120,50 @@ def _on_one_device(params: PyTree) -> PyTree:
     return jax.device_put(params, jax.devices()[0])
 
 
-def _error(made: Experiment) -> float:
-    """Return the relative error of the gradient of the first batch."""
-    return float(train.gradient_error(made.loss_fn, made.params, next(made.batches(0)), *made.solvers).relative)
-
-
-def _run(log: train.Log, errors: tuple[float, float], params: PyTree) -> Run:
-    """Return a run from its log. The first step of each depth compiles, so it gets the time of the second."""
-    rows, compilation = [dict(row) for row in log.rows], 0.0
-    steps = [row for row in rows if row["kind"] == "train"]
-    for begun in (row["step"] for row in rows if row["kind"] == "depth"):
+def without_compilation(log: train.Log) -> None:
+    """Give the first step of each depth the time of the second, and write the difference as a row."""
+    steps = log.of("train")
+    for begun in (row["step"] for row in log.of("depth")):
         first, second = steps[begun], steps[begun + 1]
-        compilation += first["step_time"] - second["step_time"]
+        log.write(kind="compilation", step=first["step"], seconds=first["step_time"] - second["step_time"])
         first["step_time"] = second["step_time"]
-    return Run(rows, compilation, errors, params)
 
 
-def target_of(runs: Mapping[str, Run]) -> float:
-    """Return the accuracy that all runs reach at the end."""
-    return min(run.accuracies[-1] for run in runs.values())
+def seconds(run: Run, accuracy: float = math.inf) -> float:
+    """Return the seconds of training until the test set first reached this accuracy, or of the whole training."""
+    clock = 0.0
+    for row in run.log.rows:
+        clock += row["step_time"] if row["kind"] == "train" else 0.0
+        if row["kind"] == "test" and row["accuracy"] >= accuracy:
+            break
+    return clock
 
 
-def numbers_of(runs: Mapping[str, Run]) -> dict[str, dict[str, float]]:
-    target = target_of(runs)
-    exact = next(iter(runs.values()))
-    return {
-        name: {
-            "seconds": run.seconds(target),
-            "of_exact": run.seconds(target) / exact.seconds(target),
-            "all_seconds": run.seconds(),
-            "all_of_exact": run.seconds() / exact.seconds(),
-            "accuracy": run.accuracies[-1],
-            "first_error": run.errors[0],
-            "last_error": run.errors[1],
-            "compilation": run.compilation,
+def target_of(runs: Sequence[Run]) -> float:
+    """Return the accuracy of the test set that all runs reach at the end."""
+    return min(run.log.of("test")[-1]["accuracy"] for run in runs)
+
+
+def numbers_of(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Return the numbers of each run by name; the first run is the exact one."""
+    target, exact = target_of(runs), runs[0]
+    numbers = {}
+    for run in runs:
+        first_error, last_error = [row["gradient_error"] for row in run.log.of("probe")] or (0.0, 0.0)
+        numbers[run.name] = {
+            "seconds": seconds(run, target),
+            "of_exact": seconds(run, target) / seconds(exact, target),
+            "all_seconds": seconds(run),
+            "all_of_exact": seconds(run) / seconds(exact),
+            "accuracy": run.log.of("test")[-1]["accuracy"],
+            "first_error": first_error,
+            "last_error": last_error,
+            "compilation": sum(row["seconds"] for row in run.log.of("compilation")),
         }
-        for name, run in runs.items()
-    }
+    return numbers
 
 
-def table(runs: Mapping[str, Run]) -> Table:
+def table(runs: Sequence[Run]) -> Table:
     result = Table(box=box.SIMPLE_HEAD)
     result.add_column("training", no_wrap=True)
     for name in (f"to {target_of(runs):.1%}", "all epochs", "accuracy", "gradient error"):
@@ -211,15 +179,16 @@ def table(runs: Mapping[str, Run]) -> Table:
     return result
 
 
-def reason(made: Experiment, comm: MeshComm | None, runs: Mapping[str, Run]) -> str:
+def reason(made: Experiment, comm: MeshComm | None, runs: Sequence[Run]) -> str:
     """Return an explanation of the time of the layer-parallel row."""
+    times = {run.name: seconds(run) for run in runs}
     return why(
         layers_problem(made),
         sweeps(SWEEPS),
         comm,
         optimizer=optimizer_of(made),
         params=made.params,
-        measured=runs["layer-parallel"].seconds() / runs["exact"].seconds(),
+        measured=times["layer-parallel"] / times["exact"],
     )
 
 
@@ -228,26 +197,31 @@ def predictions(made: Experiment, params: PyTree) -> Iterator[str]:
     gpu = planning.estimate(layers_problem(made), device="H200")
     gpu = dataclasses.replace(gpu, latency=1e-5, bandwidth=2e11)
     plan = train.plan(made.model, params, next(made.batches(0)), machine=gpu, error=1e-2, seconds=2.0)
-    for devices in plan.scaling((1, 8)):
-        layers, copies = devices.split
-        how = "" if devices.devices == 1 else f" ({layers} along the layers x {copies} along the examples)"
-        if devices.both is not None:
+    for there in plan.scaling((1, 8)):
+        along, across = there.split
+        how = "" if there.devices == 1 else f" ({along} along the layers x {across} along the examples)"
+        if there.both is not None:
             yield (
-                f"{devices.devices} H200{how}: {1e3 * devices.both:.2g} ms a step, {plan.alone / devices.both:.2g} times as "
+                f"{there.devices} H200{how}: {1e3 * there.both:.2g} ms a step, {plan.alone / there.both:.2g} times as "
                 f"fast as layer after layer on one"
             )
 
 
-def pictures(made: Experiment, workers: int, runs: Mapping[str, Run]) -> dict[str, Figure]:
+def pictures(made: Experiment, workers: int, runs: Sequence[Run]) -> dict[str, Figure]:
     """Return the five pictures, by file name."""
-    rows = {name: run.rows for name, run in runs.items()}
-    params = next(iter(runs.values())).params
-    layers = made.settings.layers
+    params, layers = runs[0].state.params, made.settings.layers
     solver, adjoint_solver = sweeps(SWEEPS)
     with quick_compilation():
-        errors = gradient_errors(made, params)
         steps = made.task.steps_per_epoch * made.settings.training.epochs
-        history = [residual_row(made, step, at) for step, at in ((0, made.params), (steps, params))]
+        batch = next(made.batches(0))
+        errors = {
+            name: [made.gradient_error(params, batch, planning.with_effort(s, n)) for n in _EFFORTS]
+            for name, s in _SHOWN.items()
+        }
+        history = [
+            {"kind": "probe", "step": step, **made.residuals(at, batch, _SIX, _SIX)}
+            for step, at in ((0, made.params), (steps, params))
+        ]
     exact = planning.training_step(Serial(), Serial(), layers).work()
     work = {
         name: [
@@ -257,7 +231,7 @@ def pictures(made: Experiment, workers: int, runs: Mapping[str, Run]) -> dict[st
         for name, s in _SHOWN.items()
     }
     return {
-        "race.png": viz.race(rows, target=target_of(runs)),
+        "race.png": viz.race({run.name: run.log.rows for run in runs}, target=target_of(runs)),
         "residuals.png": viz.residuals(history, iteration="sweep", solvers=(planning.code(_SIX),) * 2),
         "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="iteration", choice="solver"),
         "sweeps.png": viz.hierarchy(solver, layers, t1=made.settings.t1, adjoint_solver=adjoint_solver),
@@ -276,34 +250,8 @@ _SHOWN: Mapping[str, Solver] = {
 
 _EFFORTS = (1, 2, 3, 4)
 
-
-def gradient_errors(made: Experiment, params: PyTree) -> dict[str, list[float]]:
-    """Return errors of the trained network's gradient after 1, 2, ... sweeps or cycles."""
-    batch = next(made.batches(0))
-    return {
-        name: [
-            float(train.gradient_error(made.loss_fn, params, batch, planning.with_effort(s, n)).relative)
-            for n in _EFFORTS
-        ]
-        for name, s in _SHOWN.items()
-    }
-
-
 _SIX = Picard(sweeps=6)
 """Solver of the picture of residual norms: six sweeps (the table has three) show how fast norms fall."""
-
-
-def residual_row(made: Experiment, step: int, params: PyTree) -> Row:
-    """Return the residual norms of six sweeps at some parameters."""
-    solves = train.residuals(made.model, params, next(made.batches(0)), _SIX, _SIX)
-    return {
-        "kind": "probe",
-        "step": step,
-        **measured("forward_residual", solves.forward.residual_norms.tolist()),
-        "forward_scale": float(solves.forward_scale),
-        **measured("adjoint_residual", solves.adjoint.residual_norms.tolist()),
-        "adjoint_scale": float(solves.adjoint_scale),
-    }
 
 
 def run(args: Sequence[str]) -> None:
@@ -326,7 +274,7 @@ def run(args: Sequence[str]) -> None:
     make_writable(options.out)
     set_cpu_devices(len(os.sched_getaffinity(0)))
     workers = 2 ** int(np.log2(min(jax.device_count(), _MOST_WORKERS)))
-    console, out = Console(stderr=True), Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
+    console, out = Console(stderr=True), plain_console(width=max(100, Console().width))
     settings, task = prepare(
         "digits", {**SIZES, "layers": options.layers, "epochs": options.epochs, "seed": options.seed}
     )
@@ -337,7 +285,10 @@ def run(args: Sequence[str]) -> None:
     )
     there = f"{workers} devices ({jax.devices()[0].device_kind}): each holds {settings.layers // workers} layers."
     out.print(there if workers > 1 else f"One device ({jax.devices()[0].device_kind}): all layers at once.")
-    runs = {name: trained(name, way, settings, task, console) for name, way in ways(settings.layers, comm).items()}
+    runs = [
+        trained(name, depths, experiment(settings, task, place, pair), console)
+        for name, (depths, pair, place) in ways(settings.layers, comm).items()
+    ]
     out.print(table(runs))
     out.print(EXPLAINED.format(*SWEEPS, *ROUGH))
     made = experiment(settings, task)
@@ -345,7 +296,7 @@ def run(args: Sequence[str]) -> None:
         text = reason(made, comm, runs)
     out.print(f"{text}\n")
     with console.status("predicting times on other machines"):
-        lines = list(predictions(made, next(iter(runs.values())).params))
+        lines = list(predictions(made, runs[0].state.params))
     out.print("\n".join(["Predicted for the same network on other machines:", *lines, ""]))
     names: list[str] = []
     with console.status("pictures: other solvers are compiled and their gradients measured"):

@@ -13,31 +13,22 @@ from typing import NoReturn
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class UserError(Exception):
-    """Base of errors with a message that is complete for a user."""
-
-    code: int
-
-
-class CommandError(UserError):
-    """A command that cannot do its work; the message says what to do."""
+class CommandError(Exception):
+    """A command that cannot do its work. The message is complete and says what to do."""
 
     code = 1
 
 
-class UsageError(UserError):
+class UsageError(CommandError):
     """Options that are wrong or contradict each other; the help of ``command`` describes them."""
 
     code = 2
     command: str | None = None
 
 
-class Terminated(BaseException):
-    """SIGTERM outside of a training loop (a training loop would finish its step first)."""
-
-
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+    """End the command on SIGTERM like Ctrl-C, outside of a training loop (which would finish its step first)."""
+    raise KeyboardInterrupt(signal.SIGTERM.name)
 
 
 def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -49,15 +40,14 @@ def stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
     """Return the line for an error, and the exit code: 1 (failed), 2 (wrong use), 128 + signal."""
-    if isinstance(error, KeyboardInterrupt | Terminated):
-        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
-        message = f"{number.name}: stopped"
-        return _line(message), 128 + number
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.Signals[str(error) or signal.SIGINT.name]
+        return _line(f"{number.name}: stopped"), 128 + number
     if isinstance(error, UsageError):
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
         command = error.command or " ".join(["lp-jax", *words][:3])
-        return _line(f"{error} (see {command} --help)"), UsageError.code
-    if isinstance(error, UserError):
+        return _line(f"{error} (see {command} --help)"), error.code
+    if isinstance(error, CommandError):
         return _line(str(error)), error.code
     if isinstance(error, ModuleNotFoundError):
         known = "lp_jax[" in str(error)  # the message says what to install

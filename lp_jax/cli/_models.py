@@ -3,8 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -12,7 +11,6 @@ from flax import nnx
 from lp_jax import MGRIT, Picard, Serial, nn
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax._comms._comm import Comm
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._task import Task
 from lp_jax.planning import RECOMMENDED
@@ -26,30 +24,6 @@ Pair = tuple[Solver, Solver]
 CYCLES = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(sweeps=3))
 
 _MOST_INPUTS = 65_536  # of a dense closing layer; larger states are averaged over space
-
-
-class Site(NamedTuple):
-    """Everything that a network is built for: its task, the solvers of its layers, and their devices."""
-
-    task: Task
-    layers: int
-    t1: float
-    solvers: Pair
-    comm: Comm | None
-    rngs: nnx.Rngs
-
-    def trunk(self, make: Callable[[nnx.Rngs], nnx.Module], blocks: int = 1) -> nn.LayerParallel:
-        """Return the layers, or those of one of several blocks."""
-        solver, adjoint_solver = self.solvers
-        return nn.LayerParallel(
-            make,
-            self.layers // blocks,
-            t1=self.t1,
-            solver=solver,
-            adjoint_solver=adjoint_solver,
-            comm=self.comm,
-            rngs=self.rngs,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +51,11 @@ class Model(abc.ABC):
 
     layer_name: ClassVar[str] = "layers"
 
+    @property
+    def dropout(self) -> float:
+        """Dropout rate."""
+        return 0.0
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -90,8 +69,16 @@ class Model(abc.ABC):
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @abc.abstractmethod
-    def build(self, site: Site) -> nn.Classifier:
-        """Return the network at its initial parameters."""
+    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+        """Return the network for a task at its initial parameters.
+
+        Args:
+            task: its data.
+            layers: number of layers.
+            t1: time at which the last layer ends.
+            rngs: keys of the parameters.
+            **solve: ``solver``, ``adjoint_solver`` and ``comm`` of the layers.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,11 +87,11 @@ class Dense(Model):
 
     residual: ClassVar[bool] = True
 
-    def build(self, site: Site) -> nn.Classifier:
+    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
         return nn.Classifier(
-            nn.DenseOpening(site.task.shape, self.width, rngs=site.rngs),
-            site.trunk(lambda rngs: nn.DenseResidual(self.width, rngs=rngs)),
-            nn.DenseClosing((self.width,), site.task.outputs, rngs=site.rngs),
+            nn.DenseOpening(task.shape, self.width, rngs=rngs),
+            nn.LayerParallel(lambda rngs: nn.DenseResidual(self.width, rngs=rngs), layers, t1=t1, rngs=rngs, **solve),
+            nn.DenseClosing((self.width,), task.outputs, rngs=rngs),
         )
 
 
@@ -119,14 +106,16 @@ class Conv(Model):
     stride: int = 1
     residual: ClassVar[bool] = True
 
-    def build(self, site: Site) -> nn.Classifier:
-        width, (*space, inputs) = self.width, site.task.shape
+    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+        width, (*space, inputs) = self.width, task.shape
         kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
         closing = nn.DenseClosing if math.prod(state) <= _MOST_INPUTS else nn.PoolClosing
         return nn.Classifier(
-            nn.ConvTransition(inputs, width, kernel=kernel, factor=self.stride, rngs=site.rngs),
-            site.trunk(lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs)),
-            closing(state, site.task.outputs, rngs=site.rngs),
+            nn.ConvTransition(inputs, width, kernel=kernel, factor=self.stride, rngs=rngs),
+            nn.LayerParallel(
+                lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs), layers, t1=t1, rngs=rngs, **solve
+            ),
+            closing(state, task.outputs, rngs=rngs),
         )
 
 
@@ -137,23 +126,23 @@ class Pooled(Model):
     residual: ClassVar[bool] = True
     blocks: ClassVar[int] = 4
 
-    def build(self, site: Site) -> nn.Classifier:
-        width, (*space, inputs) = self.width, site.task.shape
+    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+        width, (*space, inputs) = self.width, task.shape
         kernel = (3,) * len(space)
         parts: list[nnx.Module] = []
         for number in range(self.blocks):
             channels = width * 2**number
             if number > 0:
-                parts.append(nn.ConvTransition(channels // 2, channels, kernel=kernel, norm="batch", rngs=site.rngs))
+                parts.append(nn.ConvTransition(channels // 2, channels, kernel=kernel, norm="batch", rngs=rngs))
 
             def make(rngs: nnx.Rngs, channels: int = channels) -> nnx.Module:
                 return nn.ConvResidual(channels, kernel=kernel, norm="batch", rngs=rngs)
 
-            parts.append(site.trunk(make, self.blocks))
+            parts.append(nn.LayerParallel(make, layers // self.blocks, t1=t1, rngs=rngs, **solve))
         return nn.Classifier(
-            nn.ConvOpening(inputs, width, kernel=kernel, rngs=site.rngs),
+            nn.ConvOpening(inputs, width, kernel=kernel, rngs=rngs),
             nn.Network(*parts),
-            nn.PoolClosing((*space, channels), site.task.outputs, rngs=site.rngs),
+            nn.PoolClosing((*space, channels), task.outputs, rngs=rngs),
         )
 
 
@@ -176,8 +165,8 @@ class Transformer(Model):
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1; got {self.dropout}.")
 
-    def build(self, site: Site) -> nn.Classifier:
-        task, rngs, depth = site.task, site.rngs, site.layers + 2 * self.buffers
+    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+        depth = layers + 2 * self.buffers
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
             return nn.EncoderLayer(
@@ -188,7 +177,7 @@ class Transformer(Model):
             return nn.LayerParallel(make, self.buffers, t1=self.buffers, solver=Serial(), rngs=rngs)
 
         sizes = task.sizes[0] if task.causal else task.sizes
-        middle = site.trunk(make)
+        middle = nn.LayerParallel(make, layers, t1=t1, rngs=rngs, **solve)
         return nn.Classifier(
             nn.TokenOpening(sizes, self.width, max_length=task.length, rngs=rngs),
             nn.Network(buffer(), middle, buffer()) if self.buffers else middle,
@@ -209,18 +198,9 @@ class GRU(Model):
     solvers: ClassVar[Pair] = (CYCLES, CYCLES)
     layer_name: ClassVar[str] = "steps"
 
-    def build(self, site: Site) -> nn.Classifier:
-        gru = nn.GRU(
-            site.task.shape[-1],
-            self.width,
-            units=self.units,
-            dt=site.t1 / site.layers,
-            solver=site.solvers[0],
-            adjoint_solver=site.solvers[1],
-            comm=site.comm,
-            rngs=site.rngs,
-        )
-        return nn.Classifier(_unchanged, gru, LastUnit(self.width, site.task.outputs, rngs=site.rngs))
+    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+        gru = nn.GRU(task.shape[-1], self.width, units=self.units, dt=t1 / layers, rngs=rngs, **solve)
+        return nn.Classifier(_unchanged, gru, LastUnit(self.width, task.outputs, rngs=rngs))
 
 
 class LastUnit(nnx.Module):

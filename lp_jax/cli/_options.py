@@ -15,7 +15,6 @@ from jsonargparse.typing import PositiveInt, register_type
 import lp_jax
 from lp_jax._arrays._check import nearest
 from lp_jax._solvers._solver import Solver
-from lp_jax.cli._call import METHODS
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._menu import Examples, MenuParser, description, in_words, positive_float, positive_int, unknown_option
 from lp_jax.cli._models import Model, Pair
@@ -28,6 +27,8 @@ register_type(jax.Array, float, float)  # a tolerance may be traced; here it is 
 
 ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
 """A line search with two sweeps leaves states from which one sweep is enough for a gradient."""
+
+METHODS = ("direct", "one-shot", "nested", "mgopt")
 
 Groups = Callable[[ArgumentParser], object]
 """Adds the options of one command to a parser."""
@@ -208,44 +209,44 @@ def parser_of(
 
 def parse(
     parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, object] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options by name, twice: with solvers as objects, and as JSON values to store."""
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the options twice: with solvers as objects, and by name as JSON values to store."""
     config = [] if stored is None else ["--config", json.dumps(dict(stored))]
     if wrong := unknown_option(args, parser._option_string_actions):
         raise UsageError(wrong)
     try:
         read = parser.parse_args([*config, *args])
-        options = {name: value for name, value in vars(parser.instantiate(read)).items() if name != "config"}
+        options = parser.instantiate(read)
     except argparse.ArgumentError as error:
         raise UsageError(_reason(in_words(error))) from None
     except (TypeError, ValueError) as error:
         raise UsageError(_reason(str(error))) from None
     try:
-        model_and_training(problem, options)
+        model_and_training(problem, vars(options))
     except (TypeError, ValueError) as error:
         raise UsageError(f"--{error}") from None
     for name, text in problem.sources.items():
-        if options[name] is None:
+        if getattr(options, name) is None:
             raise UsageError(f"Missing option --{name}: {text[0].lower()}{text[1:]}")
     kept = json.loads(parser.dump(read, format="json", skip_unset=False))
     if "data" in kept:
-        kept["data"] = str(options["data"].resolve())  # resuming may happen elsewhere
+        kept["data"] = str(options.data.resolve())  # resuming may happen elsewhere
     return options, kept
 
 
-def solvers(options: Mapping[str, Any], model: Model) -> Pair:
+def solvers(options: argparse.Namespace, model: Model) -> Pair:
     """Return the forward and the adjoint solver of the options."""
-    solver, adjoint_solver, iterations = (options[n] for n in ("solver", "adjoint_solver", "adjoint_iterations"))
+    solver, adjoint_solver, iterations = options.solver, options.adjoint_solver, options.adjoint_iterations
     if solver == "auto":
         if adjoint_solver is not None or iterations is not None:
             raise UsageError("--solver auto chooses the adjoint solver, too; leave out --adjoint_... options.")
         return model.solvers
     forward, adjoint = model.solvers if solver is None else (solver, solver.for_adjoint())
-    if solver is None and options["method"] == "one-shot":
+    if solver is None and options.method == "one-shot":
         forward, adjoint = ONE_SHOT
     adjoint = adjoint_solver or adjoint
     adjoint = adjoint if iterations is None else with_effort(adjoint, iterations)
-    return _coarsened(forward, options["spatial"]), _coarsened(adjoint, options["spatial"])
+    return _coarsened(forward, options.spatial), _coarsened(adjoint, options.spatial)
 
 
 def _coarsened(solver: Any, dims: int | None) -> Solver:
@@ -295,13 +296,13 @@ def _cause(text: str) -> str:
     return f"--{key[1]}: {cause}" if key else cause
 
 
-def overridden(stored: Mapping[str, Any], look: Mapping[str, object]) -> dict[str, Any]:
+def overridden(stored: Mapping[str, Any], look: argparse.Namespace) -> dict[str, Any]:
     """Return stored options without those that the command line replaces as a whole."""
     void: set[str] = set()
-    if look["solver"] is not None:  # another class does not inherit fields
+    if look.solver is not None:  # another class does not inherit fields
         void |= {"solver", "adjoint_solver", "adjoint_iterations", "spatial"}
-    if look["adjoint_solver"] is not None:
+    if look.adjoint_solver is not None:
         void |= {"adjoint_solver", "adjoint_iterations"}
-    if any(look[name] for name in ("devices", "mesh", "mpi", "distributed")):
+    if look.devices or look.mesh or look.mpi or look.distributed:
         void |= {"devices", "mesh"}
     return {name: value for name, value in stored.items() if name not in void}

@@ -45,16 +45,15 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
         f"lp-jax plan {name}", shown, kind, _add_network, examples, frozenset({"epochs", "learning_rate"})
     )
     options, _ = parse(parser, problem, args)
-    machine = None if options["machine"] is None else _machine(options["machine"])
-    settings, task = prepare(name, options)
-    workers, error, seconds = (options[option] for option in ("workers", "error", "seconds"))
-    if not 1 <= workers <= settings.layers:
-        raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {workers}.")
-    console = Console(stderr=True)
-    plan = make_plan(settings, task, console, machine=machine, workers=workers, error=error, seconds=seconds)
-    if options["save"] is not None:
-        plan.machine.save(options["save"])
-    return plan, options["out"]
+    machine = None if options.machine is None else _machine(options.machine)
+    settings, task = prepare(name, vars(options))
+    if not 1 <= options.workers <= settings.layers:
+        raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}.")
+    given = {"workers": options.workers, "error": options.error, "seconds": options.seconds}
+    plan = make_plan(settings, task, Console(stderr=True), machine=machine, **given)
+    if options.save is not None:
+        plan.machine.save(options.save)
+    return plan, options.out
 
 
 def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 
 import jax
 import numpy as np
@@ -73,9 +72,4 @@ def _update(optimizer: optax.GradientTransformation, params: PyTree) -> float:
         updates, opt_state = optimizer.update(params, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    spent = []
-    for _ in range(7):
-        start = time.perf_counter()
-        jax.block_until_ready(update(params, opt_state))
-        spent.append(time.perf_counter() - start)
-    return float(np.median(spent))
+    return _measure.seconds(update, [(params, opt_state)])[0]

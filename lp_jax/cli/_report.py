@@ -14,17 +14,17 @@ from typing import Any
 
 import jax
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.table import Table
 
 from lp_jax import viz
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
 from lp_jax.cli._info import version
 from lp_jax.planning import code, with_effort
 from lp_jax.planning._words import iteration_name
-from lp_jax.train import gradient_error, residuals
+from lp_jax.train import residuals
 from lp_jax.viz._describe import variants
 
 CONFIG = "config.json"
@@ -112,6 +112,11 @@ ITERATIONS, MOST_ITERATIONS = 3, 8
 """Smallest and largest number of iterations that are drawn."""
 
 
+def plain_console(**options: Any) -> Console:
+    """Return a console that prints text as it is."""
+    return Console(markup=False, highlight=False, soft_wrap=True, **options)
+
+
 def table(runs: Sequence[Run]) -> Table:
     result = Table(title="Test set; the network evaluated exactly", title_justify="left", title_style="")
     result.add_column("")
@@ -122,7 +127,7 @@ def table(runs: Sequence[Run]) -> Table:
         result.add_row("test accuracy", *(f"{s['test_accuracy']:.2%}" for s in summaries))
     result.add_row("test loss", *(f"{s['test_loss']:.4f}" for s in summaries))
     result.add_row("gradient error at the end", *map(_gradient_error, summaries))
-    if any(run.devices > 1 for run in runs):
+    if any(s["devices"] > 1 for s in summaries):
         result.add_row("devices", *(str(s["devices"]) for s in summaries))
     result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
     if any(s["seconds"] is not None for s in summaries):
@@ -152,7 +157,7 @@ def _gradient_error(summary: Mapping[str, Any]) -> str:
 _NOISE = 1.05  # ratios of times below this do not count as slower
 
 
-def remarks(runs: Sequence[Run], problem: str) -> Iterator[str]:
+def remarks(runs: Sequence[Run]) -> Iterator[str]:
     """Yield remarks on the table: trainings that failed or were slower, and what to do."""
     for run in runs:
         tests = [row["loss"] for row in run.log.of("test") if row["loss"] is not None]
@@ -166,13 +171,14 @@ def remarks(runs: Sequence[Run], problem: str) -> Iterator[str]:
         if own > _NOISE * exact:
             yield (
                 f"A layer-parallel step took {own / exact:.1f} times as long as an exact one. Layers at once gain where layers "
-                f"are many and small, batches small, and processors several: lp-jax plan {problem} predicts for which "
-                "solver, lp-jax demo shows such a network."
+                "are many and small, batches small, and processors several: lp-jax plan "
+                f"{runs[0].made.settings.problem} predicts for which solver, lp-jax demo shows such a network."
             )
 
 
-def summary(made: Experiment, runs: Sequence[Run]) -> dict[str, object]:
+def summary(runs: Sequence[Run]) -> dict[str, object]:
     """Return the numbers of the table, the solvers, versions and device."""
+    made = runs[0].made
     return {
         "problem": made.settings.flat(),
         "solver": repr(made.solvers[0]),
@@ -188,10 +194,6 @@ def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
     """Measure gradient errors on the last batch, for several numbers of iterations and coarse steps; return the picture."""
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
 
-    def error(solver: Solver, adjoint_solver: Solver) -> float:
-        difference = gradient_error(made.loss_fn, params, batch, solver, adjoint_solver, ranks=made.place.ranks)
-        return float(difference.relative)
-
     with quick_compilation():
         solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
@@ -199,12 +201,14 @@ def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
         most = ITERATIONS if len(compared) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
         choices = {
             name: [
-                error(*(with_effort(s, n) for s in (variant, adjoints.get(name, adjoint_solver))))
+                made.gradient_error(
+                    params, batch, with_effort(variant, n), with_effort(adjoints.get(name, adjoint_solver), n)
+                )
                 for n in range(1, most + 1)
             ]
             for name, variant in compared.items()
         }
-        own = error(solver, adjoint_solver)
+        own = made.gradient_error(params, batch, solver, adjoint_solver)
     return functools.partial(
         viz.gradient_errors,
         choices,
@@ -214,9 +218,9 @@ def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
     )
 
 
-def pictures(made: Experiment, runs: Sequence[Run], errors: Callable[[], Figure] | None) -> dict[str, Figure]:
+def pictures(runs: Sequence[Run], errors: Callable[[], Figure] | None) -> dict[str, Figure]:
     """Return the pictures by file name; a serial run has no pictures of residuals and gradient errors."""
-    first, settings, (solver, adjoint_solver) = runs[0], made.settings, made.solvers
+    first, settings, (solver, adjoint_solver) = runs[0], runs[0].made.settings, runs[0].made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
         "hierarchy.png": viz.hierarchy(

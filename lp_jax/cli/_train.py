@@ -5,19 +5,19 @@ import contextlib
 import functools
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from lp_jax import Serial, planning, viz
+from lp_jax import planning, viz
 from lp_jax._arrays._types import PyTree
-from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError
-from lp_jax.cli._experiment import Experiment, Run, check_method, experiment, train_one
-from lp_jax.cli._launch import Launch, launch, mesh_sizes, set_cpu_devices
+from lp_jax.cli._experiment import SERIAL, Experiment, Run, experiment
+from lp_jax.cli._launch import Launch, launched, mesh_sizes, set_cpu_devices
+from lp_jax.cli._methods import check_method, train_one
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import make_plan
@@ -29,6 +29,7 @@ from lp_jax.cli._report import (
     locked,
     new_run,
     pictures,
+    plain_console,
     remarks,
     save,
     stored_run,
@@ -38,7 +39,7 @@ from lp_jax.cli._report import (
 )
 from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
-from lp_jax.cli._workers import OneDevice, workers
+from lp_jax.cli._workers import workers
 from lp_jax.planning import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
 from lp_jax.train._checkpoint import first_difference
@@ -54,7 +55,7 @@ _MOST_CLASSES = 100  # of a legible picture
 def run(name: str, args: Sequence[str]) -> None:
     problem, args = find(name), list(spelled_out(args))
     look = first_look(args, f"lp-jax train {name}")
-    with launch(look) as processes, contextlib.ExitStack() as stack:
+    with launched(look) as processes, contextlib.ExitStack() as stack:
         _train(name, problem, args, look, processes, stack)
 
 
@@ -66,43 +67,41 @@ def _train(
     processes: Launch,
     stack: contextlib.ExitStack,
 ) -> None:
-    folder, console = look.out, Console(stderr=True, quiet=not processes.is_root)
+    folder, console = look.out, plain_console(stderr=True, quiet=not processes.is_root)
     earlier = processes.once(lambda: stored_run(folder, name)) if look.resume else None
-    stored = None if earlier is None else overridden(earlier["options"], vars(look))
+    stored = None if earlier is None else overridden(earlier["options"], look)
     kind = problem.kind(look.model or (stored or {}).get("model"))
     if earlier is not None and kind != earlier["fingerprint"]["model"]:
         raise _another_model(folder, earlier["fingerprint"], {"model": kind})
     groups = functools.partial(add_training, model=problem.models[kind], problem=name)
     parser = parser_of(f"lp-jax train {name}", problem, kind, groups, problem.examples)
-    values, kept = parse(parser, problem, args, stored)
-    options, pair = Options.of(values), solvers(values, problem.models[kind])
+    options, kept = parse(parser, problem, args, stored)
+    pair = solvers(options, problem.models[kind])
     if earlier is None:
         processes.once(lambda: new_run(folder))
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    processes.once(lambda: stack.enter_context(locked(folder, say)))
+    processes.once(lambda: stack.enter_context(locked(folder, console.print)))
     if earlier is None and processes.is_root:
         stack.callback(drop_if_not_begun, folder)
-    settings, task = prepare(name, values)
+    settings, task = prepare(name, vars(options))
     check_method(options, settings)
     if earlier is not None and first_difference(earlier["fingerprint"], settings.fingerprint()):
         raise _another_model(folder, earlier["fingerprint"], settings.fingerprint())
-    if values["solver"] == "auto":
+    if options.solver == "auto":
         pair = _recommended(settings, task, mesh_sizes(options), console, processes)
     _same_everywhere(settings, pair, processes)
-    place = workers(options, settings, processes, pair)
-    made = experiment(settings, task, place, pair)
+    made = experiment(settings, task, workers(options, settings, processes.size, pair), pair)
     texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
     if earlier is not None and any(earlier[which] != text for which, text in texts.items()):
-        console.print(f"the solver changes, from {earlier['solver']}", markup=False, highlight=False)
+        console.print(f"the solver changes, from {earlier['solver']}")
     if processes.is_root:
         elsewhere = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
         kept = {option: value for option, value in kept.items() if option not in elsewhere}
         write_json(folder / CONFIG, {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts})
-    size = settings.describe(made.place.size(made.params))
-    for line in (size, task.about, place.describe(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
+    size = settings.describe(made.place.count(made.params))
+    for line in (size, task.about, made.place.about(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
         if line:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    _report(made, _runs(made, options, console, processes, say), options, console, processes)
+            console.print(line)
+    _report(_runs(made, options, console, processes), options, console, processes.is_root)
 
 
 def _another_model(folder: Path, there: Mapping[str, object], here: Mapping[str, object]) -> CommandError:
@@ -110,28 +109,22 @@ def _another_model(folder: Path, there: Mapping[str, object], here: Mapping[str,
     return CommandError(f"the run in {folder} is of another model: {difference}; choose another --out.")
 
 
-def _runs(
-    made: Experiment, options: Options, console: Console, processes: Launch, say: Callable[[str], object]
-) -> list[Run]:
+def _runs(made: Experiment, options: argparse.Namespace, console: Console, processes: Launch) -> list[Run]:
     """Train with the solvers and then, to compare, serially on one device."""
     folder, problem = options.out, made.settings.problem
-    trained = [(made, made.solvers, folder, options.method)]
+    trained = [(made, folder, options.method)]
     if not (made.solvers[0].exact and options.method == "direct") and not options.no_compare:
+        path = folder / "serial"
         if processes.size == 1:
-            exact = experiment(made.settings, made.task, OneDevice(), made.solvers)
-            trained.append((exact, (Serial(), Serial()), folder / "serial", "direct"))
+            trained.append((experiment(made.settings, made.task, solvers=SERIAL), path, "direct"))
         else:
-            say(
-                f"to compare, in one process: lp-jax train {problem} --serial --out {shlex.quote(str(folder / 'serial'))}"
-            )
+            again = f"lp-jax train {problem} --serial --out {shlex.quote(str(path))}"
+            console.print(f"to compare, in one process: {again}")
     try:
-        return [train_one(one, pair, options, path, console, processes, method) for one, pair, path, method in trained]
+        return [train_one(one, options, path, console, processes, method) for one, path, method in trained]
     except Interrupted as interruption:
-        again = f"lp-jax train {made.settings.problem} --out {shlex.quote(str(folder))} --resume"
-        if processes.is_root:
-            Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(
-                f"lp-jax: {interruption}; go on with: {again}"
-            )
+        again = f"lp-jax train {problem} --out {shlex.quote(str(folder))} --resume"
+        console.print(f"lp-jax: {interruption}; go on with: {again}")
         raise SystemExit(128 + interruption.signal) from None
 
 
@@ -143,7 +136,7 @@ def _recommended(settings: Settings, task: Task, sizes: Mapping[str, int], conso
     if sizes:
         set_cpu_devices(math.prod(sizes.values()))
     plan = make_plan(settings, task, console, workers=min(sizes.get("layers", 1), settings.layers))
-    console.print(f"auto: {planning.reason(plan)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"auto: {planning.reason(plan)}")
     return plan.solver, plan.adjoint_solver
 
 
@@ -154,33 +147,33 @@ def _same_everywhere(settings: Settings, pair: Pair, processes: Launch) -> None:
         raise CommandError(f"this process was started otherwise than the first: {difference}.")
 
 
-def _report(made: Experiment, runs: Sequence[Run], options: Options, console: Console, processes: Launch) -> None:
+def _report(runs: Sequence[Run], options: argparse.Namespace, console: Console, is_root: bool) -> None:
     """Show table, summary and pictures. All processes measure; the first one shows."""
-    folder, params, task = options.out, runs[0].state.params, made.task
+    folder, made, params = options.out, runs[0].made, runs[0].state.params
     figures, samples, errors = {}, None, None
-    if task.samples is not None:
+    if made.task.samples is not None:
         with console.status("a few answers, to read"):
-            samples = task.samples(lambda x: np.array(predict(made.tested, params, x)))
+            samples = made.task.samples(lambda x: np.array(predict(made.tested, params, x)))
     if not options.no_pictures:
         answers = _answers(made, params)
-        if not all(solver.exact for solver in made.solvers):
+        if not made.exact:
             with console.status("for a picture, other solvers are compiled and their gradients measured"):
                 errors = gradient_errors(made, params)
-    if not processes.is_root:
+    if not is_root:
         return
-    write_json(folder / "summary.json", summary(made, runs))
+    write_json(folder / "summary.json", summary(runs))
     if not options.no_pictures:
-        figures = pictures(made, runs, errors) | answers
-    out = Console()
-    out.print(table(runs))
-    for remark in remarks(runs, made.settings.problem):
-        out.print(remark, markup=False, highlight=False, soft_wrap=True)
+        figures = pictures(runs, errors) | answers
+    out = plain_console()
+    out.print(table(runs), soft_wrap=False)
+    for remark in remarks(runs):
+        out.print(remark)
     names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *save(folder, figures)]
     if samples is not None:
-        out.print(f"\n{samples}\n", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"\n{samples}\n")
         (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
         names.append("samples.txt")
-    out.print(f"In {folder}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"In {folder}: {', '.join(names)}")
 
 
 def _answers(made: Experiment, params: PyTree) -> dict[str, Figure]:

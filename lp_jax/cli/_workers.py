@@ -1,12 +1,11 @@
 """``--devices`` and ``--mesh``: the devices of the layers and of the examples of a batch."""
 
-import abc
+import argparse
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,101 +16,115 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lp_jax import MeshComm, MPIComm, layer_slices
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.cli._call import Options
 from lp_jax.cli._errors import CommandError, UsageError
-from lp_jax.cli._launch import DistributedLaunch, Launch, MPILaunch, mesh_sizes, set_cpu_devices
+from lp_jax.cli._launch import mesh_sizes, set_cpu_devices, unchanged
+from lp_jax.cli._models import Pair
 from lp_jax.cli._problem import Settings
 from lp_jax.nn import LayerParallel
 from lp_jax.train import Checkpoints, Info, LossFn, RankCheckpoints, Ranks
 from lp_jax.train._types import Batch
 
 
-class Place(abc.ABC):
-    """The devices of the layers and of the examples of a batch."""
+def _count(params: PyTree) -> int:
+    return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
 
-    comm: MeshComm | MPIComm | None = None  # of the solves
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """The devices of the layers and of the examples of a batch. The default is a single device.
+
+    Attributes:
+        comm: the devices of the solves.
+        ranks: the MPI ranks that hold the layers, if any.
+        devices: number of devices.
+        about: ``about()`` returns a line on them.
+        everywhere: ``everywhere(tree)`` returns arrays of one worker on all workers.
+        share: ``share(batch)`` spreads a batch over the workers.
+        loss: ``loss(loss_fn)`` returns the loss of a whole batch, from the loss of a share.
+        count: ``count(params)`` returns the number of all parameters.
+        checkpoints: ``checkpoints(folder, config=...)`` returns the checkpoints of a run.
+    """
+
+    comm: MeshComm | MPIComm | None = None
     ranks: Ranks | None = None
-    devices = 1
-
-    @abc.abstractmethod
-    def describe(self) -> str | None:
-        """Return a line on this place, or None."""
-
-    def holding(self, model: nnx.Module) -> "Place":
-        """Return this place with the paths of the parameters that are spread."""
-        return self
-
-    def everywhere(self, tree: PyTree) -> PyTree:
-        """Return arrays of one worker on all workers."""
-        return tree
-
-    def share(self, batch: PyTree) -> PyTree:
-        """Spread a batch over the workers."""
-        return batch
-
-    def loss(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss of a whole batch, from the loss of a share."""
-        return loss_fn
-
-    def size(self, params: PyTree) -> int:
-        return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
-
-    def checkpoints(self, folder: Path, config: Mapping[str, object]) -> Checkpoints | RankCheckpoints:
-        """Return the checkpoints of a run."""
-        return Checkpoints(folder, config=config)
+    devices: int = 1
+    about: Callable[[], str] = str
+    everywhere: Callable[[PyTree], PyTree] = unchanged
+    share: Callable[[PyTree], PyTree] = unchanged
+    loss: Callable[[LossFn], LossFn] = unchanged
+    count: Callable[[PyTree], int] = _count
+    checkpoints: Callable[..., Checkpoints | RankCheckpoints] = Checkpoints
 
 
-class OneDevice(Place):
-    """A single device."""
-
-    def describe(self) -> None:
-        return None
+ONE_DEVICE = Place()
 
 
-class Devices(Place):
-    """The devices of a mesh, of one process or of several."""
+def devices(comm: MeshComm) -> Place:
+    """Return the devices of a mesh, of one process or of several."""
+    mesh = comm.mesh
 
-    def __init__(self, comm: MeshComm) -> None:
-        self.comm: MeshComm = comm
-        self.devices = comm.mesh.size
-
-    def describe(self) -> str:
-        shape = ", ".join(f"{name} {n}" for name, n in self.comm.mesh.shape.items())
-        parts = set(self.comm.mesh.devices.flat) & set(jax.local_devices(backend="cpu"))
+    def about() -> str:
+        shape = ", ".join(f"{name} {n}" for name, n in mesh.shape.items())
+        parts = set(mesh.devices.flat) & set(jax.local_devices(backend="cpu"))
         cores = len(os.sched_getaffinity(0))
         shared = f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
-        shared = shared if len(parts) > cores else ""
-        return f"devices: {shape}{_of_processes(jax.process_count())}{shared}"
+        return f"devices: {shape}{_of_processes(jax.process_count())}{shared if len(parts) > cores else ''}"
 
-    def everywhere(self, tree: PyTree) -> PyTree:
-        return _replicated(tree, self.comm.mesh)
+    def share(batch: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: _put(x, mesh, PartitionSpec("data")), batch)
 
-    def share(self, batch: PyTree) -> PyTree:
-        if "data" not in self.comm.mesh.axis_names:
-            return batch
-        return jax.tree.map(lambda x: _put(x, self.comm.mesh, PartitionSpec("data")), batch)
-
-
-class Copies(Place):
-    """The devices of a mesh, each with all layers and its share of the examples; gradients are summed once per step."""
-
-    def __init__(self, comm: MeshComm) -> None:
-        self._comm = comm
-        self.devices = comm.mesh.size
-
-    def describe(self) -> str:
-        return f"devices: data {self.devices}"
-
-    def everywhere(self, tree: PyTree) -> PyTree:
-        return _replicated(tree, self._comm.mesh)
-
-    def loss(self, loss_fn: LossFn) -> LossFn:
-        return data_parallel(loss_fn, self._comm)
+    return Place(
+        comm=comm,
+        devices=mesh.size,
+        about=about,
+        everywhere=functools.partial(_replicated, mesh),
+        share=share if "data" in mesh.axis_names else unchanged,
+    )
 
 
-def _replicated(tree: PyTree, mesh: Mesh) -> PyTree:
-    devices = set(mesh.devices.flat)
-    return jax.tree.map(lambda x: x if x.sharding.device_set == devices else _put(x, mesh, PartitionSpec()), tree)
+def copies(comm: MeshComm) -> Place:
+    """Return the devices of a mesh, each with all layers and its share of the examples; gradients are summed once per step."""
+    return Place(
+        devices=comm.mesh.size,
+        everywhere=functools.partial(_replicated, comm.mesh),
+        loss=functools.partial(data_parallel, comm),
+    )
+
+
+def rank_grid(ranks: Ranks) -> Place:
+    """Return the ranks of an MPI job."""
+
+    def count(params: PyTree) -> int:
+        sizes = ranks.sums(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
+        return sum(int(leaf[0]) for leaf in jax.tree.leaves(sizes))
+
+    return Place(
+        comm=ranks.layers,
+        ranks=ranks,
+        devices=ranks.layers.size * ranks.data.size,
+        about=lambda: f"MPI ranks: layers {ranks.layers.size}, data {ranks.data.size}",
+        share=ranks.local_batch,
+        loss=ranks.loss,
+        count=count,
+        checkpoints=ranks.checkpoints,
+    )
+
+
+def holding(place: Place, model: nnx.Module) -> Place:
+    """Return ranks with the paths of the parameters that are spread over them; any other place unchanged."""
+    if place.ranks is None:
+        return place
+    spread = [
+        "/".join(map(str, (*path, "layers")))
+        for path, part in nnx.iter_modules(model)
+        if isinstance(part, LayerParallel) and part.comm is not None and part.weights is None
+    ]
+    return rank_grid(dataclasses.replace(place.ranks, trunk=tuple(spread)))
+
+
+def _replicated(mesh: Mesh, tree: PyTree) -> PyTree:
+    there = set(mesh.devices.flat)
+    return jax.tree.map(lambda x: x if x.sharding.device_set == there else _put(x, mesh, PartitionSpec()), tree)
 
 
 def _put(x: jax.Array | np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
@@ -122,60 +135,26 @@ def _put(x: jax.Array | np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Arra
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-class RankGrid(Place):
-    """The ranks of an MPI job."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks: Ranks = ranks
-        self.comm: MPIComm = ranks.layers
-        self.devices = ranks.layers.size * ranks.data.size
-
-    def holding(self, model: nnx.Module) -> "RankGrid":
-        spread = [
-            "/".join(map(str, (*path, "layers")))
-            for path, part in nnx.iter_modules(model)
-            if isinstance(part, LayerParallel) and part.comm is not None and part.weights is None
-        ]
-        return RankGrid(dataclasses.replace(self.ranks, trunk=tuple(spread)))
-
-    def describe(self) -> str:
-        return f"MPI ranks: layers {self.ranks.layers.size}, data {self.ranks.data.size}"
-
-    def share(self, batch: PyTree) -> PyTree:
-        return self.ranks.local_batch(batch)
-
-    def loss(self, loss_fn: LossFn) -> LossFn:
-        return self.ranks.loss(loss_fn)
-
-    def size(self, params: PyTree) -> int:
-        sizes = self.ranks.sums(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
-        return sum(int(leaf[0]) for leaf in jax.tree.leaves(sizes))
-
-    def checkpoints(self, folder: Path, config: Mapping[str, object]) -> RankCheckpoints:
-        return self.ranks.checkpoints(folder, config=config)
-
-
-def workers(options: Options, settings: Settings, launch: Launch, solvers: tuple[Solver, Solver]) -> Place:
+def workers(options: argparse.Namespace, settings: Settings, processes: int, solvers: Pair) -> Place:
     """Return the place of a run by its options. A CPU is cut into the devices of a mesh."""
     sizes = mesh_sizes(options)
     if settings.training.batch_size % sizes.get("data", 1):
         raise UsageError(
             f"--batch_size {settings.training.batch_size} cannot be split evenly over data={sizes['data']}; choose a multiple."
         )
-    if isinstance(launch, MPILaunch):
-        return RankGrid(_grid(sizes, launch, settings.layers, solvers))
-    needed = math.prod(sizes.values())
-    if isinstance(launch, DistributedLaunch):
-        return Devices(_mesh(sizes, launch.size))
-    return OneDevice() if needed == 1 else Devices(_mesh(sizes, 1))
+    if options.mpi:
+        return rank_grid(_grid(sizes, processes, settings.layers, solvers))
+    if options.distributed or math.prod(sizes.values()) > 1:
+        return devices(_mesh(sizes, processes))
+    return ONE_DEVICE
 
 
-def _grid(sizes: Mapping[str, int], launch: MPILaunch, layers: int, solvers: tuple[Solver, Solver]) -> Ranks:
+def _grid(sizes: Mapping[str, int], processes: int, layers: int, solvers: Pair) -> Ranks:
     copies = sizes.get("data", 1)
-    rows = sizes.get("layers", max(1, launch.size // copies))
-    if rows * copies != launch.size:
+    rows = sizes.get("layers", max(1, processes // copies))
+    if rows * copies != processes:
         raise CommandError(
-            f"layers={rows} x data={copies} makes {rows * copies} ranks and mpirun started {launch.size}; "
+            f"layers={rows} x data={copies} makes {rows * copies} ranks and mpirun started {processes}; "
             "with --mpi, --devices and --mesh must name all of them, or be left out."
         )
     busy = sum(run.stop > run.start for run in layer_slices(layers, rows, *solvers))
@@ -212,7 +191,7 @@ def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
     return MeshComm(mesh)
 
 
-def data_parallel(loss_fn: LossFn, comm: MeshComm) -> LossFn:
+def data_parallel(comm: MeshComm, loss_fn: LossFn) -> LossFn:
     """Return the loss of a batch whose examples are divided; gradients are summed once per step, not layer by layer."""
 
     def whole(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:

@@ -1,0 +1,254 @@
+"""The methods of ``lp-jax train``, and a run of one of them."""
+
+import argparse
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+
+from lp_jax import nn, planning
+from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._solver import Solver
+from lp_jax.cli._errors import UsageError
+from lp_jax.cli._experiment import Experiment, Run, experiment
+from lp_jax.cli._launch import Launch
+from lp_jax.cli._problem import Settings
+from lp_jax.train import (
+    Backtracking,
+    Bar,
+    Controller,
+    Depth,
+    Every,
+    Info,
+    Log,
+    LossFn,
+    StepFn,
+    TrainState,
+    evaluate,
+    fit,
+    gradient_error,
+    init_state,
+    make_train_step,
+    nested,
+    one_shot,
+    scale_by_lbfgs,
+)
+from lp_jax.train._log import flat
+from lp_jax.train._types import Batch
+from lp_jax.train.contrib import mgopt
+
+Optimizer: TypeAlias = optax.GradientTransformation
+
+
+_PROBES = 6  # of the gradient in a run, by default
+_TESTS = 20  # in a run, if each step is an epoch
+
+
+def _longer(solver: Solver) -> Solver:
+    """Return the solver with enough iterations to show its convergence; unchanged if it has a tolerance."""
+    return solver if solver.has_tolerance else planning.with_effort(solver, max(solver.iterations + 2, 4))
+
+
+def train_one(
+    made: Experiment, options: argparse.Namespace, folder: Path, console: Console, launch: Launch, method: str
+) -> Run:
+    """Train from the newest checkpoint in ``folder``, if there is one.
+
+    All processes of ``launch`` call this together; the log of process 0 is the one in ``folder``.
+    """
+    name = (
+        "serial" if made.solvers[0].exact and method == "direct" else "layer-parallel" if method == "direct" else method
+    )
+    begun = time.perf_counter()
+    if launch.is_root:
+        folder.mkdir(parents=True, exist_ok=True)
+    log = Log(folder / "metrics.jsonl" if launch.is_root else None)
+    before = log.of("train")[-1:]
+    training, steps = made.settings.training, made.task.steps_per_epoch
+    optimizer = optax.adam(training.learning_rate)
+    arguments: dict[str, Any] = {
+        "log": log,
+        "log_every": options.log_every,
+        "checkpoint_every": options.checkpoint_every,
+        "meter": Bar(name, console),
+        "agree": launch.agree if launch.size > 1 else None,
+    }
+    fingerprint = made.settings.fingerprint() | ({} if method == "direct" else {"method": method})
+    if method == "nested":
+        _, state, _ = depth_by_depth(
+            made,
+            schedule(options, made.settings),
+            optimizer,
+            measures=lambda model: _measures(made.of(model), options, steps),
+            folder=folder / "checkpoints",
+            config=fingerprint,
+            **arguments,
+        )
+    else:
+        step_fn, state, batches, steps = _BEGIN[method](made, options, optimizer)
+        state, controller = made.place.everywhere(state), None
+        if options.controller and not made.solvers[0].exact:
+            controller = Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
+            state = state._replace(control=made.place.everywhere(controller.begin(*made.solvers)))
+        with made.place.checkpoints(folder / "checkpoints", config=fingerprint) as checkpoints:
+            if checkpoints.latest is not None:
+                state = checkpoints.restore(state)
+                console.print(f"{name}: going on after step {int(state.step)}")
+            state, _ = fit(
+                step_fn,
+                state,
+                batches,
+                steps_per_epoch=steps,
+                epochs=training.epochs,
+                solver=made.solvers[0],
+                adjoint_solver=made.solvers[1],
+                controller=controller,
+                measures=_measures(made, options, steps),
+                checkpoints=checkpoints,
+                **arguments,
+            )
+    seconds = time.perf_counter() - begun if log.of("train")[-1:] != before else None
+    return Run(name, made, state, log, training.batch_size * made.task.steps_per_epoch // steps, seconds)
+
+
+Begin: TypeAlias = tuple[StepFn, TrainState, Callable[[int], Iterable[Batch]], int]
+"""The step, the first state, the batches of an epoch and their number: the beginning of `lp_jax.train.fit`."""
+
+
+def _direct(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
+    step_fn = make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
+    return step_fn, init_state(made.params, optimizer), made.batches, made.task.steps_per_epoch
+
+
+def _one_shot(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
+    """Take all examples in each step, and L-BFGS, whose trials use the adjoint solver."""
+    batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
+    solver, adjoint_solver = made.solvers
+    step_fn, state = one_shot(
+        made.loss_fn,
+        made.params,
+        optax.chain(scale_by_lbfgs(20, ranks=made.place.ranks), optax.scale(-1.0)),
+        batch,
+        solver=solver,
+        adjoint_solver=adjoint_solver,
+        line_search=Backtracking(solver=adjoint_solver),
+        ranks=made.place.ranks,
+    )
+    return step_fn, state, lambda epoch: [batch], 1
+
+
+def _mgopt(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
+    depths = schedule(options, made.settings)
+    step_fn, state = mgopt(
+        made.model,
+        optimizer,
+        levels=len(depths),
+        factor=depths[1] // depths[0],
+        loss=functools.partial(_loss, made),
+        ranks=made.place.ranks,
+    )
+    return step_fn, state, made.batches, made.task.steps_per_epoch
+
+
+_BEGIN: Mapping[str, Callable[[Experiment, argparse.Namespace, Optimizer], Begin]] = {
+    "direct": _direct,
+    "one-shot": _one_shot,
+    "mgopt": _mgopt,
+}
+
+
+def depth_by_depth(
+    made: Experiment, depths: Sequence[int], optimizer: Optimizer, **options: Any
+) -> tuple[nn.Classifier, TrainState, Log]:
+    """Train at each depth for the same number of epochs; ``options`` are those of `lp_jax.train.nested`."""
+    settings = made.settings
+    ends = [settings.training.epochs * (i + 1) // len(depths) for i in range(len(depths))]
+    parts = [
+        Depth(layers // settings.model.blocks, end - begin, *made.solvers)
+        for layers, begin, end in zip(depths, [0, *ends], ends, strict=False)
+    ]
+    return nested(
+        experiment(settings, made.task, made.place, made.solvers, depths[0]).model,
+        optimizer,
+        made.batches,
+        parts,
+        steps_per_epoch=made.task.steps_per_epoch,
+        loss=functools.partial(_loss, made),
+        ranks=made.place.ranks,
+        **options,
+    )
+
+
+def schedule(options: argparse.Namespace, settings: Settings) -> list[int]:
+    """Return the numbers of layers of a method's stages: those of ``--depths``, or parts of the network's."""
+    parts, layers = _PARTS[options.method], settings.layers
+    depths = options.depths or [layers // part for part in parts if layers % part == 0]
+    factors = [deeper / depth for depth, deeper in itertools.pairwise(depths)]
+    if depths[-1] != layers or not factors or not all(factor > 1 and factor.is_integer() for factor in factors):
+        raise UsageError(
+            f"--depths must have two numbers or more, each a multiple of the one before, and end with the {layers} layers of "
+            f"the network; got {depths}."
+        )
+    if options.method == "mgopt" and len(set(factors)) > 1:
+        raise UsageError(f"--depths of mgopt must grow by one factor, like [16, 32, 64]; got {depths}.")
+    return list(depths)
+
+
+def check_method(options: argparse.Namespace, settings: Settings) -> None:
+    """Refuse a method that does not suit this network."""
+    method = options.method
+    if method == "one-shot" and settings.model.dropout > 0:
+        raise UsageError("--method one-shot needs the same network in every step; add --dropout 0.")
+    if method not in _PARTS:
+        if options.depths:
+            raise UsageError(f"--depths goes with --method nested and mgopt; got {method}.")
+        return
+    if options.controller:
+        raise UsageError(f"--controller goes with --method direct and one-shot; got {method}.")
+    schedule(options, settings)
+
+
+_PARTS = {"nested": (4, 2, 1), "mgopt": (2, 1)}
+"""Methods with several depths: the default divisors of the network's number of layers."""
+
+
+def _loss(made: Experiment, model: nn.Classifier) -> tuple[LossFn, PyTree]:
+    of = made.of(model)
+    return of.loss_fn, of.params
+
+
+def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: int) -> list[Every]:
+    """Return the measurements during training: the test set's score, and the error of the gradient."""
+    total = steps_per_epoch * made.settings.training.epochs
+
+    def test(state: TrainState, batch: Batch) -> dict[str, object]:
+        return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
+
+    def restarted(
+        params: PyTree, operands: Batch, solver: Solver, adjoint_solver: Solver | None
+    ) -> tuple[jax.Array, Info]:
+        batch, restart = operands
+        exact = solver.exact and (adjoint_solver is None or adjoint_solver.exact)
+        return made.loss_fn(params, batch, solver, adjoint_solver, *(() if exact else restart))
+
+    def probe(state: TrainState, batch: Batch) -> dict[str, object]:
+        restart = () if state.restart is None else (state.restart,)
+        error = gradient_error(restarted, state.params, (batch, restart), *made.solvers, ranks=made.place.ranks)
+        return {
+            "gradient_error": error.relative,
+            "gradient_cosine": error.cosine,
+            **flat("gradient_error", error.groups),
+            **made.residuals(state.params, batch, *map(_longer, made.solvers)),
+        }
+
+    probe_every = options.probe_every or max(1, total // _PROBES)
+    every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // _TESTS)
+    measures = [] if made.exact else [Every("probe", probe_every, probe)]
+    return [*measures, Every("test", every, test)]  # its line shows the gradient's error of the same step
