@@ -56,20 +56,25 @@ class Experiment:
         tested.eval()
         return tested
 
+    def loss(self, model: nn.Classifier) -> tuple[LossFn, PyTree]:
+        """Return the loss of a network, on batches ``(inputs, labels)`` with a key for dropout, and its parameters."""
+        loss_fn, params = self.task.loss(model)
+        return self.place.loss(loss_fn), self.place.everywhere(params)
+
     @functools.cached_property
     def loss_fn(self) -> LossFn:
-        """Loss of training, on batches ``(inputs, labels)``, with a key for dropout."""
-        return self.place.loss(self.task.loss(self.model)[0])
+        """Loss of training."""
+        return self.loss(self.model)[0]
 
     @functools.cached_property
     def test_fn(self) -> LossFn:
         """Loss of evaluation."""
-        return self.place.loss(self.task.loss(self.tested)[0])
+        return self.loss(self.tested)[0]
 
     @functools.cached_property
     def params(self) -> PyTree:
         """The initial parameters."""
-        return self.place.everywhere(self.task.loss(self.model)[1])
+        return self.loss(self.model)[1]
 
     @property
     def exact(self) -> bool:

@@ -1,7 +1,6 @@
 """The methods of ``lp-jax train``, and a run of one of them."""
 
 import argparse
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +27,6 @@ from lp_jax.train import (
     Every,
     Info,
     Log,
-    LossFn,
     StepFn,
     TrainState,
     evaluate,
@@ -151,7 +149,7 @@ def _mgopt(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) 
         optimizer,
         levels=len(depths),
         factor=depths[1] // depths[0],
-        loss=functools.partial(_loss, made),
+        loss=made.loss,
         ranks=made.place.ranks,
     )
     return step_fn, state, made.batches, made.task.steps_per_epoch
@@ -180,7 +178,7 @@ def depth_by_depth(
         made.batches,
         parts,
         steps_per_epoch=made.task.steps_per_epoch,
-        loss=functools.partial(_loss, made),
+        loss=made.loss,
         ranks=made.place.ranks,
         **options,
     )
@@ -217,11 +215,6 @@ def check_method(options: argparse.Namespace, settings: Settings) -> None:
 
 _PARTS = {"nested": (4, 2, 1), "mgopt": (2, 1)}
 """Methods with several depths: the default divisors of the network's number of layers."""
-
-
-def _loss(made: Experiment, model: nn.Classifier) -> tuple[LossFn, PyTree]:
-    of = made.of(model)
-    return of.loss_fn, of.params
 
 
 def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: int) -> list[Every]:
