@@ -61,8 +61,9 @@ def test_every_field_of_a_solver_is_an_option(cli, kind):
 def options(*args, stored=None, problem="digits"):
     """The options that the command would take, and as what it would store them."""
     known = _settings.find(problem)
-    groups = functools.partial(_options.add_training, model=next(iter(known.models.values())), problem=problem)
-    parser = _options.parser_of("lp-jax train", known, known.kind(None), groups, ())
+    kind = known.kind(None)
+    parser = _options.parser_of("lp-jax train", known, kind, known.about)
+    _options.add_training(parser, known.models[kind], problem)
     return _options.parse(parser, known, list(_options.spelled_out(args)), stored)
 
 

@@ -12,32 +12,13 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from lp_jax import nn, planning
+from lp_jax import nn, planning, train
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._experiment import Experiment, Run, experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._problem import Settings
-from lp_jax.train import (
-    Backtracking,
-    Bar,
-    Controller,
-    Depth,
-    Every,
-    Info,
-    Log,
-    StepFn,
-    TrainState,
-    evaluate,
-    fit,
-    gradient_error,
-    init_state,
-    make_train_step,
-    nested,
-    one_shot,
-    scale_by_lbfgs,
-)
 from lp_jax.train._log import flat
 from lp_jax.train._types import Batch
 from lp_jax.train.contrib import mgopt
@@ -67,7 +48,7 @@ def train_one(
     begun = time.perf_counter()
     if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)
-    log = Log(folder / "metrics.jsonl" if launch.is_root else None)
+    log = train.Log(folder / "metrics.jsonl" if launch.is_root else None)
     before = log.of("train")[-1:]
     training, steps = made.settings.training, made.task.steps_per_epoch
     optimizer = optax.adam(training.learning_rate)
@@ -75,7 +56,7 @@ def train_one(
         "log": log,
         "log_every": options.log_every,
         "checkpoint_every": options.checkpoint_every,
-        "meter": Bar(name, console),
+        "meter": train.Bar(name, console),
         "agree": launch.agree if launch.size > 1 else None,
     }
     fingerprint = made.settings.fingerprint() | ({} if method == "direct" else {"method": method})
@@ -93,13 +74,13 @@ def train_one(
         step_fn, state, batches, steps = _BEGIN[method](made, options, optimizer)
         state, controller = made.place.everywhere(state), None
         if options.controller and not made.solvers[0].exact:
-            controller = Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
+            controller = train.Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
             state = state._replace(control=made.place.everywhere(controller.begin(*made.solvers)))
         with made.place.checkpoints(folder / "checkpoints", config=fingerprint) as checkpoints:
             if checkpoints.latest is not None:
                 state = checkpoints.restore(state)
                 console.print(f"{name}: going on after step {int(state.step)}")
-            state, _ = fit(
+            state, _ = train.fit(
                 step_fn,
                 state,
                 batches,
@@ -116,27 +97,27 @@ def train_one(
     return Run(name, made, state, log, training.batch_size * made.task.steps_per_epoch // steps, seconds)
 
 
-Begin: TypeAlias = tuple[StepFn, TrainState, Callable[[int], Iterable[Batch]], int]
+Begin: TypeAlias = tuple[train.StepFn, train.TrainState, Callable[[int], Iterable[Batch]], int]
 """The step, the first state, the batches of an epoch and their number: the beginning of `lp_jax.train.fit`."""
 
 
 def _direct(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
-    step_fn = make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
-    return step_fn, init_state(made.params, optimizer), made.batches, made.task.steps_per_epoch
+    step_fn = train.make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
+    return step_fn, train.init_state(made.params, optimizer), made.batches, made.task.steps_per_epoch
 
 
 def _one_shot(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
     """Take all examples in each step, and L-BFGS, whose trials use the adjoint solver."""
     batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
     solver, adjoint_solver = made.solvers
-    step_fn, state = one_shot(
+    step_fn, state = train.one_shot(
         made.loss_fn,
         made.params,
-        optax.chain(scale_by_lbfgs(20, ranks=made.place.ranks), optax.scale(-1.0)),
+        optax.chain(train.scale_by_lbfgs(20, ranks=made.place.ranks), optax.scale(-1.0)),
         batch,
         solver=solver,
         adjoint_solver=adjoint_solver,
-        line_search=Backtracking(solver=adjoint_solver),
+        line_search=train.Backtracking(solver=adjoint_solver),
         ranks=made.place.ranks,
     )
     return step_fn, state, lambda epoch: [batch], 1
@@ -164,15 +145,15 @@ _BEGIN: Mapping[str, Callable[[Experiment, argparse.Namespace, Optimizer], Begin
 
 def depth_by_depth(
     made: Experiment, depths: Sequence[int], optimizer: Optimizer, **options: Any
-) -> tuple[nn.Classifier, TrainState, Log]:
+) -> tuple[nn.Classifier, train.TrainState, train.Log]:
     """Train at each depth for the same number of epochs; ``options`` are those of `lp_jax.train.nested`."""
     settings = made.settings
     ends = [settings.training.epochs * (i + 1) // len(depths) for i in range(len(depths))]
     parts = [
-        Depth(layers // settings.model.blocks, end - begin, *made.solvers)
+        train.Depth(layers // settings.model.blocks, end - begin, *made.solvers)
         for layers, begin, end in zip(depths, [0, *ends], ends, strict=False)
     ]
-    return nested(
+    return train.nested(
         experiment(settings, made.task, made.place, made.solvers, depths[0]).model,
         optimizer,
         made.batches,
@@ -217,23 +198,23 @@ _PARTS = {"nested": (4, 2, 1), "mgopt": (2, 1)}
 """Methods with several depths: the default divisors of the network's number of layers."""
 
 
-def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: int) -> list[Every]:
+def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: int) -> list[train.Every]:
     """Return the measurements during training: the test set's score, and the error of the gradient."""
     total = steps_per_epoch * made.settings.training.epochs
 
-    def test(state: TrainState, batch: Batch) -> dict[str, object]:
-        return evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
+    def test(state: train.TrainState, batch: Batch) -> dict[str, object]:
+        return train.evaluate(made.test_fn, state.params, made.task.test_batches)._asdict()
 
     def restarted(
         params: PyTree, operands: Batch, solver: Solver, adjoint_solver: Solver | None
-    ) -> tuple[jax.Array, Info]:
+    ) -> tuple[jax.Array, train.Info]:
         batch, restart = operands
         exact = solver.exact and (adjoint_solver is None or adjoint_solver.exact)
         return made.loss_fn(params, batch, solver, adjoint_solver, *(() if exact else restart))
 
-    def probe(state: TrainState, batch: Batch) -> dict[str, object]:
+    def probe(state: train.TrainState, batch: Batch) -> dict[str, object]:
         restart = () if state.restart is None else (state.restart,)
-        error = gradient_error(restarted, state.params, (batch, restart), *made.solvers, ranks=made.place.ranks)
+        error = train.gradient_error(restarted, state.params, (batch, restart), *made.solvers, ranks=made.place.ranks)
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,
@@ -243,5 +224,5 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
 
     probe_every = options.probe_every or max(1, total // _PROBES)
     every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // _TESTS)
-    measures = [] if made.exact else [Every("probe", probe_every, probe)]
-    return [*measures, Every("test", every, test)]  # its line shows the gradient's error of the same step
+    measures = [] if made.exact else [train.Every("probe", probe_every, probe)]
+    return [*measures, train.Every("test", every, test)]  # its line shows the gradient's error of the same step

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,7 +16,7 @@ import lp_jax
 from lp_jax._arrays._check import nearest
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import UsageError
-from lp_jax.cli._menu import Examples, MenuParser, description, in_words, positive_float, positive_int, unknown_option
+from lp_jax.cli._menu import MenuParser, in_words, positive_float, positive_int, unknown_option
 from lp_jax.cli._models import Model, Pair
 from lp_jax.cli._problem import Problem, model_and_training
 from lp_jax.cli._task import Training
@@ -29,9 +29,6 @@ ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
 """A line search with two sweeps leaves states from which one sweep is enough for a gradient."""
 
 METHODS = ("direct", "one-shot", "nested", "mgopt")
-
-Groups = Callable[[ArgumentParser], object]
-"""Adds the options of one command to a parser."""
 
 _FIRST = {
     *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
@@ -178,14 +175,17 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
 
 
 def parser_of(
-    command: str, problem: Problem, kind: str, groups: Groups, examples: Examples, unused: frozenset[str] = frozenset()
+    command: str, problem: Problem, kind: str, about: str, unused: frozenset[str] = frozenset()
 ) -> ArgumentParser:
-    """Return the parser of a command on a problem, with the model's defaults and without unused options."""
+    """Return the parser of a command on a problem, with the options of data, model and training but the unused ones.
+
+    The defaults are those of the problem and its model; ``about`` is the head of the help.
+    """
     model = problem.models[kind]
     parser = ArgumentParser(
         prog=command,
         usage=f"{command} [OPTIONS]",
-        description=description(problem.about, examples),
+        description=about,
         formatter_class=_Formatter,
         exit_on_error=False,
         allow_abbrev=False,
@@ -203,7 +203,6 @@ def parser_of(
     parser.add_class_arguments(Training, None, skip=set(unused))
     training = {name: value for name, value in dataclasses.asdict(problem.training).items() if name not in unused}
     parser.set_defaults(**dataclasses.asdict(model), **training)
-    groups(parser)
     return parser
 
 
@@ -219,7 +218,7 @@ def parse(
         options = parser.instantiate(read)
     except argparse.ArgumentError as error:
         raise UsageError(_reason(in_words(error))) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
         raise UsageError(_reason(str(error))) from None
     try:
         model_and_training(problem, vars(options))
@@ -285,7 +284,11 @@ def _reason(text: str) -> str:
 
 
 def _cause(text: str) -> str:
-    """Return the cause in a parser's message, which has a reason for each type that does not fit."""
+    """Return the cause in a parser's message, which has a reason for each type that does not fit.
+
+    The reasons are read from the text. jsonargparse raises an error from that of the first type of a union, and keeps the errors
+    of the others, to which the option may belong, as lines of the message only.
+    """
     key = re.match(r'Parser key "([\w.]+)":', text)
     head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))
     reasons = [part for part in parts if "Does not validate" not in part]

@@ -13,7 +13,7 @@ from rich.console import Console
 from lp_jax import planning
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import experiment
-from lp_jax.cli._menu import MenuParser, positive_float, positive_int
+from lp_jax.cli._menu import MenuParser, description, positive_float, positive_int
 from lp_jax.cli._options import first_look, parse, parser_of, spelled_out
 from lp_jax.cli._problem import Settings
 from lp_jax.cli._settings import find, prepare
@@ -35,15 +35,12 @@ def run(name: str, args: Sequence[str]) -> None:
 def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     problem, args = find(name), list(spelled_out(args))
     kind = problem.kind(first_look(args, f"lp-jax plan {name}").model)
-    examples = [
-        (f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")
-    ]
-    shown = dataclasses.replace(
-        problem, about="Recommend a solver for this network, and predict its time. Nothing is trained."
+    about = description(
+        "Recommend a solver for this network, and predict its time. Nothing is trained.",
+        [(f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")],
     )
-    parser = parser_of(
-        f"lp-jax plan {name}", shown, kind, _add_network, examples, frozenset({"epochs", "learning_rate"})
-    )
+    parser = parser_of(f"lp-jax plan {name}", problem, kind, about, frozenset({"epochs", "learning_rate"}))
+    _add_network(parser)
     options, _ = parse(parser, problem, args)
     machine = None if options.machine is None else _machine(options.machine)
     settings, task = prepare(name, vars(options))

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,29 +13,16 @@ from rich.console import Console
 
 from lp_jax import planning, viz
 from lp_jax._arrays._types import PyTree
+from lp_jax.cli import _report as report
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import SERIAL, Experiment, Run, experiment
 from lp_jax.cli._launch import Launch, launched, mesh_sizes, set_cpu_devices
+from lp_jax.cli._menu import description
 from lp_jax.cli._methods import check_method, train_one
 from lp_jax.cli._models import Pair
 from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import make_plan
 from lp_jax.cli._problem import Problem, Settings
-from lp_jax.cli._report import (
-    CONFIG,
-    drop_if_not_begun,
-    gradient_errors,
-    locked,
-    new_run,
-    pictures,
-    plain_console,
-    remarks,
-    save,
-    stored_run,
-    summary,
-    table,
-    write_json,
-)
 from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import workers
@@ -67,21 +53,21 @@ def _train(
     processes: Launch,
     stack: contextlib.ExitStack,
 ) -> None:
-    folder, console = look.out, plain_console(stderr=True, quiet=not processes.is_root)
-    earlier = processes.once(lambda: stored_run(folder, name)) if look.resume else None
+    folder, console = look.out, report.plain_console(stderr=True, quiet=not processes.is_root)
+    earlier = processes.once(lambda: report.stored_run(folder, name)) if look.resume else None
     stored = None if earlier is None else overridden(earlier["options"], look)
     kind = problem.kind(look.model or (stored or {}).get("model"))
     if earlier is not None and kind != earlier["fingerprint"]["model"]:
         raise _another_model(folder, earlier["fingerprint"], {"model": kind})
-    groups = functools.partial(add_training, model=problem.models[kind], problem=name)
-    parser = parser_of(f"lp-jax train {name}", problem, kind, groups, problem.examples)
+    parser = parser_of(f"lp-jax train {name}", problem, kind, description(problem.about, problem.examples))
+    add_training(parser, problem.models[kind], name)
     options, kept = parse(parser, problem, args, stored)
     pair = solvers(options, problem.models[kind])
     if earlier is None:
-        processes.once(lambda: new_run(folder))
-    processes.once(lambda: stack.enter_context(locked(folder, console.print)))
+        processes.once(lambda: report.new_run(folder))
+    processes.once(lambda: stack.enter_context(report.locked(folder, console.print)))
     if earlier is None and processes.is_root:
-        stack.callback(drop_if_not_begun, folder)
+        stack.callback(report.drop_if_not_begun, folder)
     settings, task = prepare(name, vars(options))
     check_method(options, settings)
     if earlier is not None and first_difference(earlier["fingerprint"], settings.fingerprint()):
@@ -96,12 +82,14 @@ def _train(
     if processes.is_root:
         elsewhere = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
         kept = {option: value for option, value in kept.items() if option not in elsewhere}
-        write_json(folder / CONFIG, {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts})
+        report.write_json(
+            folder / report.CONFIG, {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts}
+        )
     size = settings.describe(made.place.count(made.params))
     for line in (size, task.about, made.place.about(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
         if line:
             console.print(line)
-    _report(_runs(made, options, console, processes), options, console, processes.is_root)
+    _show(_runs(made, options, console, processes), options, console, processes.is_root)
 
 
 def _another_model(folder: Path, there: Mapping[str, object], here: Mapping[str, object]) -> CommandError:
@@ -147,7 +135,7 @@ def _same_everywhere(settings: Settings, pair: Pair, processes: Launch) -> None:
         raise CommandError(f"this process was started otherwise than the first: {difference}.")
 
 
-def _report(runs: Sequence[Run], options: argparse.Namespace, console: Console, is_root: bool) -> None:
+def _show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is_root: bool) -> None:
     """Show table, summary and pictures. All processes measure; the first one shows."""
     folder, made, params = options.out, runs[0].made, runs[0].state.params
     figures, samples, errors = {}, None, None
@@ -158,17 +146,17 @@ def _report(runs: Sequence[Run], options: argparse.Namespace, console: Console, 
         answers = _answers(made, params)
         if not made.exact:
             with console.status("for a picture, other solvers are compiled and their gradients measured"):
-                errors = gradient_errors(made, params)
+                errors = report.gradient_errors(made, params)
     if not is_root:
         return
-    write_json(folder / "summary.json", summary(runs))
+    report.write_json(folder / "summary.json", report.summary(runs))
     if not options.no_pictures:
-        figures = pictures(runs, errors) | answers
-    out = plain_console()
-    out.print(table(runs), soft_wrap=False)
-    for remark in remarks(runs):
+        figures = report.pictures(runs, errors) | answers
+    out = report.plain_console()
+    out.print(report.table(runs), soft_wrap=False)
+    for remark in report.remarks(runs):
         out.print(remark)
-    names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *save(folder, figures)]
+    names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *report.save(folder, figures)]
     if samples is not None:
         out.print(f"\n{samples}\n")
         (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
