@@ -13,13 +13,19 @@ from typing import NoReturn
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class CommandError(Exception):
-    """A command that cannot do its work. The message is complete and says what to do."""
+class UserError(Exception):
+    """Base of errors with a message that is complete for a user."""
+
+    code: int
+
+
+class CommandError(UserError):
+    """A command that cannot do its work; the message says what to do."""
 
     code = 1
 
 
-class UsageError(CommandError):
+class UsageError(UserError):
     """Options that are wrong or contradict each other; the help of ``command`` describes them."""
 
     code = 2
@@ -47,7 +53,7 @@ def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
         command = error.command or " ".join(["lp-jax", *words][:3])
         return _line(f"{error} (see {command} --help)"), error.code
-    if isinstance(error, CommandError):
+    if isinstance(error, UserError):
         return _line(str(error)), error.code
     if isinstance(error, ModuleNotFoundError):
         known = "lp_jax[" in str(error)  # the message says what to install

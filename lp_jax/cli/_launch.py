@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
 from lp_jax._arrays._types import PyTree
-from lp_jax.cli._errors import CommandError, UsageError, describe
+from lp_jax.cli._errors import CommandError, UsageError, UserError, describe
 from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
@@ -59,8 +59,8 @@ class Launch:
         return self.number == 0
 
     def once(self, f: Callable[[], T]) -> T:
-        """Call ``f()`` in process 0, and return its value or raise its `CommandError` in every process."""
-        return done_once(f, self.is_root, self.broadcast, CommandError)
+        """Call ``f()`` in process 0, and return its value or raise its `UserError` in every process."""
+        return done_once(f, self.is_root, self.broadcast, UserError)
 
 
 @contextlib.contextmanager

@@ -42,9 +42,8 @@ def train_one(
 
     All processes of ``launch`` call this together; the log of process 0 is the one in ``folder``.
     """
-    name = (
-        "serial" if made.solvers[0].exact and method == "direct" else "layer-parallel" if method == "direct" else method
-    )
+    direct = "serial" if made.solvers[0].exact else "layer-parallel"
+    name = direct if method == "direct" else method
     begun = time.perf_counter()
     if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)

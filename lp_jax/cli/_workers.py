@@ -195,14 +195,9 @@ def data_parallel(comm: MeshComm, loss_fn: LossFn) -> LossFn:
     """Return the loss of a batch whose examples are divided; gradients are summed once per step, not layer by layer."""
 
     def whole(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:
-        shares = functools.partial(
-            jax.shard_map,
-            mesh=comm.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(comm.axis)),
-            out_specs=PartitionSpec(),
-        )
+        specs = (PartitionSpec(), PartitionSpec(comm.axis))
 
-        @shares
+        @functools.partial(jax.shard_map, mesh=comm.mesh, in_specs=specs, out_specs=PartitionSpec())
         def share(params: PyTree, batch: Batch) -> tuple[jax.Array, ...]:
             own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
             loss, info = loss_fn(own, batch, solver, adjoint_solver)
