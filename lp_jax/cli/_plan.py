@@ -46,8 +46,8 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     settings, task = prepare(name, vars(options))
     if not 1 <= options.workers <= settings.layers:
         raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}.")
-    given = {"workers": options.workers, "error": options.error, "seconds": options.seconds}
-    plan = make_plan(settings, task, Console(stderr=True), machine=machine, **given)
+    limits = {"error": options.error, "seconds": options.seconds}
+    plan = make_plan(settings, task, Console(stderr=True), machine=machine, workers=options.workers, **limits)
     if options.save is not None:
         plan.machine.save(options.save)
     return plan, options.out
@@ -77,10 +77,9 @@ def make_plan(
     *,
     machine: planning.Machine | None = None,
     workers: int = 1,
-    error: float = 1e-2,
-    seconds: float = 10.0,
+    **limits: float,
 ) -> planning.Plan:
-    """Plan a network with its initial parameters, on its first batch."""
+    """Plan a network with its initial parameters, on its first batch; ``limits`` are ``error`` and ``seconds``."""
     from lp_jax import train
 
     made = experiment(settings, task)
@@ -94,11 +93,10 @@ def make_plan(
             made.params,
             batch,
             loss=task.measure,
-            error=error,
             workers=workers,
             machine=machine,
             interconnect=interconnect,
-            seconds=seconds,
+            **limits,
         )
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.kind}"

@@ -31,10 +31,7 @@ from lp_jax.train import Interrupted, confusion_matrix, predict
 from lp_jax.train._checkpoint import first_difference
 
 # Options of a call, not of a run: never taken from the folder.
-_OF_THIS_CALL = (
-    *("config", "out", "resume", "debug"),
-    *("mpi", "distributed", "coordinator", "process"),
-)
+_OF_THIS_CALL = ("config", "out", "resume", "debug", "mpi", "distributed", "coordinator", "process")
 _MOST_CLASSES = 100  # of a legible picture
 
 
