@@ -172,6 +172,13 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
     assert given.solver == lp_jax.MGRIT(levels=3, iterations=1)
 
 
+def test_a_wrong_value_in_a_file_is_wrong_use(cli, tmp_path):
+    (tmp_path / "run.yaml").write_text("checkpoint_every: 0\n")
+    code, out, err = cli("train", "digits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "run")
+    assert code == 2 and out == "" and "must be a positive whole number; got 0" in one_line(err)
+    assert "lp-jax train digits --help" in err
+
+
 @pytest.mark.parametrize("solver", [lp_jax.MGRIT(levels=4), lp_jax.Picard(rtol=1e-3), lp_jax.MGRIT(relaxation="FCF")])
 def test_short_form_of_a_solver_is_code(solver):
     assert eval(lp_jax.planning.code(solver), vars(lp_jax)) == solver
