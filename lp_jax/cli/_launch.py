@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -64,8 +64,8 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launched(options: argparse.Namespace) -> Iterator[Launch]:
-    """Start the processes of a run, and end them together.
+def launched(options: argparse.Namespace, args: Sequence[str]) -> Iterator[Launch]:
+    """Start the processes of a run with these arguments, and end them together.
 
     If all processes fail, the first one shows the error. If only some fail, each shows its error and ends the whole job,
     because the others would wait for it.
@@ -74,9 +74,7 @@ def launched(options: argparse.Namespace) -> Iterator[Launch]:
     try:
         yield launch
     except (Exception, KeyboardInterrupt) as error:
-        if launch.size == 1:
-            raise
-        message, code = describe(error, ["--debug"] if options.debug else [])
+        message, code = describe(error, args)
         if launch.is_root:
             print(message, file=sys.stderr, flush=True)
         alike = launch.all_failed()

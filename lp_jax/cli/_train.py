@@ -38,7 +38,7 @@ _MOST_CLASSES = 100  # of a legible picture
 def run(name: str, args: Sequence[str]) -> None:
     problem, args = find(name), list(spelled_out(args))
     look = first_look(args, f"lp-jax train {name}")
-    with launched(look) as processes, contextlib.ExitStack() as stack:
+    with launched(look, ["train", name, *args]) as processes, contextlib.ExitStack() as stack:
         _train(name, problem, args, look, processes, stack)
 
 
