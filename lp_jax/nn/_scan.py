@@ -14,14 +14,6 @@ from lp_jax._scan import scan as scan_layers
 from lp_jax._solvers._solver import Solver
 
 
-class Solving(NamedTuple):
-    """Solvers and workers of a scan; keyword arguments of `lp_jax.scan`."""
-
-    solver: Solver | None = None
-    adjoint_solver: Solver | None = None
-    comm: Comm | None = None
-
-
 def scan(
     f: Callable[..., PyTree] | None = None,
     *,
@@ -74,7 +66,7 @@ def scan(
     options = {name: value for name, value in locals().items() if name != "f"}
     if f is None:
         return functools.partial(scan, **options)
-    solving = Solving(solver, adjoint_solver, comm)
+    layered = functools.partial(scan_layers, solver=solver, adjoint_solver=adjoint_solver, comm=comm)
 
     @functools.wraps(f)
     def scanned(*args: PyTree) -> PyTree:
@@ -94,9 +86,7 @@ def scan(
             return carry, (ys, {i: stack.changed(layer[i]) for i, stack in stacks.items()})
 
         xs = {i: stack.arrays for i, stack in stacks.items()}
-        carry, (ys, changed) = scan_layers(
-            body if remat is None else remat(body), args[at], xs, length, reverse, **solving._asdict()
-        )
+        carry, (ys, changed) = layered(body if remat is None else remat(body), args[at], xs, length, reverse)
         for i, stack in stacks.items():
             stack.update(args[i], changed[i])
         return _join_outputs(carry, ys, out_axes)
@@ -147,9 +137,8 @@ def apply_scanned_layers(
     """
     checkpoint = functools.partial(jax.checkpoint, policy=remat_policy, prevent_cse=prevent_cse)
     axes = nnx.StateAxes([(nnx.Param, param_scan_axis), (..., 0)])
-    apply = apply_fn or (lambda layer, carry: layer(carry))
     return scan(
-        apply,
+        apply_fn or (lambda layer, carry: layer(carry)),
         in_axes=(axes, nnx.Carry),
         out_axes=nnx.Carry,
         length=length,
@@ -298,5 +287,4 @@ def haliax_fold(
         block, args, kwargs = jax.tree.unflatten(structure, parts)
         return block(carry, *args, **kwargs), None
 
-    solving = Solving(solver, adjoint_solver, comm)
-    return scan_layers(body, init, xs, axis.size, **solving._asdict())[0]
+    return scan_layers(body, init, xs, axis.size, solver=solver, adjoint_solver=adjoint_solver, comm=comm)[0]

@@ -10,7 +10,7 @@ from flax import nnx
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, PyTree, State
-from lp_jax._comms._comm import Comm
+from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._solvers._solver import Solver
 
 MakeModule = Callable[[nnx.Rngs], nnx.Module]
@@ -132,7 +132,7 @@ def stacked_module(
     make_module: MakeModule,
     num_layers: int,
     rngs: nnx.Rngs,
-    comm: Comm | None = None,
+    comm: Comm = OneDevice(),
     solvers: Sequence[Solver] | None = (),
     *,
     holds: tuple[type[nnx.Variable], ...],
@@ -159,7 +159,7 @@ def stacked_module(
         return nnx.to_pure_dict(state)
 
     keys = jax.random.split(rngs.params(), num_layers)
-    params = jax.vmap(make)(keys) if comm is None else comm.init(jax.vmap(make), keys, solvers)
+    params = comm.init(jax.vmap(make), keys, solvers)
     module = nnx.merge(graphdefs[0], params)
     for _, variable in nnx.to_flat_state(nnx.state(module)):
         # a layer's metadata lack the layers' axis, which nnx.vmap would add, too
