@@ -144,8 +144,7 @@ class GRU(Solved):
 
         def gates(inputs: int) -> nnx.Dict:
             def uniform(*shape: int) -> nnx.Param:
-                values = jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound)
-                return nnx.Param(values)
+                return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
 
             return nnx.Dict(kernel=uniform(inputs, 3 * hidden), bias=uniform(3 * hidden))
 
