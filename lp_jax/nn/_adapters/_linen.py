@@ -1,4 +1,4 @@
-"""Flax Linen's scan of a module class, solved for all layers at once."""
+"""Flax Linen: a scan of a module class."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._scan import scan as scan_layers
 from lp_jax._solvers._solver import Solver
-from lp_jax.nn._scan import moved
+from lp_jax.nn._adapters._axes import moved
 
 
 def linen_scan(
