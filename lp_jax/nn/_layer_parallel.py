@@ -12,7 +12,7 @@ from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.nn._solved import Solved, placing_solvers, solvers_of
+from lp_jax.nn._solved import AUTO, Solved, placing_solvers, solvers_of
 from lp_jax.nn._spline import Spline, coefficients, expand
 from lp_jax.nn._stack import MakeModule, PerCall, PerLayer, TrunkStep, stacked_module, trunk_step
 
@@ -73,7 +73,7 @@ class LayerParallel(Solved):
     ):
         self.t0 = float(t0)
         self.t1 = end_times(t1)
-        super().__init__(solver, adjoint_solver, comm)
+        super().__init__(solver, adjoint_solver, comm, others=(None, AUTO))
         self.weights = nnx.static(weights)
         if weights is None:
             kinds = (nnx.Param, nnx.BatchStat)

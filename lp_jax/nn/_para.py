@@ -117,12 +117,13 @@ class _Cell(Solved, abc.ABC):
         in_time = time_first(self, x, self.kernel.shape[0])
         kernel, bias = self.comm.replicate((self.kernel[...], self.bias[...]))
         gates = jnp.split(in_time @ kernel + bias[None, None], self.gates, axis=-1)  # one product for all times
+        diagonals = tuple(self.recurrent[...][:, None])
         batch, steps, _ = x.shape
         return Problem(
             CellStep(type(self)),
             None,
             self.start(batch, gates[0].dtype) if y0 is None else y0,
-            shared=tuple(self.recurrent[...][:, None]),
+            shared=diagonals,
             data=tuple(gates),
             t1=float(steps),
             comm=self.comm,

@@ -23,8 +23,16 @@ class Solved(nnx.Module):
     solver: Any  # a `Solver`; None for the default, or "auto"
     adjoint_solver: Any  # a `Solver`; None for the settings of ``solver``
 
-    def __init__(self, solver: Solver | str | None, adjoint_solver: Solver | None, comm: Comm | Mesh | None):
-        self.solver = solver if solver in (None, AUTO) else _static("solver", solver)
+    def __init__(
+        self,
+        solver: Solver | str | None,
+        adjoint_solver: Solver | None,
+        comm: Comm | Mesh | None,
+        *,
+        others: tuple[str | None, ...] = (),
+    ):
+        """``others`` are the values of ``solver`` that stand for one."""
+        self.solver = solver if solver in others else _static("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else _static("adjoint_solver", adjoint_solver)
         self.comm = nnx.static(_inputs.comm(comm))
 
