@@ -44,40 +44,41 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
     with reading(path, _WANTED), np.load(path, allow_pickle=False) as file:
         stored = {name: file[name] for name in file.files}
     held_out = "test_x" in stored or "test_y" in stored
-    names = [("x", "y"), *([("test_x", "test_y")] if held_out else [])]
-    for a, b in names:
-        for name in (a, b):
-            if name not in stored:
-                raise wrong(path, f"has no {name}, but {', '.join(stored) or 'nothing'}", _WANTED)
-        x, y = stored[a], stored[b]
-        if x.ndim < 2 or y.shape[:1] != x.shape[:1] or y.ndim > 1 + (y.dtype.kind == "f") or y.size == 0:
-            raise wrong(path, f"{a} has shape {x.shape} and {b} {y.shape}", _WANTED)
-        if x.dtype.kind not in "iufb":
-            raise wrong(path, f"{a} holds {x.dtype}", "numbers")
-        if y.dtype.kind not in "iubUf":
-            raise wrong(path, f"{b} holds {y.dtype}", "classes, integers or strings, or floating-point values")
-        for name in (a, b):
-            if stored[name].dtype.kind == "f" and not np.isfinite(stored[name]).all():
-                raise wrong(path, f"{name} holds numbers that are not finite", "finite ones")
-    kinds = {stored[b].dtype.kind == "f" for _, b in names}
-    if len(kinds) > 1:
-        raise wrong(
-            path, f"y holds {stored['y'].dtype} and test_y {stored['test_y'].dtype}", "classes or values in both"
-        )
-    targets, classes = _values(path, stored["y"]) if True in kinds else _classes(path, [stored[b] for _, b in names])
-    parts = [(_inputs(stored[a]), targets(stored[b])) for a, b in names]
+    pairs = [_pair(path, stored, prefix) for prefix in ("", "test_")[: 1 + held_out]]
+    (_, y), (_, test_y) = pairs[0], pairs[-1]
+    if (y.dtype.kind == "f") != (test_y.dtype.kind == "f"):
+        raise wrong(path, f"y holds {y.dtype} and test_y {test_y.dtype}", "classes or values in both")
+    targets, classes = _values(path, y) if y.dtype.kind == "f" else _classes(path, [y for _, y in pairs])
+    parts = [(_inputs(x), targets(y)) for x, y in pairs]
     if held_out:
-        (x, y), (test_x, test_y) = parts
-        for name, one, other in (("x", x, test_x), ("y", y, test_y)):
-            if one.shape[1:] != other.shape[1:]:
-                got = f"test_{name} has samples of shape {other.shape[1:]} and {name} {one.shape[1:]}"
+        for name, train, test in zip("xy", *parts, strict=True):
+            if train.shape[1:] != test.shape[1:]:
+                got = f"test_{name} has samples of shape {test.shape[1:]} and {name} {train.shape[1:]}"
                 raise wrong(path, got, "the same shape")
     else:
         ((x, y),) = parts
-        generator = np.random.default_rng(seed)
-        train, test = stratified(y if len(classes) else np.zeros(len(y)), test_fraction, generator)
-        x, y, test_x, test_y = x[train], y[train], x[test], y[test]
-    return Dataset(x, y, test_x, test_y, classes=len(classes), shape=x.shape[1:], names=tuple(map(str, classes)))
+        positions = stratified(y if len(classes) else np.zeros(len(y)), test_fraction, np.random.default_rng(seed))
+        parts = [(x[at], y[at]) for at in positions]
+    shape = parts[0][0].shape[1:]
+    return Dataset(*parts[0], *parts[1], classes=len(classes), shape=shape, names=tuple(map(str, classes)))
+
+
+def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y, or test_x and test_y; refuse those that are missing or no data set."""
+    a, b = f"{prefix}x", f"{prefix}y"
+    if absent := [name for name in (a, b) if name not in stored]:
+        raise wrong(path, f"has no {absent[0]}, but {', '.join(stored) or 'nothing'}", _WANTED)
+    x, y = stored[a], stored[b]
+    if x.ndim < 2 or y.shape[:1] != x.shape[:1] or y.ndim > 1 + (y.dtype.kind == "f") or y.size == 0:
+        raise wrong(path, f"{a} has shape {x.shape} and {b} {y.shape}", _WANTED)
+    if x.dtype.kind not in "iufb":
+        raise wrong(path, f"{a} holds {x.dtype}", "numbers")
+    if y.dtype.kind not in "iubUf":
+        raise wrong(path, f"{b} holds {y.dtype}", "classes, integers or strings, or floating-point values")
+    for name, array in ((a, x), (b, y)):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise wrong(path, f"{name} holds numbers that are not finite", "finite ones")
+    return x, y
 
 
 Targets: TypeAlias = Callable[[np.ndarray], np.ndarray]

@@ -264,10 +264,6 @@ def _find(folder: Path, split: str) -> Path:
 
 def _pieces(sentence: Sentence, max_length: int | None, longer: str) -> list[Sentence]:
     length = max_length or len(sentence.words)
-    pieces = []
-    for start in range(0, len(sentence.words), length):
-        words, upos, feats = (
-            column[start : start + length] for column in (sentence.words, sentence.upos, sentence.feats)
-        )
-        pieces.append(sentence._replace(words=words, upos=upos, feats=feats))
-    return pieces[:1] if longer == "cut" else pieces
+    words, upos, feats, text = sentence
+    parts = [slice(start, start + length) for start in range(0, len(words), length)]
+    return [Sentence(words[p], upos[p], feats[p], text) for p in (parts[:1] if longer == "cut" else parts)]

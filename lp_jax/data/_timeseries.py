@@ -59,23 +59,23 @@ def read_ts(path: str | os.PathLike[str], *, fill: float | None = None) -> Serie
     path = Path(path)
     content = lines(path, "a .ts file")
     start = next((number for number, line in enumerate(content, 1) if line.lower().split() == ["@data"]), 0)
-    header = _header(path, content[:start])
-    series = Series([], [], header.classes, header.name, [])
+    series, count, length, equal = _header(path, content[:start])
     for number, line in enumerate(content[start:], start + 1):
         if not line.strip() or line.startswith("#"):
             continue
         place, channels = f"{path}: line {number}", line.split(":")
-        if header.classes:
+        if series.classes:
             series.labels.append(channels.pop().strip())
-            if series.labels[-1] not in header.classes:
-                wanted = f"one of those that the header announces, {' '.join(header.classes)}"
+            if series.labels[-1] not in series.classes:
+                wanted = f"one of those that the header announces, {' '.join(series.classes)}"
                 raise wrong(place, f"class {series.labels[-1]!r}", wanted)
         x = _values(place, channels, fill)
-        length, count = (series.x or [x])[0].shape
-        if x.shape[1] != (header.channels or count):
-            raise wrong(place, f"{x.shape[1]} channels", f"{header.channels or count}, with colons between them")
-        if (header.length or header.equal) and len(x) != (header.length or length):
-            raise wrong(place, f"a series of {len(x)} time steps", f"{header.length or length}, as all have one length")
+        count = count or x.shape[1]
+        length = length or (len(x) if equal else 0)
+        if x.shape[1] != count:
+            raise wrong(place, f"{x.shape[1]} channels", f"{count}, with colons between them")
+        if length and len(x) != length:
+            raise wrong(place, f"a series of {len(x)} time steps", f"{length}, as all have one length")
         series.x.append(x)
         series.lines.append(number)
     if not series.x:
@@ -83,16 +83,12 @@ def read_ts(path: str | os.PathLike[str], *, fill: float | None = None) -> Serie
     return series
 
 
-class _Header(NamedTuple):
-    name: str
-    classes: tuple[str, ...]
-    channels: int  # 0 where the header does not say
-    length: int
-    equal: bool
+def _header(path: Path, content: list[str]) -> tuple[Series, int, int, bool]:
+    """Return the header, from the lines up to @data.
 
-
-def _header(path: Path, content: list[str]) -> _Header:
-    """Return the header, from the lines up to @data."""
+    These are the series without any line, the numbers of channels and of time steps, 0 where the header does not say, and
+    whether all series have one length.
+    """
     entries = [line.split() for line in content if line.strip() and not line.startswith("#")]
     if not entries or not all(key.startswith("@") for key, *_ in entries):
         raise wrong(path, "no header, or more in it than keys and comments", "keys (@...), the last of them @data")
@@ -115,13 +111,9 @@ def _header(path: Path, content: list[str]) -> _Header:
     classes = tuple(keys["@classlabel"][1:]) if flag("@classlabel") else ()
     if flag("@classlabel") and not 0 < len(set(classes)) == len(classes):
         raise wrong(path, f"classes {' '.join(classes) or 'none'}", "at least one, none of them twice")
-    return _Header(
-        name=" ".join(keys.get("@problemname", [])),
-        classes=classes,
-        channels=1 if flag("@univariate") else count("@dimensions") or count("@dimension"),
-        length=count("@serieslength") if flag("@equallength", "true") else 0,
-        equal=flag("@equallength"),
-    )
+    channels = 1 if flag("@univariate") else count("@dimensions") or count("@dimension")
+    length = count("@serieslength") if flag("@equallength", "true") else 0
+    return Series([], [], classes, " ".join(keys.get("@problemname", [])), []), channels, length, flag("@equallength")
 
 
 def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:

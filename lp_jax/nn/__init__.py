@@ -36,6 +36,10 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'lp_jax.nn needs Flax, which is not installed ({error}): pip install "lp_jax[nn]".') from error
 
+from lp_jax.nn._adapters._haliax import haliax_fold as haliax_fold
+from lp_jax.nn._adapters._linen import linen_scan as linen_scan
+from lp_jax.nn._adapters._nnx import apply_scanned_layers as apply_scanned_layers
+from lp_jax.nn._adapters._nnx import scan as scan
 from lp_jax.nn._convolution import Conv as Conv
 from lp_jax.nn._convolution import convolve as convolve
 from lp_jax.nn._ends import ConvOpening as ConvOpening
@@ -51,7 +55,6 @@ from lp_jax.nn._export import sequential as sequential
 from lp_jax.nn._export import unstack as unstack
 from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
-from lp_jax.nn._linen_scan import linen_scan as linen_scan
 from lp_jax.nn._network import Classifier as Classifier
 from lp_jax.nn._network import Network as Network
 from lp_jax.nn._para import ParaGRU as ParaGRU
@@ -62,9 +65,6 @@ from lp_jax.nn._residual import BatchNorm as BatchNorm
 from lp_jax.nn._residual import ConvResidual as ConvResidual
 from lp_jax.nn._residual import ConvTransition as ConvTransition
 from lp_jax.nn._residual import DenseResidual as DenseResidual
-from lp_jax.nn._scan import apply_scanned_layers as apply_scanned_layers
-from lp_jax.nn._scan import haliax_fold as haliax_fold
-from lp_jax.nn._scan import scan as scan
 from lp_jax.nn._spline import Spline as Spline
 from lp_jax.nn._stack import stack as stack
 from lp_jax.nn._transformer import DecoderLayer as DecoderLayer

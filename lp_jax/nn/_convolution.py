@@ -11,12 +11,13 @@ time, so that they stay in the processor's cache. Patches of all taps, or of non
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -60,6 +61,7 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     return (_xla if formulation == "xla" else _products)(x, kernel)
 
 
+@functools.cache  # one function for each formulation, so that modules with the same one are equal and share programs
 def _as_general(formulation: str) -> Callable[..., jax.Array]:
     """Return `convolve` with the signature of `lax.conv_general_dilated`, as `nnx.Conv` calls it."""
 
@@ -67,10 +69,6 @@ def _as_general(formulation: str) -> Callable[..., jax.Array]:
         return convolve(x, kernel, formulation=formulation)
 
     return conv_general_dilated
-
-
-# One function for each formulation, so that modules with the same one are equal and share compiled programs.
-_GENERAL = {formulation: _as_general(formulation) for formulation in _FORMULATIONS}
 
 
 class Conv(nnx.Conv):
@@ -102,10 +100,8 @@ class Conv(nnx.Conv):
         rngs: nnx.Rngs,
     ):
         _check.one_of("formulation", formulation, _FORMULATIONS)
-        general = _GENERAL[formulation]
-        super().__init__(
-            inputs, outputs, kernel, dtype=dtype, param_dtype=param_dtype, conv_general_dilated=general, rngs=rngs
-        )
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        super().__init__(inputs, outputs, kernel, conv_general_dilated=_as_general(formulation), **options)
 
 
 def _xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -160,8 +156,7 @@ def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, taps: tuple[int, ...]) -> 
     *outer, last = taps
     inputs, outputs = x.shape[-1], y_bar.shape[-1]
     padded = _pad(y_bar, outer, trail=2)
-    mirrored = [tuple(n - 1 - o for o, n in zip(offset, outer, strict=True)) for offset in _offsets(outer)]
-    z_bar = jnp.concatenate([_window(padded, offset, x.shape) for offset in mirrored], axis=-1)
+    z_bar = jnp.concatenate([_window(padded, offset, x.shape) for offset in reversed(_offsets(outer))], axis=-1)
     patches = _patches(x, last).reshape(-1, last * inputs)
     folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
     return jnp.moveaxis(folded, (0, 1), (-3, -2))
@@ -198,8 +193,8 @@ def _merge(groups: jax.Array) -> jax.Array:
     return groups.reshape(-1, *groups.shape[2:])
 
 
-def _offsets(taps: Sequence[int]) -> itertools.product:
-    return itertools.product(*map(range, taps))
+def _offsets(taps: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(np.ndindex(*taps))
 
 
 def _pad(images: jax.Array, taps: Sequence[int], *, trail: int) -> jax.Array:

@@ -181,7 +181,7 @@ class TokenOpening(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.columns = None if isinstance(sizes, int) else len(sizes)
+        self.columns = () if isinstance(sizes, int) else (len(sizes),)
         self.max_length = _check.integer("max_length", max_length, least=1)
 
         def embed(size: int) -> nnx.Embed:
@@ -192,9 +192,9 @@ class TokenOpening(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the state that enters the first layer."""
-        shape = ("batch", "length") if self.columns is None else ("batch", "length", self.columns)
-        if tokens.ndim != len(shape) or (self.columns is not None and tokens.shape[-1] != self.columns):
-            raise ValueError(f"tokens must have the shape ({', '.join(map(str, shape))}); got {tokens.shape}.")
+        if tokens.ndim < 2 or tokens.shape[2:] != self.columns:
+            wanted = ", ".join(map(str, ("batch", "length", *self.columns)))
+            raise ValueError(f"tokens must have the shape ({wanted}); got {tokens.shape}.")
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"tokens must be integers; got {tokens.dtype}.")
         length = tokens.shape[1]
@@ -203,7 +203,7 @@ class TokenOpening(nnx.Module):
                 f"the network was built for sequences of at most {self.max_length} positions; got {length}. Cut them, or "
                 f"build it with max_length={length}."
             )
-        columns = [tokens] if self.columns is None else [tokens[..., c] for c in range(self.columns)]
+        columns = [tokens[..., c] for c in range(len(self.tokens))] if self.columns else [tokens]
         y = sum(embedding(column) for embedding, column in zip(self.tokens, columns, strict=True))
         return y + self.positions.embedding[None, :length]
 

@@ -193,13 +193,9 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     if like is None:
         return _nested(Path(path), arrays)
     wanted, structure = _named(like)
-    missing, unexpected = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
-    if missing or unexpected:
-        lists = [
-            f"{title}: {', '.join(names[:5])}."
-            for title, names in (("Missing", missing), ("Unexpected", unexpected))
-            if names
-        ]
+    differences = {"Missing": wanted.keys() - arrays.keys(), "Unexpected": arrays.keys() - wanted.keys()}
+    if any(differences.values()):
+        lists = [f"{title}: {', '.join(sorted(names)[:5])}." for title, names in differences.items() if names]
         raise ValueError(f"{path} does not hold the parameters of `like`. {' '.join(lists)}")
     for name, leaf in wanted.items():
         if (a := _aval(arrays[name])) != (b := _aval(leaf)):

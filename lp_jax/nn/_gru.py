@@ -26,11 +26,10 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.nn._layer_parallel import solvers_of, static_solver
+from lp_jax.nn._solved import Solved, placing_solvers, solvers_of, time_first
 
 Sequences: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
 """Sequences ``(batch, time, features)``, or these with their lengths ``(batch,)``."""
@@ -69,30 +68,23 @@ class GRUStep:
         for number, h in enumerate(y):
             if number > 0:
                 inputs = between[number - 1](out[-1])
-            new = unit(h, inputs, recurrent[number](h), layer.dt, implicit=self.implicit)
+            (xr, xz, xn), (hr, hz, hn) = inputs, recurrent[number](h)
+            new = _unit(h, xr + hr, xz + hz, xn, hn, layer.dt, self.implicit)
             out.append(new if active is None else jnp.where(active[:, None], new, h))
         return tuple(out)
 
 
-def unit(
-    h: jax.Array, inputs: Sequence[jax.Array], recurrent: Sequence[jax.Array], dt: jax.Array, *, implicit: bool
-) -> jax.Array:
-    """Return the new state of one unit, from the inputs' and the state's part of its gates."""
-    (xr, xz, xn), (hr, hz, hn) = inputs, recurrent
-    return _cell(h, xr + hr, xz + hz, xn, hn, dt, implicit)
-
-
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=6)
-def _cell(
+def _unit(
     h: jax.Array, r: jax.Array, z: jax.Array, xn: jax.Array, hn: jax.Array, dt: jax.Array, implicit: bool
 ) -> jax.Array:
-    """Compute the elementwise part. The gradient repeats it, which costs less than keeping its intermediate values."""
+    """Return a unit's new state. The gradient repeats this, which costs less than keeping its intermediate values."""
     n = jnp.tanh(xn + nnx.sigmoid(r) * hn)
     rate = dt * nnx.sigmoid(-z)  # dt (1 - z)
     return (h + rate * n) / (1 + rate) if implicit else h + rate * (n - h)
 
 
-class GRU(nnx.Module):
+class GRU(Solved):
     r"""Recurrent network of stacked units whose time steps are solved layer-parallel.
 
     A trunk like `LayerParallel`, called with the sequence instead of a state: ``gru(x)`` are the units' last states.
@@ -146,17 +138,13 @@ class GRU(nnx.Module):
     ):
         for name, value in (("features", features), ("hidden", hidden), ("units", units)):
             _check.integer(name, value, least=1)
-        comm = _inputs.comm(comm)
+        super().__init__(solver, adjoint_solver, comm)
         self.hidden, self.implicit, self.dt = hidden, implicit, float(dt)
-        self.solver = static_solver("solver", solver)
-        self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
-        self.comm = nnx.static(comm)
         bound = hidden**-0.5
 
         def gates(inputs: int) -> nnx.Dict:
             def uniform(*shape: int) -> nnx.Param:
-                values = jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound)
-                return nnx.Param(values)
+                return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
 
             return nnx.Dict(kernel=uniform(inputs, 3 * hidden), bias=uniform(3 * hidden))
 
@@ -223,36 +211,27 @@ class GRU(nnx.Module):
             ValueError: as for `solve`.
         """
         x, lengths = x if isinstance(x, tuple) else (x, None)
-        self._check(x, lengths)
-        comm, (batch, steps, _) = self.comm, x.shape
-        active = None if lengths is None else jnp.arange(steps)[:, None] < lengths[None]
         first, *between = (_gates(part) for part in self.inputs)
-        x, dtype = jnp.swapaxes(x, 0, 1), x.dtype
-        if comm is not None:
-            solvers = (self.solver, self.adjoint_solver or self.solver)
-            x, active = comm.share(comm.replicate(x), solvers), comm.share(active, solvers)
-            first = comm.replicate(first)
-        zeros = jnp.zeros((batch, self.hidden), dtype)
+        in_time = time_first(self, x, len(first.kernel))
+        active = None if lengths is None else self.comm.share(_active(x, lengths), placing_solvers(self))
+        zeros = jnp.zeros((len(x), self.hidden), x.dtype)
         return Problem(
             GRUStep(self.implicit),
             None,
             (zeros,) * len(self.recurrent),
             shared=([_gates(part) for part in self.recurrent], between),
-            data=(tuple(first(x)), active),  # one product for all times
-            t1=np.asarray(steps * self.dt),
-            comm=comm,
+            data=(tuple(self.comm.replicate(first)(in_time)), active),  # one product for all times
+            t1=np.asarray(x.shape[1] * self.dt),
+            comm=self.comm,
         )
 
-    def _check(self, x: jax.Array, lengths: jax.Array | None) -> None:
-        features = self.inputs[0].kernel.shape[0]
-        if x.ndim != 3 or x.shape[-1] != features:
-            raise ValueError(f"GRU takes sequences of {features} features, (batch, time, {features}); got {x.shape}.")
-        if lengths is None:
-            return
-        if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-            raise ValueError(
-                f"lengths must be {len(x)} integers, one for each sequence; got {lengths.dtype}{list(lengths.shape)}."
-            )
+
+def _active(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Return the examples that have not ended at each time, ``(time, batch)``."""
+    if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        got = f"{lengths.dtype}{list(lengths.shape)}"
+        raise ValueError(f"lengths must be {len(x)} integers, one for each sequence; got {got}.")
+    return jnp.arange(x.shape[1])[:, None] < lengths[None]
 
 
 def _gates(part: nnx.Dict) -> Gates:

@@ -1,35 +1,23 @@
 """A stack of layers as one module, solved layer-parallel."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from lp_jax import planning
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
-from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
+from lp_jax.nn._solved import AUTO, Solved, placing_solvers, solvers_of
 from lp_jax.nn._spline import Spline, coefficients, expand
 from lp_jax.nn._stack import MakeModule, PerCall, PerLayer, TrunkStep, stacked_module, trunk_step
 
-AUTO = "auto"
 
-
-class _HasSolvers(Protocol):
-    """A module that is built with solvers, as NNX metadata: each a `Solver`, None or "auto"."""
-
-    solver: Any
-    adjoint_solver: Any
-
-
-class LayerParallel(nnx.Module):
+class LayerParallel(Solved):
     """N residual layers, used like a single layer: ``y1 = trunk(y)``.
 
     ``trunk.layers`` is the module that ``make_module`` builds, with stacked parameters: each `nnx.Param` has the layers
@@ -84,17 +72,14 @@ class LayerParallel(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.t0 = float(t0)
-        self.t1 = _hashable(np.asarray(t1, float).tolist())
-        self.solver = solver if solver is None or solver == AUTO else static_solver("solver", solver)
-        self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
-        comm = _inputs.comm(comm)
-        self.comm = nnx.static(comm)
-        solvers = placing_solvers(self)
+        self.t1 = end_times(t1)
+        super().__init__(solver, adjoint_solver, comm, others=(None, AUTO))
         self.weights = nnx.static(weights)
         if weights is None:
-            self.layers = stacked_module(make_module, num_layers, rngs, comm, solvers, holds=(nnx.Param, nnx.BatchStat))
+            kinds = (nnx.Param, nnx.BatchStat)
+            self.layers = stacked_module(make_module, num_layers, rngs, self.comm, placing_solvers(self), holds=kinds)
         else:
-            self.layers = coefficients(weights, make_module, num_layers, rngs, comm)
+            self.layers = coefficients(weights, make_module, num_layers, rngs, self.comm)
         self.num_layers = int(num_layers)
 
     def __call__(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
@@ -248,39 +233,14 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
 
 def refuse_ranks(trunk: LayerParallel) -> None:
     """Refuse a trunk whose layers are spread over MPI ranks."""
-    if trunk.comm is not None and trunk.comm.splits:
+    if trunk.comm.splits:
         raise ValueError(
             f"the trunk's layers are spread over {trunk.comm.size} ranks, and each has only its run. Gather them first "
             "(lp_jax.train.Ranks.gather), into a network on one rank."
         )
 
 
-def _hashable(times: float | list[float]) -> float | tuple[float, ...]:
-    return tuple(times) if isinstance(times, list) else times
-
-
-def static_solver(name: str, solver: Solver | str) -> Any:
-    """Return a solver as NNX metadata, with tolerances as Python floats: arrays would be state of the model."""
-    _inputs.solver(name, solver)
-    return nnx.static(jax.tree.map(float, solver))
-
-
-def solvers_of(
-    trunk: _HasSolvers, solver: Solver | None, adjoint_solver: Solver | None, problem: Problem
-) -> dict[str, Any]:
-    """Return the solvers of a call: its arguments or the trunk's; "auto" is decided by the shapes of the problem."""
-    if solver is None:
-        solver = trunk.solver
-        adjoint_solver = trunk.adjoint_solver if adjoint_solver is None else adjoint_solver
-    if solver == AUTO:
-        solver, adjoint = planning.auto(problem)
-        adjoint_solver = adjoint if adjoint_solver is None else adjoint_solver
-    return {"solver": solver, "adjoint_solver": adjoint_solver}
-
-
-def placing_solvers(trunk: LayerParallel) -> tuple[Solver, Solver]:
-    """Return the forward and adjoint solver that decide which layers live where."""
-    solver: Any = trunk.solver
-    if solver is None or solver == AUTO:  # sweeps, which suit any placement
-        solver = Serial()
-    return solver, trunk.adjoint_solver or solver
+def end_times(t1: float | Sequence[float] | np.ndarray) -> float | tuple[float, ...]:
+    """Return the end time, or the times between the layers, as hashable numbers."""
+    times = np.asarray(t1, float)
+    return tuple(times.tolist()) if times.ndim else float(times)

@@ -106,7 +106,7 @@ class Network(nnx.Module):
         solutions, pullbacks = [], []
         for number, part in enumerate(self.parts):
             if not hasattr(part, "solve"):
-                y, pull = jax.vjp(_pure(part), y)
+                y, pull = jax.vjp(lambda y, part=part: nnx.clone(part)(y), y)  # the part stays as it is
                 pullbacks.append(lambda ct, pull=pull: (pull(ct)[0], None))
                 continue
             options = _options(part, number, shared, key, solver, adjoint_solver)
@@ -125,21 +125,10 @@ class Network(nnx.Module):
         return _combined_solution(y, solutions), pullback
 
 
-def _pure(part: Part) -> Callable[[State], State]:
-    """Return a part as a function that leaves the part unchanged."""
-    if not isinstance(part, nnx.Module):
-        return part
-    graphdef, state = nnx.split(part)
-    values = nnx.to_pure_dict(state)
-    return lambda y: nnx.merge(graphdef, values)(y)
-
-
 def _options(
     part: Part, number: int, shared: PyTree, key: jax.Array | None, solver: Solver | None, adjoint_solver: Solver | None
 ) -> dict[str, Any]:
-    options: dict[str, Any] = {"solver": solver, "adjoint_solver": adjoint_solver}
-    if _exact(part):
-        options = {}
+    options: dict[str, Any] = {} if _exact(part) else {"solver": solver, "adjoint_solver": adjoint_solver}
     if shared is not None:
         options["shared"] = shared
     if key is not None:

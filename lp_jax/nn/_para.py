@@ -6,7 +6,7 @@ and below the cell mix the entries of a state.
 """
 
 import abc
-from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,15 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._solver import Solver
-from lp_jax.nn._layer_parallel import solvers_of, static_solver
+from lp_jax.nn._solved import Solved, solvers_of, time_first
 
 Gate = tuple[jax.Array, ...]
-TimeStep = Callable[[State, Layer], tuple[State, jax.Array]]
 
 
-class _Cell(nnx.Module, abc.ABC):
+class _Cell(Solved, abc.ABC):
     """A cell from sequences to the states of all times: one ``kernel`` for all gates, and their ``recurrent`` diagonals."""
 
     gates: int  # number of gates that see the input
@@ -47,10 +45,8 @@ class _Cell(nnx.Module, abc.ABC):
     ):
         for name, value in (("features", features), ("hidden", hidden)):
             _check.integer(name, value, least=1)
+        super().__init__(solver, adjoint_solver, comm)
         self.hidden = hidden
-        self.solver = static_solver("solver", solver)
-        self.adjoint_solver = None if adjoint_solver is None else static_solver("adjoint_solver", adjoint_solver)
-        self.comm = nnx.static(_inputs.comm(comm))
 
         def uniform(bound: float, *shape: int) -> nnx.Param:
             return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
@@ -118,23 +114,32 @@ class _Cell(nnx.Module, abc.ABC):
         Raises:
             ValueError: as for `solve`.
         """
-        features = self.kernel.shape[0]
-        if x.ndim != 3 or x.shape[-1] != features:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} takes sequences of {features} features, (batch, time, {features}); got {x.shape}."
-            )
-        comm, (batch, steps, _) = self.comm, x.shape
-        kernel, bias, x = self.kernel[...], self.bias[...], jnp.swapaxes(x, 0, 1)
-        if comm is not None:
-            x = comm.share(comm.replicate(x), (self.solver, self.adjoint_solver or self.solver))
-            kernel, bias = comm.replicate((kernel, bias))
-        gates = jnp.split(x @ kernel + bias[None, None], self.gates, axis=-1)  # one product for all times
+        in_time = time_first(self, x, self.kernel.shape[0])
+        kernel, bias = self.comm.replicate((self.kernel[...], self.bias[...]))
+        gates = jnp.split(in_time @ kernel + bias[None, None], self.gates, axis=-1)  # one product for all times
         diagonals = tuple(self.recurrent[...][:, None])
-        y0 = self.start(batch, gates[0].dtype) if y0 is None else y0
+        batch, steps, _ = x.shape
         return Problem(
-            _STEPS[type(self)], None, y0, shared=diagonals, data=tuple(gates), t1=float(steps), comm=comm, has_aux=True
+            CellStep(type(self)),
+            None,
+            self.start(batch, gates[0].dtype) if y0 is None else y0,
+            shared=diagonals,
+            data=tuple(gates),
+            t1=float(steps),
+            comm=self.comm,
+            has_aux=True,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class CellStep:
+    """A cell as ``step(y, layer)`` that emits its output. Equal for equal cells, so that programs are reused."""
+
+    cell: type[_Cell]
+
+    def __call__(self, y: State, layer: Layer) -> tuple[State, jax.Array]:
+        y = self.cell.step(y, layer.data, layer.shared)
+        return y, self.cell.output(y)
 
 
 class ParaGRU(_Cell):
@@ -248,16 +253,3 @@ class ParaLSTM(_Cell):
     @staticmethod
     def output(state: State) -> jax.Array:
         return state[1]
-
-
-def _time_step(cell: type[_Cell]) -> TimeStep:
-    """Return the cell as ``step(y, layer)`` that emits its output. One function per class, so that programs are reused."""
-
-    def step(y: State, layer: Layer) -> tuple[State, jax.Array]:
-        y = cell.step(y, layer.data, layer.shared)
-        return y, cell.output(y)
-
-    return step
-
-
-_STEPS: dict[type[_Cell], TimeStep] = {cell: _time_step(cell) for cell in (ParaGRU, ParaLSTM)}

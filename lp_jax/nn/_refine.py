@@ -12,7 +12,8 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import layer_slices
 from lp_jax._programs._inputs import number_of_layers
-from lp_jax.nn._layer_parallel import LayerParallel, placing_solvers, refuse_ranks
+from lp_jax.nn._layer_parallel import LayerParallel, end_times, refuse_ranks
+from lp_jax.nn._solved import placing_solvers
 from lp_jax.nn._spline import midpoints
 
 
@@ -115,7 +116,7 @@ def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel
 def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
     """Return the trunk, or refuse it if another number of layers would move layers between MPI ranks."""
     comm, count = trunk.comm, trunk.num_layers
-    if trunk.weights is not None or comm is None or not comm.splits:
+    if trunk.weights is not None or not comm.splits:
         return trunk
     if how == "linear":
         refuse_ranks(trunk)
@@ -135,17 +136,12 @@ def _replaced(
     """Return a trunk with other layers and the given times between them."""
     comm = trunk.comm
     graphdef, *states = nnx.split(trunk, nnx.Param, nnx.BatchStat)
-    params, stats = states
     if trunk.weights is None:
-
-        def changed(params: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
-            new = of_params(params), of_stats(stats)
-            return new if comm is None else comm.spread(new)
-
-        params, stats = jax.jit(changed)(params, stats)
-    result = nnx.merge(graphdef, params, stats)
+        change = jax.jit(lambda params, stats: comm.spread((of_params(params), of_stats(stats))))
+        states = change(*states)
+    result = nnx.merge(graphdef, *states)
     result.num_layers = len(times) - 1
-    result.t1 = tuple(times.tolist()) if np.ndim(trunk.t1) else float(times[-1])
+    result.t1 = end_times(times if np.ndim(trunk.t1) else times[-1])
     return result
 
 
@@ -174,7 +170,7 @@ def _means(tree: PyTree, factor: int) -> PyTree:
 def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
     """Return stacked leaves for ``factor`` times as many layers; ``times`` are the times between the old layers."""
     if how == "zeros":
-        return jax.tree.map(functools.partial(_between_zeros, factor=factor), tree)
+        return jax.tree.map(lambda x: jnp.zeros((factor * len(x), *x.shape[1:]), x.dtype).at[::factor].set(x), tree)
     if how == "constant" or len(times) == 2:
         return jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), tree)
     old, new = midpoints(times), midpoints(_subdivided(times, factor))
@@ -186,11 +182,6 @@ def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
         return (1 - w) * x[left] + w * x[left + 1]
 
     return jax.tree.map(leaf, tree)
-
-
-def _between_zeros(x: jax.Array, factor: int) -> jax.Array:
-    """Return stacked arrays with ``factor - 1`` arrays of zeros after each."""
-    return jnp.zeros((factor * len(x), *x.shape[1:]), x.dtype).at[::factor].set(x)
 
 
 def _subdivided(times: np.ndarray, factor: int) -> np.ndarray:

@@ -174,7 +174,7 @@ def _to_dtype_of(x: jax.Array, y: jax.Array, dtype: DTypeLike | None) -> jax.Arr
     return x if dtype is None else x.astype(y.dtype)
 
 
-_POOLS = ("max", "mean", "stride")
+_POOLS: dict[str, Any] = {"max": nnx.max_pool, "mean": nnx.avg_pool, "stride": lambda y, *_: y}
 
 
 class ConvTransition(nnx.Module):
@@ -221,8 +221,4 @@ class ConvTransition(nnx.Module):
     def __call__(self, y: jax.Array) -> jax.Array:
         """Return the state that enters the next block."""
         y = self.activation(self.norm(self.conv(y)))
-        if self.pool == "stride":
-            return y
-        pool: Any = nnx.max_pool if self.pool == "max" else nnx.avg_pool
-        pooled: jax.Array = pool(y, self.window, self.window)
-        return pooled
+        return _POOLS[self.pool](y, self.window, self.window)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, PyTree, State
-from lp_jax._comms._comm import Comm
+from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._solvers._solver import Solver
 
 MakeModule = Callable[[nnx.Rngs], nnx.Module]
@@ -132,7 +132,7 @@ def stacked_module(
     make_module: MakeModule,
     num_layers: int,
     rngs: nnx.Rngs,
-    comm: Comm | None = None,
+    comm: Comm = OneDevice(),
     solvers: Sequence[Solver] | None = (),
     *,
     holds: tuple[type[nnx.Variable], ...],
@@ -159,7 +159,7 @@ def stacked_module(
         return nnx.to_pure_dict(state)
 
     keys = jax.random.split(rngs.params(), num_layers)
-    params = jax.vmap(make)(keys) if comm is None else comm.init(jax.vmap(make), keys, solvers)
+    params = comm.init(jax.vmap(make), keys, solvers)
     module = nnx.merge(graphdefs[0], params)
     for _, variable in nnx.to_flat_state(nnx.state(module)):
         # a layer's metadata lack the layers' axis, which nnx.vmap would add, too
@@ -186,25 +186,20 @@ def _updates(module: nnx.Module) -> bool:
 
 def _refuse_state(module: nnx.Module, holds: tuple[type[nnx.Variable], ...]) -> None:
     """Refuse variables that a layer would change: it is evaluated many times per solve, in any order."""
-    others = {
-        ".".join(map(str, path)): type(value)
-        for path, value in nnx.to_flat_state(nnx.state(module))
-        if not isinstance(value, holds)
-    }
+    others = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Any(*holds))))
     if not others:
         return
-    listed = ", ".join(f"{path} ({kind.__name__})" for path, kind in others.items())
-    advice = []
-    if any(issubclass(kind, nnx.BatchStat) for kind in others.values()):
-        advice.append("use nn.LayerParallel, which carries running statistics, or nnx.LayerNorm, which keeps none")
-    if any(issubclass(kind, nnx.RngState) for kind in others.values()):
-        advice.append(
-            "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "
-            "data=jax.random.split(key, num_layers)"
-        )
-    if not advice:
-        advice.append("make it an nnx.Param, or compute it in __call__")
+    listed = ", ".join(f"{'.'.join(map(str, path))} ({type(value).__name__})" for path, value in others)
+    advice = [text for kind, text in _INSTEAD.items() if any(isinstance(value, kind) for _, value in others)]
     raise ValueError(
         f"{type(module).__name__} holds more than nnx.Param: {listed}. A layer is evaluated several times per solve, "
-        f"so it must be a pure function of its parameters: {'; '.join(advice)}."
+        f"so it must be a pure function of its parameters: {'; '.join(advice or [_OTHERWISE])}."
     )
+
+
+_INSTEAD = {
+    nnx.BatchStat: "use nn.LayerParallel, which carries running statistics, or nnx.LayerNorm, which keeps none",
+    nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "
+    "data=jax.random.split(key, num_layers)",
+}
+_OTHERWISE = "make it an nnx.Param, or compute it in __call__"

@@ -18,7 +18,9 @@ References:
     scale of projections).
 """
 
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,34 +31,31 @@ from jax.typing import DTypeLike
 from lp_jax._arrays import _check
 
 
+class _Makers(NamedTuple):
+    """Makers of a layer's parts: a dense layer, one whose result is added to the state, and a layer norm."""
+
+    linear: Callable[[int, int], nnx.Linear]
+    projection: Callable[[int, int], nnx.Linear]
+    norm: Callable[[int], nnx.LayerNorm]
+
+
 class Attention(nnx.Module):
     """Multi-head attention of a normalised state to itself, or to a normalised memory, and a projection.
 
     Unlike `nnx.MultiHeadAttention`, it computes query, key and value in one product.
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        cross: bool = False,
-        scale: float,
-        dtype: DTypeLike | None,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, width: int, heads: int, make: _Makers, *, cross: bool = False):
         if width % _check.integer("heads", heads, least=1):
             raise ValueError(f"heads must divide the width, {width}; got {heads}.")
         self.heads = heads
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
+        self.norm = make.norm(width)
         if cross:
-            self.norm_memory = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
-            self.query, self.key_value = nnx.Linear(width, width, **options), nnx.Linear(width, 2 * width, **options)
+            self.norm_memory = make.norm(width)
+            self.query, self.key_value = make.linear(width, width), make.linear(width, 2 * width)
         else:
-            self.query_key_value = nnx.Linear(width, 3 * width, **options)
-        self.out = nnx.Linear(width, width, kernel_init=_scaled(scale), **options)
+            self.query_key_value = make.linear(width, 3 * width)
+        self.out = make.projection(width, width)
 
     def __call__(
         self, y: jax.Array, memory: jax.Array | None = None, *, mask: jax.Array | None = None, causal: bool = False
@@ -77,13 +76,10 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """Two dense layers at each position of the normalised state, GELU between them."""
 
-    def __init__(
-        self, width: int, hidden: int, *, scale: float, dtype: DTypeLike | None, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
-        self.inner = nnx.Linear(width, hidden, **options)
-        self.outer = nnx.Linear(hidden, width, kernel_init=_scaled(scale), **options)
+    def __init__(self, width: int, hidden: int, make: _Makers):
+        self.norm = make.norm(width)
+        self.inner = make.linear(width, hidden)
+        self.outer = make.projection(hidden, width)
 
     def __call__(self, y: jax.Array) -> jax.Array:
         return self.outer(nnx.gelu(self.inner(self.norm(y)))).astype(y.dtype)
@@ -108,11 +104,14 @@ class TransformerLayer(nnx.Module):
     ):
         # the terms that all layers add to the state sum up to the size of one term
         scale = 1.0 if depth is None else ((3 if self.cross else 2) * depth) ** -0.5
-        options: dict[str, Any] = {"scale": scale, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.attention = Attention(width, heads, **options)
+        linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        scaled = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+        norm = functools.partial(nnx.LayerNorm, param_dtype=param_dtype, rngs=rngs)
+        make = _Makers(linear, functools.partial(linear, kernel_init=scaled), norm)
+        self.attention = Attention(width, heads, make)
         if self.cross:
-            self.cross_attention = Attention(width, heads, cross=True, **options)
-        self.feed_forward = FeedForward(width, hidden or 4 * width, **options)
+            self.cross_attention = Attention(width, heads, make, cross=True)
+        self.feed_forward = FeedForward(width, hidden or 4 * width, make)
         self.dropout = nnx.Dropout(dropout)
 
     def encoder_rhs(
@@ -150,10 +149,6 @@ def _attend_in_double(
     if is_causal:
         visible = visible & jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min)), v)
-
-
-def _scaled(scale: float) -> nnx.Initializer:
-    return nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
 
 
 class EncoderLayer(TransformerLayer):

@@ -1,25 +1,17 @@
-"""Scans over stacks of other libraries' modules, with a solver. Each replaces one call of a model."""
+"""Flax NNX: scans over a module stacked by ``nnx.vmap``, and MaxText's call of one."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._scan import scan as scan_layers
 from lp_jax._solvers._solver import Solver
-
-
-class Solving(NamedTuple):
-    """Solvers and workers of a scan; keyword arguments of `lp_jax.scan`."""
-
-    solver: Solver | None = None
-    adjoint_solver: Solver | None = None
-    comm: Comm | None = None
+from lp_jax.nn._adapters._axes import moved
 
 
 def scan(
@@ -74,7 +66,7 @@ def scan(
     options = {name: value for name, value in locals().items() if name != "f"}
     if f is None:
         return functools.partial(scan, **options)
-    solving = Solving(solver, adjoint_solver, comm)
+    layered = functools.partial(scan_layers, solver=solver, adjoint_solver=adjoint_solver, comm=comm)
 
     @functools.wraps(f)
     def scanned(*args: PyTree) -> PyTree:
@@ -94,9 +86,7 @@ def scan(
             return carry, (ys, {i: stack.changed(layer[i]) for i, stack in stacks.items()})
 
         xs = {i: stack.arrays for i, stack in stacks.items()}
-        carry, (ys, changed) = scan_layers(
-            body if remat is None else remat(body), args[at], xs, length, reverse, **solving._asdict()
-        )
+        carry, (ys, changed) = layered(body if remat is None else remat(body), args[at], xs, length, reverse)
         for i, stack in stacks.items():
             stack.update(args[i], changed[i])
         return _join_outputs(carry, ys, out_axes)
@@ -147,9 +137,8 @@ def apply_scanned_layers(
     """
     checkpoint = functools.partial(jax.checkpoint, policy=remat_policy, prevent_cse=prevent_cse)
     axes = nnx.StateAxes([(nnx.Param, param_scan_axis), (..., 0)])
-    apply = apply_fn or (lambda layer, carry: layer(carry))
     return scan(
-        apply,
+        apply_fn or (lambda layer, carry: layer(carry)),
         in_axes=(axes, nnx.Carry),
         out_axes=nnx.Carry,
         length=length,
@@ -218,22 +207,6 @@ def _holds_state(value: PyTree) -> bool:
     return any(isinstance(x, kinds) for x in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds)))
 
 
-def moved(tree: PyTree, source: int | None, target: int | None) -> PyTree:
-    """Move an axis of all leaves."""
-    if source is None or target is None or source == target:
-        return tree
-
-    def leaf(x: jax.Array) -> jax.Array:
-        if not all(-x.ndim <= axis < x.ndim for axis in (source, target)):
-            raise ValueError(
-                f"the axis of the layers, {target if source == 0 else source}, is out of range for an array of shape {x.shape}; "
-                "name the axis that was made when the layers were stacked."
-            )
-        return jnp.moveaxis(x, source, target)
-
-    return jax.tree.map(leaf, tree)
-
-
 def _split_outputs(out: PyTree, axes: PyTree) -> tuple[PyTree, list[PyTree]]:
     if axes is nnx.Carry:
         return out, []
@@ -253,50 +226,3 @@ def _join_outputs(carry: PyTree, ys: Sequence[PyTree], axes: PyTree) -> PyTree:
         return carry
     values = iter(ys)
     return tuple(carry if axis is nnx.Carry else moved(next(values), 0, axis) for axis in axes)
-
-
-def haliax_fold(
-    stacked: Any,
-    init: PyTree,
-    *args: PyTree,
-    solver: Solver | None = None,
-    adjoint_solver: Solver | None = None,
-    comm: Comm | None = None,
-    **kwargs: PyTree,
-) -> PyTree:
-    """Fold Haliax's ``Stacked`` like ``stacked.fold(init, ...)``, with a solver.
-
-    Args:
-        stacked: a ``haliax.nn.Stacked``.
-        init: the state that passes through the blocks, ``block(carry, *args, **kwargs) -> carry``.
-        *args: passed to every block; named arrays with the blocks' axis are sliced along it.
-        solver: as for `lp_jax.scan`.
-        adjoint_solver: as for `lp_jax.scan`.
-        comm: as for `lp_jax.scan`.
-        **kwargs: as ``args``.
-
-    Example:
-        >>> x = nn.haliax_fold(self.blocks, x, mask)  # doctest: +SKIP
-    """
-    import haliax
-
-    axis = stacked.Block
-
-    def is_named(x: object) -> bool:
-        return isinstance(x, haliax.NamedArray)
-
-    leaves, structure = jax.tree.flatten((stacked.stacked, args, kwargs), is_leaf=is_named)
-    sliced = [is_named(x) and any(a.name == axis.name for a in x.axes) for x in leaves]
-    first = [x.rearrange((axis, ...)) if mine else x for x, mine in zip(leaves, sliced, strict=True)]
-    # in a block's parameters, an array without names has the axis of the blocks first
-    inside = len(jax.tree.leaves(stacked.stacked, is_leaf=is_named))
-    raw = [i < inside and not is_named(x) and isinstance(x, jax.Array) for i, x in enumerate(leaves)]
-    xs = {i: x.array if sliced[i] else x for i, x in enumerate(first) if sliced[i] or raw[i]}
-
-    def body(carry: PyTree, xs: dict[int, jax.Array]) -> tuple[PyTree, None]:
-        parts = [haliax.named(xs[i], x.axes[1:]) if sliced[i] else xs.get(i, x) for i, x in enumerate(first)]
-        block, args, kwargs = jax.tree.unflatten(structure, parts)
-        return block(carry, *args, **kwargs), None
-
-    solving = Solving(solver, adjoint_solver, comm)
-    return scan_layers(body, init, xs, axis.size, **solving._asdict())[0]

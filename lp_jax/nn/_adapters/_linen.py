@@ -1,4 +1,4 @@
-"""Flax Linen's scan of a module class, solved for all layers at once."""
+"""Flax Linen: a scan of a module class."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._scan import scan as scan_layers
 from lp_jax._solvers._solver import Solver
-from lp_jax.nn._scan import Solving, moved
+from lp_jax.nn._adapters._axes import moved
 
 
 def linen_scan(
@@ -85,14 +85,9 @@ def linen_scan(
         raise ValueError(
             f"out_axes={out_axes!r} must be axes: every layer has a y of its own. Take linen.scan, or one of them."
         )
-    shared_options = {
-        "variable_axes": variable_axes,
-        "split_rngs": split_rngs,
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-    }
-    lifted = linen.scan(target, length=length, reverse=reverse, **shared_options, **options)
-    solving = Solving(solver, adjoint_solver, comm)
+    axes: dict[str, Any] = {"variable_axes": variable_axes, "in_axes": in_axes, "out_axes": out_axes}
+    lifted = linen.scan(target, length=length, reverse=reverse, split_rngs=split_rngs, **axes, **options)
+    layered = functools.partial(scan_layers, solver=solver, adjoint_solver=adjoint_solver, comm=comm)
 
     def make(*args: Any, **fields: Any) -> Callable[..., PyTree]:
         scanned = lifted(*args, **fields)
@@ -139,7 +134,7 @@ def linen_scan(
             drawn = _copied(counts)
             layer_of = lambda carry, x: body(_copied(drawn), carry, x)  # noqa: E731
             draw()
-            carry, ys = scan_layers(layer_of, carry, stacked, layers, reverse, **solving._asdict())
+            carry, ys = layered(layer_of, carry, stacked, layers, reverse)
             return carry, jax.tree.map(lambda axis, y: moved(y, 0, axis), out_axes, ys)
 
         return call
