@@ -28,6 +28,12 @@ class Batch(NamedTuple):
             state; "gradient", that for the parameters; "newton", a Newton iteration with its Jacobians and the scan that
             solves with them.
         layers: number of layers.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> planning.count(lp_jax.Picard(sweeps=3), 64).batches[planning.Batch("forward", layers=64)]
+        3
     """
 
     kind: str
@@ -63,6 +69,13 @@ class Schedule:
         states: messages of one state that a worker waits for, one after the other.
         reductions: sums and broadcasts over all workers.
         events: the same batches and messages in the order in which they happen.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> schedule: planning.Schedule = planning.count(lp_jax.Picard(sweeps=3), 64)
+        >>> schedule.depth(), schedule.work()
+        (3, 192)
     """
 
     batches: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
@@ -312,6 +325,19 @@ def count_steps(coarse_step: CoarseStep, work: Work, count: int, at_once: int) -
 
     Register a function for a class of coarse steps with ``@planning.count_steps.register``. Otherwise the program of the whole
     solve is read.
+
+    Example:
+        A coarse step that takes two layers of its interval, one after the other:
+
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> class Two(lp_jax.CoarseStep):
+        ...     def coarsen(self, chain, level, span, *, at_once): ...
+        >>> @planning.count_steps.register
+        ... def _(coarse_step: Two, work: planning.Work, count: int, at_once: int) -> None:
+        ...     work.evaluate(2 * count, at_once)
+        >>> planning.count(lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=Two()), 64).depth()
+        36
     """
     raise Uncounted
 
@@ -321,6 +347,18 @@ def held(solver: Solver, sizes: Sizes) -> Held:
     """Return the memory of a training step with this solver; by default that of a sweep over all layers.
 
     Register a function for a class of solvers with ``@planning.held.register``.
+
+    Example:
+        >>> import dataclasses, lp_jax
+        >>> from lp_jax import planning
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Lean(lp_jax.Solver):
+        ...     iterations: int = 3
+        >>> @planning.held.register
+        ... def _(solver: Lean, sizes: planning.Sizes) -> planning.Held:
+        ...     return planning.Held(kept=sizes.state, working=2 * sizes.mine * sizes.state)
+        >>> planning.held(Lean(), planning.Sizes(64, 4, state=8, linearised=24, parameters=32, examples=1, auto=64.0))
+        Held(kept=8, working=256)
     """
     if solver.keeps_states:
         kept = sizes.mine * sizes.linearised
