@@ -38,13 +38,14 @@ OUTSIDE = {
 SOURCES = {page: source for source, page in OUTSIDE.items()}
 
 
-class Examples(griffe.Extension):
-    """Tell griffe that "Example:" in a docstring is code, not a remark."""
+class Docstrings(griffe.Extension):
+    """Tell griffe that "Example:" in a docstring is code, not a remark, and write formulas as pages do."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Change the heading of the section."""
+        """Change headings and formulas."""
         if obj.docstring:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r":math:`([^`]*)`", r"$\1$", text)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -87,15 +88,20 @@ def markdown(notebook: nbformat.NotebookNode, stem: str) -> tuple[str, dict[str,
         if cell.cell_type != "code":
             parts.append(cell.source)
             continue
+        if not cell.source:
+            continue
         parts.append(f"```python\n{cell.source}\n```")
+        printed = ""  # in several pieces, and before pictures of the same cell
         for output in cell.outputs:
             data = output.get("data", {})
-            if "image/png" in data:
-                name = f"{stem}_{len(images) + 1}.png"
-                images[name] = base64.b64decode(data["image/png"])
-                parts.append(f"![{data.get('text/plain', 'Figure')}]({name})")
-            elif text := output.get("text") or data.get("text/plain"):
-                parts.append(f"```text\n{text.rstrip()}\n```")
+            if "image/png" not in data:
+                printed += output.get("text") or data.get("text/plain") or ""
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+        for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
+            name = f"{stem}_{len(images) + 1}.png"
+            images[name] = base64.b64decode(data["image/png"])
+            parts.append(f"![{data.get('text/plain', 'Figure')}]({name})")
     return "\n\n".join(parts) + "\n", images
 
 

@@ -35,6 +35,14 @@ class Gradients(NamedTuple):
         adjoint_trajectory: gradients with respect to the states that enter the intervals of the adjoint solver, leaves
             ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve. None where JAX differentiates a scan (`Serial`
             on one device).
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> solution, pullback = problem.solve_vjp(solver=lp_jax.Serial())
+        >>> gradients: lp_jax.Gradients = pullback(jnp.ones(()))[0]
+        >>> gradients.params.shape, gradients.y0.shape
+        ((64,), ())
     """
 
     params: PyTree

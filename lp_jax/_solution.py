@@ -11,7 +11,18 @@ from lp_jax._solvers._solver import Stats
 
 
 class SolveError(RuntimeError):
-    """Raised by `Solution.raise_if_failed`: the solve did not do what was asked."""
+    """Raised by `Solution.raise_if_failed`: the solve did not do what was asked.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> solution = problem.solve(solver=lp_jax.Picard(sweeps=1, rtol=1e-6))
+        >>> try:
+        ...     solution.raise_if_failed()
+        ... except lp_jax.SolveError as error:
+        ...     print(str(error).partition(" within")[0])
+        the residual norm did not come down to the tolerance
+    """
 
 
 class Solution(NamedTuple):
@@ -22,6 +33,13 @@ class Solution(NamedTuple):
         stats: iterations, residual norms, and the result code.
         trajectory: level-0 C-point states after point 0, leaves ``(ceil(N / m), ...)``; a ``guess`` for the next solve.
         aux: the step's second output, stacked over layers, ``(N, ...)``; from the final sweep.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> solution: lp_jax.Solution = problem.solve(solver=lp_jax.MGRIT(coarsening=4, iterations=2))
+        >>> solution.trajectory.shape, int(solution.result)
+        ((16,), 0)
     """
 
     y1: State

@@ -2,6 +2,8 @@
 
 import ast
 import contextlib
+import doctest
+import functools
 import importlib
 import importlib.metadata
 import io
@@ -139,25 +141,56 @@ def test_every_page_is_in_the_site():
     assert pages and pages <= nav, pages - nav
 
 
-def test_every_public_name_is_in_the_reference():
+MAIN = (lp_jax, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz)
+CONTRIB = (lp_jax.train.contrib, lp_jax.data.contrib)
+
+
+def public(module):
+    """The names that a package exports, and their values; its submodules are none of them."""
+    names = {name: x for name, x in vars(module).items() if not name.startswith("_")}
+    return {name: x for name, x in names.items() if not isinstance(x, types.ModuleType)}
+
+
+@pytest.mark.parametrize("module", MAIN + CONTRIB, ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module):
     text = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/reference/"))
     listed = [name.rpartition(".") for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)]
     found = [getattr(importlib.import_module(module or name), name, None) for module, _, name in listed]
-    for module in (
-        lp_jax,
-        lp_jax.nn,
-        lp_jax.train,
-        lp_jax.train.contrib,
-        lp_jax.data,
-        lp_jax.data.contrib,
-        lp_jax.planning,
-        lp_jax.viz,
-    ):
-        public = {name: x for name, x in vars(module).items() if not name.startswith("_")}
-        missing = [
-            n for n, x in public.items() if not isinstance(x, types.ModuleType) and not any(x is y for y in found)
-        ]
-        assert len(public) > 5 and not missing, f"{module.__name__}: {missing}"
+    missing = [name for name, x in public(module).items() if not any(x is y for y in found)]
+    assert len(public(module)) > 5 and not missing
+
+
+def docstring_examples():
+    """The code of each docstring that has some, by the name of its class or function; a method counts for its class."""
+    parser = doctest.DocTestParser()
+    for path in ROOT.glob("lp_jax/**/*.py"):
+        for node in ast.parse(path.read_text()).body:
+            for part in ast.walk(node):
+                if isinstance(part, (ast.ClassDef, ast.FunctionDef)):
+                    yield node.name, "".join(e.source for e in parser.get_examples(ast.get_docstring(part) or ""))
+
+
+@functools.cache
+def taught():
+    """Full names that stand in an example, which the tests run: of pages, notebooks and docstrings."""
+    texts = [text for page in PAGES for language, text in blocks(page) if language == "python"]
+    texts += [path.read_text() for path in ROOT.glob("notebooks/[0-9]*.py")]
+    texts += [text for _, text in docstring_examples()]
+    found = set()
+    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found |= {ast.unparse(node), f"lp_jax.{ast.unparse(node)}"}
+    return found
+
+
+@pytest.mark.parametrize("module", MAIN, ids=lambda module: module.__name__)
+def test_every_public_name_is_in_an_example(module):
+    """In its own docstring, or by its full name in another one, on a page or in a notebook."""
+    own = {name for name, text in docstring_examples() if text}
+    missing = [name for name, x in public(module).items() if f"{module.__name__}.{name}" not in taught()]
+    assert not [name for name in missing if name not in own or name != getattr(public(module)[name], "__name__", "")]
 
 
 def test_the_package_has_no_links_into_the_repository():

@@ -51,6 +51,13 @@ class Layer(NamedTuple):
         dt: time that the layer spans, same dtype and units. On a coarse level it spans several fine layers.
         index: global index of the (left-most) fine layer, an int32 scalar.
         level: static int, 0 on the finest level; static under `jax.checkpoint` and the like, too.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
+        >>> layer = lp_jax.Layer(jnp.zeros((8, 8)), shared=None, data=None, t=jnp.zeros(()), dt=jnp.ones(()), index=0, level=0)
+        >>> step(jnp.ones(8), layer).shape  # one layer, by hand
+        (8,)
     """
 
     params: PyTree

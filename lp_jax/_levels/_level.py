@@ -66,6 +66,14 @@ class Level:
         origin: another step whose Jacobian replaces that of ``step``; None for none. On an adjoint level, the step that is
             transposed, ``origin(u, x, shared)``, with u and x from the operands ``(x, u, ...)``.
         has_sources: whether the steps are affine: an adjoint with sources.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> fine, coarse = lp_jax.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
+        >>> level: lp_jax.Level = fine
+        >>> level.steps, level.factor, level.intervals, coarse.steps
+        (64, 4, 16, 16)
     """
 
     xs: PyTree

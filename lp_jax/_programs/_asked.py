@@ -47,7 +47,15 @@ def report_stats(direction: str, solver: Solver, layers: int, stats: Stats) -> N
 
 
 class Results(NamedTuple):
-    """Outcome of the solves inside a gradient: the worst code of `lp_jax.RESULTS` in each direction; 0 is done as asked."""
+    """Outcome of the solves inside a gradient: the worst code of `lp_jax.RESULTS` in each direction; 0 is done as asked.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> loss = lambda rate: lp_jax.solve(lambda y, layer: y + layer.dt * rate * y, None, jnp.ones(()), data=jnp.ones(8)).y1
+        >>> value, gradient, results = lp_jax.value_and_grad(loss)(jnp.ones(()))
+        >>> results == lp_jax.Results(forward=0, adjoint=0)
+        True
+    """
 
     forward: jax.Array
     adjoint: jax.Array

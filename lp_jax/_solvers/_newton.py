@@ -29,6 +29,16 @@ class Damping(abc.ABC):
     """Change the Jacobians of `Newton`, so that products of many of them stay small.
 
     Subclasses are frozen dataclasses and pytrees. With any damping, the first k states are exact after k iterations.
+
+    Example:
+        >>> import dataclasses, jax.numpy as jnp, lp_jax
+        >>> @lp_jax.register()
+        ... @dataclasses.dataclass(frozen=True)
+        ... class Bounded(lp_jax.Damping):
+        ...     def __call__(self, jacobian, matrix):
+        ...         return jnp.clip(jacobian, -1, 1)
+        >>> lp_jax.Newton(jacobian="diagonal", damping=Bounded()).damping
+        Bounded()
     """
 
     @abc.abstractmethod

@@ -32,6 +32,14 @@ class Start(NamedTuple):
         taken: number of iterations to report for it, where that depends on the data.
         first: first residual norm, if the start measured it; None for that of the first iteration.
         recovers: whether iterations continue after a residual norm that is not finite.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> levels = lp_jax.hierarchy(problem, lp_jax.MGRIT())
+        >>> start: lp_jax.Start = lp_jax.MGRIT().init(levels, None)
+        >>> start.state.shape
+        (16,)
     """
 
     state: PyTree
@@ -48,6 +56,11 @@ class Needs(NamedTuple):
         transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
         steps: other steps of the user.
         averaged_axes: number of leading axes of examples, if the step is also evaluated at their mean; else 0.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.Newton(jacobian="shared", batch_axes=1).needs(64) == lp_jax.Needs(averaged_axes=1)
+        True
     """
 
     transfers: Sequence[Transfer | None] = ()
@@ -212,6 +225,13 @@ class Stats(NamedTuple):
             whole batch, measured in each cycle after its pre-relaxation and before its coarse correction. Fixed
             length; -1 (`NOT_MEASURED`) for a skipped down-cycle and for cycles that were not needed.
         result: how it ended, an int32 code; 0 is done as asked, `RESULTS` has the messages.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> stats: lp_jax.Stats = problem.solve(solver=lp_jax.Picard(sweeps=32, rtol=1e-3)).stats
+        >>> int(stats.iterations), lp_jax.RESULTS[int(stats.result)]
+        (7, 'done as asked')
     """
 
     iterations: jax.Array

@@ -27,6 +27,14 @@ class Dataset(NamedTuple):
         classes: number of classes; 0 if samples have values.
         shape: shape of one input, channels last.
         names: names of the classes, by their numbers; empty if they have none.
+
+    Example:
+        >>> import numpy as np
+        >>> from lp_jax import data
+        >>> x, y = np.zeros((10, 2), np.float32), np.arange(10, dtype=np.int32) % 3
+        >>> mine = data.Dataset(x[:8], y[:8], x[8:], y[8:], classes=3, shape=(2,))
+        >>> [len(labels) for _, labels in data.batches(mine, 4, seed=0, epoch=0)]
+        [4, 4]
     """
 
     train_x: Arrays
@@ -39,7 +47,16 @@ class Dataset(NamedTuple):
 
 
 class DataError(ValueError):
-    """A file is damaged or of another kind. One line has the file, the place, its content and the expected content."""
+    """A file is damaged or of another kind. One line has the file, the place, its content and the expected content.
+
+    Example:
+        >>> from lp_jax import data
+        >>> try:
+        ...     data.mnist("no/such/folder")
+        ... except data.DataError as error:
+        ...     print(str(error).partition(" or ")[0])
+        no/such/folder: has no file train-images-idx3-ubyte
+    """
 
 
 def check_fraction(test_fraction: float) -> None:

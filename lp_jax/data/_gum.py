@@ -25,6 +25,11 @@ class Sentence(NamedTuple):
         upos: their universal parts of speech, like ``NOUN``.
         feats: their morphological features as in the file, like ``Case=Nom|Number=Sing``; ``_`` for none.
         text: the sentence as written, from the comment ``# text``; without the comment, the words joined by spaces.
+
+    Example:
+        >>> from lp_jax import data
+        >>> data.Sentence(words=("Rivers", "flow"), upos=("NOUN", "VERB"), feats=("Number=Plur", "_"), text="Rivers flow").upos
+        ('NOUN', 'VERB')
     """
 
     words: tuple[str, ...]
@@ -145,6 +150,17 @@ class Tagging(NamedTuple):
         vocabularies: entries by number, for each column; number 0 is padding in all columns.
         unseen: for each split, the number of words whose tag does not occur in training; their labels are -1.
         test_words: words of the held-out sentences, to show.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from lp_jax import data
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> for split in ("train", "dev", "test"):
+        ...     rows = ["1 Rivers _ NOUN _ _ _ _ _ _", "2 flow _ VERB _ _ _ _ _ _", "", ""]
+        ...     _ = (folder / f"two-{split}.conllu").write_text(chr(10).join(rows).replace(" ", chr(9)))
+        >>> tagging: data.Tagging = data.gum(folder)
+        >>> tagging.tags, tagging.features
+        (('NOUN', 'VERB'), ('word', 'suffix', 'prefix', 'shape'))
     """
 
     train: Sequences

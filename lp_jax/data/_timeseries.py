@@ -21,6 +21,14 @@ class Series(NamedTuple):
         classes: the classes in the header, in its order.
         name: name of the problem.
         lines: the line of each series in the file, counted from 1.
+
+    Example:
+        >>> import numpy as np
+        >>> from lp_jax import data
+        >>> x = [np.zeros((3, 2), np.float32), np.zeros((1, 2), np.float32)]
+        >>> series = data.Series(x, labels=["b", "a"], classes=("a", "b"), name="Two", lines=[4, 5])
+        >>> [len(steps) for steps in series.x], series.labels
+        ([3, 1], ['b', 'a'])
     """
 
     x: list[np.ndarray]

@@ -30,6 +30,15 @@ class Time(NamedTuple):
         reductions: sums and broadcasts over all workers of the layers.
         gradients: the sum of gradients over the workers of the examples.
         fixed: the part that does not depend on the solver: the step's fixed time and the optimizer's update.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
+        >>> spent: planning.Time = planning.predict(lp_jax.Picard(sweeps=6), lp_jax.Picard(sweeps=6), 1024, gpu)
+        >>> f"{spent.evaluations:.1e}", spent.messages
+        ('1.4e-04', 0.0)
     """
 
     evaluations: float
@@ -129,6 +138,15 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
     :math:`(P - 1) / (M + P - 1)` of the turns.
 
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
+
+    Example:
+        >>> import dataclasses
+        >>> from lp_jax import planning
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
+        >>> cluster = dataclasses.replace(gpu, examples=64, latency=5e-6, bandwidth=1e11, state_bytes=8192)
+        >>> f"{planning.pipeline(64, cluster, workers=4, microbatches=8):.1e}"
+        '7.7e-04'
     """
     part = machine.divided(microbatches)
     turns, mine = microbatches + workers - 1, math.ceil(layers / workers)
@@ -144,6 +162,11 @@ class Memory(NamedTuple):
         parameters: the parameters of the worker's layers, and their gradient.
         kept: states and linearisations that the forward solve keeps for the adjoint.
         working: temporary arrays of the solvers.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> planning.Memory(parameters=8, kept=4, working=2).bytes
+        14
     """
 
     parameters: int

@@ -36,6 +36,12 @@ class Rehearsal(NamedTuple):
         adjoint_iterations: iterations of the adjoint solver.
         result: result of the forward solve, a code of `lp_jax.RESULTS`.
         adjoint_result: result of the adjoint solve.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> solver, adjoint_solver = planning.RECOMMENDED
+        >>> planning.Rehearsal(solver, adjoint_solver, iterations=5, adjoint_iterations=4, result=0, adjoint_result=0).converges
+        True
     """
 
     solver: Solver
@@ -63,6 +69,14 @@ class Diagnosis:
         lyapunov: largest Lyapunov exponent, per layer: a disturbance grows by ``exp(lyapunov)`` from one layer to the next, on
             average. Below zero, layers forget.
         rehearsals: iterations of each pair of solvers, and how they ended.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> diagnosis = planning.Diagnosis(layers=64, examples=4, lipschitz=2.0, lyapunov=-0.1, rehearsals=())
+        >>> f"{diagnosis.growth:.4f}"
+        '0.0017'
+        >>> print(diagnosis.verdict.partition(". ")[0])
+        This chain forgets: 1.7e-03 of a disturbance is left after the last layer
     """
 
     layers: int

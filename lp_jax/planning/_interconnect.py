@@ -26,6 +26,15 @@ class Interconnect(NamedTuple):
         latency: seconds until an empty message has arrived.
         bandwidth: bytes per second.
         sum_bandwidth: bytes per second of a sum over all workers, as of a ring all-reduce.
+
+    Example:
+        >>> import dataclasses
+        >>> from lp_jax import planning
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
+        >>> wires = planning.Interconnect(latency=5e-6, bandwidth=4e11, sum_bandwidth=2e11)
+        >>> dataclasses.replace(gpu, **wires._asdict()).latency
+        5e-06
     """
 
     latency: float

@@ -25,7 +25,13 @@ _UNKNOWN = 3  # iterations to a tolerance, before a probe
 
 
 class Probed(NamedTuple):
-    """Result of probing a pair of solvers: iterations, and the relative 2-norm error of the gradient."""
+    """Result of probing a pair of solvers: iterations, and the relative 2-norm error of the gradient.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> planning.Probed(error=1e-3, iterations=5, adjoint_iterations=4).error
+        0.001
+    """
 
     error: float
     iterations: int
@@ -63,6 +69,16 @@ class Devices(NamedTuple):
         both: the best division between layers and examples.
         split: that division: workers along the layers, and along the examples.
         pipeline: microbatches that follow each other along the layers.
+
+    Example:
+        >>> import dataclasses
+        >>> from lp_jax import planning
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
+        >>> cluster = dataclasses.replace(gpu, examples=64, latency=5e-6, bandwidth=1e11, state_bytes=8192)
+        >>> four: planning.Devices = planning.choose(64, cluster).scaling((4,))[0]
+        >>> four.devices, four.split
+        (4, (1, 4))
     """
 
     devices: int
@@ -88,6 +104,15 @@ class Plan:
         unprobed: number of solvers that would be faster than ``best`` and were not probed for lack of time.
         note: a further remark; may be empty.
         diagnosis: behaviour of the layers, by `diagnose`; None if only their times are known.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
+        >>> plan: planning.Plan = planning.choose(64, gpu, probe=lambda solver, adjoint: planning.Probed(1e-3, 5, 4))
+        >>> best: planning.Choice = plan.best
+        >>> best.error, best.probed.iterations, plan.speedup > 3
+        (0.001, 5, True)
     """
 
     choices: tuple[Choice, ...]
@@ -184,7 +209,15 @@ def counted(solvers: Pair, probed: Probed | None) -> Pair:
 
 
 def reason(plan: Plan) -> str:
-    """Return the reason for this recommendation, in words."""
+    """Return the reason for this recommendation, in words.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
+        >>> print(planning.reason(planning.choose(64, gpu)))
+        faster solvers are listed. Their gradient errors were not measured.
+    """
     if not plan.solver.exact:
         text = f"predicted {times(plan.speedup)} times as fast as serial propagation on one worker"
         if plan.speedup < 1:

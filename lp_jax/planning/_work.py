@@ -63,6 +63,13 @@ class Schedule:
         states: messages of one state that a worker waits for, one after the other.
         reductions: sums and broadcasts over all workers.
         events: the same batches and messages in the order in which they happen.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> schedule: planning.Schedule = planning.count(lp_jax.Picard(sweeps=3), 64)
+        >>> schedule.depth(), schedule.work(), schedule.batches[planning.Batch("forward", layers=64)]
+        (3, 192, 3)
     """
 
     batches: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
@@ -291,15 +298,13 @@ def count_work(solver: Solver, work: Work) -> None:
         work: the chain to solve. Its methods record batches of layers and messages.
 
     Example:
-        >>> import dataclasses, lp_jax
+        >>> import lp_jax
         >>> from lp_jax import planning
-        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
-        ... class Mine(lp_jax.Solver):
-        ...     iterations: int = 3
+        >>> class Mine(lp_jax.Solver):
+        ...     iterations = 3
         >>> @planning.count_work.register
         ... def _(solver: Mine, work: planning.Work) -> None:
-        ...     for _ in range(solver.iterations):
-        ...         work.steps(1, work.mine)
+        ...     work.steps(solver.iterations, work.mine)
         >>> planning.count(Mine(), 64).depth()
         3
     """
@@ -312,6 +317,15 @@ def count_steps(coarse_step: CoarseStep, work: Work, count: int, at_once: int) -
 
     Register a function for a class of coarse steps with ``@planning.count_steps.register``. Otherwise the program of the whole
     solve is read.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import planning
+        >>> class Two(lp_jax.CoarseStep):  # two layers of an interval, one after the other
+        ...     def coarsen(self, chain, level, span, *, at_once): ...
+        >>> _ = planning.count_steps.register(Two, lambda step, work, count, at_once: work.evaluate(2 * count, at_once))
+        >>> planning.count(lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=Two()), 64).depth()
+        36
     """
     raise Uncounted
 
@@ -321,6 +335,14 @@ def held(solver: Solver, sizes: Sizes) -> Held:
     """Return the memory of a training step with this solver; by default that of a sweep over all layers.
 
     Register a function for a class of solvers with ``@planning.held.register``.
+
+    Example:
+        >>> from lp_jax import Solver, planning
+        >>> class Lean(Solver):
+        ...     iterations = 3
+        >>> _ = planning.held.register(Lean, lambda solver, sizes: planning.Held(sizes.state, 2 * sizes.mine * sizes.state))
+        >>> planning.held(Lean(), planning.Sizes(64, 4, state=8, linearised=24, parameters=32, examples=1, auto=64.0))
+        Held(kept=8, working=256)
     """
     if solver.keeps_states:
         kept = sizes.mine * sizes.linearised

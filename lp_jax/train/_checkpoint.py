@@ -15,7 +15,18 @@ from lp_jax.train._types import TrainState
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message is one line."""
+    """A checkpoint cannot be used; the message is one line.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> from lp_jax import train
+        >>> with train.Checkpoints(tempfile.mkdtemp(), config={}) as checkpoints:
+        ...     try:
+        ...         checkpoints.restore(train.init_state(jnp.ones(3), optax.sgd(0.1)))
+        ...     except train.CheckpointError as error:
+        ...         print(str(error).partition(" in ")[0])
+        no checkpoint
+    """
 
 
 class Checkpoints:

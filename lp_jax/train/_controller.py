@@ -24,6 +24,22 @@ class Rule(Protocol):
     """A rule that sets the solvers during training: `Controller`, or one of your own.
 
     Its decision is a pytree of arrays, ``control``, a part of the training state.
+
+    Example:
+        >>> import dataclasses, lp_jax
+        >>> from lp_jax import train
+        >>> class Halve(train.Rule):  # half the tolerance after every hundred steps
+        ...     def begin(self, solver, adjoint_solver):
+        ...         return solver.rtol
+        ...     def due(self, step):
+        ...         return step % 100 == 99
+        ...     def solvers(self, control, solver, adjoint_solver):
+        ...         return tuple(dataclasses.replace(each, rtol=control) for each in (solver, adjoint_solver))
+        ...     def probe(self, control, params, batch, solver, adjoint_solver):
+        ...         return control / 2, {"rtol": control / 2}
+        >>> rule, solver = Halve(), lp_jax.Picard(sweeps=32, rtol=1e-2)
+        >>> rule.solvers(rule.begin(solver, solver) / 2, solver, solver)[0].rtol
+        0.005
     """
 
     def begin(self, solver: Solver, adjoint_solver: Solver) -> PyTree:
@@ -48,6 +64,14 @@ class Control(NamedTuple):
         rtol: tolerance of the forward solve, a float32 scalar.
         adjoint_rtol: tolerance of the adjoint solve.
         serial: whether to train by serial propagation for now, a boolean scalar.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from lp_jax import train
+        >>> solver = lp_jax.Picard(sweeps=32, rtol=1e-2)
+        >>> control: train.Control = train.Controller(lambda *arguments: None).begin(solver, solver)
+        >>> control.rtol, bool(control.serial)
+        (Array(0.01, dtype=float32), False)
     """
 
     rtol: jax.Array

@@ -21,6 +21,13 @@ class LBFGSState(NamedTuple):
         gradient: its gradient.
         steps: the last steps, leaves ``(*parameter, memory_size)``, newest first.
         changes: the changes of the gradient that came with them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lp_jax import train
+        >>> state: train.LBFGSState = train.scale_by_lbfgs(memory_size=5).init({"w": jnp.ones(3)})
+        >>> state.steps["w"].shape
+        (3, 5)
     """
 
     updates: jax.Array

@@ -121,6 +121,14 @@ class Meter:
     """Display of a run. `fit` calls ``start``, then ``show`` and ``say``, and in any case ``stop``.
 
     A class that inherits from this one overrides the methods that it needs; the others do nothing.
+
+    Example:
+        >>> from lp_jax import train
+        >>> class Losses(train.Meter):
+        ...     def show(self, row):
+        ...         print(row["step"], row["loss"])
+        >>> Losses().show({"kind": "train", "step": 10, "loss": 0.5})  # fit(..., meter=Losses()) calls it
+        10 0.5
     """
 
     def start(self, done: int, total: int) -> None:
@@ -137,11 +145,23 @@ class Meter:
 
 
 class Silent(Meter):
-    """A meter that shows nothing; warnings are still in the log."""
+    """A meter that shows nothing; warnings are still in the log.
+
+    Example:
+        >>> from lp_jax import train
+        >>> train.Silent().say("not shown")
+    """
 
 
 class Bar(Meter):
-    """A progress bar behind a title, on standard error or another console; outside a terminal, one line per evaluation."""
+    """A progress bar behind a title, on standard error or another console; outside a terminal, one line per evaluation.
+
+    Example:
+        >>> from lp_jax import train
+        >>> meter = train.Bar("digits")  # for fit(..., meter=meter)
+        >>> meter.title
+        'digits'
+    """
 
     def __init__(self, title: str = "training", console: Console | None = None):
         self.console = Console(stderr=True) if console is None else console

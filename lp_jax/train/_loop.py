@@ -25,7 +25,26 @@ from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
 class Interrupted(RuntimeError):
-    """A signal stopped the training after a finished step, which is saved in the last checkpoint."""
+    """A signal stopped the training after a finished step, which is saved in the last checkpoint.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax, optax, signal
+        >>> from lp_jax import train
+        >>> def loss_fn(params, batch, solver, adjoint_solver):
+        ...     step = lambda u, layer: u + layer.dt * layer.params * u
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
+        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
+        >>> optimizer = optax.sgd(0.1)
+        >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(8), optimizer)
+        >>> def batches(epoch):
+        ...     signal.raise_signal(signal.SIGTERM)  # or Ctrl-C
+        ...     yield jnp.ones(4)
+        >>> try:
+        ...     train.fit(step_fn, state, batches, steps_per_epoch=1, epochs=9)
+        ... except train.Interrupted as stopped:
+        ...     print(stopped)
+        SIGTERM: stopped after step 1; nothing is saved without checkpoints
+    """
 
     def __init__(self, number: int, step: int, path: str | None):
         saved = f"saved to {path}" if path else "nothing is saved without checkpoints"
@@ -72,6 +91,20 @@ class Every(NamedTuple):
         measure: ``measure(state, batch) -> values``, with the state after the step, its batch, and flat values as in
             `Log` rows. Growth of columns ``forward_residual_1``, ... with ``forward_scale`` is reported, and the same for
             "adjoint".
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax, optax
+        >>> from lp_jax import train
+        >>> def loss_fn(params, batch, solver, adjoint_solver):
+        ...     step = lambda u, layer: u + layer.dt * layer.params * u
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
+        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
+        >>> optimizer = optax.sgd(0.1)
+        >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(8), optimizer)
+        >>> size = train.Every("size", 2, lambda state, batch: {"norm": optax.tree.norm(state.params)})
+        >>> _, log = train.fit(step_fn, state, lambda epoch: [jnp.ones(4)] * 4, steps_per_epoch=4, epochs=1, measures=[size])
+        >>> [row["step"] for row in log.of("size")]
+        [1, 2, 4]
     """
 
     kind: str

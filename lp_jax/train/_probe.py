@@ -18,6 +18,13 @@ class GradientError(NamedTuple):
 
     The distance is ``|g - e| / |e|`` in the 2-norm, over all parameters (``relative``) and over each group of parameters, by
     name (``groups``). ``cosine`` is the cosine of the angle between ``g`` and ``e``, 1 for the same direction.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lp_jax import train
+        >>> error = train.GradientError(relative=jnp.float32(0.01), cosine=jnp.float32(1), groups={"trunk": jnp.float32(0.01)})
+        >>> float(error.cosine), list(error.groups)
+        (1.0, ['trunk'])
     """
 
     relative: jax.Array

@@ -263,6 +263,15 @@ class RankCheckpoints:
     A checkpoint holds the whole network, like that of a run on one device, so a run can be resumed with any number of
     ranks, on a mesh, or on one device. Only rank 0 reads and writes the folder, and its memory must hold the whole
     state. All ranks must call a method together.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> from lp_jax import train
+        >>> state = train.init_state({"w": jnp.ones(3)}, optax.sgd(0.1))
+        >>> ranks = train.Ranks.grid()
+        >>> folder = ranks.once(tempfile.mkdtemp)
+        >>> with train.RankCheckpoints(ranks, folder, config={}) as checkpoints:
+        ...     checkpoints.save(state)
     """
 
     def __init__(self, ranks: Ranks, folder: str | os.PathLike[str], **options: Any):

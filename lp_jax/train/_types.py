@@ -18,6 +18,17 @@ class Restart(NamedTuple):
     Attributes:
         guess: guess of the forward solve, as for `lp_jax.solve`: ``Solution.trajectory``.
         adjoint_guess: guess of the adjoint solve.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from lp_jax import train
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> solver = lp_jax.Picard(sweeps=2)
+        >>> solution, pullback = problem.solve_vjp(solver=solver)
+        >>> gradients, _ = pullback(jnp.ones(()))
+        >>> restart = train.Restart(solution.trajectory, gradients.adjoint_trajectory)
+        >>> problem.solve(solver=solver, **restart._asdict()).y1.shape
+        ()
     """
 
     guess: PyTree
@@ -33,6 +44,14 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state.
         restart: guesses for the solves of the next step; None if each step begins anew. `one_shot` sets it.
         control: decision of a `Controller`; None without one. `fit` sets it.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from lp_jax import train
+        >>> optimizer, params = optax.sgd(0.1), jnp.ones(3)
+        >>> state = train.TrainState(jnp.int32(0), params, optimizer.init(params))  # as init_state makes it
+        >>> int(state.step)
+        0
     """
 
     step: jax.Array
@@ -94,6 +113,22 @@ class Metrics(NamedTuple):
         stuck: whether no trial was good enough, so that the parameters did not change; None without a line search.
         gradients: cost of the step in gradients of the network, trials included; None for one gradient and the trials.
         adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None if it was not watched.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax, optax
+        >>> from lp_jax import train
+        >>> def squares(params, batch, solver, adjoint_solver):
+        ...     step = lambda u, layer: u + layer.dt * layer.params * u
+        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
+        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
+        >>> loss_fn: train.LossFn = squares
+        >>> optimizer = optax.sgd(0.1)
+        >>> step_fn: train.StepFn = train.make_train_step(loss_fn, optimizer)
+        >>> state = train.init_state(jnp.zeros(8), optimizer)
+        >>> state, metrics = step_fn(state, jnp.ones(4), lp_jax.MGRIT(), None)
+        >>> assert isinstance(metrics, train.Metrics)
+        >>> float(metrics.loss), bool(metrics.finite)
+        (1.0, True)
     """
 
     loss: jax.Array

@@ -119,6 +119,12 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers
 
     Raises:
         ValueError: if no row has residual norms.
+
+    Example:
+        >>> from lp_jax import viz
+        >>> norms = {f"{solve}_residual_{k}": 0.1**k for solve in ("forward", "adjoint") for k in (1, 2, 3)}
+        >>> viz.residuals([{"kind": "probe", "step": 1, **norms}]).get_suptitle()
+        'The residual norm falls by a factor of 100'
     """
     probes = [row for row in rows if row["kind"] == "probe" and unflat("forward_residual", row)]
     if not probes:
