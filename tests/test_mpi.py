@@ -25,13 +25,13 @@ def passes(ranks, *cases):
 
 
 JOBS = {
-    "1 rank": (1, "small=some", "outputs", "restarts", "examples"),
+    "1 rank": (1, "small=some", "restarts"),
     "2 ranks, solvers": (
         2,
         "solvers=identity,Picard,Newton,tolerance,serial,windows,secant,falls back,cycles fall back",
         "depths",
     ),
-    "2 ranks, the rest": (2, "small=all", "disagree", "wires", "grid=2", "modules", "examples"),
+    "2 ranks, the rest": (2, "small=all", "disagree", "wires", "modules", "examples"),
     "3 ranks": (3, "solvers=3 levels", "training", "messages", "spline", "outputs", "restarts", "one_shot"),
     "4 ranks": (4, "small=some", "grid=2"),
 }
