@@ -30,7 +30,7 @@ def _(solver: MGRIT, work: Work) -> None:
     for stops, times in ((first, 1), (cycle_stops, solver.iterations - 1)):
         once = work.apart()
         count_stops(once, grid, stops(relaxations(solver, len(grid)), solver.cycle), coarse_step, solver.coarsest)
-        work.schedule.include(once.schedule, times)
+        work.schedule.events += times * once.schedule.events
     intervals, factor = busiest(grid, 0, work.workers), grid[0][1]
     work.during("states again").evaluate_again(factor - 1, intervals)
     last = work.during("final sweep")

@@ -163,7 +163,7 @@ def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping
     messages: list[Message] = []
     now, way = 0.0, -1 if adjoint else 1
     order = range(workers)[::way]
-    for in_turn, events in _groups(_with_messages(described)):
+    for in_turn, events in _groups(described.events):
         work = _lengths(events, costs)
         if in_turn:
             for worker in order:
@@ -203,20 +203,6 @@ def _groups(events: Sequence[Event]) -> Iterator[tuple[bool, list[Event]]]:
         kept = [event for event in group if not (in_turn and event.kind == "message")]
         if kept:
             yield in_turn, kept
-
-
-def _with_messages(described: Schedule) -> list[Event]:
-    """Return the events. Messages at unknown times are spread evenly between the batches."""
-    known = sum(event.times for event in described.events if event.kind == "message")
-    unknown = described.states - known
-    if not unknown:
-        return described.events
-    batches = [event._replace(times=1) for event in described.events for _ in range(event.times)]
-    events: list[Event] = []
-    for number, batch in enumerate(batches, 1):
-        due = number * unknown // len(batches) - (number - 1) * unknown // len(batches)
-        events += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
-    return events
 
 
 def _phase(event: Event) -> str:
