@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from lp_jax._programs import _inputs
 from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
@@ -17,6 +18,13 @@ MOST_ITERATIONS, RELAXATIONS = 10, 16
 
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
+
+
+def as_pair(solvers: Solver | Pair) -> Pair:
+    """Return a solver with its adjoint one; by default that for linear systems."""
+    for solver in solvers if isinstance(solvers, tuple) else (solvers,):
+        _inputs.solver("solver", solver)
+    return solvers if isinstance(solvers, tuple) else (solvers, solvers.for_adjoint())
 
 
 def sweeps() -> list[Pair]:

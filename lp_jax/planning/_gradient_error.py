@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,12 +11,12 @@ import numpy as np
 
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import RESULTS
-from lp_jax._programs import _inputs
 from lp_jax._programs._asked import Asked, asked
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.planning._candidates import Pair
-from lp_jax.planning._words import code, counted, iteration_name
+from lp_jax.planning._candidates import Pair, as_pair
+from lp_jax.planning._measure import seconds
+from lp_jax.planning._words import code, iteration_name, numbered
 
 
 class Solved(NamedTuple):
@@ -74,7 +73,7 @@ class GradientErrors(NamedTuple):
             times = f"{s.solves} solves, " if s.solves > 1 else ""
             residual = "" if math.isnan(s.residual) else f", residual {s.residual:.1e} of the first"
             lines.append(
-                f"  {s.direction}, {s.layers} layers: {times}{counted(s.iterations, s.iteration)}{residual}; "
+                f"  {s.direction}, {s.layers} layers: {times}{numbered(s.iterations, s.iteration)}{residual}; "
                 f"{RESULTS[s.result].partition('.')[0]}"
             )
         if not self.solves:
@@ -83,7 +82,7 @@ class GradientErrors(NamedTuple):
 
 
 _SHOWN = 8  # leaves
-_REPEATS = 5  # of each timed call
+_SAMPLES = 5  # of each timed call
 
 
 def gradient_error(
@@ -153,7 +152,7 @@ def compare(
     if not callable(loss):
         raise TypeError(f"loss must be a function, as for jax.grad; got {loss!r}.")
     named = solvers if isinstance(solvers, Mapping) else {_name(solver): solver for solver in solvers}
-    pairs = {name: None if pair is None else _pair(pair) for name, pair in named.items()}
+    pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
     def measure(*args: PyTree) -> dict[str, GradientErrors]:
         exact = _compiled(loss, argnums, has_aux, Asked((Serial(), Serial())))
@@ -164,7 +163,8 @@ def compare(
             got = jax.device_get(gradient(*args))
             jax.block_until_ready(_compiled(loss, argnums, has_aux, Asked(pair, reports.of))(*args))
             jax.effects_barrier()
-            errors[name] = _errors(got, wanted, reports.solved(), *_seconds((gradient, exact), args))
+            calls = [functools.partial(program, *args) for program in (gradient, exact)]
+            errors[name] = _errors(got, wanted, reports.solved(), *seconds(calls, samples=_SAMPLES, repeats=1))
         return errors
 
     return measure
@@ -180,14 +180,6 @@ def _name(pair: Solver | Pair | None) -> str:
     )
 
 
-def _pair(pair: Solver | Pair) -> tuple[Solver, Solver | None]:
-    solver, adjoint_solver = pair if isinstance(pair, tuple) else (pair, None)
-    for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-        if name == "solver" or value is not None:
-            _inputs.solver(name, value)
-    return solver, adjoint_solver
-
-
 def _compiled(
     loss: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool, what: Asked
 ) -> Callable[..., PyTree]:
@@ -200,17 +192,6 @@ def _compiled(
         return out[0] if has_aux else out
 
     return call
-
-
-def _seconds(programs: Sequence[Callable[..., PyTree]], args: tuple[PyTree, ...]) -> list[float]:
-    """Median seconds of compiled programs, called in turn."""
-    taken: list[list[float]] = [[] for _ in programs]
-    for _ in range(_REPEATS):
-        for program, times in zip(programs, taken, strict=True):
-            begin = time.perf_counter()
-            jax.block_until_ready(program(*args))
-            times.append(time.perf_counter() - begin)
-    return [float(np.median(times)) for times in taken]
 
 
 class _Reports:

@@ -1,12 +1,11 @@
 """The grid levels of a solver and its path through them."""
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,7 +16,7 @@ from lp_jax._solvers._coarse_step import CoarseStep
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning import count, summary
 from lp_jax.planning._path import Stop
-from lp_jax.planning._words import counted, iteration_name
+from lp_jax.planning._words import differences, iteration_name, numbered
 from lp_jax.viz._describe import describe
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import (
@@ -257,16 +256,12 @@ _PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same 
 def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
     if type(adjoint) is not type(solver):
         return f"Adjoint: {summary(adjoint)}."
-    others = [
-        f"{field.name} = {_words(getattr(adjoint, field.name))}"
-        for field in dataclasses.fields(cast(Any, solver))
-        if field.name not in ("iterations", "sweeps")
-        and repr(getattr(adjoint, field.name)) != repr(getattr(solver, field.name))
-    ]
+    differing = differences(solver, adjoint).items()
+    others = [f"{name} = {_words(value)}" for name, value in differing if name not in ("iterations", "sweeps")]
     same = f"but {', '.join(others)}, and with" if others else "with"
     if adjoint.exact and not others:
         return "Adjoint: the same from right to left."
-    return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, iteration_name(adjoint))}."
+    return f"Adjoint: the same from right to left, {same} {numbered(adjoint.iterations, iteration_name(adjoint))}."
 
 
 def _words(value: object) -> str:

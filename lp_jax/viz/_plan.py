@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from lp_jax.planning import Plan
-from lp_jax.planning._text import times
-from lp_jax.planning._words import label
+from lp_jax.planning._words import label, times
 from lp_jax.viz._style import BLUE, GREEN, GREY, RED, dress, figure, legend, line_style, logarithmic
 
 

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning import Schedule, count, summary
-from lp_jax.planning._words import counted
+from lp_jax.planning._words import numbered
 from lp_jax.planning._work import Event
 from lp_jax.viz._style import BLUE, GREEN, INK, NOTE, ORANGE, PURPLE, RED, SKY, bracket, dress, figure, legend, note
 
@@ -105,7 +105,7 @@ def schedule(
     there, back = timelines(pairs, num_layers, workers, at_once=at_once, costs=costs)
     serially = sum(line.end for line in timelines(serial, num_layers, 1, at_once=at_once, costs=costs))
     total = there.end + back.end
-    title = f"A training step in {total:g} layer evaluations on {counted(workers, 'worker')}, {serially:g} serially"
+    title = f"A training step in {total:g} layer evaluations on {numbered(workers, 'worker')}, {serially:g} serially"
     fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
     ax = fig.subplots()
     _draw(ax, there, 0.0)
