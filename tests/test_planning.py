@@ -346,6 +346,13 @@ def test_the_fastest_that_is_exact_enough_is_chosen():
     assert found.speedup == found.serial.time.seconds / found.best.time.seconds > 1
 
 
+def test_secant_sweeps_are_probed_where_plain_sweeps_are_not_exact_enough():
+    for plain, wanted in ((0.5, True), (1e-3, False)):
+        probe, asked = told(lambda solver, plain=plain: 1e-3 if getattr(solver, "secant", False) else plain)
+        found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
+        assert any(getattr(solver, "secant", False) for solver in asked) == wanted == found.solver.secant
+
+
 def test_what_diverges_is_never_chosen():
     probe, _ = told(lambda solver: math.nan)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)

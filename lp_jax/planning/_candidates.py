@@ -27,10 +27,11 @@ def as_pair(solvers: Solver | Pair) -> Pair:
     return solvers if isinstance(solvers, tuple) else (solvers, solvers.for_adjoint())
 
 
-def sweeps() -> list[Pair]:
+def sweeps(*, secant: bool = False) -> list[Pair]:
     """Picard sweeps to a tolerance; one program for all of them. The adjoint's tolerance is ten times looser."""
+    kind = Picard(sweeps=MOST_SWEEPS, secant=secant)
     pairs = itertools.pairwise(TOLERANCES)
-    return [(Picard(sweeps=MOST_SWEEPS, rtol=rtol), Picard(sweeps=MOST_SWEEPS, rtol=loose)) for loose, rtol in pairs]
+    return [(dataclasses.replace(kind, rtol=rtol), dataclasses.replace(kind, rtol=loose)) for loose, rtol in pairs]
 
 
 RECOMMENDED: Pair = DEFAULT, ADJOINT_DEFAULT

@@ -1,6 +1,7 @@
 """Errors of gradients of any function with solves inside. The function stays as it is."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -155,16 +156,19 @@ def compare(
     pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
     def measure(*args: PyTree) -> dict[str, GradientErrors]:
-        exact = _compiled(loss, argnums, has_aux, Asked((Serial(), Serial())))
+        exact = _compile(loss, argnums, has_aux, Asked((Serial(), Serial())))
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient, reports = _compiled(loss, argnums, has_aux, Asked(pair)), _Reports()
+            gradient = _compile(loss, argnums, has_aux, Asked(pair))
+            rows: list[Solved] = []
             got = jax.device_get(gradient(*args))
-            jax.block_until_ready(_compiled(loss, argnums, has_aux, Asked(pair, reports.of))(*args))
+            jax.block_until_ready(
+                _compile(loss, argnums, has_aux, Asked(pair, functools.partial(_report, rows)))(*args)
+            )
             jax.effects_barrier()
             calls = [functools.partial(program, *args) for program in (gradient, exact)]
-            errors[name] = _errors(got, wanted, reports.solved(), *seconds(calls, samples=_SAMPLES, repeats=1))
+            errors[name] = _errors(got, wanted, _worst(rows), *seconds(calls, samples=_SAMPLES, repeats=1))
         return errors
 
     return measure
@@ -180,7 +184,7 @@ def _name(pair: Solver | Pair | None) -> str:
     )
 
 
-def _compiled(
+def _compile(
     loss: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool, what: Asked
 ) -> Callable[..., PyTree]:
     """The gradient as a compiled function that passes ``what`` to the solves inside."""
@@ -194,33 +198,35 @@ def _compiled(
     return call
 
 
-class _Reports:
-    """Collects the reports of solves, by kind."""
+def _report(rows: list[Solved], direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
+    """Return a function that adds a row for one solve, given its stats."""
 
-    def __init__(self) -> None:
-        self.rows: dict[tuple[str, int, str], list[Solved]] = {}
-
-    def of(self, direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
-        """Return a function that takes the reports of one solve."""
-        return functools.partial(self.add, direction, f"{type(solver).__name__} {iteration_name(solver)}", layers)
-
-    def add(self, direction: str, iteration: str, layers: int, stats: Stats) -> None:
+    def add(stats: Stats) -> None:
         norms = np.asarray(stats.residual_norms, float)
         norms = norms[norms >= 0] if np.isfinite(norms).all() else norms
-        residual = norms[-1] / norms[0] if len(norms) > 1 and norms[0] else math.nan
-        row = Solved(direction, iteration, layers, 1, int(stats.iterations), float(residual), int(stats.result))
-        self.rows.setdefault((iteration, layers, direction), []).append(row)
+        residual = float(norms[-1] / norms[0]) if len(norms) > 1 and norms[0] else math.nan
+        name = f"{type(solver).__name__} {iteration_name(solver)}"
+        rows.append(Solved(direction, name, layers, 1, int(stats.iterations), residual, int(stats.result)))
 
-    def solved(self) -> tuple[Solved, ...]:
-        return tuple(
-            rows[0]._replace(
-                solves=len(rows),
-                iterations=max(row.iterations for row in rows),
-                residual=float(np.max([row.residual for row in rows])),
-                result=max(row.result for row in rows),
-            )
-            for _, rows in sorted(self.rows.items(), key=lambda item: (item[0][2] == "adjoint", item[0]))
+    return add
+
+
+def _worst(rows: Sequence[Solved]) -> tuple[Solved, ...]:
+    """Return one row for all solves of a kind; forward solves first."""
+
+    def kind(row: Solved) -> tuple[bool, str, int]:
+        return row.direction == "adjoint", row.iteration, row.layers
+
+    groups = [list(group) for _, group in itertools.groupby(sorted(rows, key=kind), kind)]
+    return tuple(
+        group[0]._replace(
+            solves=len(group),
+            iterations=max(row.iterations for row in group),
+            residual=float(np.max([row.residual for row in group])),
+            result=max(row.result for row in group),
         )
+        for group in groups
+    )
 
 
 def _errors(got: PyTree, wanted: PyTree, solves: tuple[Solved, ...], *seconds: float) -> GradientErrors:

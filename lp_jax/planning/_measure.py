@@ -85,7 +85,7 @@ def adding(params: PyTree) -> float:
     return seconds([call])[0]
 
 
-def counted_layers(problem: Problem) -> bool:
+def has_counts(problem: Problem) -> bool:
     """Return whether the operations of a layer's program can be counted."""
     return trace(problem, (Picard(),))[0].footprint.counted
 

@@ -22,7 +22,7 @@ from lp_jax.planning._diagnose import diagnose
 from lp_jax.planning._interconnect import Interconnect
 from lp_jax.planning._interconnect import interconnect as measure_messages
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays, counted_layers, small
+from lp_jax.planning._measure import arrays, has_counts, small
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, fix_iterations
 
 Probe = Callable[[Solver, Solver], Probed]
@@ -89,7 +89,7 @@ def plan(
         machine = dataclasses.replace(machine, **interconnect._asdict())
     probe = _probe(problem, cotangent)
     best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
-    note = "" if counted_layers(problem) else _UNCOUNTED
+    note = "" if has_counts(problem) else _UNCOUNTED
     return dataclasses.replace(best, note=note, diagnosis=diagnose(problem, solvers=()))
 
 
@@ -121,17 +121,24 @@ def choose(
 
     serial = choice(SERIAL)
     limit, end = serial.time.seconds / WORTH, clock.monotonic() + seconds
-    choices = [serial]
-    families = [(sweeps(), True), (newton() if machine.newton is not None else [], False)]
-    for family, scales in families:  # sweeps may be what more devices are for, even where they cannot win here
-        swept = [choice(pair) for pair in family]
-        if probe is not None and (scales or any(c.time.seconds < limit for c in swept)):
-            for number, pair in enumerate(family):  # loosest tolerance first; one program for all
-                swept[number] = choice(pair, probe(*pair))
-                reached = swept[number].error
-                if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
-                    break
-        choices += swept
+
+    def look(pairs: list[Pair], *, scales: bool = False) -> list[Choice]:
+        """Probe solvers of one program, loosest tolerance first. They may be slow here if they are fast on more devices."""
+        family = [choice(pair) for pair in pairs]
+        if probe is None or not (scales or any(c.time.seconds < limit for c in family)):
+            return family
+        for number, pair in enumerate(pairs):
+            family[number] = choice(pair, probe(*pair))
+            reached = family[number].error
+            if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
+                break
+        return family
+
+    choices = [serial, *look(sweeps(), scales=True)]
+    if machine.newton is not None:
+        choices += look(newton())
+    if probe is not None and clock.monotonic() < end and not any(c.within(error) for c in choices[1:]):
+        choices += look(sweeps(secant=True))
     for pair in map(as_pair, solvers):
         choices.append(choice(pair, None if probe is None else probe(*pair)))
     limit = min([limit, *(c.time.seconds for c in choices if c.within(error))])

@@ -12,7 +12,7 @@ from lp_jax.planning._candidates import Pair, exact_cycles
 from lp_jax.planning._cost import Memory, Time, pipeline, predict
 from lp_jax.planning._diagnose import Diagnosis
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._words import aligned, milliseconds, numbered, pair, pasted, times
+from lp_jax.planning._words import align, as_arguments, milliseconds, numbered, pair, times
 from lp_jax.planning._work import with_effort
 
 SERIAL = (Serial(), Serial())
@@ -128,7 +128,7 @@ class Plan:
     @property
     def code(self) -> str:
         """The recommended solvers as arguments of `lp_jax.solve`, to paste."""
-        return pasted(self.solver, self.adjoint_solver)
+        return as_arguments(self.solver, self.adjoint_solver)
 
     def exact_enough(self) -> list[Choice]:
         """Return the choices whose gradient is known to be exact enough."""
@@ -230,7 +230,7 @@ def _solvers(plan: Plan) -> list[str]:
     title = f"{plan.layers} layers on {numbered(plan.workers, 'worker')}"
     name = f" of {plan.machine.name}" if plan.machine.name else ""
     head = ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
-    lines = aligned([head, *(_row(plan.alone, choice) for choice in rows)])
+    lines = align([head, *(_row(plan.alone, choice) for choice in rows)])
     return [f"{title}{name}, gradient error at most {plan.error:.0e}", "", *lines]
 
 
@@ -249,7 +249,7 @@ def _more_devices(plan: Plan) -> list[str]:
         spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
         rows.append((f"{d.devices}", *spent, "{} x {}".format(*d.split), ""))
     unknown = "" if plan.machine.latency else "; what messages take is not known, and counted as nothing"
-    lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, aligned(rows))]
+    lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, align(rows))]
     layers = [(d.layers, d.devices) for d in many if d.layers is not None]
     crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.alone), None)
     if crossing is None:

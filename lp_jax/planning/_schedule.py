@@ -165,16 +165,16 @@ class _Counted(Workers):
         return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
-        return _marked(tree, _MESSAGE)
+        return _mark(tree, _MESSAGE)
 
     def sum(self, tree: PyTree) -> PyTree:
-        return _marked(tree, _REDUCTION)
+        return _mark(tree, _REDUCTION)
 
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        return _marked(tree, _REDUCTION)
+        return _mark(tree, _REDUCTION)
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
-        return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _marked(tree, _REDUCTION))
+        return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
 
     def local_slice(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
@@ -186,7 +186,7 @@ class _Counted(Workers):
         return run(lax.fori_loop(1, self.active, turn, y0))
 
 
-def _marked(tree: PyTree, terms: int) -> PyTree:
+def _mark(tree: PyTree, terms: int) -> PyTree:
     """The same values, after a product with this number of terms."""
     total = sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(tree))
     nothing = jnp.full(terms, 0 * total) @ jnp.ones(terms, jnp.float32)

@@ -48,7 +48,7 @@ def _(solver: MGRIT) -> str:
 
 @iteration_name.register
 def _(solver: Picard) -> str:
-    return "sweep"
+    return "secant sweep" if solver.secant else "sweep"
 
 
 def iterations(solver: Solver) -> str:
@@ -128,7 +128,7 @@ def _(solver: MGRIT, adjoint: Solver) -> str:
     return f"{solver.iterations}/{adjoint.iterations} cycles, {coarse}, m = {solver.coarsening}"
 
 
-def pasted(solver: Solver, adjoint_solver: Solver) -> str:
+def as_arguments(solver: Solver, adjoint_solver: Solver) -> str:
     """Return both solvers as arguments of `lp_jax.solve`; classes of this library have the prefix ``lp_jax.``."""
     text = f"solver={code(solver)}, adjoint_solver={code(adjoint_solver)}"
     ours = {type(part).__name__ for part in _parts((solver, adjoint_solver)) if type(part).__module__[:7] == "lp_jax."}
@@ -167,7 +167,7 @@ def times(gain: float) -> str:
     return f"{gain:.0f}" if gain >= 10 else f"{gain:.2g}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines. The last column is left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([*(x.rjust(w) for x, w in zip(row[:-1], widths, strict=False)), row[-1]]) for row in rows]

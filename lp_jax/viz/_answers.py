@@ -80,21 +80,26 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
             f"truth and answers must have one shape, (samples,) or (samples, values); got {truth.shape} and {answers.shape}."
         )
     columns = list(zip(truth.reshape(len(truth), -1).T, answers.reshape(len(truth), -1).T, strict=True))
-    errors = [(float(np.sqrt(np.mean((a - t) ** 2))), float(np.std(t))) for t, a in columns]
-    said = [f"typical error {error:.2g}, of values that spread by {spread:.2g}" for error, spread in errors]
+    errors = [float(np.sqrt(np.mean((a - t) ** 2))) for t, a in columns]
+    spreads = [float(np.std(t)) for t, _ in columns]
     count = min(len(columns), _MOST_PANELS)
     single = count == 1
-    shares = [f"{error / spread:.2g}" for error, spread in errors if spread]
-    ends = [min(shares, key=float), max(shares, key=float)] if shares else []
-    many = f"Typical errors are {' to '.join(dict.fromkeys(ends))} of how far values spread" if ends else "Answers"
+    shares = sorted(error / spread for error, spread in zip(errors, spreads, strict=True) if spread)
+    if single:
+        title = f"Typical error {errors[0]:.2g}, of values that spread by {spreads[0]:.2g}"
+    elif shares:
+        ends = dict.fromkeys(f"{share:.2g}" for share in (shares[0], shares[-1]))
+        title = f"Typical errors are {' to '.join(ends)} of how far values spread"
+    else:
+        title = "Answers"
     width, height = (6.5, 6.5) if single else (4.8 * count, 5.2)
-    fig = figure(said[0].capitalize() if single else many, width=width, height=height)
+    fig = figure(title, width=width, height=height)
     for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
         ax.plot(line, line, **DASHED)
         ax.plot(t, a, "o", color=BLUE, markersize=4, alpha=min(1.0, 30 / np.sqrt(len(t))), markeredgewidth=0)
         ax.set_aspect("equal")
-        title = f"Value {number + 1}: typical error {errors[number][0]:.2g}"
+        title = f"Value {number + 1}: typical error {errors[number]:.2g}"
         title = "On the dashed line, the answer is the true value" if single else title
         dress(ax, x="true value", y="answer" if number == 0 else "", title=title)
     return fig

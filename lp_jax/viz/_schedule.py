@@ -139,14 +139,14 @@ def timelines(
     kept = pair[0].resolve(layers).keeps_states
 
     def one(solver: Solver, *, adjoint: bool) -> Timeline:
-        active = len(held(solver.resolve(layers), layers, workers))
+        active = len(parts(solver.resolve(layers), layers, workers))
         work = count(solver, layers, workers=active, at_once=at_once, kept=kept, adjoint=adjoint)
         return timeline(work, active, adjoint=adjoint, costs=costs)
 
     return one(pair[0], adjoint=False), one(pair[1], adjoint=True)
 
 
-def held(solver: Solver, layers: int, workers: int) -> list[range]:
+def parts(solver: Solver, layers: int, workers: int) -> list[range]:
     """Return the layers of each worker that has some: whole intervals of the coarsest level."""
     unit = solver.unit(layers)
     size = math.ceil(math.ceil(layers / unit) / workers) * unit
@@ -237,11 +237,11 @@ def _serial_lane(ax: Axes, lane: int, whole: float, shown: float) -> None:
 
 def _labels(layers: int, workers: int, solver: Solver) -> dict[int, str]:
     """Return the labels of the lanes; of some, if there are many."""
-    parts = held(solver, layers, workers)
+    own = parts(solver, layers, workers)
     every = math.ceil(workers / _MOST_LABELS)
     names = {}
     for worker in range(0, workers, every):
-        mine = parts[worker] if worker < len(parts) else range(0)
+        mine = own[worker] if worker < len(own) else range(0)
         what = f"layers {mine[0]}-{mine[-1]}" if len(mine) > 1 else f"layer {mine[0]}" if mine else "no layers"
         names[worker] = f"worker {worker}: {what}"
     return names

@@ -102,7 +102,7 @@ def number(value: float) -> str:
 
 
 _PLACES: dict[str, dict[str, Any]] = {
-    "above": {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2},
+    "above": {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0)},
     "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2},
     "outside": {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "alignment": "left", "title_fontsize": LABEL},
 }
