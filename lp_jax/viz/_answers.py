@@ -72,7 +72,7 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         >>> from lp_jax import viz
         >>> truth = np.arange(10.0)
         >>> viz.predictions(truth, truth + 0.1).get_suptitle()
-        'Typical error 0.1, of values that spread by 2.9'
+        'Typical error 0.1; values spread by 2.9'
     """
     truth, answers = np.asarray(truth, float), np.asarray(answers, float)
     if truth.shape != answers.shape or truth.ndim not in (1, 2) or truth.size == 0:
@@ -86,7 +86,7 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
     single = count == 1
     shares = sorted(error / spread for error, spread in zip(errors, spreads, strict=True) if spread)
     if single:
-        title = f"Typical error {errors[0]:.2g}, of values that spread by {spreads[0]:.2g}"
+        title = f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}"
     elif shares:
         ends = dict.fromkeys(f"{share:.2g}" for share in (shares[0], shares[-1]))
         title = f"Typical errors are {' to '.join(ends)} of how far values spread"
