@@ -97,24 +97,23 @@ def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
         "coarsest level": {"color": INK, "s": place.size * (0.8 if last else 0.35), "marker": "D"},
     }
     coarse_point, fine_point, coarsest = kinds
+    box = {"boxstyle": "square,pad=0.6", "color": "white"}
     for level, row in enumerate(rows):
         ax.axhline(-level, color="#BBBBBB", linewidth=1.2, zorder=1)
         numbers = np.arange(row.steps + 1)
         points = np.minimum(numbers * row.span, layers)
-        coarse = (numbers % row.factor == 0) | (numbers == row.steps)
-        for point, is_coarse in zip(points.tolist(), coarse.tolist(), strict=True):
-            if not place.shows(point):
-                continue
-            kind = coarsest if row.factor == 1 else coarse_point if is_coarse else fine_point
-            ax.scatter([place.x(point)], [-level], zorder=3, **kinds[kind])
-            if is_coarse and level < last:
-                ax.plot([place.x(point)] * 2, [-level, -level - 1], color=RED, linewidth=0.8, alpha=0.45, zorder=2)
-        short = layers % row.span != 0
-        text = f"level {level}\n{row.steps} steps, dt {'≤' if short else '='} {(t1 - t0) / layers * row.span:.4g}"
-        _row_label(ax, level, text)
-    if place.gap is not None:
-        for level in range(len(rows)):
-            box = {"boxstyle": "square,pad=0.6", "color": "white"}
+        coarse, shown = (numbers % row.factor == 0) | (numbers == row.steps), place.shows(points)
+        x = place.x(points)
+        parts = (
+            [(coarsest, shown)] if row.factor == 1 else [(coarse_point, shown & coarse), (fine_point, shown & ~coarse)]
+        )
+        for kind, part in parts:
+            ax.scatter(x[part], np.full(part.sum(), -level), zorder=3, **kinds[kind])
+        if level < last:
+            ax.vlines(x[shown & coarse], -level - 1, -level, color=RED, linewidth=0.8, alpha=0.45, zorder=2)
+        sign = "=" if layers % row.span == 0 else "≤"
+        _row_label(ax, level, f"level {level}\n{row.steps} steps, dt {sign} {(t1 - t0) / layers * row.span:.4g}")
+        if place.gap is not None:
             ax.text(place.gap, -level, "···", ha="center", va="center", fontsize=18, color=GREY, zorder=5, bbox=box)
     ax.set_xlim(-0.6, place.width + 0.6)
     ax.set_ylim(-last - 0.3, 0.3)
@@ -144,11 +143,11 @@ class _Excerpt:
             self.width = self.head + space + layers - self.tail
         self.size = float(np.clip(11000 / (self.width + 1) ** 1.15, 30, 130))
 
-    def shows(self, point: int) -> bool:
-        return point <= self.head or point >= self.tail
+    def shows(self, points: np.ndarray) -> np.ndarray:
+        return (points <= self.head) | (points >= self.tail)
 
-    def x(self, point: int) -> float:
-        return float(point) if point <= self.head else self.width - (self.layers - point)
+    def x(self, points: np.ndarray) -> np.ndarray:
+        return np.where(points <= self.head, points, self.width - (self.layers - points))
 
 
 def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> None:
@@ -163,8 +162,7 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
         ax.annotate(text, (i, -stop.level), fontsize=LABEL, color=INK, **place)
     starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
     for i, end in zip(starts, [*starts[1:], len(stops) - 1], strict=True):
-        text = f"{stops[i].iteration}: {stops[i].title}"
-        bracket(ax, i, end, 0.65, text)
+        bracket(ax, i, end, 0.65, f"{stops[i].iteration}: {stops[i].title}")
     for level in range(levels):
         ax.axhline(-level, color="#E5E5E5", linewidth=1, zorder=0)
         _row_label(ax, level, f"level {level}")
@@ -232,9 +230,9 @@ def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int) -> None:
         return
     at_once = all(batch.layers == layers for batch in every)
     shown = every[:_MOST_BATCHES] if at_once else every
-    line = 1.0 if len(shown) <= 4 * _MOST_BATCHES else 0.0
+    gap = 0.06 if len(shown) <= 4 * _MOST_BATCHES else 0.0
     for now, batch in enumerate(shown):
-        place = ([(batch.first, batch.layers)], (now + 0.06, 0.88) if line else (now, 1.0))
+        place = [(batch.first, batch.layers)], (now + gap, 1 - 2 * gap)
         ax.broken_barh(*place, facecolor=COLOURS.get(batch.phase, SKY), linewidth=0, zorder=2)
     if len(shown) < len(every):
         rest = f"···  {len(every)} in all"
