@@ -21,7 +21,7 @@ from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import Pair, as_pair
 from lp_jax.planning._measure import arrays, examples_of, small
-from lp_jax.planning._words import align, code, iteration_name
+from lp_jax.planning._words import align, code
 
 
 class Rehearsal(NamedTuple):
@@ -109,7 +109,7 @@ class Diagnosis:
 
     def _outcome(self) -> str:
         """Return which of the rehearsed solvers converge, in words."""
-        names = [f"{type(r.solver).__name__} {iteration_name(r.solver)}s" for r in self.rehearsals]
+        names = [type(r.solver).__name__ for r in self.rehearsals]
         good = [name for name, r in zip(names, self.rehearsals, strict=True) if r.converges]
         bad = [name for name, r in zip(names, self.rehearsals, strict=True) if not r.converges]
         if not good:
@@ -167,9 +167,9 @@ def diagnose(
         adjoint_rtol: tolerance of the adjoint solves.
         examples: number of examples that are used, along the first axis of the state. All of them where the step does not
             take fewer.
-        solvers: solvers to rehearse, or pairs (solver, adjoint solver), with tolerances of their own. None means sweeps, plain
-            and with secants, cycles of two levels and, where an example's state has at most 256 numbers, Newton's method, each
-            with at most 32 iterations. With an empty list nothing is rehearsed; this takes a second.
+        solvers: solvers to rehearse, or pairs (solver, adjoint solver), with tolerances of their own. None means sweeps, cycles
+            of two levels and, where an example's state has at most 256 numbers, Newton's method, each with at most 32
+            iterations. With an empty list nothing is rehearsed; this takes a second.
 
     Returns:
         The `Diagnosis`.
@@ -210,14 +210,10 @@ _MOST = 32  # iterations, as of the default solver
 
 
 def _usual(problem: Problem, rtol: float, adjoint_rtol: float) -> list[Pair]:
-    """Sweeps, plain and with secants, cycles and, for small states, Newton's method.
-
-    They have fewer iterations than there are layers, so that none is exact.
-    """
+    """Sweeps, cycles and, for small states, Newton's method; with fewer iterations than layers, so that none is exact."""
     most = max(1, min(_MOST, problem.layers - 1))
     solvers: list[Picard | MGRIT] = [
         Picard(sweeps=most, rtol=rtol, fallback=True),
-        Picard(sweeps=most, rtol=rtol, fallback=True, secant=True),
         MGRIT(iterations=most, rtol=rtol, fallback=True),
     ]
     pairs: list[Pair] = [(s, dataclasses.replace(s, rtol=adjoint_rtol)) for s in solvers]
