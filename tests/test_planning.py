@@ -109,7 +109,7 @@ def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
         ({"examples": 0}, "examples must be an integer of at least 1"),
         ({"overhead": 1.5}, "overhead must be a part, at most 1"),
         ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
-        ({"latency": math.nan}, "latency must be a number of at least 0"),
+        ({"latency": math.nan}, "latency must be at least 0; got nan"),
         ({"sum_bandwidth": 0.0}, "sum_bandwidth must be positive numbers"),
     ],
 )
@@ -166,8 +166,8 @@ def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
     params = jax.random.normal(jax.random.key(0), (layers, 4, 4))
     problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
 
-    def count(solved, calls):
-        seen.extend((int(a), int(b)) for _, a, b in (solved(*call) for call in calls))
+    def count(calls):
+        seen.extend((int(a), int(b)) for _, a, b in (call() for call in calls))
         return [1.0, 1.0, 1.0]
 
     monkeypatch.setattr(_measure, "seconds", count)
@@ -344,6 +344,13 @@ def test_the_fastest_that_is_exact_enough_is_chosen():
     assert found.unprobed == 0
     assert asked[-1] == found.solver  # nobody looks at what would be slower
     assert found.speedup == found.serial.time.seconds / found.best.time.seconds > 1
+
+
+def test_secant_sweeps_are_probed_where_plain_sweeps_are_not_exact_enough():
+    for plain, wanted in ((0.5, True), (1e-3, False)):
+        probe, asked = told(lambda solver, plain=plain: 1e-3 if getattr(solver, "secant", False) else plain)
+        found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
+        assert any(getattr(solver, "secant", False) for solver in asked) == wanted == found.solver.secant
 
 
 def test_what_diverges_is_never_chosen():

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from lp_jax._programs import _inputs
 from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
@@ -19,10 +20,18 @@ Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
 
 
-def sweeps() -> list[Pair]:
+def as_pair(solvers: Solver | Pair) -> Pair:
+    """Return a solver with its adjoint one; by default that for linear systems."""
+    for solver in solvers if isinstance(solvers, tuple) else (solvers,):
+        _inputs.solver("solver", solver)
+    return solvers if isinstance(solvers, tuple) else (solvers, solvers.for_adjoint())
+
+
+def sweeps(*, secant: bool = False) -> list[Pair]:
     """Picard sweeps to a tolerance; one program for all of them. The adjoint's tolerance is ten times looser."""
+    kind = Picard(sweeps=MOST_SWEEPS, secant=secant)
     pairs = itertools.pairwise(TOLERANCES)
-    return [(Picard(sweeps=MOST_SWEEPS, rtol=rtol), Picard(sweeps=MOST_SWEEPS, rtol=loose)) for loose, rtol in pairs]
+    return [(dataclasses.replace(kind, rtol=rtol), dataclasses.replace(kind, rtol=loose)) for loose, rtol in pairs]
 
 
 RECOMMENDED: Pair = DEFAULT, ADJOINT_DEFAULT

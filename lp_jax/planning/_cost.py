@@ -82,12 +82,11 @@ def predict(
     message = machine.message(machine.state_bytes)
     kept = solver.resolve(layers).keeps_states
     spread = functools.partial(count, layers=layers, workers=workers, at_once=machine.auto or math.inf, kept=kept)
-    there = spread(solver)
-    back = spread(adjoint_solver, adjoint=True)
-    schedule = there + back
+    forward, adjoint = spread(solver), spread(adjoint_solver, adjoint=True)
+    schedule = forward + adjoint
     hops = (workers - 1).bit_length()
     return Time(
-        evaluations=_evaluations(solver, there, machine) + _evaluations(adjoint_solver, back, machine),
+        evaluations=_evaluations(solver, forward, machine) + _evaluations(adjoint_solver, adjoint, machine),
         messages=schedule.states * message,
         reductions=schedule.reductions * hops * message,
         gradients=all_reduce(mine * machine.layer_bytes, data_workers, machine),
@@ -101,22 +100,17 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     Where layers run one after another, relaxation of an interval keeps its state at hand. A sweep stores and reads the states
     of all layers, so its layers take longer.
     """
-    if evaluates(solver) == "series":
-        return _in_series(schedule, machine)
-    intervals = evaluates(solver) == "intervals"
-    in_rows = intervals and most_at_once(solver, machine.auto or math.inf) == 1
-    seconds = machine.seconds_across if intervals else machine.seconds
+    order = evaluates(solver)
+    if order == "series":  # its gradient is measured as a whole
+        forward, backward = machine.per_layer
+        return schedule.depth("forward", "linearise") * forward + schedule.depth("gradient") * backward
+    in_rows = order == "intervals" and most_at_once(solver, machine.auto or math.inf) == 1
+    seconds = machine.seconds_across if order == "intervals" else machine.seconds
     rows = sum(n * machine.row(kind) for kind, n in schedule.rows.items())
     return rows + sum(
         n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else seconds(*batch))
         for batch, n in schedule.batches.items()
     )
-
-
-def _in_series(schedule: Schedule, machine: Machine) -> float:
-    """Seconds of serial propagation, whose gradient is measured as a whole."""
-    forward, backward = machine.per_layer
-    return schedule.depth("forward", "linearise") * forward + schedule.depth("gradient") * backward
 
 
 def all_reduce(size: float, workers: int, machine: Machine) -> float:

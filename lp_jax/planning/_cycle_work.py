@@ -27,7 +27,11 @@ def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: Coar
         at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
         intervals = busiest(grid, at, work.workers)
         if stop.label == "solve":
-            _count_solve(level.during("coarse solve"), coarse_step, coarsest)
+            solve = level.during("coarse solve")
+            if is_identity(coarse_step):
+                solve.sent(solve.prefix)
+            else:
+                count_work(coarsest, solve)
         elif following is not None and following.level > at:  # down
             relaxed = level.during("coarse relaxation" if at else "relaxation")
             for _ in range(stop.label.count("F")):
@@ -40,10 +44,3 @@ def count_stops(work: Work, grid: Grid, stops: Sequence[Stop], coarse_step: Coar
             corrected = level.during("correction")
             corrected.steps(factor - 1, intervals)
             corrected.sent(1)
-
-
-def _count_solve(level: Work, coarse_step: CoarseStep, coarsest: Solver) -> None:
-    if is_identity(coarse_step):
-        level.sent(level.prefix)
-    else:
-        count_work(coarsest, level)

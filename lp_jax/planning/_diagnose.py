@@ -13,17 +13,15 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Slices, State
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem
-from lp_jax._programs import _inputs
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._candidates import Pair
+from lp_jax.planning._candidates import Pair, as_pair
 from lp_jax.planning._measure import arrays, examples_of, small
-from lp_jax.planning._text import aligned
-from lp_jax.planning._words import code
+from lp_jax.planning._words import align, code
 
 
 class Rehearsal(NamedTuple):
@@ -142,7 +140,7 @@ class Diagnosis:
         if self.rehearsals:
             rows: list[tuple[str, ...]] = [("forward", "adjoint", "solver")]
             rows += [(*_taken(r), code(r.solver)) for r in self.rehearsals]
-            lines += ["", *(f"  {line}" for line in aligned(rows))]
+            lines += ["", *(f"  {line}" for line in align(rows))]
         return "\n".join([*lines, "", self.verdict])
 
     def __repr__(self) -> str:
@@ -216,18 +214,10 @@ def diagnose(
     problem = _few(problem.replace(comm=None), examples)
     if cotangent is not None:
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
-    if solvers is None:
-        solvers = _usual(problem, rtol, adjoint_rtol)
-    pairs = [_pair(solver) for solver in solvers]
+    pairs = _usual(problem, rtol, adjoint_rtol) if solvers is None else list(map(as_pair, solvers))
     lipschitz, lyapunov = _numbers(problem)
     rehearsals = tuple(_rehearse(problem, cotangent, *pair) for pair in pairs)
     return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, rehearsals)
-
-
-def _pair(solvers: Solver | Pair) -> Pair:
-    for solver in solvers if isinstance(solvers, tuple) else (solvers,):
-        _inputs.solver("solvers", solver)
-    return solvers if isinstance(solvers, tuple) else (solvers, solvers.for_adjoint())
 
 
 _MOST = 32  # iterations, as of the default solver

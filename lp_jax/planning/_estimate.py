@@ -74,10 +74,10 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         >>> machine.seconds("forward", 64) < 1.1 * machine.seconds("forward", 1)
         True
     """
-    return _estimated(problem, device)[0]
+    return _estimate(problem, device)[0]
 
 
-def _estimated(problem: Problem, device: str | None) -> tuple[Machine, int]:
+def _estimate(problem: Problem, device: str | None) -> tuple[Machine, int]:
     """The machine, and the number of layers on all workers."""
     machines: list[tuple[Machine, int]] = []
 
@@ -152,7 +152,7 @@ def auto(problem: Problem, *, device: str | None = None) -> Pair:
         >>> type(planning.auto(problem, device="H100")[0]).__name__
         'Picard'
     """
-    machine, layers = _estimated(problem, device)
+    machine, layers = _estimate(problem, device)
     workers = problem.comm.size
     serial = predict(Serial(), Serial(), layers, machine, workers=workers).seconds
     forward, adjoint = (Picard(sweeps=sweeps) for sweeps in _SWEEPS)

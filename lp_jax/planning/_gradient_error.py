@@ -1,8 +1,8 @@
 """Errors of gradients of any function with solves inside. The function stays as it is."""
 
 import functools
+import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import RESULTS
-from lp_jax._programs import _inputs
 from lp_jax._programs._asked import Asked, asked
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.planning._candidates import Pair
-from lp_jax.planning._words import code, counted, iteration_name
+from lp_jax.planning._candidates import Pair, as_pair
+from lp_jax.planning._measure import seconds
+from lp_jax.planning._words import code, iteration_name, numbered
 
 
 class Solved(NamedTuple):
@@ -89,7 +89,7 @@ class GradientErrors(NamedTuple):
             times = f"{s.solves} solves, " if s.solves > 1 else ""
             residual = "" if math.isnan(s.residual) else f", residual {s.residual:.1e} of the first"
             lines.append(
-                f"  {s.direction}, {s.layers} layers: {times}{counted(s.iterations, s.iteration)}{residual}; "
+                f"  {s.direction}, {s.layers} layers: {times}{numbered(s.iterations, s.iteration)}{residual}; "
                 f"{RESULTS[s.result].partition('.')[0]}"
             )
         if not self.solves:
@@ -98,7 +98,7 @@ class GradientErrors(NamedTuple):
 
 
 _SHOWN = 8  # leaves
-_REPEATS = 5  # of each timed call
+_SAMPLES = 5  # of each timed call
 
 
 def gradient_error(
@@ -168,18 +168,22 @@ def compare(
     if not callable(loss):
         raise TypeError(f"loss must be a function, as for jax.grad; got {loss!r}.")
     named = solvers if isinstance(solvers, Mapping) else {_name(solver): solver for solver in solvers}
-    pairs = {name: None if pair is None else _pair(pair) for name, pair in named.items()}
+    pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
     def measure(*args: PyTree) -> dict[str, GradientErrors]:
-        exact = _compiled(loss, argnums, has_aux, Asked((Serial(), Serial())))
+        exact = _compile(loss, argnums, has_aux, Asked((Serial(), Serial())))
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient, reports = _compiled(loss, argnums, has_aux, Asked(pair)), _Reports()
+            gradient = _compile(loss, argnums, has_aux, Asked(pair))
+            rows: list[Solved] = []
             got = jax.device_get(gradient(*args))
-            jax.block_until_ready(_compiled(loss, argnums, has_aux, Asked(pair, reports.of))(*args))
+            jax.block_until_ready(
+                _compile(loss, argnums, has_aux, Asked(pair, functools.partial(_report, rows)))(*args)
+            )
             jax.effects_barrier()
-            errors[name] = _errors(got, wanted, reports.solved(), *_seconds((gradient, exact), args))
+            calls = [functools.partial(program, *args) for program in (gradient, exact)]
+            errors[name] = _errors(got, wanted, _worst(rows), *seconds(calls, samples=_SAMPLES, repeats=1))
         return errors
 
     return measure
@@ -195,15 +199,7 @@ def _name(pair: Solver | Pair | None) -> str:
     )
 
 
-def _pair(pair: Solver | Pair) -> tuple[Solver, Solver | None]:
-    solver, adjoint_solver = pair if isinstance(pair, tuple) else (pair, None)
-    for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-        if name == "solver" or value is not None:
-            _inputs.solver(name, value)
-    return solver, adjoint_solver
-
-
-def _compiled(
+def _compile(
     loss: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool, what: Asked
 ) -> Callable[..., PyTree]:
     """The gradient as a compiled function that passes ``what`` to the solves inside."""
@@ -217,44 +213,35 @@ def _compiled(
     return call
 
 
-def _seconds(programs: Sequence[Callable[..., PyTree]], args: tuple[PyTree, ...]) -> list[float]:
-    """Median seconds of compiled programs, called in turn."""
-    taken: list[list[float]] = [[] for _ in programs]
-    for _ in range(_REPEATS):
-        for program, times in zip(programs, taken, strict=True):
-            begin = time.perf_counter()
-            jax.block_until_ready(program(*args))
-            times.append(time.perf_counter() - begin)
-    return [float(np.median(times)) for times in taken]
+def _report(rows: list[Solved], direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
+    """Return a function that adds a row for one solve, given its stats."""
 
-
-class _Reports:
-    """Collects the reports of solves, by kind."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[str, int, str], list[Solved]] = {}
-
-    def of(self, direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
-        """Return a function that takes the reports of one solve."""
-        return functools.partial(self.add, direction, f"{type(solver).__name__} {iteration_name(solver)}", layers)
-
-    def add(self, direction: str, iteration: str, layers: int, stats: Stats) -> None:
+    def add(stats: Stats) -> None:
         norms = np.asarray(stats.residual_norms, float)
         norms = norms[norms >= 0] if np.isfinite(norms).all() else norms
-        residual = norms[-1] / norms[0] if len(norms) > 1 and norms[0] else math.nan
-        row = Solved(direction, iteration, layers, 1, int(stats.iterations), float(residual), int(stats.result))
-        self.rows.setdefault((iteration, layers, direction), []).append(row)
+        residual = float(norms[-1] / norms[0]) if len(norms) > 1 and norms[0] else math.nan
+        name = f"{type(solver).__name__} {iteration_name(solver)}"
+        rows.append(Solved(direction, name, layers, 1, int(stats.iterations), residual, int(stats.result)))
 
-    def solved(self) -> tuple[Solved, ...]:
-        return tuple(
-            rows[0]._replace(
-                solves=len(rows),
-                iterations=max(row.iterations for row in rows),
-                residual=float(np.max([row.residual for row in rows])),
-                result=max(row.result for row in rows),
-            )
-            for _, rows in sorted(self.rows.items(), key=lambda item: (item[0][2] == "adjoint", item[0]))
+    return add
+
+
+def _worst(rows: Sequence[Solved]) -> tuple[Solved, ...]:
+    """Return one row for all solves of a kind; forward solves first."""
+
+    def kind(row: Solved) -> tuple[bool, str, int]:
+        return row.direction == "adjoint", row.iteration, row.layers
+
+    groups = [list(group) for _, group in itertools.groupby(sorted(rows, key=kind), kind)]
+    return tuple(
+        group[0]._replace(
+            solves=len(group),
+            iterations=max(row.iterations for row in group),
+            residual=float(np.max([row.residual for row in group])),
+            result=max(row.result for row in group),
         )
+        for group in groups
+    )
 
 
 def _errors(got: PyTree, wanted: PyTree, solves: tuple[Solved, ...], *seconds: float) -> GradientErrors:

@@ -1,12 +1,11 @@
 """Measure the times of messages between workers."""
 
-import time
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from lp_jax._arrays._types import Layer, PyTree
@@ -14,6 +13,7 @@ from lp_jax._comms._comm import Comm
 from lp_jax._programs import _inputs
 from lp_jax._solve import solve
 from lp_jax._solvers._picard import Picard
+from lp_jax.planning._measure import seconds
 from lp_jax.planning._work import prefix_messages
 
 _SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5
@@ -109,14 +109,8 @@ def _layers(comm: Comm | None) -> jax.Array:
 
 
 def _seconds(f: Callable[..., PyTree], *args: PyTree) -> float:
-    """Median time of a call, after a first one."""
-    samples = []
-    for _ in range(_SAMPLES + 1):
-        start = time.perf_counter()
-        for _ in range(_REPEATS):  # as often on every rank
-            jax.block_until_ready(f(*args))
-        samples.append((time.perf_counter() - start) / _REPEATS)
-    return float(np.median(samples[1:]))
+    """Median time of a call, made as often on every rank."""
+    return seconds([functools.partial(f, *args)], samples=_SAMPLES, repeats=_REPEATS)[0]
 
 
 def _step(y: jax.Array, layer: Layer) -> jax.Array:

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-KINDS = ("forward", "linearise", "adjoint", "gradient")
+from lp_jax.planning._work import KINDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,33 +84,30 @@ class Machine:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _numbers("at_once", self.at_once)
+        of_layers = ("at_once", *self.kinds, "serial", "relaxation", "across")
+        self._require(lambda x: x > 0, "positive numbers", *of_layers, "bandwidth", "sum_bandwidth")
+        sizes = ("state_bytes", "layer_bytes", "kept_bytes")
+        others = ("interval", "fixed", "adding", "update", "latency", "overhead")
+        self._require(lambda x: x >= 0, "at least 0", *others, *sizes)
+        self._require(lambda x: x <= 1, "a part, at most 1", "overhead")
+        self._require(lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1", "auto", "examples")
         if list(self.at_once) != sorted(set(self.at_once)):
             raise ValueError(f"at_once must be ascending; got {self.at_once}.")
         for kind in self.kinds:
-            _numbers(kind, getattr(self, kind))
             if len(getattr(self, kind)) != len(self.at_once):
                 raise ValueError(
                     f"{kind} must have a time for each of the {len(self.at_once)} numbers in at_once; got {getattr(self, kind)}."
                 )
-        _numbers("bandwidth", (self.bandwidth,))
-        if self.sum_bandwidth is not None:
-            _numbers("sum_bandwidth", (self.sum_bandwidth,))
-        for name in ("serial", "relaxation", "across"):
-            if getattr(self, name) is not None:
-                _numbers(name, getattr(self, name))
-        if self.interval is not None and not all(isinstance(x, int | float) and x >= 0 for x in self.interval):
-            raise ValueError(f"interval must be numbers of at least 0; got {self.interval!r}.")
-        for name in ("fixed", "adding", "update", "latency", "state_bytes", "layer_bytes", "kept_bytes", "overhead"):
+
+    def _require(self, good: Callable[[float], bool], wanted: str, *names: str) -> None:
+        """Refuse fields whose numbers are not ``wanted``; None is accepted where it is the default."""
+        for name in names:
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not value >= 0:
-                raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
-        if self.auto is not None and (not isinstance(self.auto, int) or self.auto < 1):
-            raise ValueError(f"auto must be an integer of at least 1, or None; got {self.auto!r}.")
-        if not isinstance(self.examples, int) or self.examples < 1:
-            raise ValueError(f"examples must be an integer of at least 1; got {self.examples!r}.")
-        if self.overhead > 1:
-            raise ValueError(f"overhead must be a part, at most 1; got {self.overhead!r}.")
+            numbers = (value,) if name not in _SEQUENCES else value if isinstance(value, Sequence) else ()
+            if value is None and getattr(Machine, name, 0) is None:
+                continue
+            if not numbers or not all(isinstance(x, int | float) and good(x) for x in numbers):
+                raise ValueError(f"{name} must be {wanted}; got {value!r}.")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -138,23 +135,18 @@ class Machine:
 
     def seconds_across(self, kind: str, layers: int) -> float:
         """Return the seconds of a batch of layers of different intervals. Unlike a sweep, it sums no states."""
-        parts = dict(zip(KINDS, (self.across[0], *self.across), strict=True)) if self.across and layers > 1 else {}
-        return parts.get(kind, 1.0) * self.seconds(kind, layers)
+        part = _of_kind(self.across, kind) if self.across and layers > 1 and kind in KINDS else 1.0
+        return part * self.seconds(kind, layers)
 
     def in_a_row(self, kind: str) -> float:
         """Return the seconds of a layer in a row of layers one after another, as in relaxation."""
         forward, backward = self.per_layer
-        if self.relaxation is None:
-            part = self.adjoint[0] / (self.adjoint[0] + self.gradient[0])
-            times = forward, part * backward, (1 - part) * backward
-        else:
-            times = self.relaxation
-        return dict(zip(KINDS, (times[0], *times), strict=True))[kind]
+        part = self.adjoint[0] / (self.adjoint[0] + self.gradient[0])
+        return _of_kind(self.relaxation or (forward, part * backward, (1 - part) * backward), kind)
 
     def row(self, kind: str) -> float:
         """Return the overhead of such a row of layers, in seconds."""
-        times = self.interval or (0.0, 0.0, 0.0)
-        return dict(zip(KINDS, (times[0], *times), strict=True))[kind]
+        return _of_kind(self.interval or (0.0, 0.0, 0.0), kind)
 
     @property
     def per_layer(self) -> tuple[float, float]:
@@ -216,9 +208,9 @@ class Machine:
             raise ValueError(f"{path} is no machine file: {text}") from None
 
 
-def _numbers(name: str, values: object) -> None:
-    good = (
-        isinstance(values, Sequence) and len(values) > 0 and all(isinstance(x, int | float) and x > 0 for x in values)
-    )
-    if not good:
-        raise ValueError(f"{name} must be positive numbers; got {values!r}.")
+_SEQUENCES = {"at_once", *KINDS, "newton", "serial", "relaxation", "interval", "across"}
+
+
+def _of_kind(times: Sequence[float], kind: str) -> float:
+    """Return one of the times (forward, adjoint, gradient); a linearisation takes that of a forward evaluation."""
+    return times[max(0, KINDS.index(kind) - 1)]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def serial(problem: Problem) -> tuple[float, float]:
         solution, pullback = problem.replace(**arrays).solve_vjp(solver=Serial())
         return pullback(solution.y1)
 
-    (first,), (whole,) = (seconds(f, [(arrays(problem),)]) for f in (forward, both))
+    (first,), (whole,) = (seconds([partial(f, arrays(problem))]) for f in (forward, both))
     return first / problem.layers, max(whole - first, LEAST) / problem.layers
 
 
@@ -81,10 +82,10 @@ def adding(params: PyTree) -> float:
         nonlocal total
         total = jax.block_until_ready(add(total, added))
 
-    return seconds(call, [()])[0]
+    return seconds([call])[0]
 
 
-def counted_layers(problem: Problem) -> bool:
+def has_counts(problem: Problem) -> bool:
     """Return whether the operations of a layer's program can be counted."""
     return trace(problem, (Picard(),))[0].footprint.counted
 
@@ -131,9 +132,9 @@ def newton(problem: Problem) -> float:
         solution = problem.replace(**arrays).solve(solver=solver)
         return solution.y1, solution.stats.iterations
 
-    calls = [(arrays(problem), jnp.float32(value)) for value in (1e30, -1.0)]
-    few, many = (int(iterated(*call)[1]) for call in calls)
-    once, often = seconds(iterated, calls)
+    calls = [partial(iterated, arrays(problem), jnp.float32(value)) for value in (1e30, -1.0)]
+    few, many = (int(call()[1]) for call in calls)
+    once, often = seconds(calls)
     return max(LEAST, (often - once) / max(1, many - few))
 
 
@@ -148,27 +149,28 @@ def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:
         return gradients, solution.stats.iterations, stats.iterations
 
     once, often = jnp.float32(1e30), jnp.float32(-1)
-    calls = [(arrays(problem), *limits) for limits in ((once, once), (often, once), (once, often))]
-    counts = np.array([[int(n) for n in solved(*call)[1:]] for call in calls])
-    spent = np.array(seconds(solved, calls))
+    calls = [partial(solved, arrays(problem), *limits) for limits in ((once, once), (often, once), (once, often))]
+    counts = np.array([[int(n) for n in call()[1:]] for call in calls])
+    spent = np.array(seconds(calls))
     forward = (spent[1] - spent[0]) / max(1, counts[1, 0] - counts[0, 0])
     adjoint = (spent[2] - spent[0]) / max(1, counts[2, 1] - counts[0, 1])
     return float(forward), float(adjoint), float(spent[0] - counts[0] @ (forward, adjoint))
 
 
-def seconds(f: Callable[..., PyTree], calls: list[tuple]) -> list[float]:
-    """Return the median time of each call of a compiled function; the calls are interleaved."""
-    samples: list[list[float]] = [[] for _ in calls]
-    jax.block_until_ready(f(*calls[0]))  # compiled
-    repeats = [max(1, round(_SAMPLE / _once(f, call, 1))) for call in calls]
-    for _ in range(_SAMPLES):
-        for sample, call, repeat in zip(samples, calls, repeats, strict=True):
-            sample.append(_once(f, call, repeat))
-    return [float(np.median(sample)) for sample in samples]
+def seconds(calls: Sequence[Callable[[], PyTree]], *, samples: int | None = None, repeats: int = 0) -> list[float]:
+    """Return the median time of each call, after a first one; the calls are interleaved.
+
+    A sample is ``repeats`` calls, or as many as take 20 ms.
+    """
+    for call in calls:
+        jax.block_until_ready(call())  # compiled
+    often = [repeats or max(1, round(_SAMPLE / _once(call, 1))) for call in calls]
+    taken = [list(map(_once, calls, often)) for _ in range(samples or _SAMPLES)]
+    return [float(x) for x in np.median(taken, axis=0)]
 
 
-def _once(f: Callable[..., PyTree], call: tuple, repeat: int) -> float:
+def _once(call: Callable[[], PyTree], repeats: int) -> float:
     start = time.perf_counter()
-    for _ in range(repeat):
-        jax.block_until_ready(f(*call))
-    return (time.perf_counter() - start) / repeat
+    for _ in range(repeats):
+        jax.block_until_ready(call())
+    return (time.perf_counter() - start) / repeats

@@ -16,14 +16,14 @@ from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._calibrate import calibrate
-from lp_jax.planning._candidates import Pair, cycles, newton, sweeps
+from lp_jax.planning._candidates import Pair, as_pair, cycles, newton, sweeps
 from lp_jax.planning._cost import memory, predict
 from lp_jax.planning._diagnose import diagnose
 from lp_jax.planning._interconnect import Interconnect
 from lp_jax.planning._interconnect import interconnect as measure_messages
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays, counted_layers, small
-from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, counted
+from lp_jax.planning._measure import arrays, has_counts, small
+from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, fix_iterations
 
 Probe = Callable[[Solver, Solver], Probed]
 
@@ -89,7 +89,7 @@ def plan(
         machine = dataclasses.replace(machine, **interconnect._asdict())
     probe = _probe(problem, cotangent)
     best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
-    note = "" if counted_layers(problem) else _UNCOUNTED
+    note = "" if has_counts(problem) else _UNCOUNTED
     return dataclasses.replace(best, note=note, diagnosis=diagnose(problem, solvers=()))
 
 
@@ -116,25 +116,32 @@ def choose(
     _refuse(layers, workers, error)
 
     def choice(pair: Pair, probed: Probed | None = None) -> Choice:
-        spent = predict(*counted(pair, probed), layers, machine, workers=workers)
+        spent = predict(*fix_iterations(pair, probed), layers, machine, workers=workers)
         return Choice(*pair, spent, memory(pair[0], layers, machine, workers=workers), probed)
 
     serial = choice(SERIAL)
     limit, end = serial.time.seconds / WORTH, clock.monotonic() + seconds
-    choices = [serial]
-    families = [(sweeps(), True), (newton() if machine.newton is not None else [], False)]
-    for family, scales in families:  # sweeps may be what more devices are for, even where they cannot win here
-        swept = [choice(pair) for pair in family]
-        if probe is not None and (scales or any(c.time.seconds < limit for c in swept)):
-            for number, pair in enumerate(family):  # loosest tolerance first; one program for all
-                swept[number] = choice(pair, probe(*pair))
-                reached = swept[number].error
-                if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
-                    break
-        choices += swept
-    for pair in (own if isinstance(own, tuple) else (own, own.for_adjoint()) for own in solvers):
+
+    def look(pairs: list[Pair], *, scales: bool = False) -> list[Choice]:
+        """Probe solvers of one program, loosest tolerance first. They may be slow here if they are fast on more devices."""
+        family = [choice(pair) for pair in pairs]
+        if probe is None or not (scales or any(c.time.seconds < limit for c in family)):
+            return family
+        for number, pair in enumerate(pairs):
+            family[number] = choice(pair, probe(*pair))
+            reached = family[number].error
+            if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
+                break
+        return family
+
+    choices = [serial, *look(sweeps(), scales=True)]
+    if machine.newton is not None:
+        choices += look(newton())
+    if probe is not None and clock.monotonic() < end and not any(c.within(error) for c in choices[1:]):
+        choices += look(sweeps(secant=True))
+    for pair in map(as_pair, solvers):
         choices.append(choice(pair, None if probe is None else probe(*pair)))
-    limit = min([limit, *(c.time.seconds for c in choices if c.error is not None and c.error <= error)])
+    limit = min([limit, *(c.time.seconds for c in choices if c.within(error))])
     unprobed = 0
     for candidate in sorted(map(choice, cycles(layers, workers)), key=lambda c: c.time.seconds):
         if probe is not None and candidate.time.seconds < limit:
@@ -142,11 +149,11 @@ def choose(
                 unprobed += 1
             else:
                 candidate = choice(candidate[:2], probe(candidate.solver, candidate.adjoint_solver))
-                if candidate.error is not None and candidate.error <= error:
+                if candidate.within(error):
                     limit = candidate.time.seconds
         choices.append(candidate)
     choices.sort(key=lambda c: c.time.seconds)
-    best = next(c for c in choices if c.error is not None and c.error <= error)
+    best = next(c for c in choices if c.within(error))
     best = best if best.time.seconds * WORTH <= serial.time.seconds else serial
     return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)
 

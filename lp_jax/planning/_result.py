@@ -12,7 +12,7 @@ from lp_jax.planning._candidates import Pair, exact_cycles
 from lp_jax.planning._cost import Memory, Time, pipeline, predict
 from lp_jax.planning._diagnose import Diagnosis
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._text import aligned, milliseconds, pair, pasted, times
+from lp_jax.planning._words import align, as_arguments, milliseconds, numbered, pair, times
 from lp_jax.planning._work import with_effort
 
 SERIAL = (Serial(), Serial())
@@ -57,6 +57,10 @@ class Choice(NamedTuple):
         if self.solver.exact and self.adjoint_solver.exact:
             return 0.0
         return None if self.probed is None else self.probed.error
+
+    def within(self, error: float) -> bool:
+        """Return whether the gradient is known to have at most this error."""
+        return self.error is not None and self.error <= error
 
 
 class Devices(NamedTuple):
@@ -149,11 +153,11 @@ class Plan:
     @property
     def code(self) -> str:
         """The recommended solvers as arguments of `lp_jax.solve`, to paste."""
-        return pasted(self.solver, self.adjoint_solver)
+        return as_arguments(self.solver, self.adjoint_solver)
 
     def exact_enough(self) -> list[Choice]:
         """Return the choices whose gradient is known to be exact enough."""
-        return [choice for choice in self.choices if choice.error is not None and choice.error <= self.error]
+        return [choice for choice in self.choices if choice.within(self.error)]
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
         """Predict times on other numbers of devices, with the solvers that are known to be exact enough.
@@ -161,7 +165,7 @@ class Plan:
         The error of a gradient does not depend on the number of workers. One interval per worker and as many cycles are exact
         and need no probe.
         """
-        pairs = [counted((c.solver, c.adjoint_solver), c.probed) for c in self.exact_enough()]
+        pairs = [fix_iterations((c.solver, c.adjoint_solver), c.probed) for c in self.exact_enough()]
         return [self._on(count, pairs) for count in devices]
 
     def _on(self, devices: int, pairs: Sequence[Pair]) -> Devices:
@@ -186,19 +190,18 @@ class Plan:
         return Devices(devices, best(devices, 1), data, both, split, piped)
 
     def __str__(self) -> str:
-        note = [f"  {self.note}"] if self.note else []
+        notes = [reason(self), self.note]
         if self.diagnosis is not None:
-            note.append(f"  {self.diagnosis.numbers}. {self.diagnosis.behaviour}")
-        return "\n".join(
-            [*_solvers(self), "", f"Use {self.code}", f"  {reason(self)}", *note, "", *_more_devices(self)]
-        )
+            notes.append(f"{self.diagnosis.numbers}. {self.diagnosis.behaviour}")
+        advice = [f"Use {self.code}", *(f"  {note}" for note in notes if note)]
+        return "\n".join([*_solvers(self), "", *advice, "", *_more_devices(self)])
 
     def __repr__(self) -> str:
         """Return the same tables, so that a terminal and a notebook show them."""
         return str(self)
 
 
-def counted(solvers: Pair, probed: Probed | None) -> Pair:
+def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
     """Return the solvers with the iterations that the probe took to their tolerances; with few if there was no probe."""
     taken = (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
     forward, adjoint = (
@@ -229,9 +232,8 @@ def reason(plan: Plan) -> str:
     looked_at = sum(c.error is not None for c in faster)
     if looked_at:
         left = f", and {plan.unprobed} were not looked at" if plan.unprobed else ""
-        many = "s are" if looked_at > 1 else " is"
-        text = f"{looked_at} solver{many} clearly faster, none with a gradient error of at most {plan.error:.0e}"
-        return f"{text}{left}. {_instead(plan)}"
+        text = f"{numbered(looked_at, 'solver')} {'are' if looked_at > 1 else 'is'} clearly faster, none with a gradient error"
+        return f"{text} of at most {plan.error:.0e}{left}. {_instead(plan)}"
     if faster:
         return "faster solvers are listed. Their gradient errors were not measured."
     why = (
@@ -244,8 +246,8 @@ def reason(plan: Plan) -> str:
 
 def _instead(plan: Plan) -> str:
     many = max(2, plan.workers)
-    there = plan.scaling((many,))[0]
-    known = {"along the examples": there.data, "in a pipeline": there.pipeline, "along the layers": there.layers}
+    row = plan.scaling((many,))[0]
+    known = {"along the examples": row.data, "in a pipeline": row.pipeline, "along the layers": row.layers}
     seconds, name = min((seconds, name) for name, seconds in known.items() if seconds is not None)
     gain = plan.alone / seconds
     if gain < 1.01:
@@ -258,16 +260,16 @@ def _solvers(plan: Plan) -> list[str]:
     probed = [c for c in plan.choices if c.probed is not None]
     shown = (*(probed or plan.choices)[:_MOST], plan.best, plan.serial)
     rows = sorted({id(c): c for c in shown}.values(), key=lambda c: c.time.seconds)
-    title = f"{plan.layers} layers on {plan.workers} worker{'s' * (plan.workers > 1)}"
+    title = f"{plan.layers} layers on {numbered(plan.workers, 'worker')}"
     name = f" of {plan.machine.name}" if plan.machine.name else ""
     head = ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
-    lines = aligned([head, *(_row(plan.alone, choice) for choice in rows)])
+    lines = align([head, *(_row(plan.alone, choice) for choice in rows)])
     return [f"{title}{name}, gradient error at most {plan.error:.0e}", "", *lines]
 
 
 def _row(one_worker: float, choice: Choice) -> tuple[str, ...]:
-    error = "?" if choice.error is None else "exact" if choice.error == 0 else f"{choice.error:.1e}"
-    error = error if choice.error is None or math.isfinite(choice.error) else "diverges"
+    error = "?" if choice.error is None else f"{choice.error:.1e}" if math.isfinite(choice.error) else "diverges"
+    error = "exact" if choice.error == 0 else error
     seconds, megabytes = choice.time.seconds, choice.memory.bytes / 1e6
     taken = "" if choice.probed is None else f"{choice.probed.iterations}/{choice.probed.adjoint_iterations}"
     return milliseconds(seconds), f"{one_worker / seconds:.2f}", error, f"{megabytes:.3g}", taken, pair(*choice[:2])
@@ -280,13 +282,13 @@ def _more_devices(plan: Plan) -> list[str]:
         spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
         rows.append((f"{d.devices}", *spent, "{} x {}".format(*d.split), ""))
     unknown = "" if plan.machine.latency else "; what messages take is not known, and counted as nothing"
-    lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, aligned(rows))]
+    lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, align(rows))]
     layers = [(d.layers, d.devices) for d in many if d.layers is not None]
     crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.alone), None)
     if crossing is None:
         none = "no number of devices is faster than one with serial propagation, with the solvers compared here."
         return [*lines, f"Along the layers alone: {none}"]
     seconds, devices = min(layers)
-    text = f"faster than serial propagation from {crossing} device{'s' * (crossing > 1)} on"
+    text = f"faster than serial propagation from {numbered(crossing, 'device')} on"
     most = f"at most {times(plan.alone / seconds)} times, at {devices}."
     return [*lines, f"Along the layers alone: {text}, {most}"]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from lp_jax._levels._chain import Chain
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._solver import Solver, iterate
-from lp_jax.planning._work import Schedule, Uncounted, Work, count_work, most_at_once, with_effort
+from lp_jax.planning._work import Event, Schedule, Uncounted, Work, count_work, most_at_once, with_effort
 
 
 def training_step(
@@ -82,17 +82,29 @@ def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: boo
         program = jax.make_jaxpr(functools.partial(_backward, solver, first.stride(layers), chain))(*arrays, left)
     else:
         program = jax.make_jaxpr(forward)(*arrays)
-    schedule = Schedule()
+    batches = Work(layers=layers, at_once=at_once)
     for kind, terms in (("linearise" if adjoint else "forward", _STATE), ("adjoint", _HIDDEN), ("gradient", 1)):
         work, depth = map(int, cost_of(program.jaxpr, unit=2 * _STATE * _HIDDEN, terms=terms))
-        batches = max(depth, math.ceil(work / mine))  # as even as can be
-        for size in (work // batches, work // batches + 1) if batches else ():
-            count = batches - work % batches if size == work // batches else work % batches
-            schedule.add(kind, count, size, at_once=at_once)
-    if workers > 1:
-        schedule.states = int(cost_of(program.jaxpr, terms=_MESSAGE).depth)
-        schedule.reductions = int(cost_of(program.jaxpr, unit=2 * _REDUCTION, terms=_REDUCTION).work)
-    return schedule
+        number = max(depth, math.ceil(work / mine))
+        if number:  # as even as can be
+            size, more = divmod(work, number)
+            batches.add(kind, number - more, size)
+            batches.add(kind, more, size + 1)
+    if workers == 1:
+        return batches.schedule
+    messages = int(cost_of(program.jaxpr, terms=_MESSAGE).depth)
+    reductions = int(cost_of(program.jaxpr, unit=2 * _REDUCTION, terms=_REDUCTION).work)
+    return Schedule(_spread(messages, batches.schedule.events), reductions)
+
+
+def _spread(messages: int, events: Sequence[Event]) -> list[Event]:
+    """Return the batches with messages between them, as evenly as can be."""
+    batches = [event._replace(times=1) for event in events for _ in range(event.times)]
+    spread: list[Event] = []
+    for number, batch in enumerate(batches, 1):
+        due = number * messages // len(batches) - (number - 1) * messages // len(batches)
+        spread += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
+    return spread
 
 
 def _layer(y: State, x: Slices, shared: PyTree) -> tuple[State, None]:
@@ -153,16 +165,16 @@ class _Counted(Workers):
         return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
-        return _marked(tree, _MESSAGE)
+        return _mark(tree, _MESSAGE)
 
     def sum(self, tree: PyTree) -> PyTree:
-        return _marked(tree, _REDUCTION)
+        return _mark(tree, _REDUCTION)
 
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        return _marked(tree, _REDUCTION)
+        return _mark(tree, _REDUCTION)
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
-        return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _marked(tree, _REDUCTION))
+        return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
 
     def local_slice(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
@@ -174,7 +186,7 @@ class _Counted(Workers):
         return run(lax.fori_loop(1, self.active, turn, y0))
 
 
-def _marked(tree: PyTree, terms: int) -> PyTree:
+def _mark(tree: PyTree, terms: int) -> PyTree:
     """The same values, after a product with this number of terms."""
     total = sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(tree))
     nothing = jnp.full(terms, 0 * total) @ jnp.ones(terms, jnp.float32)

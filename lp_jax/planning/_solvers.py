@@ -22,15 +22,15 @@ from lp_jax.planning._work import Held, Sizes, Uncounted, Work, count_steps, cou
 @count_work.register
 def _(solver: MGRIT, work: Work) -> None:
     work = dataclasses.replace(work, in_rows=True)
-    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
-    if any(map(callable, rules)):
-        raise Uncounted
     grid, coarse_step = solver.grid(work.layers), cast(CoarseStep, solver.coarse_step)
+    labels = relaxations(solver, len(grid))
+    if not set("".join(labels)) <= {"F", "C"}:  # a function
+        raise Uncounted
     first = cascade_stops if solver.start == "cascade" else cycle_stops
     for stops, times in ((first, 1), (cycle_stops, solver.iterations - 1)):
         once = work.apart()
-        count_stops(once, grid, stops(relaxations(solver, len(grid)), solver.cycle), coarse_step, solver.coarsest)
-        work.schedule.include(once.schedule, times)
+        count_stops(once, grid, stops(labels, solver.cycle), coarse_step, solver.coarsest)
+        work.schedule.events += times * once.schedule.events
     intervals, factor = busiest(grid, 0, work.workers), grid[0][1]
     work.during("states again").evaluate_again(factor - 1, intervals)
     last = work.during("final sweep")

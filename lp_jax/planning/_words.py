@@ -1,7 +1,10 @@
-"""Solvers in words, for tables, titles and notes."""
+"""Solvers and numbers in words, for tables, titles and notes."""
 
 import dataclasses
 import functools
+import itertools
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from lp_jax._solvers._coarse_step import Identity, PerInterval
@@ -14,7 +17,7 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.planning._work import is_identity
 
 
-def counted(number: int, what: str) -> str:
+def numbered(number: int, what: str) -> str:
     """Return "1 sweep", "2 sweeps"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -45,12 +48,12 @@ def _(solver: MGRIT) -> str:
 
 @iteration_name.register
 def _(solver: Picard) -> str:
-    return "sweep"
+    return "secant sweep" if solver.secant else "sweep"
 
 
 def iterations(solver: Solver) -> str:
     """Return the number of iterations, with their name."""
-    return counted(solver.iterations, f"{type(solver).__name__} {iteration_name(solver)}")
+    return numbered(solver.iterations, f"{type(solver).__name__} {iteration_name(solver)}")
 
 
 @functools.singledispatch
@@ -82,7 +85,7 @@ def _(part: Picard) -> str:
 @summary.register
 def _(part: Newton) -> str:
     kind = "" if part.jacobian == "full" else f" with {part.jacobian} Jacobians"
-    start = f" after {counted(part.relaxations, 'relaxation')}" if part.relaxations else ""
+    start = f" after {numbered(part.relaxations, 'relaxation')}" if part.relaxations else ""
     return f"{iterations(part)}{start}{kind}"
 
 
@@ -123,3 +126,48 @@ def _(solver: MGRIT, adjoint: Solver) -> str:
     if isinstance(step, Solver) and step.iterations:
         coarse = f"{coarse} {step.iterations}"
     return f"{solver.iterations}/{adjoint.iterations} cycles, {coarse}, m = {solver.coarsening}"
+
+
+def as_arguments(solver: Solver, adjoint_solver: Solver) -> str:
+    """Return both solvers as arguments of `lp_jax.solve`; classes of this library have the prefix ``lp_jax.``."""
+    text = f"solver={code(solver)}, adjoint_solver={code(adjoint_solver)}"
+    ours = {type(part).__name__ for part in _parts((solver, adjoint_solver)) if type(part).__module__[:7] == "lp_jax."}
+    return re.sub(r"\b[A-Z]\w*(?=\()", lambda name: f"lp_jax.{name[0]}" if name[0] in ours else name[0], text)
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, tuple):
+        return list(itertools.chain.from_iterable(map(_parts, value)))
+    if not dataclasses.is_dataclass(value):
+        return []
+    return [value, *_parts(tuple(getattr(value, field.name) for field in dataclasses.fields(value)))]
+
+
+def pair(solver: Solver, adjoint_solver: Solver) -> str:
+    """Return the forward solver, and the fields in which the adjoint solver differs."""
+    if type(solver) is not type(adjoint_solver):
+        return f"{code(solver)}, adjoint {code(adjoint_solver)}"
+    others = [f"{name}={value!r}" for name, value in differences(solver, adjoint_solver).items()]
+    return code(solver) + (f", adjoint {', '.join(others)}" if others else "")
+
+
+def differences(solver: Any, other: Any) -> dict[str, Any]:
+    """Return the fields of ``other`` that differ from those of ``solver``, of the same class."""
+    fields = {field.name: getattr(other, field.name) for field in dataclasses.fields(other)}
+    return {name: value for name, value in fields.items() if value != getattr(solver, name)}
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return "1.23", or "-" for None."""
+    return "-" if seconds is None else f"{1e3 * seconds:.3g}"
+
+
+def times(gain: float) -> str:
+    """Return "1.2" or "12"."""
+    return f"{gain:.0f}" if gain >= 10 else f"{gain:.2g}"
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines. The last column is left-aligned, the others are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([*(x.rjust(w) for x, w in zip(row[:-1], widths, strict=False)), row[-1]]) for row in rows]

@@ -43,6 +43,7 @@ class Event(NamedTuple):
         times: number of batches, one after the other, or of messages.
         layers: number of layers in a batch; 0 for a message.
         in_turn: whether the workers take turns, each with its part. Otherwise all work at the same time.
+        rows: number of loops over layers one after another.
     """
 
     phase: str
@@ -50,6 +51,7 @@ class Event(NamedTuple):
     times: int
     layers: int
     in_turn: bool = False
+    rows: int = 0
 
 
 @dataclasses.dataclass
@@ -57,12 +59,8 @@ class Schedule:
     """The work of a solve, or of a training step, on the busiest worker.
 
     Attributes:
-        batches: how often each batch is evaluated, one after the other.
-        rows: for each kind, the number of loops over layers one after another. Counted in multigrid where layers run one by
-            one.
-        states: messages of one state that a worker waits for, one after the other.
+        events: batches, and messages that a worker waits for, in the order in which they happen.
         reductions: sums and broadcasts over all workers.
-        events: the same batches and messages in the order in which they happen.
 
     Example:
         >>> import lp_jax
@@ -72,51 +70,34 @@ class Schedule:
         (3, 192, 3)
     """
 
-    batches: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
-    rows: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    states: int = 0
+    events: list[Event] = dataclasses.field(default_factory=list)
     reductions: int = 0
-    events: list[Event] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
-    def add(
-        self,
-        kind: str,
-        count: int,
-        layers: int,
-        *,
-        at_once: float,
-        rows: int = 0,
-        phase: str = "sweep",
-        in_turn: bool = False,
-    ) -> None:
-        """Add ``count`` batches of ``layers`` layers each, cut into ``at_once``; where that is one, in ``rows`` rows."""
-        if not count or not layers:
-            return
-        most = int(min(layers, at_once))
-        for times, size in ((count * (layers // most), most), (count, layers % most)):
-            if times and size:
-                self.batches[Batch(kind, size)] += times
-                self.events.append(Event(phase, kind, times, size, in_turn))
-        if at_once == 1 and rows:
-            self.rows[kind] += rows
+    @property
+    def batches(self) -> collections.Counter[Batch]:
+        """How often each batch is evaluated, one after the other."""
+        batches: collections.Counter[Batch] = collections.Counter()
+        for event in self.events:
+            if event.kind != "message":
+                batches[Batch(event.kind, event.layers)] += event.times
+        return batches
+
+    @property
+    def rows(self) -> collections.Counter[str]:
+        """For each kind, the number of loops over layers one after another, in multigrid where layers run one by one."""
+        rows: collections.Counter[str] = collections.Counter()
+        for event in self.events:
+            if event.rows:
+                rows[event.kind] += event.rows
+        return rows
+
+    @property
+    def states(self) -> int:
+        """Messages of one state that a worker waits for, one after the other."""
+        return sum(event.times for event in self.events if event.kind == "message")
 
     def __add__(self, other: "Schedule") -> "Schedule":
-        return Schedule(
-            self.batches + other.batches,
-            self.rows + other.rows,
-            self.states + other.states,
-            self.reductions + other.reductions,
-            self.events + other.events,
-        )
-
-    def include(self, other: "Schedule", times: int) -> None:
-        """Add another schedule, ``times`` times."""
-        for mine, others in ((self.batches, other.batches), (self.rows, other.rows)):
-            for key, n in others.items() if times else ():
-                mine[key] += times * n  # type: ignore[index]
-        self.states += times * other.states
-        self.reductions += times * other.reductions
-        self.events += times * other.events
+        return Schedule(self.events + other.events, self.reductions + other.reductions)
 
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
@@ -211,21 +192,16 @@ class Work:
             self.add("forward", count, at_once, rows=at_once)
 
     def add(self, kind: str, count: int, layers: int, *, rows: int = 0) -> None:
-        """Record ``count`` batches of one kind."""
-        self.schedule.add(
-            kind,
-            count,
-            layers,
-            at_once=self.at_once,
-            rows=rows if self.in_rows else 0,
-            phase=self.phase,
-            in_turn=self.in_turn,
-        )
+        """Record ``count`` batches of one kind, cut into ``at_once`` layers; where that is one, in ``rows`` rows."""
+        most = max(1, int(min(layers, self.at_once)))
+        rows = rows if self.in_rows and self.at_once == 1 else 0
+        for times, size in ((count * (layers // most), most), (count, layers % most)):
+            if times and size:
+                self.schedule.events.append(Event(self.phase, kind, times, size, self.in_turn, rows))
 
     def sent(self, states: int) -> None:
         """Record messages of a state between neighbours, one after the other."""
         if self.workers > 1 and states:
-            self.schedule.states += states
             self.schedule.events.append(Event(self.phase, "message", states, 0, self.in_turn))
 
     def last_evaluation(self) -> None:

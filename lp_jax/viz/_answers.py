@@ -1,11 +1,12 @@
 """Pictures of a trained model's answers: confusion matrices of classes, answers against true values."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from lp_jax.viz._style import BLUE, GREY, INK, NOTE, TICK, dress, figure
+from lp_jax.viz._style import BLUE, DASHED, INK, LABEL, NOTE, TICK, dress, figure
 
 _MOST_NAMES = 40  # legible along an axis
 
@@ -24,7 +25,7 @@ def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
         >>> import numpy as np
         >>> from lp_jax import viz
         >>> viz.confusion(np.diag([9, 8]) + 1, ["cat", "dog"]).axes[0].get_title(loc="left")
-        '19 of 21 right; per row, in percent of the true class'
+        '19 of 21 answers are right'
     """
     matrix = np.asarray(matrix)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.sum() == 0:
@@ -37,20 +38,18 @@ def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
     fig = figure(f"Accuracy {right / matrix.sum():.1%}", width=size + 1.5, height=size)
     ax = fig.subplots()
     image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=100)
-    dress(
-        ax, x="answer", y="truth", title=f"{right:,} of {matrix.sum():,} right; per row, in percent of the true class"
-    )
+    dress(ax, x="answer of the network", y="true class", title=f"{right:,} of {matrix.sum():,} answers are right")
     ax.grid(False)
     if classes <= _MOST_NAMES:
         labels = list(names) or [str(i) for i in range(classes)]
-        ax.set_xticks(range(classes), labels, rotation=90 if max(map(len, labels)) > 2 else 0)
+        ax.set_xticks(range(classes), labels, rotation=90 if max(map(len, labels)) * classes > 60 else 0)
         ax.set_yticks(range(classes), labels)
         for i, j in zip(*np.nonzero(shares >= 0.5), strict=True):
             colour = "white" if shares[i, j] > 55 else INK
-            ax.text(
-                j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=min(NOTE, 200 / classes), color=colour
-            )
+            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": min(NOTE, 200 / classes)}
+            ax.text(j, i, f"{shares[i, j]:.0f}", color=colour, **place)
     bar = fig.colorbar(image, ax=ax, shrink=0.8)
+    bar.set_label("percent of the true class", fontsize=LABEL, color=INK)
     bar.ax.tick_params(labelsize=TICK)
     return fig
 
@@ -73,7 +72,7 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         >>> from lp_jax import viz
         >>> truth = np.arange(10.0)
         >>> viz.predictions(truth, truth + 0.1).get_suptitle()
-        'Typical error 0.1, of values that spread by 2.9'
+        'Typical error 0.1; values spread by 2.9'
     """
     truth, answers = np.asarray(truth, float), np.asarray(answers, float)
     if truth.shape != answers.shape or truth.ndim not in (1, 2) or truth.size == 0:
@@ -81,25 +80,26 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
             f"truth and answers must have one shape, (samples,) or (samples, values); got {truth.shape} and {answers.shape}."
         )
     columns = list(zip(truth.reshape(len(truth), -1).T, answers.reshape(len(truth), -1).T, strict=True))
-    errors = [(float(np.sqrt(np.mean((a - t) ** 2))), float(np.std(t))) for t, a in columns]
-    said = [f"typical error {error:.2g}, of values that spread by {spread:.2g}" for error, spread in errors]
+    errors = [float(np.sqrt(np.mean((a - t) ** 2))) for t, a in columns]
+    spreads = [float(np.std(t)) for t, _ in columns]
     count = min(len(columns), _MOST_PANELS)
     single = count == 1
-    shares = [f"{error / spread:.2g}" for error, spread in errors if spread]
-    ends = [min(shares, key=float), max(shares, key=float)] if shares else []
-    many = f"Typical errors are {' to '.join(dict.fromkeys(ends))} of how far values spread" if ends else "Answers"
-    fig = figure(
-        said[0].capitalize() if single else many, width=6.5 if single else 4.8 * count, height=6.5 if single else 5.2
-    )
+    shares = sorted(error / spread for error, spread in zip(errors, spreads, strict=True) if spread)
+    if single:
+        title = f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}"
+    elif shares:
+        ends = dict.fromkeys(f"{share:.2g}" for share in (shares[0], shares[-1]))
+        title = f"Typical errors are {' to '.join(ends)} of how far values spread"
+    else:
+        title = "Answers"
+    width, height = (6.5, 6.5) if single else (4.8 * count, 5.2)
+    fig = figure(title, width=width, height=height)
     for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
-        ax.plot(line, line, color=GREY, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+        ax.plot(line, line, **DASHED)
         ax.plot(t, a, "o", color=BLUE, markersize=4, alpha=min(1.0, 30 / np.sqrt(len(t))), markeredgewidth=0)
         ax.set_aspect("equal")
-        title = (
-            "On the dashed line, the answer is the true value"
-            if single
-            else f"Value {number + 1}: typical error {errors[number][0]:.2g}"
-        )
+        title = f"Value {number + 1}: typical error {errors[number]:.2g}"
+        title = "On the dashed line, the answer is the true value" if single else title
         dress(ax, x="true value", y="answer" if number == 0 else "", title=title)
     return fig

@@ -1,26 +1,39 @@
 """The grid levels of a solver and its path through them."""
 
-import dataclasses
+import contextlib
 import itertools
 import math
-import textwrap
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from lp_jax._solvers._coarse_step import CoarseStep
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning import count, summary
 from lp_jax.planning._path import Stop
-from lp_jax.planning._words import counted, iteration_name
+from lp_jax.planning._words import differences, iteration_name, numbered
 from lp_jax.viz._describe import describe
 from lp_jax.viz._schedule import COLOURS
-from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, SKY, dress, figure
+from lp_jax.viz._style import (
+    BLUE,
+    GREY,
+    INK,
+    LABEL,
+    NOTE,
+    RED,
+    SKY,
+    bracket,
+    dress,
+    figure,
+    legend,
+    note,
+    whole_numbers,
+)
 
 _MOST_POINTS = 36  # of the finest level that are drawn in a row
 
@@ -50,21 +63,22 @@ def hierarchy(
     """
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     solver = solver.resolve(num_layers)
-    title, note, levels, stops = describe(solver, num_layers)
+    title, text, levels, stops = describe(solver, num_layers)
     if not stops:
-        known = _known_batches(solver, num_layers)
+        known = []
+        with contextlib.suppress(NotImplementedError):
+            known = batches(solver, num_layers)
         fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
         _draw_batches(fig.subplots(), known, num_layers)
-        note = f"{note[:1].upper()}{note[1:]}." if note else ""
+        text = f"{text[:1].upper()}{text[1:]}." if text else ""
     else:
-        rows = _rows(levels)
+        spans = itertools.accumulate([1, *(factor for _, factor in levels[:-1])], operator.mul)
+        rows = [_Row(*level, span) for level, span in zip(levels, spans, strict=True)]
         fig = figure(title, width=12, height=3.2 + 1.6 * len(rows))
         route, grid = fig.subplots(2, 1, height_ratios=[1.6 + len(rows), 1.0 * len(rows)])
         _draw_path(route, stops, len(rows), solver)
         _draw_grid(grid, rows, t0, t1)
-    lines = (note, _adjoint_note(solver, adjoint_solver))
-    note = "\n".join(textwrap.fill(line, 125) for line in lines if line)
-    fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")
+    note(fig, text, _adjoint_note(solver, adjoint_solver))
     return fig
 
 
@@ -72,14 +86,6 @@ class _Row(NamedTuple):
     steps: int
     factor: int  # to the next coarser level; 1 on the coarsest
     span: int  # layers per step
-
-
-def _rows(grid: Sequence[tuple[int, int]]) -> list[_Row]:
-    rows, span = [], 1
-    for steps, factor in grid:
-        rows.append(_Row(steps, factor, span))
-        span *= factor
-    return rows
 
 
 def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
@@ -90,33 +96,31 @@ def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
         "F-point": {"facecolor": "white", "edgecolor": BLUE, "linewidth": 1.4, "s": place.size * 0.55},
         "coarsest level": {"color": INK, "s": place.size * (0.8 if last else 0.35), "marker": "D"},
     }
+    coarse_point, fine_point, coarsest = kinds
+    box = {"boxstyle": "square,pad=0.6", "color": "white"}
     for level, row in enumerate(rows):
         ax.axhline(-level, color="#BBBBBB", linewidth=1.2, zorder=1)
         numbers = np.arange(row.steps + 1)
         points = np.minimum(numbers * row.span, layers)
-        coarse = (numbers % row.factor == 0) | (numbers == row.steps)
-        for point, is_coarse in zip(points.tolist(), coarse.tolist(), strict=True):
-            if not place.shows(point):
-                continue
-            kind = (
-                "coarsest level" if row.factor == 1 else "C-point: also on the next level" if is_coarse else "F-point"
-            )
-            ax.scatter([place.x(point)], [-level], zorder=3, **kinds[kind])
-            if is_coarse and level < last:
-                ax.plot([place.x(point)] * 2, [-level, -level - 1], color=RED, linewidth=0.8, alpha=0.45, zorder=2)
-        short = layers % row.span != 0
-        text = f"level {level}\n{row.steps} steps, dt {'≤' if short else '='} {(t1 - t0) / layers * row.span:.4g}"
-        _row_label(ax, level, text)
-    if place.gap is not None:
-        for level in range(len(rows)):
-            box = {"boxstyle": "square,pad=0.6", "color": "white"}
+        coarse, shown = (numbers % row.factor == 0) | (numbers == row.steps), place.shows(points)
+        x = place.x(points)
+        parts = (
+            [(coarsest, shown)] if row.factor == 1 else [(coarse_point, shown & coarse), (fine_point, shown & ~coarse)]
+        )
+        for kind, part in parts:
+            ax.scatter(x[part], np.full(part.sum(), -level), zorder=3, **kinds[kind])
+        if level < last:
+            ax.vlines(x[shown & coarse], -level - 1, -level, color=RED, linewidth=0.8, alpha=0.45, zorder=2)
+        sign = "=" if layers % row.span == 0 else "≤"
+        _row_label(ax, level, f"level {level}\n{row.steps} steps, dt {sign} {(t1 - t0) / layers * row.span:.4g}")
+        if place.gap is not None:
             ax.text(place.gap, -level, "···", ha="center", va="center", fontsize=18, color=GREY, zorder=5, bbox=box)
     ax.set_xlim(-0.6, place.width + 0.6)
     ax.set_ylim(-last - 0.3, 0.3)
     ax.axis("off")
     if last > 0:
         handles = [ax.scatter([], [], label=kind, **style | {"s": 80}) for kind, style in kinds.items()]
-        ax.legend(handles=handles, ncols=3, **_ABOVE)
+        legend(ax, "above", handles=handles, ncols=3)
 
 
 def _row_label(ax: Axes, level: int, text: str) -> None:
@@ -139,11 +143,11 @@ class _Excerpt:
             self.width = self.head + space + layers - self.tail
         self.size = float(np.clip(11000 / (self.width + 1) ** 1.15, 30, 130))
 
-    def shows(self, point: int) -> bool:
-        return point <= self.head or point >= self.tail
+    def shows(self, points: np.ndarray) -> np.ndarray:
+        return (points <= self.head) | (points >= self.tail)
 
-    def x(self, point: int) -> float:
-        return float(point) if point <= self.head else self.width - (self.layers - point)
+    def x(self, points: np.ndarray) -> np.ndarray:
+        return np.where(points <= self.head, points, self.width - (self.layers - points))
 
 
 def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> None:
@@ -153,47 +157,30 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
     for i, stop in enumerate(stops):
         solved = stop.label == "solve"
         ax.scatter([i], [-stop.level], s=200, color=INK if solved else BLUE, marker="D" if solved else "o", zorder=3)
-        dx, dy, ha, va = _label_place(stops, i)
-        ax.annotate(
-            _words_of(stop.label, last=i == len(stops) - 1) if len(stops) <= _MOST_WORDS else stop.label,
-            (i, -stop.level),
-            xytext=(dx, dy),
-            textcoords="offset points",
-            ha=ha,
-            va=va,
-            fontsize=LABEL,
-            color=INK,
-        )
+        text = _words_of(stop.label, last=i == len(stops) - 1) if len(stops) <= _MOST_WORDS else stop.label
+        place = {"textcoords": "offset points", **_label_place(stops, i)}
+        ax.annotate(text, (i, -stop.level), fontsize=LABEL, color=INK, **place)
     starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
     for i, end in zip(starts, [*starts[1:], len(stops) - 1], strict=True):
-        text = f"{stops[i].iteration}: {stops[i].title}"
-        ax.annotate("", (i, 0.65), (end, 0.65), arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4})
-        ax.text((i + end) / 2, 0.72, text, ha="center", va="bottom", fontsize=NOTE, color=INK)
+        bracket(ax, i, end, 0.65, f"{stops[i].iteration}: {stops[i].title}")
     for level in range(levels):
         ax.axhline(-level, color="#E5E5E5", linewidth=1, zorder=0)
         _row_label(ax, level, f"level {level}")
     more = len(starts) < solver.iterations
     if more:
-        note = f"···  {solver.iterations}\niterations"
-        ax.text(len(stops) - 0.6, -(levels - 1) / 2, note, va="center", fontsize=NOTE, color=GREY)
+        rest = f"···  {solver.iterations}\niterations"
+        ax.text(len(stops) - 0.6, -(levels - 1) / 2, rest, va="center", fontsize=NOTE, color=GREY)
     ax.set_xlim(-0.7, max(len(stops), 4) - 0.3 + more)
     ax.set_ylim(-levels + 0.45, 1.05)
     ax.axis("off")
     handles = [ax.plot([], [], **style)[0] for style in (_DOWN, _UP)]
     names = ["down: states and residuals are restricted", "up: states are corrected"]
-    ax.legend(handles, names, ncols=2, **_ABOVE)
+    legend(ax, "above", handles=handles, labels=names, ncols=2)
 
 
 _MOST_WORDS = 9  # stops that are labelled in words
 _DOWN: dict[str, Any] = {"color": BLUE, "linewidth": 2.4}
 _UP: dict[str, Any] = {"color": RED, "linewidth": 2.4, "linestyle": (0, (4, 1.5))}
-_ABOVE: dict[str, Any] = {
-    "fontsize": NOTE,
-    "frameon": False,
-    "loc": "lower left",
-    "bbox_to_anchor": (0.0, 1.0),
-    "borderaxespad": 0.2,
-}
 
 
 def _words_of(label: str, *, last: bool) -> str:
@@ -202,16 +189,18 @@ def _words_of(label: str, *, last: bool) -> str:
     return "coarse solve" if label == "solve" else f"{label}-relaxation" if set(label) <= {"F", "C"} else label
 
 
-def _label_place(stops: Sequence[Stop], i: int) -> tuple[float, float, str, str]:
+def _label_place(stops: Sequence[Stop], i: int) -> dict[str, Any]:
     """Place of a label next to the path: above a peak, below a valley, else on the right."""
     level = stops[i].level
     before = stops[i - 1].level if i else level
     after = stops[i + 1].level if i + 1 < len(stops) else level
     if max(before, after) <= level:  # a valley
-        return 0, -15, "center", "top"
+        return {"xytext": (0, -15), "ha": "center", "va": "top"}
     if min(before, after) >= level:  # a peak
-        return 0, 14, "center", "bottom"
-    return (11, 6, "left", "bottom") if after > level else (11, -6, "left", "top")
+        return {"xytext": (0, 14), "ha": "center", "va": "bottom"}
+    if after > level:
+        return {"xytext": (11, 6), "ha": "left", "va": "bottom"}
+    return {"xytext": (11, -6), "ha": "left", "va": "top"}
 
 
 class _Batch(NamedTuple):
@@ -234,24 +223,16 @@ def batches(solver: Solver, layers: int) -> list[_Batch]:
     return drawn
 
 
-def _known_batches(solver: Solver, layers: int) -> list[_Batch]:
-    """Return the batches; an empty list if they cannot be counted."""
-    try:
-        return batches(solver, layers)
-    except NotImplementedError:
-        return []
-
-
 def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int) -> None:
     if not every:
         ax.set_axis_off()
-        ax.text(0.5, 0.5, "what it evaluates, and when, is not counted", ha="center", fontsize=LABEL, color=GREY)
+        ax.text(0.5, 0.5, "Its evaluations are not counted.", ha="center", fontsize=LABEL, color=GREY)
         return
     at_once = all(batch.layers == layers for batch in every)
     shown = every[:_MOST_BATCHES] if at_once else every
-    line = 1.0 if len(shown) <= 4 * _MOST_BATCHES else 0.0
+    gap = 0.06 if len(shown) <= 4 * _MOST_BATCHES else 0.0
     for now, batch in enumerate(shown):
-        place = ([(batch.first, batch.layers)], (now + 0.06, 0.88) if line else (now, 1.0))
+        place = [(batch.first, batch.layers)], (now + gap, 1 - 2 * gap)
         ax.broken_barh(*place, facecolor=COLOURS.get(batch.phase, SKY), linewidth=0, zorder=2)
     if len(shown) < len(every):
         rest = f"···  {len(every)} in all"
@@ -259,10 +240,11 @@ def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int) -> None:
     ax.set_xlim(0, layers)
     ax.set_ylim(len(shown) + (len(shown) < len(every)), 0)
     dress(ax, x="layer", y="time, in evaluations\nthat wait for each other")
-    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(ax.xaxis)
+    whole_numbers(ax.yaxis)
     phases = dict.fromkeys(batch.phase for batch in shown)
     handles = [Patch(color=COLOURS.get(phase, SKY), label=_PLAIN.get(phase, phase)) for phase in phases]
-    ax.legend(handles=handles, ncols=len(handles), **_ABOVE)
+    legend(ax, "above", handles=handles, ncols=len(handles))
 
 
 _MOST_BATCHES = 8
@@ -272,16 +254,12 @@ _PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same 
 def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
     if type(adjoint) is not type(solver):
         return f"Adjoint: {summary(adjoint)}."
-    others = [
-        f"{field.name} = {_words(getattr(adjoint, field.name))}"
-        for field in dataclasses.fields(cast(Any, solver))
-        if field.name not in ("iterations", "sweeps")
-        and repr(getattr(adjoint, field.name)) != repr(getattr(solver, field.name))
-    ]
+    differing = differences(solver, adjoint).items()
+    others = [f"{name} = {_words(value)}" for name, value in differing if name not in ("iterations", "sweeps")]
     same = f"but {', '.join(others)}, and with" if others else "with"
     if adjoint.exact and not others:
         return "Adjoint: the same from right to left."
-    return f"Adjoint: the same from right to left, {same} {counted(adjoint.iterations, iteration_name(adjoint))}."
+    return f"Adjoint: the same from right to left, {same} {numbered(adjoint.iterations, iteration_name(adjoint))}."
 
 
 def _words(value: object) -> str:

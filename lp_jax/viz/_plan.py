@@ -1,18 +1,15 @@
 """A plan as a picture."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from lp_jax.planning import Plan
-from lp_jax.planning._text import times
-from lp_jax.planning._words import label
-from lp_jax.viz._style import BLUE, GREEN, GREY, PURPLE, RED, dress, figure, legend
+from lp_jax.planning._words import label, times
+from lp_jax.viz._style import BLUE, GREEN, GREY, RED, dress, figure, legend, line_style, logarithmic
 
 
 def plan(found: Plan) -> Figure:
@@ -42,15 +39,10 @@ def _title(result: Plan) -> str:
         gain, devices = max((result.alone / row.both, row.devices) for row in result.scaling() if row.both is not None)
         if gain < 1.15:
             return text
-        text += f"; predicted {times(gain)} times as fast on {devices:,} devices"
-        return textwrap.fill(text, _WIDTH)
+        return f"{text}; predicted {times(gain)} times as fast on {devices:,} devices"
     where = f" on {result.workers} workers" if result.workers > 1 else ""
     solvers = label(result.solver, result.adjoint_solver)
-    text = f"{result.layers} layers{where}: {solvers}, predicted {times(result.speedup)} times as fast as serial"
-    return textwrap.fill(text, _WIDTH)
-
-
-_WIDTH = 75  # letters of a title
+    return f"{result.layers} layers{where}: {solvers}, predicted {times(result.speedup)} times as fast as serial"
 
 
 def _errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
@@ -60,47 +52,26 @@ def _errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) ->
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
     if result.best.error:
-        ax.plot(
-            1e3 * result.best.time.seconds, result.best.error, "o", color=BLUE, markersize=15, mfc="none", label="best"
-        )
-    serial = 1e3 * result.serial.time.seconds
-    ax.axvline(serial, color=RED, linewidth=1.8, label="serial")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+        best = 1e3 * result.best.time.seconds, result.best.error
+        ax.plot(*best, "o", color=BLUE, markersize=15, mfc="none", label="best")
+    ax.axvline(1e3 * result.serial.time.seconds, color=RED, linewidth=1.8, label="serial")
     ax.axhline(result.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {result.error:.0e}")
-    _below(ax)
-    _numbers(ax.xaxis)
+    logarithmic(ax, "x", "y")
+    legend(ax, "below")
     dress(ax, x="ms per training step, predicted", y="error of the gradient", title="Solvers: cost and error")
 
 
 def _devices(ax: Axes, result: Plan) -> None:
     """Draw the speedup over one device with serial propagation: along layers, examples, or both."""
     rows = result.scaling()
-    lines = {"layers": BLUE, "data": RED, "pipeline": PURPLE, "both": GREEN}
-    names = {"layers": "layers", "data": "examples", "pipeline": "pipeline", "both": "layers and examples"}
-    for number, (field, colour) in enumerate(lines.items()):
+    lines = {"layers": "layers", "data": "examples", "both": "layers and examples", "pipeline": "pipeline"}
+    for number, (field, name) in enumerate(lines.items()):
         points = [(row.devices, result.alone / seconds) for row in rows if (seconds := getattr(row, field)) is not None]
         if points:
-            style = ("-", "--", "-.", ":")[number]
-            ax.plot(*zip(*points, strict=True), style, color=colour, linewidth=2.2, label=names[field])
+            ax.plot(*zip(*points, strict=True), label=name, **line_style(number))
     ax.axhline(1.0, color=GREY, linewidth=0.8)
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    _numbers(ax.yaxis)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
-    _below(ax)
+    ax.xaxis.set(major_formatter="{x:g}", minor_locator=NullLocator())
+    logarithmic(ax, "y")
+    legend(ax, "below")
     dress(ax, x="devices", y="times as fast as one device", title="Speedup on more devices")
-
-
-def _numbers(axis: Axis) -> None:
-    """Ticks of a logarithmic axis, closer where it spans a factor of a few."""
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axis.set_minor_locator(NullLocator())
-
-
-def _below(ax: Axes) -> None:
-    """Put the legend below the picture, where it covers nothing."""
-    legend(ax, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)

@@ -1,15 +1,12 @@
 """Time against accuracy."""
 
-import textwrap
 from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from lp_jax.viz._style import COLOURS, GREY, MARKERS, dress, figure, legend
-from lp_jax.viz._training import Rows, accuracy_axis, columns
-
-_LINES = ("-", "--", ":", "-.")
+from lp_jax.viz._style import DASHED, dress, figure, legend, line_style, marked_style
+from lp_jax.viz._training import Rows, accuracy_axis, columns, require_runs
 
 
 def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
@@ -34,24 +31,22 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
         >>> viz.race({"serial": log(0.2), "layer-parallel": log(0.1)}, target=0.9).get_suptitle()
         'Layer-parallel training reaches 90.0% in 0.2 s, serial training in 0.4 s'
     """
-    if not runs:
-        raise ValueError("runs is empty; give the rows of at least one run.")
+    require_runs(runs)
     lines = {name: _accuracies(name, rows) for name, rows in runs.items()}
     if target is None:
         target = min(float(np.nanmax(accuracies)) for _, accuracies in lines.values())
     reached = {name: _first(*line, target) for name, line in lines.items()}
-    fig = figure(textwrap.fill(_title(reached, target), 72))
+    fig = figure(_title(reached, target))
     ax = fig.subplots()
     for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        ax.plot(seconds, accuracies, color=colour, linestyle=_LINES[i % len(_LINES)], linewidth=2.4, label=name)
+        ax.plot(seconds, accuracies, label=name, **line_style(i))
         if (at := reached[name]) is not None:
-            ax.plot([at], [target], marker, color=colour, markersize=12, markeredgecolor="white", zorder=5)
-    ax.axhline(target, color=GREY, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+            ax.plot([at], [target], **marked_style(i) | {"markersize": 12}, markeredgecolor="white", zorder=5)
+    ax.axhline(target, **DASHED)
     ax.set_xlim(left=0)
     accuracy_axis(ax, runs)
     dress(ax, x="seconds of training", y="test accuracy", title=f"Markers: where {target:.1%} is reached")
-    legend(ax, loc="lower right")
+    legend(ax, "lower right")
     return fig
 
 

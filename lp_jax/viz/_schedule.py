@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,8 +13,9 @@ from matplotlib.patches import Patch
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning import Schedule, count, summary
+from lp_jax.planning._words import numbered
 from lp_jax.planning._work import Event
-from lp_jax.viz._style import BLUE, GREEN, GREY, INK, NOTE, ORANGE, PURPLE, RED, SKY, dress, figure, legend
+from lp_jax.viz._style import BLUE, GREEN, INK, NOTE, ORANGE, PURPLE, RED, SKY, bracket, dress, figure, legend, note
 
 COLOURS = {
     "propagation": BLUE,
@@ -105,13 +105,13 @@ def schedule(
     there, back = timelines(pairs, num_layers, workers, at_once=at_once, costs=costs)
     serially = sum(line.end for line in timelines(serial, num_layers, 1, at_once=at_once, costs=costs))
     total = there.end + back.end
-    title = f"A training step in {total:g} layer evaluations on {_workers(workers)}, {serially:g} serially"
+    title = f"A training step in {total:g} layer evaluations on {numbered(workers, 'worker')}, {serially:g} serially"
     fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
     ax = fig.subplots()
     _draw(ax, there, 0.0)
     _draw(ax, back, there.end)
-    _bracket(ax, 0.0, there.end, "forward")
-    _bracket(ax, there.end, total, "adjoint")
+    bracket(ax, 0.0, there.end, -0.75, "forward")
+    bracket(ax, there.end, total, -0.75, "adjoint")
     ax.axvspan(there.end, total, 0.0, 1.0, color="#F2F2F2", zorder=0)
     shown = min(serially, _LONGEST * total)
     ax.set_xlim(0, 1.02 * max(total, shown))
@@ -127,8 +127,8 @@ def schedule(
     handles: list[Artist] = [Patch(color=_colour(phase), label=phase) for phase in phases]
     if there.messages or back.messages:
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
-    legend(ax, handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(-0.01, 1.0), columnspacing=1.4)
-    fig.supxlabel(_note(pairs, num_layers, at_once, costs), fontsize=NOTE, color=GREY, x=0.02, ha="left")
+    legend(ax, "above", handles=handles, ncols=4, columnspacing=1.4)
+    note(fig, _note(pairs, num_layers, at_once, costs))
     return fig
 
 
@@ -137,20 +137,16 @@ def timelines(
 ) -> tuple[Timeline, Timeline]:
     """Forward and adjoint solve, each from time 0."""
     kept = pair[0].resolve(layers).keeps_states
-    there, back = (
-        timeline(
-            count(solver, layers, workers=active, at_once=at_once, kept=kept, adjoint=adjoint),
-            active,
-            adjoint=adjoint,
-            costs=costs,
-        )
-        for solver, adjoint in zip(pair, (False, True), strict=True)
-        for active in [len(held(solver.resolve(layers), layers, workers))]
-    )
-    return there, back
+
+    def one(solver: Solver, *, adjoint: bool) -> Timeline:
+        active = len(parts(solver.resolve(layers), layers, workers))
+        work = count(solver, layers, workers=active, at_once=at_once, kept=kept, adjoint=adjoint)
+        return timeline(work, active, adjoint=adjoint, costs=costs)
+
+    return one(pair[0], adjoint=False), one(pair[1], adjoint=True)
 
 
-def held(solver: Solver, layers: int, workers: int) -> list[range]:
+def parts(solver: Solver, layers: int, workers: int) -> list[range]:
     """Return the layers of each worker that has some: whole intervals of the coarsest level."""
     unit = solver.unit(layers)
     size = math.ceil(math.ceil(layers / unit) / workers) * unit
@@ -163,7 +159,7 @@ def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping
     messages: list[Message] = []
     now, way = 0.0, -1 if adjoint else 1
     order = range(workers)[::way]
-    for in_turn, events in _groups(_with_messages(described)):
+    for in_turn, events in _groups(described.events):
         work = _lengths(events, costs)
         if in_turn:
             for worker in order:
@@ -205,20 +201,6 @@ def _groups(events: Sequence[Event]) -> Iterator[tuple[bool, list[Event]]]:
             yield in_turn, kept
 
 
-def _with_messages(described: Schedule) -> list[Event]:
-    """Return the events. Messages at unknown times are spread evenly between the batches."""
-    known = sum(event.times for event in described.events if event.kind == "message")
-    unknown = described.states - known
-    if not unknown:
-        return described.events
-    batches = [event._replace(times=1) for event in described.events for _ in range(event.times)]
-    events: list[Event] = []
-    for number, batch in enumerate(batches, 1):
-        due = number * unknown // len(batches) - (number - 1) * unknown // len(batches)
-        events += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
-    return events
-
-
 def _phase(event: Event) -> str:
     return "gradient" if event.kind == "gradient" else event.phase
 
@@ -245,11 +227,6 @@ def _draw(ax: Axes, line: Timeline, start: float) -> None:
         ax.scatter(times, places, marker="v" if way > 0 else "^", s=24, color=INK, zorder=3)
 
 
-def _bracket(ax: Axes, start: float, end: float, text: str) -> None:
-    ax.annotate("", (start, -0.75), (end, -0.75), arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4})
-    ax.text((start + end) / 2, -0.95, text, ha="center", va="bottom", fontsize=NOTE, color=INK)
-
-
 def _serial_lane(ax: Axes, lane: int, whole: float, shown: float) -> None:
     ax.broken_barh([(0, shown)], (lane - _LANE / 2, _LANE), facecolor="#DDDDDD", zorder=1)
     text = f"{whole:g} evaluations" + (", beyond the picture →" if shown < whole else "")
@@ -260,18 +237,14 @@ def _serial_lane(ax: Axes, lane: int, whole: float, shown: float) -> None:
 
 def _labels(layers: int, workers: int, solver: Solver) -> dict[int, str]:
     """Return the labels of the lanes; of some, if there are many."""
-    parts = held(solver, layers, workers)
+    own = parts(solver, layers, workers)
     every = math.ceil(workers / _MOST_LABELS)
     names = {}
     for worker in range(0, workers, every):
-        mine = parts[worker] if worker < len(parts) else range(0)
+        mine = own[worker] if worker < len(own) else range(0)
         what = f"layers {mine[0]}-{mine[-1]}" if len(mine) > 1 else f"layer {mine[0]}" if mine else "no layers"
         names[worker] = f"worker {worker}: {what}"
     return names
-
-
-def _workers(number: int) -> str:
-    return "1 worker" if number == 1 else f"{number} workers"
 
 
 def _note(pair: tuple[Solver, Solver], layers: int, at_once: float, costs: Mapping[str, float]) -> str:
@@ -282,4 +255,4 @@ def _note(pair: tuple[Solver, Solver], layers: int, at_once: float, costs: Mappi
         text += " A Newton iteration is drawn as one evaluation, and takes more: its Jacobians."
     if not (pair[0].exact and pair[1].exact):
         text += " Serial propagation is exact; with few iterations the gradient is approximate."
-    return "\n".join(textwrap.wrap(text, 130))
+    return text

@@ -1,12 +1,16 @@
 """One look for all pictures: large type, colours that the colour-blind can distinguish, no chart junk."""
 
 import io
+import math
+import textwrap
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 # Okabe and Ito, "Color universal design", 2008
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
@@ -32,6 +36,7 @@ def figure(title: str, *, width: float = 11.0, height: float = 6.0) -> Figure:
     """Return an empty figure with a left-aligned title, whose parts do not overlap."""
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.06)
     fig = Picture(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
+    title = "\n".join(textwrap.fill(line, round(7.4 * width)) for line in title.splitlines())
     fig.suptitle(title, x=0.02, ha="left", fontsize=TITLE, fontweight="bold", color=INK)
     return fig
 
@@ -50,13 +55,73 @@ def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
         ax.spines[side].set_color(GREY)
 
 
-def logarithmic(ax: Axes) -> None:
-    """Make the y-axis logarithmic, if any line has a positive value."""
-    heights: list[Any] = [line.get_ydata() for line in ax.lines]
-    if any(np.nanmax(y, initial=0) > 0 for y in heights):
-        ax.set_yscale("log")
+def line_style(number: int) -> dict[str, Any]:
+    """Return the colour, dashes and width of a line among others."""
+    dashes = ("-", "--", ":", "-.")[number % 4]
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes, "linewidth": 2.3}
 
 
-def legend(ax: Axes, **place: Any) -> None:
-    """Add a legend without a box around it."""
-    ax.legend(fontsize=TICK, frameon=True, framealpha=0.9, edgecolor="none", **place)
+def marked_style(number: int) -> dict[str, Any]:
+    """Return the colour, marker and width of a line of few points."""
+    marker = MARKERS[number % len(MARKERS)]
+    return {"color": COLOURS[number % len(COLOURS)], "marker": marker, "markersize": 8, "linewidth": 2.3}
+
+
+DASHED: dict[str, Any] = {"color": GREY, "linewidth": 1.3, "linestyle": (0, (2, 2)), "zorder": 1}
+"""Look of a line for orientation."""
+
+
+def logarithmic(ax: Axes, *names: str) -> None:
+    """Make the axes "x" or "y" logarithmic where a line has a positive value, with ticks closer on a short axis."""
+    for name in names:
+        if not any(np.nanmax(getattr(line, f"get_{name}data")(), initial=0) > 0 for line in ax.lines):
+            continue
+        ax.set(**{f"{name}scale": "log"})
+        axis: Axis = getattr(ax, f"{name}axis")
+        low, high = axis.get_view_interval()
+        between = (1,) if high > 1e3 * low else (1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)
+        if high > 3 * low:
+            axis.set(major_locator=LogLocator(subs=between), major_formatter=lambda x, _: number(x))
+        else:
+            axis.set(major_locator=MaxNLocator(5), major_formatter=ScalarFormatter())
+        axis.set_minor_locator(NullLocator())
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Put ticks at whole numbers only."""
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def number(value: float) -> str:
+    """Format with two digits, or with one and a power of ten if that is shorter."""
+    if not math.isfinite(value) or value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{float(f'{value:.2g}'):g}"
+    digit, exponent = f"{value:.0e}".split("e")
+    power = f"10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+    return power if digit == "1" else f"{digit}×{power}"
+
+
+_PLACES: dict[str, dict[str, Any]] = {
+    "above": {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0)},
+    "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2},
+    "outside": {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "alignment": "left", "title_fontsize": LABEL},
+}
+
+
+def legend(ax: Axes, place: str, **options: Any) -> None:
+    """Add a legend without a box around it: in a corner, or "above", "below" or "outside" on the right."""
+    look = {"fontsize": TICK, "framealpha": 0.9, "edgecolor": "none"}
+    ax.legend(**look, **_PLACES.get(place, {"loc": place}), **options)
+
+
+def bracket(ax: Axes, start: float, end: float, y: float, text: str) -> None:
+    """Name a part of the x-axis, at height ``y``."""
+    ax.annotate("", (start, y), (end, y), arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4})
+    place: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+    ax.annotate(text, ((start + end) / 2, y), **place, fontsize=NOTE, color=INK)
+
+
+def note(fig: Figure, *paragraphs: str) -> None:
+    """Write a few lines below a picture."""
+    text = "\n".join(textwrap.fill(paragraph, round(10 * fig.get_figwidth())) for paragraph in paragraphs if paragraph)
+    fig.supxlabel(text, fontsize=NOTE, color=GREY, x=0.02, ha="left")

@@ -7,11 +7,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from lp_jax.train._divergence import convergence_warning
 from lp_jax.train._log import unflat
-from lp_jax.viz._style import COLOURS, GREY, INK, LABEL, MARKERS, NOTE, dress, figure, legend, logarithmic
+from lp_jax.viz._style import (
+    DASHED,
+    INK,
+    dress,
+    figure,
+    legend,
+    line_style,
+    logarithmic,
+    marked_style,
+    note,
+    number,
+    whole_numbers,
+)
 
 Rows = Sequence[Mapping[str, object]]
 
@@ -30,40 +42,29 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_ylabel() for ax in viz.curves({"serial": rows}).axes]
         ['training loss', 'test accuracy']
     """
-    if not runs:
-        raise ValueError("runs is empty; give the rows of at least one run.")
+    require_runs(runs)
     of_classes = any(np.isfinite(columns(rows, "test", "accuracy")[1]).any() for rows in runs.values())
     score, shown = ("accuracy", "{:.1%}") if of_classes else ("loss", "{:.3g}")
     final = {name: _last(rows, score) for name, rows in runs.items()}
     fig = figure(_curves_title(final, score, shown))
     loss_ax, test_ax = fig.subplots(1, 2)
     for i, (name, rows) in enumerate(runs.items()):
-        style = {"color": COLOURS[i], "linestyle": ("-", "--", ":")[i % 3]}
-        steps, losses = columns(rows, "train", "loss")
-        if not steps.size:
-            raise ValueError(f"the run {name!r} has no row of kind 'train'.")
-        loss_ax.plot(steps, losses, color=COLOURS[i], linewidth=0.7, alpha=0.3)
-        loss_ax.plot(steps, _smooth(losses), linewidth=2.2, label=name, **style)
+        steps, losses = _losses(name, rows)
+        loss_ax.plot(steps, losses, color=line_style(i)["color"], linewidth=0.7, alpha=0.3)
+        loss_ax.plot(steps, _smooth(losses), label=name, **line_style(i))
         steps, scores = columns(rows, "test", score)
         ends = name if final[name] is None else f"{name}: {shown.format(final[name])}"
-        test_ax.plot(steps, scores, linewidth=2.2, label=ends, **style)
-    logarithmic(loss_ax)
+        test_ax.plot(steps, scores, label=ends, **line_style(i))
+    logarithmic(loss_ax, "y")
     dress(loss_ax, x="training step", y="training loss", title="Loss of each batch, and its running mean")
     dress(test_ax, x="training step", y=f"test {score}", title=f"Test {score} of the exact network")
     if of_classes:
         accuracy_axis(test_ax, runs)
     else:
-        logarithmic(test_ax)
-    legend(loss_ax, loc="upper right")
-    legend(test_ax, loc="lower right" if of_classes else "upper right")
+        logarithmic(test_ax, "y")
+    legend(loss_ax, "upper right")
+    legend(test_ax, "lower right" if of_classes else "upper right")
     return fig
-
-
-class _Plain(LogFormatter):
-    """A LogFormatter without exponents."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def costs(runs: Mapping[str, Rows]) -> Figure:
@@ -83,26 +84,20 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_xlabel() for ax in viz.costs({"one-shot": rows}).axes]
         ['layers x examples evaluated', 'layers evaluated one after the other']
     """
-    if not runs:
-        raise ValueError("runs is empty; give the rows of at least one run.")
-    fig = figure("What the loss has cost")
+    require_runs(runs)
+    fig = figure("Training loss against its cost")
     axes = fig.subplots(1, 2, sharey=True)
     labels = "layers x examples evaluated", "layers evaluated one after the other"
-    titles = "Work: what one device does", "Depth: what no number of devices can shorten"
+    titles = "Work: all evaluations", "Depth: evaluations that wait for each other"
     for ax, column, x, title in zip(axes, ("work", "depth"), labels, titles, strict=True):
         for i, (name, rows) in enumerate(runs.items()):
-            _, losses = columns(rows, "train", "loss")
-            if not losses.size:
-                raise ValueError(f"the run {name!r} has no row of kind 'train'.")
+            _, losses = _losses(name, rows)
             _, spent = columns(rows, "train", column)
             if not np.isnan(spent).all():
-                style = {"color": COLOURS[i], "linestyle": ("-", "--", ":")[i % 3]}
-                ax.plot(spent, _smooth(losses), linewidth=2.2, label=name, **style)
-        ax.set_xscale("log")
-        logarithmic(ax)
-        ax.yaxis.set(major_formatter="{x:g}", minor_formatter=_Plain(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+                ax.plot(spent, _smooth(losses), label=name, **line_style(i))
+        logarithmic(ax, "x", "y")
         dress(ax, x=x, y="training loss, running mean" if column == "work" else "", title=title)
-    legend(axes[0], loc="lower left")
+    legend(axes[0], "lower left")
     return fig
 
 
@@ -130,38 +125,26 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers
     if not probes:
         raise ValueError("rows holds no row of kind 'probe' with residual norms.")
     chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, moments).round().astype(int)))]
-    histories = {solve: [_history(row, solve) for row in chosen] for solve in ("forward", "adjoint")}
+    histories = {
+        solve: [np.array(unflat(f"{solve}_residual", row)) for row in chosen] for solve in ("forward", "adjoint")
+    }
     fig = figure(_residuals_title(chosen, histories, iteration))
     axes = fig.subplots(1, 2)
     for ax, (solve, norms_at), name in zip(axes, histories.items(), solvers, strict=True):
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
-            cycles = np.arange(1, len(norms) + 1)
-            known = norms >= 0
+            known = np.flatnonzero(norms >= 0)
             shade = 0.35 + 0.65 * (i + 1) / len(chosen)
-            ax.plot(
-                cycles[known],
-                norms[known],
-                marker=MARKERS[i],
-                markersize=8,
-                linewidth=2.2,
-                alpha=shade,
-                color=COLOURS[i],
-                label=f"step {row['step']}",
-            )
-        logarithmic(ax)
+            ax.plot(known + 1, norms[known], alpha=shade, label=f"step {row['step']}", **marked_style(i))
+        logarithmic(ax, "y")
         longest = max(np.flatnonzero(norms >= 0)[-1] + 1 if np.any(norms >= 0) else 1 for norms in norms_at)
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        dress(
-            ax,
-            x=iteration,
-            y="residual norm",
-            title="\n".join([f"{solve.capitalize()} solve", *textwrap.wrap(name, 48)]),
-        )
-    legend(axes[0], loc="upper right")
+        whole_numbers(ax.xaxis)
+        title = "\n".join([f"{solve.capitalize()} solve", *textwrap.wrap(name, 40)])
+        dress(ax, x=iteration, y="residual norm", title=title)
+    legend(axes[0], "upper right")
     if not any(norms[0] >= 0 for norms_at in histories.values() for norms in norms_at):
-        note = f"{iteration.capitalize()} 1 starts from the coarsest level and measures nothing. Norms level off at rounding."
-        fig.supxlabel(note, fontsize=NOTE, color=GREY, x=0.02, ha="left")
+        first = f"{iteration.capitalize()} 1 starts from the coarsest level and measures nothing."
+        note(fig, f"{first} Norms level off at rounding.")
     return fig
 
 
@@ -200,48 +183,35 @@ def gradient_errors(
     fig = figure(_errors_title(errors, iteration))
     ax = fig.subplots()
     for i, (name, values) in enumerate(errors.items()):
-        ax.plot(
-            np.arange(1, len(values) + 1) if work is None else work[name],
-            values,
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
-            markersize=9,
-            linewidth=2.4,
-            label=name,
-        )
+        ax.plot(np.arange(1, len(values) + 1) if work is None else work[name], values, label=name, **marked_style(i))
     if run is not None:
         name, count, error = run
-        ax.plot(
-            [count],
-            [error],
-            "*",
-            color=INK,
-            markersize=20,
-            label=name,
-            markeredgecolor="white",
-            linestyle="none",
-            zorder=5,
-        )
-    logarithmic(ax)
+        ax.plot([count], [error], "*", color=INK, markersize=20, label=name, markeredgecolor="white", zorder=5)
+    logarithmic(ax, "y")
     if work is None:
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_numbers(ax.xaxis)
         ax.margins(x=0.06)
         x = f"{iteration}s, forward and adjoint"
     else:
         ax.set_xlim(left=0)
-        ax.axvline(1.0, color=GREY, linewidth=1.4, linestyle=(0, (2, 2)), label="work of serial propagation", zorder=1)
+        ax.axvline(1.0, label="work of serial propagation", **DASHED)
         x = "work of a training step, in multiples of serial propagation's"
     dress(ax, x=x, y="relative error of the gradient")
-    ax.legend(
-        title=choice,
-        title_fontsize=LABEL,
-        alignment="left",
-        fontsize=LABEL,
-        frameon=False,
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-    )
+    legend(ax, "outside", title=choice)
     return fig
+
+
+def require_runs(runs: Mapping[str, Rows]) -> None:
+    """Refuse a picture without runs."""
+    if not runs:
+        raise ValueError("runs is empty; give the rows of at least one run.")
+
+
+def _losses(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    steps, losses = columns(rows, "train", "loss")
+    if not steps.size:
+        raise ValueError(f"the run {name!r} has no row of kind 'train'.")
+    return steps, losses
 
 
 def columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -259,9 +229,8 @@ def _last(rows: Rows, score: str) -> float | None:
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Return the running mean over the last steps, in a window that grows with the run."""
     window = max(1, len(values) // 30)
-    sums = np.cumsum(np.concatenate([np.zeros(1), values]))
-    starts = np.maximum(np.arange(1, len(values) + 1) - window, 0)
-    ends = np.arange(1, len(values) + 1)
+    sums, ends = np.cumsum([0.0, *values]), np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
@@ -282,10 +251,6 @@ def _curves_title(final: Mapping[str, float | None], score: str, shown: str) -> 
     return f"{first.capitalize()} training reaches {reached}" + "".join(f", {name} {known[name]}" for name in others)
 
 
-def _history(row: Mapping[str, object], solve: str) -> np.ndarray:
-    return np.array(unflat(f"{solve}_residual", row))
-
-
 def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str) -> str:
     """Title with the reduction of each solve's residual norm. Norms at the level of rounding do not count as growth."""
     factors, grown = [], []
@@ -300,8 +265,8 @@ def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]]
     if not factors:
         return f"Residual norm in each {iteration}"
     if grown:
-        return f"The residual norm grows in {len(grown)} of {len(factors)} solves, by up to {_number(max(grown))}"
-    lowest, highest = _number(min(factors)), _number(max(factors))
+        return f"The residual norm grows in {len(grown)} of {len(factors)} solves, by up to {number(max(grown))}"
+    lowest, highest = number(min(factors)), number(max(factors))
     if max(factors) < _SETTLED:
         return "The residual norms are as small as rounding lets them be"
     if min(factors) < _SETTLED:
@@ -317,13 +282,5 @@ def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:
     count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
     at = {name: values[count - 1] for name, values in errors.items()}
     worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
-    title = f"After {count} {iteration}{'s' * (count > 1)}, the gradient error is {_number(at[worst])} with {worst}"
-    return title if worst == best else f"{title},\n{_number(at[best])} with {best}"
-
-
-def _number(value: float) -> str:
-    """Format with two digits, or with one and a power of ten if that is shorter."""
-    if not math.isfinite(value) or value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{float(f'{value:.2g}'):g}"
-    digit, exponent = f"{value:.0e}".split("e")
-    return f"{digit}×10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+    title = f"After {count} {iteration}{'s' * (count > 1)}, the gradient error is {number(at[worst])} with {worst}"
+    return title if worst == best else f"{title},\n{number(at[best])} with {best}"
