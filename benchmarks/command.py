@@ -168,6 +168,12 @@ def add_only(parser: argparse.ArgumentParser, about: str, default: Sequence[str]
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=default, help=about)
 
 
+def add_numbers(parser: argparse.ArgumentParser, *options: tuple[str, int, str]) -> None:
+    """Add options that take a whole number above 0: flag, default and help."""
+    for flag, default, about in options:
+        parser.add_argument(flag, type=positive, metavar="N", default=default, help=about)
+
+
 def wanted(name: str, options: argparse.Namespace) -> bool:
     """Whether ``--only``, where it is given, has a part of this name."""
     return options.only is None or any(part.lower() in name.lower() for part in options.only)

@@ -15,7 +15,7 @@ import jax
 
 import lp_jax
 from benchmarks import report
-from benchmarks.command import Progress, common_parser, new_result, results_folder
+from benchmarks.command import Progress, add_numbers, common_parser, new_result, results_folder
 from benchmarks.networks import Network, Pair, dense
 
 LAYERS, QUICK = (256, 1024, 4096, 16384), (16, 64)
@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layers", nargs="+", type=int, metavar="N", help=f"Numbers of layers, two or more (default: {LAYERS})."
     )
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="Width of the state (default: 64).")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="Number of examples (default: 32).")
+    about = ("--width", 64, "Width of the state (default: 64)."), ("--batch", 32, "Number of examples (default: 32).")
+    add_numbers(parser, *about)
     parser.add_argument(
         "--capacity", type=float, metavar="GIB", help="Memory to fill, in GiB (default: the device's, 16 on a CPU)."
     )

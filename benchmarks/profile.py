@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import report, single
-from benchmarks.command import Progress, add_only, bare_parser, network_row, positive, wanted
+from benchmarks.command import Progress, add_numbers, add_only, bare_parser, network_row, wanted
 from benchmarks.hlo import instructions
 from benchmarks.manifest import cores, limit_jax_threads
 from benchmarks.networks import NETWORKS
@@ -129,12 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     about = "Contenders with one of these in their names (default: lax.scan and sweeps to a tolerance)."
     add_only(parser, about, ["lax.scan", "Picard to"])
-    for flag, default, about in (
+    add_numbers(
+        parser,
         ("--calls", 10, "Number of training steps (default: 10)."),
         ("--most", 12, "Number of operations shown (default: 12)."),
         ("--threads", cores(), "Threads of JAX on a CPU (default: all)."),
-    ):
-        parser.add_argument(flag, type=positive, metavar="N", default=default, help=about)
+    )
     parser.add_argument("--kinds", action="store_true", help="Take operations of a kind together.")
     parser.add_argument("--quick", action="store_true", help="Take two steps of a tiny row, to see that all works.")
     options = parser.parse_args(arguments)

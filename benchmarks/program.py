@@ -28,11 +28,11 @@ from benchmarks import report
 from benchmarks.command import (
     Progress,
     Row,
+    add_numbers,
     add_only,
     common_parser,
     network_row,
     new_result,
-    positive,
     results_folder,
     wanted,
 )
@@ -257,14 +257,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", nargs="+", type=network_row(NETWORKS), metavar=row, help=about)
     add_only(parser, "Compile only the scans and contenders with one of these in their names.")
     add("--target", choices=TARGETS, default="h200", help="Device to compile for (default: h200).")
-    about = "Number of devices that hold the layers (default: 1)."
-    add("--devices", type=positive, default=1, metavar="N", help=about)
+    add_numbers(parser, ("--devices", 1, "Number of devices that hold the layers (default: 1)."))
     add(
         "--updates", action="store_true", help="Compile training steps, SGD with momentum (default: loss and gradient)."
     )
     add("--run", action="store_true", help="Time the programs, too, on the GPU of this machine; one device.")
-    about = "Number of rounds of timing, with --run (default: 10)."
-    add("--rounds", type=positive, default=10, metavar="N", help=about)
+    add_numbers(parser, ("--rounds", 10, "Number of rounds of timing, with --run (default: 10)."))
     about = "Options of XLA, such as xla_gpu_graph_min_graph_size=1."
     add("--xla", nargs="+", default=[], metavar="NAME=VALUE", help=about)
     return parser
