@@ -180,14 +180,14 @@ def _solve(problem: lp_jax.Problem, solver: lp_jax.Solver, guess: Any = "constan
     return jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=solver, guess=guess))(arrays)
 
 
-def largest_error(states: Any, exact: Any) -> float:
+def largest_error(found: Any, exact: Any) -> float:
     """Of any number, divided by the largest number of its array; infinite where one is not finite."""
 
-    def of(states: jax.Array, exact: jax.Array) -> float:
-        error = float(jnp.max(jnp.abs(states - exact)) / jnp.max(jnp.abs(exact)))
+    def of(found: jax.Array, exact: jax.Array) -> float:
+        error = float(jnp.max(jnp.abs(found - exact)) / jnp.max(jnp.abs(exact)))
         return error if math.isfinite(error) else math.inf
 
-    return max(map(of, jax.tree.leaves(states), jax.tree.leaves(exact)))
+    return max(map(of, jax.tree.leaves(found), jax.tree.leaves(exact)))
 
 
 def measured(case: Case, steps: int | None = None) -> dict[str, Any]:
