@@ -19,7 +19,7 @@ import lp_jax
 from benchmarks import one_device
 from benchmarks.command import Field, Row, Suite, network_row, run
 from benchmarks.harness import Tell
-from benchmarks.networks import NETWORKS, SERIAL, Pair
+from benchmarks.networks import NETWORKS, RECURRENT, SERIAL, Pair
 from benchmarks.one_device import Entry
 
 AT_ONCE = (1, 4, 16, 64, math.inf, "auto")
@@ -31,13 +31,11 @@ def name_of(at_once: Any) -> str:
 
 def pair(network: str, at_once: Any) -> Pair:
     """Sweeps that have an error of 1e-5 or so on untrained layers; Newton's method where states move far in a step."""
-    if network in ("paragru", "paralstm"):
-        diagonal = functools.partial(lp_jax.Newton, jacobian="diagonal", batch_axes=1, at_once=at_once)
-        return diagonal(iterations=4), diagonal(iterations=1)
-    if network == "gru":
-        full = functools.partial(lp_jax.Newton, batch_axes=1, at_once=at_once)
-        return full(iterations=4), full(iterations=1)
-    return lp_jax.Picard(sweeps=3, at_once=at_once), lp_jax.Picard(sweeps=2, at_once=at_once)
+    if network not in RECURRENT:
+        return lp_jax.Picard(sweeps=3, at_once=at_once), lp_jax.Picard(sweeps=2, at_once=at_once)
+    jacobian = "full" if network == "gru" else "diagonal"
+    solver = lp_jax.Newton(jacobian=jacobian, iterations=4, batch_axes=1, at_once=at_once)
+    return solver, dataclasses.replace(solver, iterations=1)
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:

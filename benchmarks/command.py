@@ -2,10 +2,9 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -49,7 +48,6 @@ class Suite:
 def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     """Run a suite as a command; the exit code."""
     keep_heap()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(suite)
     options = parser.parse_args(arguments)
     limit_jax_threads(options.threads)
@@ -57,16 +55,11 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     folder = results_folder(parser, options)
     _warn_if_busy()
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows", "add")}
-    result: report.Result = {
-        "suite": suite.name,
-        "title": suite.title,
-        "manifest": manifest(f"benchmarks.{suite.name}", arguments),
-        "settings": settings,
-        "rows": [],
-        "left_out": [],
-    }
+    result = new_result(suite.name, suite.title, arguments, settings)
     if options.add:
-        _keep(result, folder / f"{suite.name}.json")
+        earlier = report.kept(folder, suite.name)
+        result["rows"] = [{"manifest": earlier["manifest"], **row} for row in earlier["rows"]]
+        result["left_out"] = earlier["left_out"]
     progress = Progress()
     try:
         default = suite.quick_rows if options.quick else suite.rows
@@ -119,12 +112,14 @@ def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace,
     return folder
 
 
-def _keep(result: report.Result, path: Path) -> None:
-    """The rows of an earlier result, each with its manifest."""
-    if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        result["rows"] = [{"manifest": earlier["manifest"], **row} for row in earlier["rows"]]
-        result["left_out"] = earlier["left_out"]
+def new_result(
+    name: str, title: str, arguments: Sequence[str] | None, settings: Mapping[str, Any] | None = None
+) -> report.Result:
+    """A result without rows. ``arguments`` are those of the command line, or None, as in a ``main``."""
+    given = sys.argv[1:] if arguments is None else arguments
+    described = manifest(f"benchmarks.{name}", given)
+    about = {"suite": name, "title": title, "manifest": described, "settings": dict(settings or {})}
+    return {**about, "rows": [], "left_out": []}
 
 
 def _run_row(
@@ -168,8 +163,19 @@ def _words(name: str, size: Any) -> str:
     return f"{size} {name}" if name.endswith("s") else f"{name} {size}"
 
 
+def add_only(parser: argparse.ArgumentParser, about: str, default: Sequence[str] | None = None) -> None:
+    """Add the option that `wanted` reads."""
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=default, help=about)
+
+
+def add_numbers(parser: argparse.ArgumentParser, *options: tuple[str, int, str]) -> None:
+    """Add options that take a whole number above 0: flag, default and help."""
+    for flag, default, about in options:
+        parser.add_argument(flag, type=positive, metavar="N", default=default, help=about)
+
+
 def wanted(name: str, options: argparse.Namespace) -> bool:
-    """Whether a contender, other than the baseline, is to take part."""
+    """Whether ``--only``, where it is given, has a part of this name."""
     return options.only is None or any(part.lower() in name.lower() for part in options.only)
 
 
@@ -213,12 +219,7 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
         metavar=pair,
         help=f"Sizes to run, each {pair} without a space (default: {suite.rows}).",
     )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="TEXT",
-        help="Run only the baseline and contenders with one of these in their names.",
-    )
+    add_only(parser, "Run only the baseline and contenders with one of these in their names.")
     parser.add_argument(
         "--add", action="store_true", help="Keep the rows of an earlier result that are not measured now."
     )

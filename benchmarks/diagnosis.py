@@ -7,8 +7,9 @@ a quarter.
 """
 
 import dataclasses
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from sklearn.datasets import load_digits
 
 import lp_jax
 from benchmarks import networks, report
-from benchmarks.command import Progress, common_parser, results_folder
-from benchmarks.manifest import manifest
-from benchmarks.problems import NETWORKS, Network, load, trained
+from benchmarks.command import Progress, add_only, common_parser, new_result, results_folder, wanted
+from benchmarks.scan_problems import mala
 from lp_jax import planning
+from lp_jax.cli._experiment import experiment
+from lp_jax.cli._settings import prepare
+from lp_jax.train import init_state, make_train_step
 from lp_jax.train._plan import inner
 
 Case = tuple[str, str, lp_jax.Problem, Any]
@@ -32,27 +35,55 @@ Case = tuple[str, str, lp_jax.Problem, Any]
 EXAMPLES, TRAINED = 4, 100
 
 
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network of the command line, the exact training steps that it takes, and the number of examples."""
+
+    name: str
+    problem: str
+    model: str
+    updates: int
+    data: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    examples: int | None = None
+
+
+_GUM = "gum/en_gum-ud-train.conllu.gz"
+_ENCODER = {"layers": 32, "width": 32, "t1": 1.0}
+_DECODER = {"layers": 16, "width": 64, "t1": 16.0, "batch_size": 16}
+_STACK = {"layers": 48, "width": 32, "t1": 48.0, "batch_size": 16}
+
+NETWORKS = [
+    *(Network(f"digits, dense, T = {t1}", "digits", "dense", 400, options={"t1": t1}) for t1 in (1.0, 4.0, 16.0)),
+    Network("peaks, dense, T = 5", "peaks", "dense", 400),
+    Network("MNIST, convolutions, T = 1", "mnist", "conv", 400, "mnist10k", {"width": 4}, 10),
+    Network("GUM, encoder, T = 1", "gum", "transformer", 200, "gum", _ENCODER),
+    Network("text, decoder, h = 1", "text", "transformer", 200, _GUM, _DECODER, 4),
+    Network("BasicMotions, implicit GRU", "timeseries", "gru", 240, "ucr", {"name": "BasicMotions"}),
+    Network("GUM, pre-norm, 48 layers, h = 1", "gum", "transformer", TRAINED, "gum", _STACK, 16),
+]
+
+
 def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Case]:
     """Networks of the command line, at their start and trained."""
-    stack = Network(
-        "GUM, pre-norm, 48 layers, h = 1",
-        "gum",
-        "transformer",
-        (0, TRAINED),
-        "gum",
-        {"layers": 48, "width": 32, "t1": 48.0, "batch_size": 16},
-        16,
-    )
-    for network in (*NETWORKS, stack):
+    for network in NETWORKS:
         if network.data is not None and data is None:
             continue
         tell(f"{network.name}: training")
-        made = load(network.problem, network.model, (data or Path()) / (network.data or ""), seed=0, **network.options)
+        path = (data or Path()) / (network.data or "")
+        made = experiment(
+            *prepare(network.problem, {"model": network.model, "data": path, "seed": 0} | network.options)
+        )
         unseen = next(iter(made.batches(1000)))
         batch = jax.tree.map(lambda x, most=network.examples: x[:most], unseen)
-        steps = (0, min(max(network.steps), 400)) if len(network.steps) < 3 else network.steps[:2]
-        for count, params in trained(made, sorted({0, *steps})):
-            problem, cotangent, _ = inner(made.model, params, batch, made.task.measure)
+        optimizer = optax.adam(made.settings.training.learning_rate)
+        step_fn = make_train_step(made.loss_fn, optimizer)
+        state = init_state(made.params, optimizer)
+        batches = itertools.chain.from_iterable(map(made.batches, itertools.count()))
+        for count in (0, network.updates):
+            for training_batch in itertools.islice(batches, count):
+                state, _ = step_fn(state, training_batch, *networks.SERIAL)
+            problem, cotangent, _ = inner(made.model, jax.tree.map(jnp.copy, state.params), batch, made.task.measure)
             yield network.name, f"{count} updates" if count else "at its start", problem, cotangent
 
 
@@ -150,17 +181,12 @@ def chain(tell: Callable[[str], object]) -> Iterator[Case]:
         return -jnp.sum(jax.nn.softplus(-sign * (x @ w))) - 0.5 * jnp.sum(w * w)
 
     noise = jnp.asarray(rng.normal(size=(1000, 16, 4)), jnp.float32)
-    uniform = jnp.log(jnp.asarray(rng.uniform(size=(1000, 16)), jnp.float32))
+    uniform = jnp.asarray(rng.uniform(size=(1000, 16)), jnp.float32)
     for size in (0.01, 0.05):
+        body = mala(1000, logp, jnp.zeros(4), size=2 * size).body
 
-        def step(w: jax.Array, layer: lp_jax.Layer, size: float = size) -> jax.Array:
-            def one(w: jax.Array, z: jax.Array, log_u: jax.Array) -> jax.Array:
-                there = w + size * jax.grad(logp)(w) + jnp.sqrt(2 * size) * z
-                back = w - there - size * jax.grad(logp)(there)
-                ratio = logp(there) - logp(w) - jnp.sum(back**2) / (4 * size) + jnp.sum(z**2) / 2
-                return jnp.where(log_u < ratio, there, w)
-
-            return jax.vmap(one)(w, *layer.data)
+        def step(w: jax.Array, layer: lp_jax.Layer, body: Any = body) -> jax.Array:
+            return jax.vmap(body)(w, layer.data)[0]
 
         problem = lp_jax.Problem(step, None, jnp.zeros((16, 4)), data=(noise, uniform))
         yield "MALA, logistic regression, 1,000 steps", f"step size {size}", problem, None
@@ -168,21 +194,21 @@ def chain(tell: Callable[[str], object]) -> Iterator[Case]:
 
 def compared(name: str, state: str, problem: lp_jax.Problem, cotangent: Any) -> dict[str, Any]:
     """A row: what was predicted, and what the same solvers take on the whole batch."""
-    found = planning.diagnose(problem, cotangent=cotangent, examples=EXAMPLES)
+    few = planning.diagnose(problem, cotangent=cotangent, examples=EXAMPLES)
     whole = planning.diagnose(
         problem,
         cotangent=cotangent,
         examples=10**6,
-        solvers=[(r.solver, r.adjoint_solver) for r in found.rehearsals],
+        solvers=[(r.solver, r.adjoint_solver) for r in few.rehearsals],
     )
-    pairs = zip(found.rehearsals, whole.rehearsals, strict=True)
+    pairs = zip(few.rehearsals, whole.rehearsals, strict=True)
     return {
         "network": name,
         "state": state,
-        "layers": found.layers,
-        "lipschitz": found.lipschitz,
-        "lyapunov": found.lyapunov,
-        "growth": found.growth,
+        "layers": few.layers,
+        "lipschitz": few.lipschitz,
+        "lyapunov": few.lyapunov,
+        "growth": few.growth,
         "solvers": {type(p.solver).__name__: [_ended(p), _ended(t)] for p, t in pairs},
     }
 
@@ -222,13 +248,13 @@ def table(result: report.Result) -> str:
         "L T: Lipschitz constant times T. Lyapunov: exponent per layer. Solvers: iterations forward/adjoint, predicted from "
         f"{EXAMPLES} examples -> taken on the batch; no: gives up."
     )
-    return "\n\n".join([f"# {result['title']}", report.origin(result), report.pipes(cells), last]) + "\n"
+    return report.page(result, report.pipes(cells), last)
 
 
-def _cell(found: list[list[int | None]] | None) -> str:
-    if found is None:
+def _cell(sides: list[list[int | None]] | None) -> str:
+    if sides is None:
         return ""
-    predicted, taken = ("/".join("no" if n is None else str(n) for n in side) for side in found)
+    predicted, taken = ("/".join("no" if n is None else str(n) for n in side) for side in sides)
     return f"{predicted} -> {taken}"
 
 
@@ -245,21 +271,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="Folder with mnist10k/, gum/ and ucr/. Without it, only networks that need no files run.",
     )
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="Run only networks with one of these in their names.")
+    add_only(parser, "Run only networks with one of these in their names.")
     options = parser.parse_args(arguments)
     folder, progress = results_folder(parser, options), Progress()
-    result: report.Result = {
-        "suite": "diagnosis",
-        "title": "Iterations predicted and taken",
-        "manifest": manifest("benchmarks.diagnosis", sys.argv[1:] if arguments is None else arguments),
-        "rows": [],
-        "left_out": [],
-    }
-    parts = [chain(progress)] if options.quick else [experiments(options.data, progress), blocks(progress)]
-    if not options.quick:
-        parts += [cells(progress), chain(progress)]
-    for case in (case for part in parts for case in part):
-        if options.only and not any(text in case[0] for text in options.only):
+    result = new_result("diagnosis", "Iterations predicted and taken", arguments)
+    parts = [] if options.quick else [experiments(options.data, progress), blocks(progress), cells(progress)]
+    for case in itertools.chain(*parts, chain(progress)):
+        if not wanted(case[0], options):
             continue
         progress(f"{case[0]}, {case[1]}: solving")
         result["rows"].append(compared(*case))

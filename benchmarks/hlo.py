@@ -11,8 +11,10 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _BYTES = {"f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2, "s16": 2, "u16": 2}
 _BYTES |= {"s8": 1, "u8": 1, "pred": 1, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1}
@@ -40,8 +42,19 @@ class Instruction:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the first array of its result."""
-        found = _ARRAY.search(self.type)
-        return _sizes(found[2]) if found else ()
+        first = _ARRAY.search(self.type)
+        return _sizes(first[2]) if first else ()
+
+    @property
+    def arrays(self) -> str:
+        """Its result, without layouts."""
+        return re.sub(r"\{[^}]*\}", "", self.type)
+
+    @property
+    def source(self) -> str:
+        """The operation of JAX that it is from; empty if the program does not say."""
+        named = re.search(r'op_name="([^"]*)"', self.attributes)
+        return named[1] if named else ""
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +63,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """What stands after ``name=`` within braces, or the name after its percent sign."""
-        found = re.search(rf"\b{name}=(?:\{{([\d,]*)\}}|%([\w.\-]+))", self.attributes)
-        return "" if found is None else found[1] if found[1] is not None else found[2]
+        match = re.search(rf"\b{name}=(?:\{{([\d,]*)\}}|%([\w.\-]+))", self.attributes)
+        return "" if match is None else match[1] if match[1] is not None else match[2]
 
 
 class Computation(dict[str, Instruction]):
@@ -152,18 +165,11 @@ class Program:
 
     def kinds(self) -> Mapping[str, int]:
         """Kernels of each kind."""
-        found: collections.Counter[str] = collections.Counter()
-        for kernel in self.kernels:
-            found[kernel.kind] += kernel.times
-        return dict(found.most_common())
+        return _counted((kernel.kind, kernel.times) for kernel in self.kernels)
 
     def products(self) -> Mapping[tuple[int, ...], int]:
         """How often each (batch, rows, columns, terms) is multiplied."""
-        found: collections.Counter[tuple[int, ...]] = collections.Counter()
-        for kernel in self.kernels:
-            for product in kernel.products:
-                found[product] += kernel.times
-        return dict(found.most_common())
+        return _counted((product, kernel.times) for kernel in self.kernels for product in kernel.products)
 
     def collectives(self) -> Mapping[str, int]:
         """Messages of each kind."""
@@ -228,6 +234,20 @@ class Program:
         return Kernel(one.name, kind, where, times, nbytes, flops, products)
 
 
+def _counted(items: Iterable[tuple[T, int]]) -> Mapping[T, int]:
+    """Sums by name, the largest first."""
+    sums = collections.Counter[T]()
+    for item, times in items:
+        sums[item] += times
+    return dict(sums.most_common())
+
+
+def instructions(text: str) -> dict[str, Instruction]:
+    """All instructions of a compiled program, by name."""
+    computations, _ = _parse(text)
+    return {name: one for body in computations.values() for name, one in body.items()}
+
+
 def _parse(text: str) -> tuple[dict[str, Computation], str]:
     """The computations by name, and the name of the one that is the program."""
     computations: dict[str, Computation] = {}
@@ -241,12 +261,12 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
         elif line.startswith("}"):
             current = ""
         elif current:
-            found = re.match(
+            match = re.match(
                 r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\w+\[[\d,]*\](?:\{[^}]*\})?) ([\w\-]+)\((.*)$",
                 re.sub(r"/\*index=\d+\*/", "", line),
             )
-            if found:
-                root, name, kind, operation, rest = found.groups()
+            if match:
+                root, name, kind, operation, rest = match.groups()
                 end = _closing(rest)
                 computations[current][name] = Instruction(name, kind, operation, rest[:end], rest[end:], bool(root))
     return computations, entry
@@ -324,7 +344,7 @@ def _moved(inner: Computation, buffers: Sequence[str]) -> int:
 
 def _results(inner: Computation, one: Instruction) -> list[Instruction]:
     if one.operation == "tuple":
-        return [found for operand in one.operands for found in _results(inner, inner[operand])]
+        return [result for operand in one.operands for result in _results(inner, inner[operand])]
     return [inner[inner.source(one.name)]]
 
 
@@ -348,10 +368,10 @@ def _launches(text: str, trips: Sequence[int | None]) -> Launches:
         if words in ("condition:", "body:"):
             condition = indent if words == "condition:" else None
             continue
-        found = re.match(r"\d+: k(\w+)", words)
-        if not found:
+        match = re.match(r"\d+: k(\w+)", words)
+        if not match:
             continue
-        kind = found[1]
+        kind = match[1]
         if kind in _NO_LAUNCH:
             continue
         while loops and indent <= loops[-1][0]:

@@ -94,7 +94,7 @@ def _version(package: str) -> str | None:
 
 def _processor() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1) if found else platform.processor() or platform.machine()
+        model = None
+    return model.group(1) if model else platform.processor() or platform.machine()

@@ -15,8 +15,7 @@ import jax
 
 import lp_jax
 from benchmarks import report
-from benchmarks.command import Progress, common_parser, results_folder
-from benchmarks.manifest import manifest
+from benchmarks.command import Progress, add_numbers, common_parser, new_result, results_folder
 from benchmarks.networks import Network, Pair, dense
 
 LAYERS, QUICK = (256, 1024, 4096, 16384), (16, 64)
@@ -25,7 +24,7 @@ LAYERS, QUICK = (256, 1024, 4096, 16384), (16, 64)
 def contenders(layers: int) -> dict[str, Pair | None]:
     """Solvers by name; a scan has none."""
     checkpointed = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
-    found: dict[str, Pair | None] = {
+    pairs: dict[str, Pair | None] = {
         "lax.scan": None,
         "Serial, checkpoints": (checkpointed, checkpointed),
         "global Picard, 3/2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
@@ -40,8 +39,8 @@ def contenders(layers: int) -> dict[str, Pair | None]:
             )
             for k in (2, 1)
         )
-        found[f"{kind}, m = 16, {kept}, {how}"] = forward, adjoint
-    return found
+        pairs[f"{kind}, m = 16, {kept}, {how}"] = forward, adjoint
+    return pairs
 
 
 def bytes_of(network: Network, solvers: Pair | None) -> dict[str, int]:
@@ -87,7 +86,7 @@ def table(result: dict[str, Any]) -> str:
         f"Width {settings['width']}, batch {settings['batch']}, float32. Temporary memory of loss and gradient; bytes per layer "
         "and longest network with parameters and gradient, which the compiler counts as arguments and results."
     )
-    return f"# {result['title']}\n\n{report.origin(result)}\n\n{about}\n\n{report.pipes(cells)}\n"
+    return report.page(result, about, report.pipes(cells))
 
 
 EXAMPLES = [("", "the whole table"), ("--layers 64 128 --width 16", "two lengths of a narrow network")]
@@ -98,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layers", nargs="+", type=int, metavar="N", help=f"Numbers of layers, two or more (default: {LAYERS})."
     )
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="Width of the state (default: 64).")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="Number of examples (default: 32).")
+    about = ("--width", 64, "Width of the state (default: 64)."), ("--batch", 32, "Number of examples (default: 32).")
+    add_numbers(parser, *about)
     parser.add_argument(
         "--capacity", type=float, metavar="GIB", help="Memory to fill, in GiB (default: the device's, 16 on a CPU)."
     )
@@ -116,16 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         network = dense(options.width, layers, options.batch)
         for name, solvers in contenders(layers).items():
             progress(f"{layers} layers: compiling {name}")
-            found = bytes_of(network, solvers)
-            rows.append({"name": name, "layers": layers, **found, "total": sum(found.values())})
+            nbytes = bytes_of(network, solvers)
+            rows.append({"name": name, "layers": layers, **nbytes, "total": sum(nbytes.values())})
     progress.clear()
-    result = {
-        "suite": "memory",
-        "title": "Memory of loss and gradient of a dense ResNet",
-        "manifest": manifest("benchmarks.memory", sys.argv[1:] if arguments is None else arguments),
-        "settings": {"width": options.width, "batch": options.batch, "capacity": capacity},
-        "rows": rows,
-    }
+    settings = {"width": options.width, "batch": options.batch, "capacity": capacity}
+    result = new_result("memory", "Memory of loss and gradient of a dense ResNet", arguments, settings)
+    result["rows"] = rows
     report.save(result, folder, text=table)
     print(table(result))
     return 0

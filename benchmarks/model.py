@@ -24,10 +24,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import dense, report, single
-from benchmarks.command import Progress, common_parser, results_folder
+from benchmarks.command import Progress, common_parser, new_result, results_folder
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, measure, ratios
-from benchmarks.manifest import manifest
 from benchmarks.networks import SERIAL, SETTINGS, Pair
 from lp_jax import planning
 
@@ -55,19 +54,19 @@ def solved(pair: Pair, layers: int, workers: int = 1) -> Predict:
 def measured(folder: Path) -> Iterator[Measured]:
     """All rows of the results in a folder."""
     for suite in ("dense", "single", "ranks"):
-        for row in report.kept(folder, suite):
+        for row in report.kept(folder, suite)["rows"]:
             network = row.get("network", "dense")
             batch = row.get("batch", dense.BATCH)
             sizes = network, row.get("width", row.get("channels")), row["layers"], batch
             times = {c["name"]: c["ratio"]["median"] for c in row["contenders"]}
             serial = times.get("Serial", times.get("Serial, 1 thread", 1.0))
-            found = []
+            predictors = []
             for name in list(times)[1:]:
                 setting, workers = _workers(name)
                 seconds = _predictor(suite, sizes, setting, workers)
                 if seconds is not None:
-                    found.append((name, seconds, workers, times[name] / serial))
-            yield Measured(suite, sizes, row["contenders"][0]["threads"], found)
+                    predictors.append((name, seconds, workers, times[name] / serial))
+            yield Measured(suite, sizes, row["contenders"][0]["threads"], predictors)
 
 
 def _workers(name: str) -> tuple[str, int]:
@@ -90,13 +89,13 @@ class Machines:
     """What the layers of a row take: alone, with the threads of the row's baseline, or with every worker at work."""
 
     def __init__(self, row: Measured, path: Path, kept: bool, tell: Tell):
-        self._row, self._path, self._kept, self._tell = row, path, kept, tell
+        self._row, self._path, self._tell = row, path, tell
         self._what = {
             "sizes": row.sizes,
             "updates": row.suite != "dense" and (row.suite, row.sizes[0]) != ("ranks", "dense"),
             "batched": row.suite == "dense",
         }
-        self._found: dict[str, planning.Machine] = {}
+        self._machines = read(path) if kept else {}
 
     def alone(self) -> planning.Machine:
         return self._known("alone", self._alone)
@@ -108,15 +107,11 @@ class Machines:
         return self._known(f"{workers} {kind}", functools.partial(self._together, workers, kind))
 
     def _known(self, name: str, make: Callable[[], planning.Machine]) -> planning.Machine:
-        if name not in self._found:
-            key = ", ".join(map(str, (self._row.suite, *self._row.sizes, name)))
-            stored = read(self._path)
-            if not (self._kept and key in stored):
-                made = make()  # may write others
-                stored = read(self._path) | {key: made}
-                write(self._path, stored)
-            self._found[name] = stored[key]
-        return self._found[name]
+        key = ", ".join(map(str, (self._row.suite, *self._row.sizes, name)))
+        if key not in self._machines:
+            self._machines[key] = make()
+            write(self._path, read(self._path) | self._machines)
+        return self._machines[key]
 
     def _alone(self) -> planning.Machine:
         self._tell("calibrating")
@@ -144,10 +139,10 @@ class Machines:
 
 def read(path: Path) -> dict[str, planning.Machine]:
     """The machines of a file, by name; none where there is no file."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {
         name: planning.Machine(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-        for name, fields in found.items()
+        for name, fields in stored.items()
     }
 
 
@@ -188,13 +183,13 @@ def predicted(alone: planning.Machine, machine: planning.Machine, seconds: Predi
 
 
 def compared(row: Measured, machines: Machines) -> list[dict[str, Any]]:
-    found = []
+    predictions = []
     for name, seconds, workers, ratio in row.ratios:
         machine = machines.of(workers, "ranks" if name.endswith("ranks") else "devices")
         said = predicted(machines.alone(), machine, seconds, row.sizes[2])
         if said is not None:
-            found.append({"name": name, "workers": workers, "measured": ratio, "predicted": said})
-    return found
+            predictions.append({"name": name, "workers": workers, "measured": ratio, "predicted": said})
+    return predictions
 
 
 def winners(contenders: Sequence[dict[str, Any]]) -> tuple[int, int]:
@@ -215,15 +210,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         title = ", ".join(map(str, row["sizes"]))
         for c in row["contenders"]:
-            said, found = c["predicted"], c["measured"]
-            ratios = f"{found:.2f}", f"{said:.2f}", f"{said / found:.2f}"
+            said, took = c["predicted"], c["measured"]
+            ratios = f"{took:.2f}", f"{said:.2f}", f"{said / took:.2f}"
             cells.append([row["suite"], title, c["name"], str(c["workers"]), *ratios])
     close = sum(1 / (1 + _CLOSE) <= c["predicted"] / c["measured"] <= 1 + _CLOSE for c in pairs)
     right, total = (sum(x) for x in zip(*(winners(row["contenders"]) for row in rows), strict=True))
     return (
         f"{report.pipes(cells)}\n\nRatios to serial propagation. {close} of {len(pairs)} predictions are within "
         f"{_CLOSE:.0%}; of {total} pairs of solvers in a row that differ by more than {_APART:.0%}, {right} are in the "
-        "right order.\n"
+        "right order."
     )
 
 
@@ -250,9 +245,8 @@ def draw(result: report.Result) -> Figure:
     return fig
 
 
-def _save(folder: Path, rows: list[dict[str, Any]], described: dict[str, Any]) -> None:
-    result: report.Result = {"suite": "model", "title": "Predicted and measured", "manifest": described, "rows": rows}
-    report.save(result, folder, draw, lambda r: f"# {r['title']}\n\n{report.origin(r)}\n\n{table(r['rows'])}")
+def text(result: report.Result) -> str:
+    return report.page(result, table(result["rows"]))
 
 
 EXAMPLES = [
@@ -262,7 +256,6 @@ EXAMPLES = [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = common_parser("model", __doc__ or "", EXAMPLES)
     parser.add_argument(
         "--suites", nargs="+", metavar="NAME", help="Suites whose results are predicted (default: all)."
@@ -276,7 +269,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = results_folder(parser, options)
     folder = options.results or out
-    rows = report.kept(out, "model")
     wanted = list(measured(folder))
     if reason := why_no_mpi():
         print(f"Left out: ranks ({reason}).")
@@ -286,16 +278,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = wanted[:1] if options.quick else wanted
     if not wanted:
         parser.error(f"no result in {folder} has a row that can be predicted. Run another suite first.")
-    progress, described = Progress(), manifest("benchmarks.model", arguments)
+    progress, result = Progress(), new_result("model", "Predicted and measured", arguments)
+    result["rows"] = report.kept(out, "model")["rows"]
     for row in wanted:
         title = f"{row.suite}, {', '.join(map(str, row.sizes))}"
         machines = Machines(row, out / "machines.json", options.kept, lambda text, of=title: progress(f"{of}: {text}"))
-        found = compared(row, machines)
-        new = {"suite": row.suite, "sizes": list(row.sizes), "threads": row.threads, "contenders": found}
-        rows = [r for r in rows if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])] + [new]
-        _save(out, rows, described)
+        predictions = compared(row, machines)
+        new = {"suite": row.suite, "sizes": list(row.sizes), "threads": row.threads, "contenders": predictions}
+        others = [r for r in result["rows"] if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])]
+        result["rows"] = [*others, new]
+        report.save(result, out, draw, text)
     progress.clear()
-    print(table(rows))
+    print(table(result["rows"]))
     return 0
 
 

@@ -243,9 +243,7 @@ def gru(hidden: int, steps: int, batch: int) -> Network:
         return _uniform(rng, bound, inputs, 3 * hidden), _uniform(rng, bound, 3 * hidden)
 
     def problem(weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None) -> dict[str, Any]:
-        solver, adjoint_solver = solvers
-        make = functools.partial(nn.GRU, FEATURES, hidden, units=UNITS, comm=comm)
-        module = nnx.eval_shape(lambda: make(solver=solver, adjoint_solver=adjoint_solver, rngs=nnx.Rngs(0)))
+        module = _recurrent(nn.GRU, hidden, solvers, comm, units=UNITS)
         for number, unit in enumerate(weights.layers):
             for part, (kernel, bias) in zip((module.inputs[number], module.recurrent[number]), unit, strict=True):
                 part.kernel, part.bias = nnx.Param(kernel), nnx.Param(bias)
@@ -263,6 +261,12 @@ def gru(hidden: int, steps: int, batch: int) -> Network:
         scan=_scan_gru,
         measure=lambda closing, states, labels: _cross_entropy(_linear(states[-1], closing), labels),
     )
+
+
+def _recurrent(kind: Any, hidden: int, solvers: Pair, comm: Any, **fields: Any) -> Any:
+    """A module whose weights are still to be put in."""
+    make = functools.partial(kind, FEATURES, hidden, solver=solvers[0], adjoint_solver=solvers[1], comm=comm, **fields)
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
 def _scan_gru(weights: Weights, x: jax.Array, unroll: int = 1) -> tuple[jax.Array, ...]:
@@ -293,9 +297,7 @@ def diagonal(name: str, kind: type[nn.ParaGRU] | type[nn.ParaLSTM], hidden: int,
     x, target = _normal(rng, batch, steps, FEATURES), _normal(rng, batch, hidden)
 
     def problem(weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None) -> dict[str, Any]:
-        solver, adjoint_solver = solvers
-        make = functools.partial(kind, FEATURES, hidden, comm=comm)
-        module = nnx.eval_shape(lambda: make(solver=solver, adjoint_solver=adjoint_solver, rngs=nnx.Rngs(0)))
+        module = _recurrent(kind, hidden, solvers, comm)
         for each, value in zip(names, weights.layers, strict=True):
             setattr(module, each, nnx.Param(value))
         return vars(module.problem(x))
@@ -340,27 +342,22 @@ def two_one(**fields: Any) -> Pair:
     return solver, dataclasses.replace(solver, iterations=1)
 
 
-_INJECTED: dict[str, Any] = {"levels": 3, "coarsening": 4, "coarse_step": Rediscretize(), "at_once": 1}
+def _injected(**fields: Any) -> Pair:
+    """Three levels, two cycles forward and one backward; ``fields`` are those of the forward solve."""
+    cycle = MGRIT(levels=3, coarsening=4, coarse_step=Rediscretize(), at_once=1, iterations=1)
+    return dataclasses.replace(cycle, iterations=2, **fields), cycle
 
 
 def _identity(layers: int, workers: int, forward: int, adjoint: int) -> Pair:
     """One interval per worker, and nothing in the place of its layers: the coarse problem is a sum."""
-    fields: dict[str, Any] = {
-        "levels": 2,
-        "coarsening": -(-layers // workers),
-        "coarse_step": Identity(),
-        "storage": "all",
-        "at_once": 1,
-    }
-    return MGRIT(iterations=forward, **fields), MGRIT(iterations=adjoint, **fields)
+    length = -(-layers // workers)
+    cycle = MGRIT(levels=2, coarsening=length, coarse_step=Identity(), storage="all", at_once=1)
+    return dataclasses.replace(cycle, iterations=forward), dataclasses.replace(cycle, iterations=adjoint)
 
 
 SETTINGS: dict[str, Callable[[int, int], Pair]] = {
-    "3 levels, injection, 2/1": lambda n, p: (MGRIT(iterations=2, **_INJECTED), MGRIT(iterations=1, **_INJECTED)),
-    "3 levels, injection, 2/1, all stored": lambda n, p: (
-        MGRIT(iterations=2, storage="all", **_INJECTED),
-        MGRIT(iterations=1, **_INJECTED),
-    ),
+    "3 levels, injection, 2/1": lambda n, p: _injected(),
+    "3 levels, injection, 2/1, all stored": lambda n, p: _injected(storage="all"),
     "identity, 2/1": lambda n, p: _identity(n, p, 2, 1),
     "identity, 2/2": lambda n, p: _identity(n, p, 2, 2),
     "Picard, 2/1": lambda n, p: (Picard(sweeps=2), Picard(sweeps=1)),

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import report, single
-from benchmarks.command import Progress, bare_parser, network_row, positive
+from benchmarks.command import Progress, add_numbers, add_only, bare_parser, network_row, wanted
+from benchmarks.hlo import instructions
 from benchmarks.manifest import cores, limit_jax_threads
 from benchmarks.networks import NETWORKS
 from benchmarks.training import trainer
@@ -28,14 +29,6 @@ class Event(NamedTuple):
     name: str
     start: float
     end: float
-
-
-class Operation(NamedTuple):
-    """What the compiled program says of an operation."""
-
-    opcode: str = ""
-    shape: str = ""
-    source: str = ""
 
 
 class Cost(NamedTuple):
@@ -70,14 +63,14 @@ def costs(threads: Iterable[Iterable[Event]], calls: int) -> list[Cost]:
     for events in threads:
         for name, length in own_times(events):
             spent[name].append(length)
-    found = [Cost(name, sum(lengths) / calls / 1e9, len(lengths) / calls) for name, lengths in spent.items()]
-    return sorted(found, key=lambda cost: -cost.seconds)
+    operations = [Cost(name, sum(lengths) / calls / 1e9, len(lengths) / calls) for name, lengths in spent.items()]
+    return sorted(operations, key=lambda cost: -cost.seconds)
 
 
-def by_kind(found: Iterable[Cost]) -> list[Cost]:
+def by_kind(operations: Iterable[Cost]) -> list[Cost]:
     """Operations whose names differ in their number only, taken together."""
     kinds: dict[str, list[Cost]] = defaultdict(list)
-    for cost in found:
+    for cost in operations:
         kinds[re.sub(r"(\.\d+)+$", "", cost.name)].append(cost)
     summed = [Cost(kind, sum(c.seconds for c in some), sum(c.times for c in some)) for kind, some in kinds.items()]
     return sorted(summed, key=lambda cost: -cost.seconds)
@@ -102,34 +95,17 @@ def traced(call: Callable[[], Any], calls: int) -> list[list[Event]]:
     ]
 
 
-_OPERATION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(?[^=]*?\)?) (?P<opcode>[\w\-]+)\(", re.MULTILINE
-)
-_SOURCE = re.compile(r'op_name="([^"]*)"')
-
-
-def operations(program: str) -> dict[str, Operation]:
-    """By name, from a compiled program's text."""
-    found = {}
-    for match in _OPERATION.finditer(program):
-        line = program[match.start() : program.find("\n", match.end())]
-        source = _SOURCE.search(line)
-        shape = re.sub(r"\{[^}]*\}", "", match["shape"])
-        found[match["name"]] = Operation(match["opcode"], shape, "" if source is None else source[1])
-    return found
-
-
-def table(found: Sequence[Cost], program: str, most: int) -> str:
+def table(operations: Sequence[Cost], program: str, most: int) -> str:
     """The most expensive operations; the rest as a sum."""
-    known = operations(program)
-    total = sum(cost.seconds for cost in found)
+    known = instructions(program)
+    total = sum(cost.seconds for cost in operations)
     cells = [["operation", "ms", "share", "times", "makes", "from"]]
-    for cost in found[:most]:
-        operation = known.get(cost.name, Operation())
+    for cost in operations[:most]:
+        makes, source = (known[cost.name].arrays, known[cost.name].source) if cost.name in known else ("", "")
         numbers = f"{1e3 * cost.seconds:.3g}", f"{cost.seconds / total:.0%}", f"{cost.times:,.0f}"
-        cells.append([cost.name, *numbers, operation.shape[:60], _shorter(operation.source)])
-    rest = total - sum(cost.seconds for cost in found[:most])
-    cells.append([f"{max(0, len(found) - most)} others", f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", "", ""])
+        cells.append([cost.name, *numbers, makes[:60], _shorter(source)])
+    rest = total - sum(cost.seconds for cost in operations[:most])
+    cells.append([f"{max(0, len(operations) - most)} others", f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", "", ""])
     cells.append(["all threads together", f"{1e3 * total:.3g}", "", "", "", ""])
     return report.pipes(cells)
 
@@ -151,27 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="network,width,layers,batch",
         help="Sizes, as in suite single (default: dense,64,1024,32).",
     )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="TEXT",
-        default=["lax.scan", "Picard to"],
-        help="Contenders with one of these in their names (default: lax.scan and sweeps to a tolerance).",
-    )
-    parser.add_argument(
-        "--calls", type=positive, metavar="N", default=10, help="Number of training steps (default: 10)."
-    )
-    parser.add_argument(
-        "--most", type=positive, metavar="N", default=12, help="Number of operations shown (default: 12)."
+    about = "Contenders with one of these in their names (default: lax.scan and sweeps to a tolerance)."
+    add_only(parser, about, ["lax.scan", "Picard to"])
+    add_numbers(
+        parser,
+        ("--calls", 10, "Number of training steps (default: 10)."),
+        ("--most", 12, "Number of operations shown (default: 12)."),
+        ("--threads", cores(), "Threads of JAX on a CPU (default: all)."),
     )
     parser.add_argument("--kinds", action="store_true", help="Take operations of a kind together.")
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        metavar="N",
-        default=cores(),
-        help="Threads of JAX on a CPU (default: all).",
-    )
     parser.add_argument("--quick", action="store_true", help="Take two steps of a tiny row, to see that all works.")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -180,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     network, width, layers, batch = options.row
     drawn = NETWORKS[network](width, layers, batch)
     entries = {"lax.scan": None, **single.pairs(network, layers)}
-    chosen = {name: p for name, p in entries.items() if any(text.lower() in name.lower() for text in options.only)}
+    chosen = {name: p for name, p in entries.items() if wanted(name, options)}
     if not chosen:
         parser.error(f"no contender has {' or '.join(options.only)} in its name; there are {', '.join(entries)}.")
     progress = Progress()
@@ -189,11 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step = trainer(drawn, pair)
         progress(f"{name}: {options.calls} training steps")
         jax.block_until_ready(step())
-        found = costs(traced(step, options.calls), options.calls)
-        found = by_kind(found) if options.kinds else found
+        operations = costs(traced(step, options.calls), options.calls)
+        operations = by_kind(operations) if options.kinds else operations
         progress.clear()
         print(f"\n{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step\n")
-        print(table(found, step.program, options.most), flush=True)
+        print(table(operations, step.program, options.most), flush=True)
     return 0
 
 

@@ -25,10 +25,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import lp_jax
 from benchmarks import report
-from benchmarks.command import Progress, Row, common_parser, network_row, positive, results_folder
+from benchmarks.command import (
+    Progress,
+    Row,
+    add_numbers,
+    add_only,
+    common_parser,
+    network_row,
+    new_result,
+    results_folder,
+    wanted,
+)
 from benchmarks.harness import Contender, Tell, measure, relative_error, spread
 from benchmarks.hlo import Program, Target
-from benchmarks.manifest import cores, manifest
+from benchmarks.manifest import cores
 from benchmarks.networks import NETWORKS, RECURRENT, Network, Pair
 from benchmarks.single import TO_A_TOLERANCE, pairs
 from benchmarks.training import LEARNING_RATE, MOMENTUM
@@ -90,8 +100,8 @@ def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, upda
     gradient = jax.value_and_grad(lambda *given: loss(*given)[0])
 
     def step(weights: Any, momentum: Any, *batch: Any) -> Any:
-        value, found = gradient(weights, *batch)
-        momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, found)
+        value, slope = gradient(weights, *batch)
+        momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, slope)
         return value, jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum), momentum
 
     everywhere, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("layers",)))
@@ -112,17 +122,17 @@ def compiled(program: Any, options: Mapping[str, Any]) -> tuple[Any, Program, di
     """Compile a program: returns it, its text as read, and its memory and compile time."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        found = program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
+        executable = program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
         seconds = time.perf_counter() - start
         text, launches = (_dumped(Path(folder), name) for name in ("_after_optimizations.txt", "thunk_sequence"))
-    temporary = found.memory_analysis().temp_size_in_bytes
-    return found, Program(text, launches), {"compile_seconds": seconds, "temporary_bytes": temporary}
+    temporary = executable.memory_analysis().temp_size_in_bytes
+    return executable, Program(text, launches), {"compile_seconds": seconds, "temporary_bytes": temporary}
 
 
 def _dumped(folder: Path, name: str) -> str:
     """The longest of the files of this name: that of the program itself, after the last pass."""
-    found = [path for path in folder.iterdir() if name in path.name and "buffer" not in path.name]
-    last = [path for path in found if "after_thunk_passes" in path.name] or found
+    paths = [path for path in folder.iterdir() if name in path.name and "buffer" not in path.name]
+    last = [path for path in paths if "after_thunk_passes" in path.name] or paths
     return max(last, key=lambda path: path.stat().st_size).read_text()
 
 
@@ -183,7 +193,7 @@ def table(result: dict[str, Any]) -> str:
     settings = result["settings"]
     target = TARGETS[settings["target"]]
     what = "training step" if settings["updates"] else "loss and gradient"
-    lines = [f"# {result['title']}", report.origin(result)]
+    lines = []
     head = [
         "",
         "kernels",
@@ -217,7 +227,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(report.pipes(cells))
         lines += [f"Messages of {one['name']}: {_messages(one)}." for one in row["contenders"] if one["collectives"]]
     model = _MODEL.format(bandwidth=target.bandwidth / 1e12, flops=target.flops / 1e12)
-    return "\n\n".join([*lines, model]) + "\n"
+    return report.page(result, *lines, model)
 
 
 def _measured(one: dict[str, Any], baseline: dict[str, Any] | None) -> list[str]:
@@ -243,45 +253,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = common_parser("program", __doc__ or "", _EXAMPLES)
     add = parser.add_argument
     row = "network,width,layers,batch"
-    add(
-        "--rows",
-        nargs="+",
-        type=network_row(NETWORKS),
-        metavar=row,
-        help=f"Sizes, without a space (default: {ROWS}).",
-    )
-    add(
-        "--only",
-        nargs="+",
-        metavar="TEXT",
-        help="Compile only the scans and contenders with one of these in their names.",
-    )
+    about = f"Sizes, without a space (default: {ROWS})."
+    add("--rows", nargs="+", type=network_row(NETWORKS), metavar=row, help=about)
+    add_only(parser, "Compile only the scans and contenders with one of these in their names.")
     add("--target", choices=TARGETS, default="h200", help="Device to compile for (default: h200).")
-    add(
-        "--devices",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="Number of devices that hold the layers (default: 1).",
-    )
+    add_numbers(parser, ("--devices", 1, "Number of devices that hold the layers (default: 1)."))
     add(
         "--updates", action="store_true", help="Compile training steps, SGD with momentum (default: loss and gradient)."
     )
     add("--run", action="store_true", help="Time the programs, too, on the GPU of this machine; one device.")
-    add(
-        "--rounds",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="Number of rounds of timing, with --run (default: 10).",
-    )
-    add(
-        "--xla",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Options of XLA, such as xla_gpu_graph_min_graph_size=1.",
-    )
+    add_numbers(parser, ("--rounds", 10, "Number of rounds of timing, with --run (default: 10)."))
+    about = "Options of XLA, such as xla_gpu_graph_min_graph_size=1."
+    add("--xla", nargs="+", default=[], metavar="NAME=VALUE", help=about)
     return parser
 
 
@@ -313,11 +296,7 @@ def _wanted(row: Row, options: argparse.Namespace) -> dict[str, Pair | int]:
     return {
         title: which
         for title, which in contenders(name, layers).items()
-        if (
-            options.devices == 1
-            if isinstance(which, int)
-            else not options.only or any(t in title for t in options.only)
-        )
+        if (options.devices == 1 if isinstance(which, int) else wanted(title, options))
     }
 
 
@@ -334,58 +313,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = "There is no GPU here" if options.run else "XLA cannot compile for a GPU here"
         remedy = "leave --run out" if options.run else "pip install -e '.[gpu-program]'"
         parser.error(f"{what} ({error}); {remedy}.")
-    rows: list[Row] = options.rows or [
-        network_row(NETWORKS)(text) for text in (ROWS if not options.quick else QUICK).split()
-    ]
+    rows = options.rows or map(network_row(NETWORKS), (QUICK if options.quick else ROWS).split())
     target, progress = TARGETS[options.target], Progress()
-    result: report.Result = {
-        "suite": "program_run" if options.run else "program",
-        "title": "Programs on a GPU" if options.run else "Programs for a GPU",
-        "manifest": manifest("benchmarks.program", sys.argv[1:] if arguments is None else arguments),
-        "settings": {
-            "target": options.target,
-            "devices": options.devices,
-            "updates": options.updates,
-            "run": options.run,
-            "xla": options.xla,
-        },
-        "rows": [],
-        "left_out": [],
-    }
+    settings = {name: getattr(options, name) for name in ("target", "devices", "updates", "run", "xla")}
+    result = new_result("program", f"Programs {'on' if options.run else 'for'} a GPU", arguments, settings)
+    result["suite"] += "_run" * options.run
     with ThreadPoolExecutor(cores() if options.run else 1) as pool:
 
         def begin(row: Row) -> tuple[str, Network, dict[str, dict[str, Any]], dict[str, Future[Any]]]:
             """Trace a row's programs, and have them compiled."""
             name, width, layers, batch = row
             network = NETWORKS[name](width, layers, batch, **({"formulation": "xla"} if name == "conv" else {}))
-            title, found, programs = f"{name}, {width} wide, {layers} layers, {batch} examples", {}, {}
+            title, facts_of, programs = f"{name}, {width} wide, {layers} layers, {batch} examples", {}, {}
             for each, which in _wanted(row, options).items():
                 progress(f"{title}: tracing {each}")
                 start = time.perf_counter()
                 program = lowered(network, which, devices[: options.devices], updates=options.updates)
-                found[each] = {"name": each, "trace_seconds": time.perf_counter() - start}
+                facts_of[each] = {"name": each, "trace_seconds": time.perf_counter() - start}
                 programs[each] = pool.submit(compiled, program, _options(options.xla))
             if options.run:
                 with jax.default_matmul_precision("highest"):
                     program = lowered(network, 8, devices[:1], updates=False)
                 programs[EXACT] = pool.submit(compiled, program, {})
-            return title, network, found, programs
+            return title, network, facts_of, programs
 
         begun = map(begin, rows)
         if options.run:  # nothing is compiled while programs are timed
             begun = iter(list(begun))
             progress("compiling")
             pool.shutdown()
-        for title, network, found, programs in begun:
-            for each, one in found.items():
+        for title, network, facts_of, programs in begun:
+            for each, one in facts_of.items():
                 progress(f"{title}: compiling {each}")
                 _, read, costs = programs[each].result()
                 one |= costs | facts(read, target)
             if options.run:
                 ready = {each: future.result()[0] for each, future in programs.items()}
                 times = timed(network, ready, options.rounds, lambda text, title=title: progress(f"{title}: {text}"))
-                found = {each: one | times[each] for each, one in found.items()}
-            result["rows"].append({"title": title, "contenders": list(found.values())})
+                facts_of = {each: one | times[each] for each, one in facts_of.items()}
+            result["rows"].append({"title": title, "contenders": list(facts_of.values())})
             report.save(result, folder, text=table)
     progress.clear()
     print(table(result))

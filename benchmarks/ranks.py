@@ -13,7 +13,7 @@ import itertools
 import sys
 from importlib.util import find_spec
 
-from benchmarks.command import Field, Row, Suite, network_row, positive, run, wanted
+from benchmarks.command import Field, Row, Suite, add_numbers, network_row, run, wanted
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, relative_error
 from benchmarks.manifest import cores
@@ -80,15 +80,9 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", type=positive, metavar="N", default=2, help="Number of devices, and of ranks (default: 2)."
-    )
-    parser.add_argument(
-        "--conv",
-        choices=("auto", "products", "xla"),
-        default="auto",
-        help="Formulation of the convolution (default: auto).",
-    )
+    add_numbers(parser, ("--workers", 2, "Number of devices, and of ranks (default: 2)."))
+    about = "Formulation of the convolution (default: auto)."
+    parser.add_argument("--conv", choices=("auto", "products", "xla"), default="auto", help=about)
 
 
 SUITE = Suite(

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,13 +27,6 @@ COLOURS = {
 INK, GREY, FAINT = "#222222", "#666666", "#DDDDDD"
 
 
-class Column(NamedTuple):
-    """A column of the table: its title, and the text for a contender."""
-
-    title: str
-    text: Callable[[dict[str, Any]], str]
-
-
 def number(value: float | None, digits: int = 2) -> str:
     """So many significant digits; a dash for what is not there."""
     if value is None or not math.isfinite(value):
@@ -49,22 +42,20 @@ def scientific(value: float | None) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-COLUMNS = [
-    Column("ms", lambda c: number(1e3 * c["seconds"]["median"], 3)),
-    Column("IQR", lambda c: number(1e3 * (c["seconds"]["q3"] - c["seconds"]["q1"]))),
-    Column("ratio", lambda c: number(c["ratio"]["median"], 3)),
-    Column("IQR", lambda c: number(c["ratio"]["q3"] - c["ratio"]["q1"])),
-    Column("by count", lambda c: number(c.get("counted_ratio"), 3)),
-    Column("cores", lambda c: f"{c['cores']:.1f}"),
-    Column("error", lambda c: scientific(c["gradient_error"])),
-    Column("residual", lambda c: scientific(c["residual_norm"])),
-    Column("trace s", lambda c: number(c.get("trace_seconds"))),
-    Column("compile s", lambda c: number(c.get("compile_seconds"))),
-    Column("temp MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
+COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    ("ms", lambda c: number(1e3 * c["seconds"]["median"], 3)),
+    ("IQR", lambda c: number(1e3 * (c["seconds"]["q3"] - c["seconds"]["q1"]))),
+    ("ratio", lambda c: number(c["ratio"]["median"], 3)),
+    ("IQR", lambda c: number(c["ratio"]["q3"] - c["ratio"]["q1"])),
+    ("by count", lambda c: number(c.get("counted_ratio"), 3)),
+    ("cores", lambda c: f"{c['cores']:.1f}"),
+    ("error", lambda c: scientific(c["gradient_error"])),
+    ("residual", lambda c: scientific(c["residual_norm"])),
+    ("trace s", lambda c: number(c.get("trace_seconds"))),
+    ("compile s", lambda c: number(c.get("compile_seconds"))),
+    ("temp MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
 ]
-
-_NEEDS = {"by count": "counted_ratio"}
-"""Columns that are there only if a contender has such a fact."""
+"""Titles of the table's columns, and the text for a contender."""
 
 LEGEND = (
     "ms: median time, and interquartile range. ratio: to the baseline, the first line, in the same round; median and "
@@ -87,11 +78,11 @@ def save(
     return [_replace(folder / f"{result['suite']}{suffix}", content) for suffix, content in files.items()]
 
 
-def kept(folder: Path, suite: str) -> list[dict[str, Any]]:
-    """The rows of an earlier result; none where there is none."""
+def kept(folder: Path, suite: str) -> Result:
+    """An earlier result; one without rows where there is none."""
     path = folder / f"{suite}.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    return found
+    earlier: Result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "left_out": []}
+    return earlier
 
 
 def picture(fig: Figure) -> bytes:
@@ -126,14 +117,19 @@ def _json(value: Any) -> str:
 
 def markdown(result: Result) -> str:
     """The tables, readable as they are and by a Markdown viewer."""
-    parts = [f"# {result['title']}", origin(result)]
+    parts = []
     for row in result["rows"]:
         parts += [f"## {row['title']}", pipes(_cells(row))]
         if "manifest" in row:  # it is from an earlier run
             parts.append(origin(row))
     parts.append(LEGEND)
     parts += [f"Left out: {left['name']} ({left['reason']})." for left in result["left_out"]]
-    return "\n\n".join(parts) + "\n"
+    return page(result, *parts)
+
+
+def page(result: Result, *parts: str) -> str:
+    """Paragraphs and tables below the title and the manifest."""
+    return "\n\n".join([f"# {result['title']}", origin(result), *parts]) + "\n"
 
 
 def origin(result: Result) -> str:
@@ -141,29 +137,29 @@ def origin(result: Result) -> str:
     m = result["manifest"]
     commit = "no commit known" if m["commit"] is None else f"commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items() if version)
-    device = m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"]
     return (
-        f"{device}, {m['cores']} cores, JAX on {m['threads']['jax']} threads; load before {m['load_before']}; "
+        f"{_device(m)}, {m['cores']} cores, JAX on {m['threads']['jax']} threads; load before {m['load_before']}; "
         f"{versions}; {commit}; {m['date']}. `{m['command']}`"
     )
 
 
+def _device(m: dict[str, Any]) -> str:
+    return str(m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"])
+
+
 def _cells(row: dict[str, Any]) -> list[list[str]]:
-    known = set().union(*row["contenders"])
-    columns = [c for c in COLUMNS if _NEEDS.get(c.title, "name") in known]
-    lines = [[c["name"], *(column.text(c) for column in columns)] for c in row["contenders"]]
-    return [["", *(column.title for column in columns)], *lines]
+    counted = any("counted_ratio" in c for c in row["contenders"])
+    columns = [(title, text) for title, text in COLUMNS if title != "by count" or counted]
+    lines = [[c["name"], *(text(c) for _, text in columns)] for c in row["contenders"]]
+    return [["", *(title for title, _ in columns)], *lines]
 
 
 def pipes(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    head, *lines = ([_pad(i, text, w) for i, (text, w) in enumerate(zip(line, widths, strict=True))] for line in cells)
+    aligned = [str.ljust, *[str.rjust] * (len(widths) - 1)]  # names to the left, numbers to the right
+    head, *lines = ([put(text, w) for put, text, w in zip(aligned, line, widths, strict=True)] for line in cells)
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
-
-
-def _pad(column: int, text: str, width: int) -> str:
-    return text.ljust(width) if column == 0 else text.rjust(width)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -175,9 +171,8 @@ def figure(result: Result, *, width: float, height: float) -> Figure:
     fig = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     fig.suptitle(result["title"], x=0.01, ha="left", fontsize=17, fontweight="bold", color=INK)
     m = result["manifest"]
-    device = m["processor"] if m["device"]["platform"] == "cpu" else m["device"]["kind"]
     commit = "" if m["commit"] is None else f"   commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
-    note = f"{device}, {m['cores']} cores   jax {m['versions']['jax']}   {m['date'][:10]}{commit}"
+    note = f"{_device(m)}, {m['cores']} cores   jax {m['versions']['jax']}   {m['date'][:10]}{commit}"
     fig.supxlabel(note, x=0.01, ha="left", fontsize=10, color=GREY)
     return fig
 

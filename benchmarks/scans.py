@@ -17,8 +17,7 @@ import optax
 
 import lp_jax
 from benchmarks import report
-from benchmarks.command import Progress, common_parser, results_folder
-from benchmarks.manifest import manifest
+from benchmarks.command import Progress, add_only, common_parser, new_result, results_folder, wanted
 from benchmarks.scan_problems import (
     Scan,
     advantages,
@@ -36,7 +35,7 @@ from benchmarks.scan_problems import (
 from lp_jax import planning
 from lp_jax.planning._work import evaluates
 
-Made = Scan | lp_jax.Problem
+Made = Scan | lp_jax.Problem  # a problem where the step needs its dt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,16 @@ _SMOOTH = "a step changes a sample little"
 _NOISE = "the same, with noise that is fixed"
 _FORGETS = "chains with the same noise meet"
 _HELD = "the gradient is outside of the Jacobian"
-_CHAOS = "errors grow along the path"
+
+
+def _hmc(path: int, reason: str) -> Case:
+    return Case(f"HMC, two modes, path of {path}", 256, functools.partial(in_two_modes, path=path), newton(), reason)
+
+
+def _lorenz(time: float, reason: str, *, coarse: int = 0) -> Case:
+    guessed, solver = f", from {coarse} coarse steps" if coarse else "", newton(rtol=None, atol=1e-6)
+    make = functools.partial(lorenz, time=time, coarse=coarse)
+    return Case(f"Lorenz, time {time:g}{guessed}", 1024, make, solver if coarse else newton(), reason)
 
 
 def cases() -> list[Case]:
@@ -124,13 +132,9 @@ def cases() -> list[Case]:
             newton(),
             "a small difference grows",
         ),
-        Case("HMC, two modes, path of 2", 256, some(in_two_modes, path=2), newton(), _FORGETS),
-        Case(
-            "HMC, two modes, path of 10", 256, some(in_two_modes, path=10), newton(), "a difference grows along a path"
-        ),
-        Case(
-            "HMC, two modes, path of 40", 256, some(in_two_modes, path=40), newton(), "a difference grows along a path"
-        ),
+        _hmc(2, _FORGETS),
+        _hmc(10, "a difference grows along a path"),
+        _hmc(40, "a difference grows along a path"),
         *(
             Case(f"Adam, rate {rate:.0e}", 64, some(adam, rate=rate), newton(jacobian="diagonal", rtol=1e-3), _HELD)
             for rate in (3e-4, 1e-3, 3e-3, 1e-2)
@@ -150,72 +154,30 @@ def cases() -> list[Case]:
             cycles(coarse_step=lp_jax.Picard(sweeps=1)),
             "sweeps are explicit, the equation is stiff",
         ),
-        Case("Lorenz, time 2", 1024, some(lorenz, time=2.0), newton(), "the time is short"),
-        Case(
-            "Lorenz, time 2, from 64 coarse steps",
-            1024,
-            some(lorenz, time=2.0, coarse=64),
-            newton(rtol=None, atol=1e-6),
-            "the guess is near",
-        ),
-        Case("Lorenz, time 10", 1024, some(lorenz, time=10.0), newton(), _CHAOS),
-        Case(
-            "Lorenz, time 10, from 64 coarse steps",
-            1024,
-            some(lorenz, time=10.0, coarse=64),
-            newton(rtol=None, atol=1e-6),
-            "the guess is rough",
-        ),
-        Case(
-            "Lorenz, time 10, from 256 coarse steps",
-            1024,
-            some(lorenz, time=10.0, coarse=256),
-            newton(rtol=None, atol=1e-6),
-            "the guess is near",
-        ),
+        _lorenz(2.0, "the time is short"),
+        _lorenz(2.0, "the guess is near", coarse=64),
+        _lorenz(10.0, "errors grow along the path"),
+        _lorenz(10.0, "the guess is rough", coarse=64),
+        _lorenz(10.0, "the guess is near", coarse=256),
     ]
-
-
-def names() -> list[str]:
-    return list(dict.fromkeys(case.name for case in cases()))
-
-
-def problem(made: Made) -> lp_jax.Problem:
-    if isinstance(made, lp_jax.Problem):
-        return made
-    return lp_jax.scanned(made.body, made.init, made.xs, reverse=made.reverse)
-
-
-def with_other_step(solver: lp_jax.Solver, made: Made) -> lp_jax.Solver:
-    """With the other body of a scan, if there is one, as a step."""
-    if isinstance(made, lp_jax.Problem) or made.jacobian_of is None or not hasattr(solver, "jacobian_of"):
-        return solver
-    step = lp_jax.scanned(made.jacobian_of, made.init, made.xs).step
-    return dataclasses.replace(solver, jacobian_of=step)  # type: ignore[type-var]
 
 
 def solved(made: Made, solver: lp_jax.Solver) -> tuple[lp_jax.Solution, Any]:
     """The solution, and all states by a scan, in the order in which they are computed."""
-    names = ("params", "y0", "data") if isinstance(made, lp_jax.Problem) else ("init", "xs", "guess")
-    arrays = {name: value for name in names if not isinstance(value := getattr(made, name), str)}
-
-    def with_arrays(arrays: dict[str, Any]) -> Made:
-        change: Any = dataclasses.replace if isinstance(made, lp_jax.Problem) else Scan._replace
-        return change(made, **arrays)
-
-    def solve(arrays: dict[str, Any]) -> lp_jax.Solution:
-        given = with_arrays(arrays)
-        options = {"solver": with_other_step(solver, given), "guess": getattr(given, "guess", "constant")}
-        return problem(given).solve(**options)
-
-    return jax.jit(solve)(arrays), jax.jit(lambda arrays: by_scan(with_arrays(arrays)))(arrays)
-
-
-def by_scan(made: Made) -> Any:
     if isinstance(made, lp_jax.Problem):
-        return made.solve(solver=lp_jax.Serial()).aux
-    states = jax.lax.scan(made.body, made.init, made.xs, reverse=made.reverse)[1]
-    return jax.tree.map(lambda x: x[::-1], states) if made.reverse else states
+        return _solve(made, solver), _solve(made, lp_jax.Serial()).aux
+    problem = lp_jax.scanned(made.body, made.init, made.xs, reverse=made.reverse)
+    if made.jacobian_of is not None and hasattr(solver, "jacobian_of"):
+        step = lp_jax.scanned(made.jacobian_of, made.init, made.xs).step
+        solver = dataclasses.replace(solver, jacobian_of=step)  # type: ignore[type-var]
+    scan = jax.jit(functools.partial(jax.lax.scan, made.body, reverse=made.reverse))
+    _, exact = scan(made.init, made.xs)
+    return _solve(problem, solver, made.guess), jax.tree.map(lambda x: x[::-1], exact) if made.reverse else exact
+
+
+def _solve(problem: lp_jax.Problem, solver: lp_jax.Solver, guess: Any = "constant") -> lp_jax.Solution:
+    arrays = {name: getattr(problem, name) for name in ("params", "y0", "data")}
+    return jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=solver, guess=guess))(arrays)
 
 
 def largest_error(found: Any, exact: Any) -> float:
@@ -314,7 +276,7 @@ LEGEND = (
 
 
 def text(result: report.Result) -> str:
-    return f"# {result['title']}\n\n{report.origin(result)}\n\n{table(result['rows'])}\n\n{LEGEND}\n"
+    return report.page(result, table(result["rows"]), LEGEND)
 
 
 QUICK = 32  # steps
@@ -325,16 +287,15 @@ EXAMPLES = [("", "all problems"), ("--only Kalman", "one of them")]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common_parser("scans", __doc__ or "", EXAMPLES)
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="Run only problems with one of these in their names.")
+    add_only(parser, "Run only problems with one of these in their names.")
     options = parser.parse_args(arguments)
     jax.config.update("jax_enable_x64", True)
     out = results_folder(parser, options)
-    given = sys.argv[1:] if arguments is None else arguments
-    result: report.Result = {"suite": "scans", "title": "Scans that are not layers", "rows": []}
-    result |= {"manifest": manifest("benchmarks.scans", given), "settings": {"float": "float64"}, "left_out": []}
-    chosen = [case for case in cases() if not options.only or any(part in case.name for part in options.only)]
+    result = new_result("scans", "Scans that are not layers", arguments, {"float": "float64"})
+    chosen = [case for case in cases() if wanted(case.name, options)]
     if not chosen:
-        parser.error(f"no name has {' or '.join(options.only)} in it; there are: {'; '.join(names())}.")
+        names = dict.fromkeys(case.name for case in cases())
+        parser.error(f"no name has {' or '.join(options.only)} in it; there are: {'; '.join(names)}.")
     progress = Progress()
     for number, case in enumerate(chosen, 1):
         progress(f"{number} of {len(chosen)}: {case.name}")

@@ -41,7 +41,7 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
         }
     injection = lp_jax.Rediscretize()
     one, two = (lp_jax.Picard(sweeps=sweeps) for sweeps in (1, 2))
-    found: dict[str, Pair] = {
+    solvers: dict[str, Pair] = {
         "Serial": SERIAL,
         "Serial, checkpoints": (checkpointed, checkpointed),
         "injection, 3 levels, 2/1": _mgrit(2, 1, levels=3, coarsening=4, coarse_step=injection),
@@ -53,13 +53,13 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
     }
     if network == "voxels":
         thorough = {"coarsening": 4, "relaxation": "FCF", "coarse_step": injection}
-        found["injection, FCF, 2/2"] = _mgrit(2, 2, **thorough)
-        found["injection, FCF, 2/2, half the points"] = _mgrit(2, 2, spatial=lp_jax.spatial(3), **thorough)
+        solvers["injection, FCF, 2/2"] = _mgrit(2, 2, **thorough)
+        solvers["injection, FCF, 2/2, half the points"] = _mgrit(2, 2, spatial=lp_jax.spatial(3), **thorough)
     if network == "gru":
         for jacobian, iterations in (("full", 6), ("diagonal", 10)):
             solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)
-            found[f"Newton, {jacobian}, {iterations}"] = solver, solver.for_adjoint()
-    return found
+            solvers[f"Newton, {jacobian}, {iterations}"] = solver, solver.for_adjoint()
+    return solvers
 
 
 TO_A_TOLERANCE = "Picard to 1e-3/1e-2"
@@ -89,8 +89,8 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     too_large = [] if reason is None else [(each, reason) for each in solvers if each.startswith("Newton, full")]
     entries = [Entry("lax.scan", network)]
     entries += [Entry(each, network, pair) for each, pair in solvers.items() if each not in dict(too_large)]
-    found = one_device.field(entries, options, tell, torch_threads=(1,))
-    return found._replace(left_out=[*too_large, *found.left_out])
+    built = one_device.field(entries, options, tell, torch_threads=(1,))
+    return built._replace(left_out=[*too_large, *built.left_out])
 
 
 SUITE = Suite(

@@ -34,8 +34,8 @@ class Trainer:
             return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum), momentum), values
 
         def gradient(state: Any, *batch: Any) -> Any:
-            values, found = gradient_of(state, *batch)
-            return (None, found), values
+            values, slope = gradient_of(state, *batch)
+            return (None, slope), values
 
         self._updates, self._batch = updates, batch
         self._state = (weights, jax.tree.map(jnp.zeros_like, weights)) if updates else weights

@@ -41,12 +41,12 @@ def problem(network: str, width: int, layers: int, batch: int) -> Problem:
 def machine(sizes: Sizes, updates: bool, *, batched: bool = False) -> planning.Machine:
     """Calibrate in this process, on its first device; what a step with a scan takes besides the layers is ``fixed``."""
     network, _, layers, _ = sizes
-    found = planning.calibrate(problem(*sizes), batched=batched, name=", ".join(map(str, sizes)))
+    calibrated = planning.calibrate(problem(*sizes), batched=batched, name=", ".join(map(str, sizes)))
     scanned = Contender(name="lax.scan", call=trainer(NETWORKS[network](*sizes[1:]), updates=updates))
     (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
-    update = _UPDATE * found.adding if updates else 0.0
-    besides = float(np.median(timing.seconds)) - layers * (sum(found.per_layer) + update)
-    return dataclasses.replace(found, update=update, fixed=max(0.0, besides))
+    update = _UPDATE * calibrated.adding if updates else 0.0
+    besides = float(np.median(timing.seconds)) - layers * (sum(calibrated.per_layer) + update)
+    return dataclasses.replace(calibrated, update=update, fixed=max(0.0, besides))
 
 
 def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:

@@ -17,6 +17,7 @@ import lp_jax
 from benchmarks import (
     dense,
     harness,
+    hlo,
     memory,
     model,
     networks,
@@ -408,8 +409,8 @@ def test_operations_of_a_kind_differ_in_their_number():
 
 def test_operations_of_a_program():
     program = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((4, 4), jnp.float32)).compile().as_text()
-    found = {op.opcode: op for op in profile.operations(program).values()}
-    assert found["dot"].shape == "f32[4,4]" and found["dot"].source.endswith("dot_general")
+    named = {one.operation: one for one in hlo.instructions(program).values()}
+    assert named["dot"].arrays == "f32[4,4]" and named["dot"].source.endswith("dot_general")
 
 
 @pytest.mark.slow

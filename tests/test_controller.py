@@ -11,7 +11,7 @@ import pytest
 import lp_jax
 from lp_jax import planning, train
 from lp_jax.train import contrib
-from lp_jax.train._controller import _measured
+from lp_jax.train._controller import _measure
 from lp_jax.train.contrib._doubling import _norms
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -49,7 +49,7 @@ def gradient(batch, solver, adjoint_solver):
 
 def test_it_measures_errors_and_noise():
     batch, serial = next(batches(0)), lp_jax.Serial()
-    found = _measured(loss_fn, None, PARAMS, batch, SOLVER, SOLVER)
+    found = _measure(loss_fn, None, PARAMS, batch, SOLVER, SOLVER)
     exact, g = gradient(batch, serial, serial), gradient(batch, SOLVER, SOLVER)
     halves = [
         gradient(jax.tree.map(lambda x, part=part: x[part], batch), SOLVER, SOLVER) for part in (slice(8), slice(8, 16))
@@ -66,7 +66,7 @@ def test_the_noise_is_that_of_the_mean_over_the_batch():
     """Half of the distance of two half batches estimates it, over many batches, to some per cent."""
     serial = lp_jax.Serial()
     drawn = [batch for epoch in range(40) for batch in batches(epoch)]
-    noise = jax.jit(lambda batch: _measured(loss_fn, None, PARAMS, batch, serial, serial)["noise"])
+    noise = jax.jit(lambda batch: _measure(loss_fn, None, PARAMS, batch, serial, serial)["noise"])
     exact = jax.jit(lambda batch: gradient(batch, serial, serial))
     gradients = jnp.stack([exact(batch) for batch in drawn])
     deviation = jnp.sqrt(jnp.sum(jnp.var(gradients, axis=0, ddof=1)))

@@ -118,6 +118,15 @@ def test_newton_by_hand():
     assert (more.states, more.reductions) == (step.states + 5, step.reductions)
 
 
+@pytest.mark.parametrize("jacobian", ["full", "diagonal", "shared"])
+def test_an_iteration_of_newton_evaluates_layers_and_their_derivatives(jacobian):
+    """Whatever the Jacobian; the last evaluation has no derivative, and the gradient comes once."""
+    forward, adjoint = (lp_jax.Newton(iterations=n, jacobian=jacobian) for n in (3, 2))
+    step = training_step(forward, adjoint, N)
+    assert step.depth() == (2 * 3 + 1) + 2 * 2 + 1
+    assert step.work() == N * step.depth()
+
+
 def test_newton_is_not_counted_within_multigrid():
     for solver in (lp_jax.MGRIT(coarse_step=lp_jax.Newton()), lp_jax.MGRIT(coarsest=lp_jax.Newton())):
         with pytest.raises(NotImplementedError, match="Newton"):

@@ -8,12 +8,14 @@ import collections
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lp_jax._solvers._coarse_step import CoarseStep
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
 
-KINDS = ("forward", "linearise", "adjoint", "gradient")
+# evaluations in a batch of each kind; a Newton iteration evaluates each layer, and its derivative
+EVALUATIONS = {"forward": 1, "linearise": 1, "adjoint": 1, "gradient": 1, "newton": 2}
 
 
 class Uncounted(Exception):
@@ -101,11 +103,16 @@ class Schedule:
 
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
-        return sum(n * batch.layers for batch, n in self.batches.items() if batch.kind in (kinds or KINDS))
+        return sum(n * batch.layers for batch, n in self._evaluations(kinds))
 
     def depth(self, *kinds: str) -> int:
-        """Number of batches of these kinds (all by default)."""
-        return sum(n for batch, n in self.batches.items() if batch.kind in (kinds or KINDS))
+        """Number of evaluations of these kinds (all by default) that wait for each other."""
+        return sum(n for _, n in self._evaluations(kinds))
+
+    def _evaluations(self, kinds: tuple[str, ...]) -> Iterator[tuple[Batch, int]]:
+        for batch, n in self.batches.items():
+            if batch.kind in (kinds or EVALUATIONS):
+                yield batch, n * EVALUATIONS[batch.kind]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

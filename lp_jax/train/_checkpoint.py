@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -108,7 +108,8 @@ class Checkpoints:
         if metadata.metadata is None:
             raise self._unreadable(path, ValueError("the list of its arrays is damaged"))
         stored = (metadata.custom_metadata or {}).get("config", {})
-        if difference := first_difference(stored, self.config) or _first_leaf(metadata.metadata, template):
+        arrays = _describe(metadata.metadata), _describe(template)
+        if difference := first_difference(stored, self.config) or first_difference(*arrays, str, "absent"):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _fields(template))
         try:
@@ -134,25 +135,22 @@ def _reason(error: Exception) -> str:
     return said[1] if said else text.splitlines()[0]
 
 
-def first_difference(stored: Mapping[str, object], config: Mapping[str, object]) -> str | None:
+def first_difference(
+    stored: Mapping[str, object],
+    config: Mapping[str, object],
+    say: Callable[[object], str] = repr,
+    missing: object = None,
+) -> str | None:
     """Return the first entry in which two configurations differ, in words; None if they are equal."""
     for name in {**config, **stored}:
-        if stored.get(name) != config.get(name):
-            return f"{name} is {stored.get(name)!r} there and {config.get(name)!r} here"
+        there, here = stored.get(name, missing), config.get(name, missing)
+        if there != here:
+            return f"{name} is {say(there)} there and {say(here)} here"
     return None
 
 
-def _first_leaf(stored: PyTree, template: TrainState) -> str | None:
-    """Return the first array that differs in shape or dtype, or is not in both, in words."""
-    there, here = _described(stored), _described(template)
-    for name in {**here, **there}:
-        a, b = there.get(name, "absent"), here.get(name, "absent")
-        if a != b:
-            return f"{name} is {a} there and {b} here"
-    return None
-
-
-def _described(tree: PyTree) -> dict[str, str]:
+def _describe(tree: PyTree) -> dict[str, str]:
+    """Return dtype and shape of each array."""
     paths = jax.tree.leaves_with_path(tree)
     names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, (_, leaf) in zip(names, paths, strict=True)}

@@ -195,7 +195,7 @@ class Controller:
             gradients += _GRADIENTS
             tried = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(False))
             pair = self.solvers(tried, solver, adjoint_solver)
-            errors = {name: float(x) for name, x in _measured(self.loss_fn, self.ranks, params, batch, *pair).items()}
+            errors = {name: float(x) for name, x in _measure(self.loss_fn, self.ranks, params, batch, *pair).items()}
             allowed = self.bound * (errors["noise"] if self.of == "noise" else 1.0)
             done = errors.pop("result") == DONE
             within = done and errors["error"] <= allowed
@@ -223,7 +223,7 @@ _ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _measured(
+def _measure(
     loss_fn: LossFn,
     ranks: Ranks | None,
     params: PyTree,

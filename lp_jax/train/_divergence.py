@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS
+from lp_jax.train._types import Batch, Metrics
 
 ADVICE = (
     'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
@@ -71,10 +71,9 @@ def search_warning(trials: int) -> str:
     )
 
 
-def divergence_message(
-    step: int, loss: float, gradient_norm: float, result: int, batch: PyTree = None, outside: int = 0
-) -> str:
+def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
     """Return why training stops at a step that is not finite, and what to do. The batch is checked first."""
+    loss, outside = float(metrics.loss), int(metrics.info.outside)
     if outside:
         return (
             f"stopped at step {step}: {outside} labels of its batch are none of the classes, so that the loss is {loss}. Labels "
@@ -84,12 +83,12 @@ def divergence_message(
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and (count := int(jnp.sum(~jnp.isfinite(leaf)))):
             name = f"batch{jax.tree_util.keystr(path)}"
             return f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are not finite. Clean the data."
-    if result == NON_FINITE:
+    if metrics.info.result == NON_FINITE:
         return f"stopped at step {step}: {RESULTS[NON_FINITE]}."
     if not math.isfinite(loss):
         what = f"the loss is {loss}"
-    elif not math.isfinite(gradient_norm):
-        what = f"the gradient is not finite (norm {gradient_norm})"
+    elif not math.isfinite(metrics.gradient_norm):
+        what = f"the gradient is not finite (norm {float(metrics.gradient_norm)})"
     else:
         what = "the updated parameters are not finite"
     return (

@@ -77,12 +77,12 @@ def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> opta
         return LBFGSState(jnp.int32(0), zeros, zeros, memory, memory)
 
     def update(gradient: PyTree, state: LBFGSState, params: PyTree = None) -> tuple[PyTree, LBFGSState]:
-        def remembered(memory: jax.Array, now: jax.Array, last: jax.Array) -> jax.Array:
+        def remember(memory: jax.Array, now: jax.Array, last: jax.Array) -> jax.Array:
             newest = jnp.where(state.updates > 0, now - last, jnp.zeros_like(now))
             return jnp.concatenate([newest[..., None], memory[..., :-1]], axis=-1)
 
-        steps = jax.tree.map(remembered, state.steps, params, state.params)
-        changes = jax.tree.map(remembered, state.changes, gradient, state.gradient)
+        steps = jax.tree.map(remember, state.steps, params, state.params)
+        changes = jax.tree.map(remember, state.changes, gradient, state.gradient)
         vectors = jax.tree.map(lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient)
         sums = jax.tree.map(_products, vectors)
         products = total(ranks, sums)

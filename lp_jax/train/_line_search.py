@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,11 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 
+_Trial: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, PyTree]
+"""Number of trials, the last one's length, whether it was good enough, and its trajectory."""
 
-class Found(NamedTuple):
+
+class SearchResult(NamedTuple):
     """Result of a line search."""
 
     params: PyTree
@@ -68,19 +71,17 @@ class Backtracking:
         slope: jax.Array,
         trajectory: PyTree,
         evaluate: Callable[[PyTree], tuple[jax.Array, PyTree]],
-    ) -> Found:
+    ) -> SearchResult:
         """Search from ``params``, where the loss has this slope along ``direction``; ``evaluate`` returns loss and trajectory."""
 
         def at(length: jax.Array) -> PyTree:
             return optax.apply_updates(params, optax.tree.scale(length, direction))
 
-        def unfinished(carry: tuple[jax.Array, jax.Array, jax.Array, PyTree]) -> jax.Array:
+        def unfinished(carry: _Trial) -> jax.Array:
             count, _, good, _ = carry
             return ~good & (count < self.trials)
 
-        def body(
-            carry: tuple[jax.Array, jax.Array, jax.Array, PyTree],
-        ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
+        def body(carry: _Trial) -> _Trial:
             count, length, _, _ = carry
             length = jnp.where(count == 0, length, length * self.shrink)
             value, trajectory = evaluate(at(length))
@@ -89,4 +90,4 @@ class Backtracking:
         start = (jnp.int32(0), jnp.ones_like(loss), jnp.asarray(False), trajectory)
         count, length, good, trajectory = lax.while_loop(unfinished, body, start)
         length = jnp.where(good, length, jnp.zeros_like(length))
-        return Found(at(length), trajectory, count, ~good)
+        return SearchResult(at(length), trajectory, count, ~good)

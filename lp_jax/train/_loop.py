@@ -1,12 +1,13 @@
 """The training loop. On SIGINT (Ctrl-C) and SIGTERM the step is finished first."""
 
+import contextlib
 import itertools
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 import jax
@@ -53,33 +54,23 @@ class Interrupted(RuntimeError):
         self.step = step
 
 
-class Interrupts:
-    """Context manager that stores the first SIGINT or SIGTERM in ``received``; a second one acts as usual.
+@contextlib.contextmanager
+def _first_signal() -> Iterator[Callable[[], int | None]]:
+    """Hold back the first SIGINT or SIGTERM; yield a function that returns it. A second one acts as usual.
 
     It does nothing outside the main thread, where Python allows no handlers.
     """
+    received: list[int] = []
+    with contextlib.ExitStack() as handlers:  # of before; they return when the stack is closed
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._handlers: dict[int, object] = {}
+        def receive(number: int, frame: FrameType | None) -> None:
+            received.append(number)
+            handlers.close()
 
-    def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._restore()
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._handlers = {}
+                handlers.callback(signal.signal, number, signal.signal(number, receive))
+        yield lambda: received[0] if received else None
 
 
 class Every(NamedTuple):
@@ -199,7 +190,8 @@ def fit(
             f"got {type(batches).__name__}."
         )
     log = Log() if log is None else log
-    done, last = int(state.step), steps_per_epoch * epochs
+    done = step = int(state.step)
+    last = steps_per_epoch * epochs
     log.rewind(done)
 
     def batch_of(step: int) -> Batch:
@@ -208,7 +200,6 @@ def fit(
 
     record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints, batch_of=batch_of)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
-    step = done
     solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
     forward, adjoint = or_default(solver, adjoint_solver)
     pair = forward, forward.for_adjoint() if adjoint is None else adjoint
@@ -217,13 +208,14 @@ def fit(
         solvers = controller.solvers(state.control, *pair)
     meter.start(done, last)
     try:
-        with Interrupts() as interrupts:
+        with _first_signal() as received:
             for epoch in range(done // steps_per_epoch, epochs):
                 for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
                     if controller is not None and controller.due(step):
                         record.flush(step)
                         control, row = controller.probe(state.control, state.params, batch, *pair)
-                        record.log_decision(step + 1, row)
+                        record.write("control", step + 1, **row)
+                        record.restart_clock()
                         state = state._replace(control=control)
                         solvers = controller.solvers(control, *pair)
                     state, metrics = step_fn(state, batch, *solvers)
@@ -233,11 +225,11 @@ def fit(
                     saves = checkpoints is not None and (step == last or step % checkpoint_every == 0)
                     # The first step of a process compiles, and is fetched on its own to keep that out of the others' times.
                     fetches = due or saves or step in (done + 1, last) or step % log_every == 0
-                    signal = interrupts.received
+                    stop = received()
                     if agree is not None:
-                        signal = agree(signal) if fetches else None
-                    saves = saves or (checkpoints is not None and signal is not None)
-                    if fetches or signal is not None:
+                        stop = agree(stop) if fetches else None
+                    saves = saves or (checkpoints is not None and stop is not None)
+                    if fetches or stop is not None:
                         record.flush(step)
                     for m in due:
                         record.log_measurement(m.kind, step, m.measure(state, batch))
@@ -245,9 +237,9 @@ def fit(
                         checkpoints.save(state)
                     if due or saves:
                         record.restart_clock()
-                    if signal is not None:
+                    if stop is not None:
                         saved = None if checkpoints is None else str(checkpoints.folder / str(step))
-                        raise Interrupted(signal, step, saved)
+                        raise Interrupted(stop, step, saved)
                 if step != (epoch + 1) * steps_per_epoch:
                     number = step - epoch * steps_per_epoch
                     raise ValueError(f"batches({epoch}) gave {number} batches; steps_per_epoch is {steps_per_epoch}.")
@@ -292,7 +284,7 @@ class _Recorder:
         for number, (epoch, metrics) in enumerate(fetched, step - len(fetched) + 1):
             self.seconds += step_time
             info, norms = metrics.info, metrics.info.stats.residual_norms.tolist()
-            self._write(
+            self.write(
                 "train",
                 number,
                 epoch=epoch,
@@ -307,7 +299,9 @@ class _Recorder:
                 step_time=step_time,
             )
             if not metrics.finite:
-                raise DivergenceError(self._divergence(number, metrics))
+                raise DivergenceError(
+                    f"{divergence_message(number, metrics, self.batch_of(number))} {self._last_checkpoint()}"
+                )
             self._watch("forward", number, norms, float(info.scale), int(info.result))
             if metrics.adjoint_result is not None:
                 self._watch("adjoint", number, (), 0.0, int(metrics.adjoint_result))
@@ -316,16 +310,12 @@ class _Recorder:
         self.restart_clock()
 
     def log_measurement(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        self._write(kind, step, **values)
+        self.write(kind, step, **values)
         row = self.log.rows[-1]
         for solve in ("forward", "adjoint"):
             self._watch(solve, step, unflat(f"{solve}_residual", row), row.get(f"{solve}_scale") or 0.0)
 
-    def log_decision(self, step: int, row: Mapping[str, object]) -> None:
-        self._write("control", step, **row)
-        self.restart_clock()
-
-    def _write(self, kind: str, step: int, **values: object) -> None:
+    def write(self, kind: str, step: int, **values: object) -> None:
         self.log.write(kind=kind, step=step, **values)
         self.meter.show(self.log.rows[-1])
 
@@ -335,18 +325,10 @@ class _Recorder:
     def _warn(self, solve: str, step: int, message: str | None) -> None:
         if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
             self.warned[solve] = step
-            self._write("warning", step, solve=solve, message=message)
+            self.write("warning", step, solve=solve, message=message)
             self.meter.say(f"step {step}: {message}")
 
-    def _divergence(self, step: int, metrics: Metrics) -> str:
-        text = divergence_message(
-            step,
-            float(metrics.loss),
-            float(metrics.gradient_norm),
-            int(metrics.info.result),
-            self.batch_of(step),
-            int(metrics.info.outside),
-        )
+    def _last_checkpoint(self) -> str:
         if self.checkpoints is None or self.checkpoints.latest is None:
-            return f"{text} No checkpoint was saved before."
-        return f"{text} The last checkpoint is that of step {self.checkpoints.latest}, in {self.checkpoints.folder}."
+            return "No checkpoint was saved before."
+        return f"The last checkpoint is that of step {self.checkpoints.latest}, in {self.checkpoints.folder}."

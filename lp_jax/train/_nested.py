@@ -8,7 +8,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from lp_jax.train._step import init_state, make_train_step, map_slots, replicate
 from lp_jax.train._supervised import classification
 from lp_jax.train._types import Batch, LossFn, StepFn, TrainState
 
-T = TypeVar("T")
+Once: TypeAlias = Callable[[Callable[[], Any]], Any]
+"""Calls a function in one process, and returns its value in all."""
 
 
 class Depth(NamedTuple):
@@ -121,9 +122,9 @@ def nested(
     folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
     if log is None:  # rank 0 writes the file
         log = Log(Path(folder) / "metrics.jsonl") if folder is not None and (ranks is None or ranks.is_root) else Log()
-    once: Once = _here if ranks is None else ranks.once
+    once: Once = (lambda f: f()) if ranks is None else ranks.once
     for factor in itertools.accumulate(factors[1:], operator.mul):
-        on_trunk(model.trunk, functools.partial(_staying, factor=factor, how=how))
+        on_trunk(model.trunk, functools.partial(_check_staying, factor=factor, how=how))
     reached = once(
         lambda: max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
     )
@@ -136,12 +137,9 @@ def nested(
             continue
         with contextlib.ExitStack() as stack:
             if path is not None:
-                settings = {**(config or {}), "layers": depth.layers}
+                make: Any = Checkpoints if ranks is None else ranks.checkpoints
                 checkpoints: Checkpoints | RankCheckpoints
-                if ranks is None:
-                    checkpoints = stack.enter_context(Checkpoints(path, config=settings))
-                else:
-                    checkpoints = stack.enter_context(ranks.checkpoints(path, config=settings))
+                checkpoints = stack.enter_context(make(path, config={**(config or {}), "layers": depth.layers}))
                 options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
                     checkpoints.save(state)
@@ -205,7 +203,7 @@ def deepen(
     degrees = iter(_degrees(optimizer, state.params))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
-    def prolonged(slot: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    def prolong(slot: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         degree = next(degrees)
         if slot.shape == wanted.shape:
             return slot
@@ -213,7 +211,7 @@ def deepen(
             return nn.refine(slot, factor, "zeros" if degree == 1 else "constant")
         return nn.refine(slot, factor) / factor**degree
 
-    return deeper, fresh._replace(step=state.step, opt_state=map_slots(prolonged, state.opt_state, shapes))
+    return deeper, fresh._replace(step=state.step, opt_state=map_slots(prolong, state.opt_state, shapes))
 
 
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
@@ -266,28 +264,17 @@ def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
     blocks = [part.num_layers for part in parts if hasattr(part, "num_layers")]
     numbers = [max(blocks, default=depths[0].layers), *(depth.layers for depth in depths)]
-    factors = [after // before for before, after in itertools.pairwise(numbers)]
-    whole = all(n * before == after for n, (before, after) in zip(factors, itertools.pairwise(numbers), strict=True))
-    if factors[0] != 1 or 1 in factors[1:] or not whole:
+    factors, rests = zip(*(divmod(deep, shallow) for shallow, deep in itertools.pairwise(numbers)), strict=True)
+    if factors[0] != 1 or 1 in factors[1:] or any(rests):
         raise ValueError(
             f"depths must begin with the model's {numbers[0]} layers, and each be a larger multiple of the one before; got "
             f"{numbers[1:]}."
         )
-    return factors
+    return list(factors)
 
 
-def _staying(block: nn.LayerParallel, factor: int, how: str) -> nn.LayerParallel:
+def _check_staying(block: nn.LayerParallel, factor: int, how: str) -> nn.LayerParallel:
     return staying(block, factor * block.num_layers, how)
-
-
-class Once(Protocol):
-    """Calls a function in one process, and returns its value in all."""
-
-    def __call__(self, f: Callable[[], T], /) -> T: ...
-
-
-def _here(f: Callable[[], T]) -> T:
-    return f()
 
 
 def _has_checkpoint(folder: Path) -> bool:
@@ -316,7 +303,7 @@ def _train(
     first, reached = begun[0] // steps_per_epoch, int(state.step) // steps_per_epoch
     last = first + depth.epochs
     for epochs in range(reached + 1, last + 1) if depth.tolerance else [last]:
-        if depth.tolerance and once(lambda: _settled(log, first, depth.tolerance)):
+        if depth.tolerance and once(lambda: _has_settled(log, first, depth.tolerance)):
             break
         state, _ = fit(
             step_fn,
@@ -332,11 +319,9 @@ def _train(
     return state
 
 
-def _settled(log: Log, first: int, tolerance: float) -> bool:
+def _has_settled(log: Log, first: int, tolerance: float) -> bool:
     """Return whether the mean loss fell by less than the part ``tolerance`` in the last epoch."""
-    losses: dict[int, list[float]] = {}
-    for row in log.of("train"):
-        if row["epoch"] >= first:
-            losses.setdefault(row["epoch"], []).append(row["loss"])
-    *_, before, after = [np.inf, np.inf, *(float(np.mean(each)) for each in losses.values())]
-    return after > (1 - tolerance) * before
+    rows = [row for row in log.of("train") if row["epoch"] >= first]
+    epochs = itertools.groupby(rows, operator.itemgetter("epoch"))
+    *_, last, newest = [np.inf, np.inf, *(np.mean([row["loss"] for row in each]) for _, each in epochs)]
+    return bool(newest > (1 - tolerance) * last)

@@ -27,17 +27,17 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
     """Return the problem of a classifier's layers: of the longest block, if there are several."""
     merged = nnx.merge(nnx.graphdef(model), params)
     x, targets, *key = batch
-    problem, y1, rest = _reached(merged, x, key)
+    problem, y1, rest = _reach(merged, x, key)
     cotangent = jax.grad(lambda y: loss(merged.closing(rest(y)), targets))(y1)
     quarter = len(targets) // 4
     fewer = None
     if quarter >= 2:
-        smaller, _, _ = _reached(merged, jax.tree.map(lambda leaf: leaf[:quarter], x), key)
+        smaller, _, _ = _reach(merged, jax.tree.map(lambda leaf: leaf[:quarter], x), key)
         fewer = {name: getattr(smaller, name) for name in ("y0", "shared", "data")}
     return Inner(problem, cotangent, fewer)
 
 
-def _reached(model: Classifier, x: PyTree, key: list[jax.Array]) -> tuple[Problem, State, Callable[[State], State]]:
+def _reach(model: Classifier, x: PyTree, key: list[jax.Array]) -> tuple[Problem, State, Callable[[State], State]]:
     """Return the longest block's problem, its last state, and the function from there to the closing layer."""
     context = {**model.context_of(x), **({"key": key[0]} if key else {})}
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
@@ -60,17 +60,13 @@ def plan(
     batch: Batch,
     *,
     loss: Measure = cross_entropy,
-    error: float = 1e-2,
-    workers: int = 1,
-    machine: planning.Machine | None = None,
-    interconnect: planning.Interconnect | None = None,
-    seconds: float = 10.0,
+    **options: Any,
 ) -> planning.Plan:
     """Plan the layers of a classifier with `lp_jax.plan`, for the state and the cotangent of a batch.
 
     ``params`` are those that `classification` or `regression` returns. A batch is ``(x, labels)`` or ``(x, labels, key)``.
-    ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``. The other arguments are those of
-    `lp_jax.plan`.
+    ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``. ``options`` are other arguments of
+    `lp_jax.plan`: ``error``, ``workers``, ``machine``, ``seconds``, ...
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -85,13 +81,4 @@ def plan(
         0.01
     """
     problem, cotangent, fewer = inner(model, params, batch, loss)
-    return planning.plan(
-        problem,
-        cotangent=cotangent,
-        fewer=fewer,
-        error=error,
-        workers=workers,
-        machine=machine,
-        interconnect=interconnect,
-        seconds=seconds,
-    )
+    return planning.plan(problem, cotangent=cotangent, fewer=fewer, **options)

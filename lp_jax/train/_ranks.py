@@ -138,12 +138,9 @@ class Ranks:
 
     def sums(self, sums: PyTree) -> PyTree:
         """Sum over all ranks of the layers; ``sums`` has one sum over this rank's layers for each parameter."""
-        leaves, structure = jax.tree.flatten(sums)
-        spread = self._in_trunk(sums)
-        summed = iter(self.layers.sum([x for x, in_trunk in zip(leaves, spread, strict=True) if in_trunk]))
-        return jax.tree.unflatten(
-            structure, [next(summed) if in_trunk else x for x, in_trunk in zip(leaves, spread, strict=True)]
-        )
+        spread = [x for x, in_trunk in zip(jax.tree.leaves(sums), self._in_trunk(sums), strict=True) if in_trunk]
+        summed = iter(self.layers.sum(spread))
+        return self._leaf_by_leaf(lambda x, in_trunk: next(summed) if in_trunk else x, sums)
 
     def global_sums(self, sums: PyTree) -> PyTree:
         """The old name of `sums`."""

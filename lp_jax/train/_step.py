@@ -28,12 +28,12 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     """
     params = jax.tree.map(jnp.copy, params)
 
-    def placed(slot: jax.Array, param: jax.Array) -> jax.Array:
+    def place(slot: jax.Array, param: jax.Array) -> jax.Array:
         alike = slot.shape == param.shape and param.sharding.num_devices > 1
         return jax.device_put(slot, param.sharding) if alike else slot
 
     opt_state = jax.tree.map(jnp.copy, optimizer.init(params))  # optax may hold one array in two places
-    return TrainState(jnp.int32(0), params, map_slots(placed, opt_state, params))
+    return TrainState(jnp.int32(0), params, map_slots(place, opt_state, params))
 
 
 def replicate_rest(state: TrainState) -> TrainState:
@@ -175,7 +175,7 @@ def finish_step(
     ranks: Ranks | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Count the step and return its metrics. ``state`` has the new parameters; ``loss`` and ``gradient`` are at the old ones."""
-    params = _merged(state.params, info.replace)
+    params = _merge(state.params, info.replace)
     info = info._replace(replace=None, trajectory=None)
     squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
     gradient_norm, norm = jnp.sqrt(total(ranks, squares))
@@ -183,7 +183,7 @@ def finish_step(
     return state._replace(step=state.step + 1, params=params), Metrics(loss, gradient_norm, finite, info)
 
 
-def _merged(params: PyTree, new: PyTree) -> PyTree:
+def _merge(params: PyTree, new: PyTree) -> PyTree:
     """Return a nested dict with the values of ``new`` in place of its own."""
     if new is None:
         return params

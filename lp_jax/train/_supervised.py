@@ -1,8 +1,8 @@
 """Classification and regression by an NNX model that is solved layer-parallel."""
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from lp_jax.train._types import Batch, Info, LossFn, Restart
 
 Measure: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A loss as a function of outputs and targets, ``(outputs, y)``; returns a scalar."""
+
+Score: TypeAlias = tuple[jax.Array, Mapping[str, Any]]
+"""Loss of a batch, and the counts of its `Info`."""
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -117,16 +120,15 @@ def classification(
         4
     """
 
-    def scored(logits: jax.Array, labels: jax.Array) -> Score:
+    def score(logits: jax.Array, labels: jax.Array) -> Score:
         check_labels(labels, logits)
-        return Score(
-            cross_entropy(logits, labels),
-            jnp.sum(jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32),
-            jnp.sum(labels >= 0, dtype=jnp.int32),
-            jnp.sum(labels >= logits.shape[-1], dtype=jnp.int32),
-        )
+        return cross_entropy(logits, labels), {
+            "correct": jnp.sum(jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32),
+            "total": jnp.sum(labels >= 0, dtype=jnp.int32),
+            "outside": jnp.sum(labels >= logits.shape[-1], dtype=jnp.int32),
+        }
 
-    return _supervised(model, scored, penalty)
+    return _supervised(model, score, penalty)
 
 
 def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None) -> tuple[LossFn, PyTree]:
@@ -159,24 +161,15 @@ def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | N
         ((), None)
     """
 
-    def scored(outputs: jax.Array, y: jax.Array) -> Score:
-        return Score(mean_squared_error(outputs, y), None, jnp.int32(y.size), jnp.int32(0))
+    def score(outputs: jax.Array, y: jax.Array) -> Score:
+        return mean_squared_error(outputs, y), {"total": jnp.int32(y.size), "outside": jnp.int32(0)}
 
-    return _supervised(model, scored, penalty)
-
-
-class Score(NamedTuple):
-    """Loss of a batch, with its numbers of right answers, of answers, and of labels outside the classes."""
-
-    loss: jax.Array
-    correct: jax.Array | None
-    total: jax.Array
-    outside: jax.Array
+    return _supervised(model, score, penalty)
 
 
 def _supervised(
     model: Classifier,
-    scored: Callable[[jax.Array, jax.Array], Score],
+    score: Callable[[jax.Array, jax.Array], Score],
     penalty: Callable[[Problem], jax.Array] | None,
 ) -> tuple[LossFn, PyTree]:
     if penalty is not None and not isinstance(model.trunk, LayerParallel):
@@ -196,17 +189,14 @@ def _supervised(
         if penalty is not None and isinstance(merged.trunk, LayerParallel):
             extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
         outputs, solution = merged.solve(x, **options, solver=solver, adjoint_solver=adjoint_solver)
-        score = scored(outputs, y)
-        replace = nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat))
-        return score.loss + extra, Info(
-            score.total,
-            solution.stats,
-            solution.result,
-            score.correct,
-            _tree.norm(solution.y1),
-            replace or None,
-            solution.trajectory,
-            outside=score.outside,
+        loss, counts = score(outputs, y)
+        return loss + extra, Info(
+            stats=solution.stats,
+            result=solution.result,
+            scale=_tree.norm(solution.y1),
+            replace=nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat)) or None,
+            trajectory=solution.trajectory,
+            **counts,
         )
 
     return loss_fn, nnx.to_pure_dict(state)
@@ -267,10 +257,10 @@ def confusion_matrix(
         >>> counts.shape, int(counts[0].sum())  # all 16 are of class 0
         ((3, 3), 16)
     """
-    graphdef = nnx.graphdef(model)
     counts = np.zeros((classes, classes), int)
     for x, labels in batches:
-        answers, labels = np.asarray(_outputs(graphdef, params, x, solver)).argmax(axis=-1), np.asarray(labels)
+        labels = np.asarray(labels)
+        answers = np.asarray(predict(model, params, x, solver=solver)).argmax(axis=-1)
         np.add.at(counts, (labels[labels >= 0], answers[labels >= 0]), 1)
     return counts
 

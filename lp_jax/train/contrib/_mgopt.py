@@ -153,8 +153,8 @@ def mgopt(
             optimizer,
             correction,
             line_search,
-            functools.partial(_moved, functools.partial(nn.refine, factor=factor, how=how), shapes),
-            functools.partial(_moved, functools.partial(nn.coarsen, factor=factor), shapes),
+            functools.partial(_move, functools.partial(nn.refine, factor=factor, how=how), shapes),
+            functools.partial(_move, functools.partial(nn.coarsen, factor=factor), shapes),
             tuple(float(factor) ** -level for level in range(len(losses))),
             pre,
             post,
@@ -187,8 +187,8 @@ class _Levels:
     optimizer: optax.GradientTransformation
     correction: optax.GradientTransformation
     line_search: Backtracking | None
-    prolonged: Callable[[int, PyTree], PyTree]  # to this level
-    restricted: Callable[[int, PyTree], PyTree]
+    prolong: Callable[[int, PyTree], PyTree]  # to this level
+    restrict: Callable[[int, PyTree], PyTree]
     costs: Sequence[float]  # of a gradient on each level
     pre: int
     post: int
@@ -206,7 +206,7 @@ class _Levels:
         (value, info), gradient = jax.value_and_grad(self.losses[level], has_aux=True)(params, self.solver)
         return Point(value - self.dot(v, params), optax.tree.sub(gradient, v)), info
 
-    def updated(self, params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
+    def update(self, params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
@@ -217,7 +217,7 @@ class _Levels:
 
         def body(_: jax.Array, carry: tuple[PyTree, PyTree, Point]) -> tuple[PyTree, PyTree, Point]:
             params, opt_state, at = carry
-            params, opt_state = self.updated(params, opt_state, at.gradient)
+            params, opt_state = self.update(params, opt_state, at.gradient)
             return params, opt_state, self.at(level, v, params)[0]
 
         return lax.fori_loop(0, number, body, (params, opt_state, at))
@@ -228,26 +228,26 @@ class _Levels:
         """Improve the parameters of a level, given its objective ``at`` them."""
         if level == len(self.losses) - 1:
             params, opt_state, at = self.steps(level, v, self.coarsest - 1, params, memory.optimizer, at)
-            params, opt_state = self.updated(params, opt_state, at.gradient)
+            params, opt_state = self.update(params, opt_state, at.gradient)
             spent, taken = _NOTHING, self.coarsest - 1
         else:
             params, opt_state, at = self.steps(level, v, self.pre, params, memory.optimizer, at)
-            params, memory, spent = self.corrected(level, v, params, memory, at)
+            params, memory, spent = self.correct(level, v, params, memory, at)
             if self.post:
                 at, _ = self.at(level, v, params)
                 params, opt_state, at = self.steps(level, v, self.post - 1, params, opt_state, at)
-                params, opt_state = self.updated(params, opt_state, at.gradient)
+                params, opt_state = self.update(params, opt_state, at.gradient)
             taken = self.pre + self.post
         spent = spent._replace(gradients=spent.gradients + taken * self.costs[level])
         return params, memory._replace(optimizer=opt_state), spent
 
-    def corrected(
+    def correct(
         self, level: int, v: PyTree, params: PyTree, memory: LevelState, at: Point
     ) -> tuple[PyTree, LevelState, Spent]:
         """Add the correction by the coarser levels."""
         below, coarser = level + 1, memory.coarser
-        start = self.restricted(below, params)
-        (gradient,) = jax.linear_transpose(functools.partial(self.prolonged, level), start)(at.gradient)
+        start = self.restrict(below, params)
+        (gradient,) = jax.linear_transpose(functools.partial(self.prolong, level), start)(at.gradient)
         own, _ = self.at(below, optax.tree.zeros_like(start), start)
         v_below = optax.tree.sub(own.gradient, gradient)
         learnt, at_learnt = start, Point(own.value - self.dot(v_below, start), gradient)
@@ -257,7 +257,7 @@ class _Levels:
                 at_learnt, _ = self.at(below, v_below, learnt)
             learnt, coarser, spent = self.visit(below, v_below, learnt, coarser, at_learnt)
             gradients += self.costs[below] + spent.gradients
-        backwards = self.prolonged(level, optax.tree.sub(start, learnt))
+        backwards = self.prolong(level, optax.tree.sub(start, learnt))
         direction, correction_state = self.correction.update(backwards, memory.correction, params)
         memory = memory._replace(correction=correction_state, coarser=coarser)
         if self.line_search is None:
@@ -277,7 +277,7 @@ def _batch_loss(
     return loss_fn(params, batch, solver, adjoint_solver)
 
 
-def _moved(change: Callable[[jax.Array], jax.Array], shapes: Sequence[PyTree], level: int, tree: PyTree) -> PyTree:
+def _move(change: Callable[[jax.Array], jax.Array], shapes: Sequence[PyTree], level: int, tree: PyTree) -> PyTree:
     """Bring parameters to a level: those of its layers change, all others stay."""
     return jax.tree.map(lambda x, shape: x if x.shape == shape else change(x), tree, shapes[level])
 
