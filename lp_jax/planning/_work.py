@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from lp_jax._solvers._coarse_step import CoarseStep
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
 
+KINDS = ("forward", "linearise", "adjoint", "gradient")
 # evaluations in a batch of each kind; a Newton iteration evaluates each layer, and its derivative
-EVALUATIONS = {"forward": 1, "linearise": 1, "adjoint": 1, "gradient": 1, "newton": 2}
+EVALUATIONS = dict.fromkeys(KINDS, 1) | {"newton": 2}
 
 
 class Uncounted(Exception):
