@@ -138,7 +138,8 @@ class Problem:
         """
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
         specs = functools.partial(partitions, program, arrays)
-        y1, aux, (stats, trajectory) = self.comm.call(program.run, arrays, specs)
+        arrays = program.refuse_forward_mode(arrays)
+        y1, aux, (stats, trajectory) = self.comm.call(program.solve, arrays, specs)
         return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
 
     def solve_vjp(

@@ -16,7 +16,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,18 +210,11 @@ class OnMesh(Workers):
     def rows(self) -> tuple[int, int]:
         return self.layers, sum(self.held)
 
-    def run(
-        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        spread, same = PartitionSpec(self.axis), PartitionSpec()
+    def map(self, body: Body) -> Body:
+        specs = PartitionSpec(self.axis), PartitionSpec()
         return jax.shard_map(
-            body,
-            mesh=self.mesh,
-            in_specs=(spread, same),
-            out_specs=(spread, same),
-            axis_names={self.axis},
-            check_vma=False,
-        )(stacked, common)
+            body, mesh=self.mesh, in_specs=specs, out_specs=specs, axis_names={self.axis}, check_vma=False
+        )
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]

@@ -246,11 +246,6 @@ class OnRanks(Workers):
         here = self.layers - sum(self.held[:rank])
         return max(0, min(self.held[rank], here)), self.held[rank]
 
-    def run(
-        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        return body(stacked, common)
-
     def shift(self, tree: PyTree, by: int) -> PyTree:
         source, dest = (w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by))
         if self.comm.rank >= self.active:

@@ -70,12 +70,42 @@ class Program:
     zeros: bool = False
     scan: bool = False
 
-    def run(self, arrays: Arrays) -> Output:
-        """Solve, differentiable."""
+    @functools.cached_property
+    def solve(self) -> Callable[[Arrays], Output]:
+        """The solve: a scan that JAX differentiates, or iterations whose gradient is an adjoint solve."""
         if self.scan:
-            return self._scanned(arrays)
+            return jax.jit(functools.partial(_scan, self))
+
+        @jax.custom_vjp
+        def solve(arrays: Arrays) -> Output:
+            return self._forward(arrays, keep=False)[0]
+
+        def fwd(primals: PyTree) -> tuple[Output, PyTree]:
+            arrays = custom_vjp_primal_tree_values(primals)
+            out, left = self._forward(arrays, keep=True)
+            return out, (arrays, left, (out[0], out[1], out[2][0].result))
+
+        def bwd(
+            residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output
+        ) -> tuple[Arrays]:
+            arrays, left, (y1, aux, result) = residuals
+            y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
+            gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+            if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
+                ended = gradient.adjoint_guess
+                gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(adjoint_guess=ended)
+            watch = None if arrays.watch is None else counts_of(result, stats.result)
+            return (gradient._replace(watch=watch),)
+
+        solve.defvjp(fwd, bwd, symbolic_zeros=True)
+        return solve
+
+    def refuse_forward_mode(self, arrays: Arrays) -> Arrays:
+        """Return the arrays; those of an iterative solve have a gradient in reverse mode only."""
+        if self.scan:
+            return arrays
         slices, y0, shared = reverse_only((arrays.slices, arrays.y0, arrays.shared), _FORWARD_MODE)
-        return self._solved(arrays._replace(slices=slices, y0=y0, shared=shared))
+        return arrays._replace(slices=slices, y0=y0, shared=shared)
 
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
@@ -109,17 +139,12 @@ class Program:
         slices = pad_slices(arrays.slices, workers.rows[1], n)
         return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
 
-    @functools.cached_property
-    def _scanned(self) -> Callable[[Arrays], Output]:
-        """Serial propagation, differentiated by JAX."""
-        return jax.jit(functools.partial(_scan, self))
-
     def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         leaves, combine = _tree.partition((arrays.slices, arrays.y0, arrays.shared))
 
         def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
             slices, y0, shared = combine(leaves)
-            out = self._scanned(arrays._replace(slices=slices, y0=y0, shared=shared))
+            out = self.solve(arrays._replace(slices=slices, y0=y0, shared=shared))
             return (out[0], _tree.partition(out[1])[0]), out
 
         (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
@@ -137,34 +162,6 @@ class Program:
     @functools.cached_property
     def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
         return jax.jit(functools.partial(_backward, self), static_argnames="keep")
-
-    @functools.cached_property
-    def _solved(self) -> Callable[[Arrays], Output]:
-        """The solve, with the adjoint solve as its gradient."""
-
-        @jax.custom_vjp
-        def solve(arrays: Arrays) -> Output:
-            return self._forward(arrays, keep=False)[0]
-
-        def fwd(primals: PyTree) -> tuple[Output, PyTree]:
-            arrays = custom_vjp_primal_tree_values(primals)
-            out, left = self._forward(arrays, keep=True)
-            return out, (arrays, left, (out[0], out[1], out[2][0].result))
-
-        def bwd(
-            residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output
-        ) -> tuple[Arrays]:
-            arrays, left, (y1, aux, result) = residuals
-            y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
-            gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
-            if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
-                ended = gradient.adjoint_guess
-                gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(adjoint_guess=ended)
-            watch = None if arrays.watch is None else counts_of(result, stats.result)
-            return (gradient._replace(watch=watch),)
-
-        solve.defvjp(fwd, bwd, symbolic_zeros=True)
-        return solve
 
 
 @functools.lru_cache(maxsize=128)
@@ -211,7 +208,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
     used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
-    (left, aux), (y1, stats) = workers.run(body, *program.with_slots(used).parts())
+    (left, aux), (y1, stats) = workers.map(body)(*program.with_slots(used).parts())
     report_stats("forward", solver, workers.layers, stats)
     out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, solver.stride(workers.layers)))
     return out, left if keep else None
@@ -234,7 +231,7 @@ def _backward(
         return mine, (others, stats)
 
     mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
-    spread, (common, stats) = workers.run(body, (mine, left, workers.pad(seen)), (others, cotangent))
+    spread, (common, stats) = workers.map(body)((mine, left, workers.pad(seen)), (others, cotangent))
     report_stats("adjoint", solver, workers.layers, stats)
     gradient = Arrays.joined(spread, common)
     ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
