@@ -32,8 +32,9 @@ def emit_linearised_gradient(linearised: Linearised) -> Advance:
 
     def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
         operand, u, kept = x
-        lam_next, leaves, _ = linearised.transpose(u, operand, shared, kept)(lam)
-        return lam_next, linearised.combine(operand, leaves, fill=None)
+        _, combine = _tree.partition(operand, linearised.differentiable)
+        lam_next, gradient, _ = linearised.transpose(u, operand, shared, kept)(lam)
+        return lam_next, combine(gradient, fill=None)
 
     return advance
 
@@ -46,8 +47,7 @@ def emit_gradient(chain: Chain, forward: Advance) -> Advance:
         leaves, combine = _tree.partition(operand, chain.differentiable)
         pull = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
         lam_next, gradient = pull((lam, source))
-        slices: Slices = combine(gradient, fill=None)
-        return lam_next, slices
+        return lam_next, combine(gradient, fill=None)
 
     return advance
 

@@ -10,36 +10,17 @@ between them are functions of the C-points and are never stored by the solver.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import CPoints, Points, PyTree, SliceStep, State, Transfer
 from lp_jax._comms._workers import Workers, select
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["xs", "shared", "y0", "rhs", "gathered"],
-    meta_fields=[
-        "step",
-        "steps",
-        "factor",
-        "workers",
-        "number",
-        "span",
-        "reverse",
-        "at_once",
-        "transfer",
-        "expand",
-        "linearise_at",
-        "single_example",
-        "origin",
-        "has_sources",
-    ],
-)
+@register("xs", "shared", "y0", "rhs", "gathered")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
     """A chain of ``steps`` steps in ``steps / factor`` intervals; see the top of this module.

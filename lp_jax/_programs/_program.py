@@ -14,7 +14,7 @@ from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._gradient import reverse_only, without_gradient
 from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._workers import Workers
-from lp_jax._levels._chain import Chain, pad_slices
+from lp_jax._levels._chain import Chain, pad_slices, skip_padding
 from lp_jax._levels._result import DONE, if_finite
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._programs._asked import counts_of, report_stats
@@ -116,14 +116,18 @@ class Program:
 
     def chain(self, arrays: Arrays) -> Chain:
         """The chain of the layers in ``arrays``: all layers, or those of one worker."""
-        layers = dict(self.steps)
+        steps, layers, padded = dict(self.steps), self.workers.layers, self.workers.padded
+
+        def layer(which: Which) -> Advance:
+            return skip_padding(steps[which].advance, layers) if padded else steps[which].advance
+
         return Chain(
-            layer=lambda which: layers[which].advance,
+            layer=layer,
             slices=arrays.slices,
             shared=arrays.shared,
             y0=arrays.y0,
-            layers=self.workers.layers,
-            padded=layers[0].layers is not None,
+            layers=layers,
+            padded=padded,
             workers=self.workers,
             differentiable=self.differentiable,
             recurrent=self.recurrent,
@@ -192,7 +196,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
     solver, workers = arrays.solver, program.workers
 
     def body(spread: Arrays, common: Arrays) -> tuple[tuple[Forward, PyTree], tuple[State, Stats]]:
-        arrays = Arrays.joined(spread, common)
+        arrays = Arrays.join(spread, common)
         chain, solver, guess = program.chain(arrays), arrays.solver, arrays.guess
         levels = solver.discretize(chain)
         if program.zeros:
@@ -223,7 +227,7 @@ def _backward(
 
     def body(spread: tuple[Arrays, Forward, Seen], common: tuple[Arrays, State]) -> tuple[Arrays, tuple[Arrays, Stats]]:
         (mine, left, seen), (others, cotangent) = spread, common
-        arrays = Arrays.joined(mine, others)
+        arrays = Arrays.join(mine, others)
         start = "zeros" if arrays.adjoint_guess is None and program.zeros else arrays.adjoint_guess
         chain, solver = program.chain(arrays), arrays.adjoint_solver
         gradient, stats = solve_adjoint(chain, solver, left, stride, cotangent, seen, start)
@@ -233,7 +237,7 @@ def _backward(
     mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
     spread, (common, stats) = workers.map(body)((mine, left, workers.pad(seen)), (others, cotangent))
     report_stats("adjoint", solver, workers.layers, stats)
-    gradient = Arrays.joined(spread, common)
+    gradient = Arrays.join(spread, common)
     ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
     return gradient._replace(slices=workers.trim(gradient.slices), adjoint_guess=ended), stats
 

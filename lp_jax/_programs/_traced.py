@@ -126,7 +126,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     terms, seen_by_all = workers.processor.terms, (shared, tuple(tracing.closed_over))
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
     program = Program(
-        steps=tracing.steps(terms, steps if slots.padded else None),
+        steps=tracing.steps(terms),
         workers=slots,
         differentiable=differentiable,
         has_aux=problem.has_aux,
@@ -152,14 +152,14 @@ class _Tracing:
         if signature(u) not in table:
             table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
 
-    def steps(self, terms: int, layers: int | None) -> tuple[tuple[Which, LayerStep], ...]:
+    def steps(self, terms: int) -> tuple[tuple[Which, LayerStep], ...]:
         """The layer on each level, and other steps by themselves."""
         few = terms if any(has_few(program, terms) for program in self.programs) else 0
         steps = []
         for which, table in self._table.items():
             hoisted = tuple((of, program) for of, (_, program) in table.items() if program is not None)
             step = next(iter(table.values()))[0]
-            steps.append((which, dataclasses.replace(step, terms=few, layers=layers, hoisted=hoisted)))
+            steps.append((which, dataclasses.replace(step, terms=few, hoisted=hoisted)))
         return tuple(steps)
 
     def _trace(self, step: LayerStep, u: State, x: Slices) -> tuple[LayerStep, Hoisted | None]:

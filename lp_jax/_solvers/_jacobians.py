@@ -32,8 +32,8 @@ class Jacobians(abc.ABC):
         """Undo `join`."""
 
     @abc.abstractmethod
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        """Apply ``damp(jacobian, is_matrix)`` to a Jacobian; see `Damping`."""
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        """Apply ``change(jacobian, is_matrix)``, a `Damping`, to a Jacobian."""
 
     @abc.abstractmethod
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
@@ -134,8 +134,8 @@ class Full(Whole, OwnJacobians):
         u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
         return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
 
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        return damp(jacobian, True)
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        return change(jacobian, True)
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return jnp.einsum("...ij,...j->...i", matrix, vector, precision=lax.Precision.HIGHEST)
@@ -177,8 +177,8 @@ class Shared(Whole):
         transpose = rows.T if axis == -2 else rows
         return jnp.where(jnp.isfinite(transpose), transpose, 0)
 
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        return damp(jacobian.T, True).T
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        return change(jacobian.T, True).T
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return jnp.matmul(vector, matrix, precision=lax.Precision.HIGHEST)
@@ -270,10 +270,10 @@ class Blocks(OwnJacobians):
         blocks = lax.map(entries, jnp.arange(number), batch_size=min(number, _AT_ONCE))
         return u_next, jnp.moveaxis(blocks, 0, -1).reshape(len(joined), *joined.shape)
 
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
         if len(jacobian) == 1:
-            return damp(jacobian, False)
-        return jnp.moveaxis(damp(jnp.moveaxis(jacobian, (0, 1), (-2, -1)), True), (-2, -1), (0, 1))
+            return change(jacobian, False)
+        return jnp.moveaxis(change(jnp.moveaxis(jacobian, (0, 1), (-2, -1)), True), (-2, -1), (0, 1))
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, (matrix[:, j] * vector[j][None] for j in range(len(vector))))

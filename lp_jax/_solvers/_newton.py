@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._at_once import check as check_at_once
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._levels._chain import Chain
@@ -183,7 +182,7 @@ class Newton(Solver):
         if self.jacobian_of is not None and self.jacobian == "identity":
             raise ValueError('jacobian="identity" takes no Jacobian, of no step. Leave jacobian_of out.')
         _check.one_of("storage", self.storage, ("states", "all"))
-        check_at_once("at_once", self.at_once)
+        _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     @property
@@ -284,7 +283,7 @@ class Newton(Solver):
                 jacobian = kind.linearise(lambda v: other(v, x, shared), u, transposed=level.reverse)[1]
             if not level.reverse:  # an infinite derivative would spoil the states of all later layers
                 jacobian = jnp.where(jnp.isfinite(jacobian), jacobian, 0)
-            return u_next, jacobian if self.damping is None else kind.damped(jacobian, self.damping)
+            return u_next, jacobian if self.damping is None else kind.damp(jacobian, self.damping)
 
         origin = level.origin or level.step
 
@@ -304,7 +303,7 @@ class Newton(Solver):
         def one(u: State, x: PyTree) -> jax.Array:
             jacobian = kind.at_mean(lambda u: step(u, x), u)
             jacobian = jacobian.T if level.reverse else jacobian
-            return jacobian if self.damping is None else kind.damped(jacobian, self.damping)
+            return jacobian if self.damping is None else kind.damp(jacobian, self.damping)
 
         return each(level, one, level.xs[1] if level.reverse else entering, operands)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._at_once import check as check_at_once
 from lp_jax._arrays._at_once import chunk
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, State
@@ -93,7 +92,7 @@ class Picard(Solver):
             raise ValueError(f"Picard(secant=True) sweeps over all layers; got windows={self.windows}. Leave one out.")
         _check.one_of("around", self.around, ("start", "trajectory"))
         _check.one_of("storage", self.storage, ("states", "all"))
-        check_at_once("at_once", self.at_once)
+        _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     @property
