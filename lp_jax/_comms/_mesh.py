@@ -91,21 +91,21 @@ class MeshComm(Comm):
         leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
         return _with_automatic_axes(program, explicit, tuple(leaves), structure)(arrays)
 
-    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
         self._check(stacked, common)
         if self.size == 1:
-            return Local(layers=given, held=(given,))
+            return Local(layers=layers, held=(layers,))
         if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
             raise ValueError(
                 f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. Spread "
                 "the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device has the "
                 "gradient of its own share, and average them (jax.lax.pmean, lp_jax.train.average_gradients)."
             )
-        unit = common_unit(solvers, given)
-        steps = unit * math.ceil(math.ceil(given / unit) / self.size)
+        unit = common_unit(solvers, layers)
+        steps = unit * math.ceil(math.ceil(layers / unit) / self.size)
         return OnMesh(
-            layers=given, held=(steps,) * self.size, sequential=self.sequential, mesh=self.automatic, axis=self.axis
+            layers=layers, held=(steps,) * self.size, sequential=self.sequential, mesh=self.automatic, axis=self.axis
         )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:

@@ -154,19 +154,14 @@ class Workers(abc.ABC):
         if self.active > 1:
             edge = jax.tree.map(lambda x: x[0 if reverse else -1], u)
             entered = self._first_or(y0, self.shift(edge, -1 if reverse else 1), reverse=reverse)
-
-        def leaf(first: jax.Array, x: jax.Array) -> jax.Array:
-            first = first[None].astype(x.dtype)
-            return jnp.concatenate([x[1:], first] if reverse else [first, x[:-1]])
-
-        states = jax.tree.map(leaf, entered, u)
+        states = _tree.push(u, entered, reverse=reverse)
         if sum(self.held) // span == self.total(span):
             return states
         if reverse:
             here, at = self.end(span, n)
             states = _tree.put(states, select(here, y0, _tree.take(states, at)), at)
         inside = self.start(span) + jnp.arange(n, dtype=jnp.int32) < self.total(span)
-        return jax.tree.map(lambda s, x: jnp.where(inside.reshape(n, *[1] * (x.ndim - 1)), s, x), states, u)
+        return _tree.where_rows(inside, states, u)
 
     def _first_or(self, y0: State, received: State, *, reverse: bool) -> State:
         """``y0`` on the worker where a chain begins, ``received`` on every other one."""

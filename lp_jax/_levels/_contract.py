@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
@@ -57,8 +56,7 @@ def sources_of(chain: Chain, cotangents: Sequence[Stacked | None]) -> list[Stack
     seen = [a for a in cotangents if a is not None]
     if not chain.padded:
         return seen
-    inside = chain.slices.index < chain.layers
-    return [jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, 0) for a in seen]
+    return list(_tree.where_rows(chain.slices.index < chain.layers, seen))
 
 
 class OfAux(NamedTuple):
@@ -147,9 +145,9 @@ def shared_gradient(
         return adjoint.expand(xs, fine.shared) if adjoint.expand else xs
 
     def interval(xs: PyTree, lams: State) -> list[jax.Array]:
-        return summed(contraction, (*expand(xs), lams))
+        return sum_over(contraction, (*expand(xs), lams))
 
-    def summed(gradient: Callable[..., list[jax.Array]], operands: PyTree) -> list[jax.Array]:
+    def sum_over(gradient: Callable[..., list[jax.Array]], operands: PyTree) -> list[jax.Array]:
         def add(total: list[jax.Array], some: PyTree) -> tuple[list[jax.Array], None]:
             return _tree.add(total, gradient(*some)), None
 
@@ -157,9 +155,9 @@ def shared_gradient(
 
     most = max(adjoint.at_once, _LEAST)
     if adjoint.factor == 1:
-        return summed(contraction, (*adjoint.xs, cotangents))
+        return sum_over(contraction, (*adjoint.xs, cotangents))
     if adjoint.expand is not None and most < adjoint.steps:
         zeros, groups = _tree.zeros_like(leaves), (adjoint.xs, cotangents)
         return lax.scan(lambda total, group: (_tree.add(total, interval(*group)), None), zeros, groups)[0]
     xs = jax.vmap(expand)(adjoint.xs) if adjoint.expand else adjoint.xs
-    return summed(contraction, _tree.merge((*xs, cotangents)))
+    return sum_over(contraction, _tree.merge((*xs, cotangents)))

@@ -17,7 +17,7 @@ import jax
 from lp_jax._arrays import _tree
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import CPoints, Points, PyTree, SliceStep, State, Transfer
-from lp_jax._comms._workers import Workers, select
+from lp_jax._comms._workers import Local, Workers, select
 
 
 @register("xs", "shared", "y0", "rhs", "gathered")
@@ -131,6 +131,12 @@ class Level:
     def with_rhs(self, rhs: Points) -> "Level":
         """This level with a right-hand side, leaves ``(steps, ...)``."""
         return dataclasses.replace(self, rhs=self.split(rhs))
+
+    def window(self, xs: PyTree, rhs: Points | None, y0: State) -> "Level":
+        """Some of the steps as a level on one worker, which ``y0`` enters; for a level with ``factor`` 1."""
+        steps = _tree.leading(xs)
+        workers = Local(layers=steps, held=(steps,), processor=self.workers.processor)
+        return dataclasses.replace(self, xs=xs, rhs=rhs, y0=y0, steps=steps, workers=workers)
 
     def linearised_at(self, states: Points) -> "Level":
         """This level with its steps linearised at the ``states`` that enter every layer, if the steps need them."""

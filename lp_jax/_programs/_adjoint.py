@@ -56,9 +56,9 @@ class Forward(NamedTuple):
     linearisations: PyTree = None
 
 
-def entered_in_final_sweep(level: Level, before: CPoints | None, c_points: CPoints) -> CPoints | None:
-    """`Forward.entered`, given the C-points before and after the final sweep."""
-    return None if before is None or before is c_points else level.incoming(before)
+def entered_in_final_sweep(level: Level, iterated: CPoints | None, c_points: CPoints) -> CPoints | None:
+    """`Forward.entered`, from the C-points before and after the final sweep."""
+    return None if iterated is None or iterated is c_points else level.incoming(iterated)
 
 
 def solve_adjoint(

@@ -201,12 +201,12 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         levels = solver.discretize(chain)
         if program.zeros:
             guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
-        before, stats = iterate(solver, levels, guess)
+        iterated, stats = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
         advance = _emit(chain, keep_states) if keep_states or program.has_aux else None
-        u, emitted = solver.finish(levels, before, advance)
+        u, emitted = solver.finish(levels, iterated, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
-        entered = entered_in_final_sweep(levels[0], before, u) if keep and not keep_states else None
+        entered = entered_in_final_sweep(levels[0], iterated, u) if keep and not keep_states else None
         y1 = levels[0].last(u)
         stats = stats._replace(result=if_finite(stats.result, y1))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)

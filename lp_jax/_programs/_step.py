@@ -99,7 +99,7 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     def rules(jaxpr: core.Jaxpr) -> bool:
         return any(e.primitive.name.startswith("custom_") or any(map(rules, inside(e))) for e in jaxpr.eqns)
 
-    def transposed(*arguments: jax.Array) -> PyTree:
+    def transpose(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))
         out, pull = jax.vjp(lambda leaves: core.jaxpr_as_fun(program)(*combine(leaves)), leaves)
         return pull([_cotangent(x) for x in out])
@@ -107,7 +107,7 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     if not rules(program.jaxpr):
         return False
     try:
-        constants = jax.make_jaxpr(transposed)(*jax.tree.leaves(arguments)).consts
+        constants = jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)).consts
     except Exception:
         return True
     return any(isinstance(c, jax.core.Tracer) for c in constants)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,40 +11,16 @@ from jax.extend import core
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Times, Transfer, Which
-from lp_jax._comms._comm import Comm, common_unit
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Transfer, Which
+from lp_jax._comms._comm import common_unit
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
+from lp_jax._programs._network import Network
 from lp_jax._programs._program import Program, first_equal
 from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._picard import or_default
 from lp_jax._solvers._solver import Solver
-
-
-class Network(Protocol):
-    """The attributes of a `Problem`, whose module imports this one."""
-
-    @property
-    def step(self) -> Step: ...
-    @property
-    def params(self) -> Stacked: ...
-    @property
-    def y0(self) -> State: ...
-    @property
-    def shared(self) -> PyTree: ...
-    @property
-    def data(self) -> Stacked: ...
-    @property
-    def t0(self) -> Times: ...
-    @property
-    def t1(self) -> Times: ...
-    @property
-    def comm(self) -> Comm: ...
-    @property
-    def has_aux(self) -> bool: ...
-    @property
-    def layers(self) -> int: ...
 
 
 def prepare(

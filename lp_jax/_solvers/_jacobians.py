@@ -55,18 +55,6 @@ class Jacobians(abc.ABC):
     """Number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic."""
 
 
-class OwnJacobians(Jacobians):
-    """Jacobians of each example at its own state."""
-
-    @abc.abstractmethod
-    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        """Return the state after the step, and the step's Jacobian.
-
-        ``transposed``: the step is an adjoint one. Whole Jacobians are then computed by its transpose, the derivative of the
-        network's own step: its first products are with unit vectors, the same for all layers that share weights.
-        """
-
-
 class Whole(Jacobians):
     """Whole Jacobians of states as vectors ``(*batch, d)``, all leaves side by side."""
 
@@ -125,10 +113,15 @@ class Whole(Jacobians):
         return 2.0 * math.prod(shape) * shape[-1]
 
 
-class Full(Whole, OwnJacobians):
+class Full(Whole):
     """Full Jacobians ``(*batch, d, d)``, one for each example, by d evaluations of the step's derivative."""
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """Return the state after the step, and the step's Jacobian.
+
+        ``transposed``: the step is an adjoint one. Whole Jacobians are then computed by its transpose, the derivative of the
+        network's own step: its first products are with unit vectors, the same for all layers that share weights.
+        """
         v = self.join(u)
         units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
@@ -212,7 +205,7 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
     return jax.tree.unflatten(structure, [places.get(i) in kinds for i in range(len(leaves))])
 
 
-class Blocks(OwnJacobians):
+class Blocks(Jacobians):
     """Block-diagonal Jacobians: one k x k block per array position, for k leaves of equal shape.
 
     Blocks have the shape ``(k, k, *batch, *place)``, for states ``(k, *batch, *place)``. Leaves of several shapes, k of each, are
@@ -246,6 +239,7 @@ class Blocks(OwnJacobians):
         return jax.tree.unflatten(self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)])
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """As `Full.linearise`."""
         transposed = transposed or _only_backward(step, u)
         u_next, derivative = _transpose(step, u) if transposed else jax.linearize(step, u)
         joined = self.join(u)

@@ -18,7 +18,7 @@ from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import each, sweep
 from lp_jax._solvers import _affine
 from lp_jax._solvers._affine import Maps
-from lp_jax._solvers._jacobians import Blocks, Full, Jacobians, OwnJacobians, Shared
+from lp_jax._solvers._jacobians import Blocks, Full, Shared
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Needs, Solver, Start, constant
 
 JACOBIANS = ("full", "shared", "diagonal", "identity")
@@ -242,7 +242,7 @@ class Newton(Solver):
         if jacobians is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
         else:
-            kind = self._kind(level)
+            kind = self._shared(level) if self.jacobian == "shared" else self._own(level)
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
             change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
         new = jax.tree.map(_finite_or_old, _tree.add(old, change), old)
@@ -257,12 +257,7 @@ class Newton(Solver):
             return 0
         return 1 if self.batch_axes is None else self.batch_axes
 
-    def _kind(self, level: Level) -> Jacobians:
-        if self.jacobian == "shared":
-            return self._shared(level)
-        return self._own(level)
-
-    def _own(self, level: Level) -> OwnJacobians:
+    def _own(self, level: Level) -> Full | Blocks:
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
     def _shared(self, level: Level) -> Shared:

@@ -12,7 +12,6 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import chunk
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, State
-from lp_jax._comms._workers import Local
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
@@ -128,18 +127,16 @@ class Picard(Solver):
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
         if self.has_tolerance:
             size = self.unit(level.workers.total(level.span))
-            slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
-            return Start(from_points(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+            points, sweeps, first = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
+            return Start(from_points(level, points), self.sweeps - 1, sweeps, jnp.sqrt(first))
         return Start(from_points(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
         size = self.unit(level.workers.total(level.span))
-        one_worker = Local(layers=size, held=(size,), processor=level.workers.processor)
 
         def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
-            xs, rhs = operands
-            inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=one_worker)
+            inside = level.window(*operands, u)
             at = Swept(constant(inside, None), u)
             for _ in range(self.sweeps - 1):
                 at, _ = self.improve((inside,), at)

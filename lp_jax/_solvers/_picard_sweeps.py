@@ -32,13 +32,7 @@ class Swept(NamedTuple):
 
     def points(self, level: Level) -> Points:
         """The states that leave the layers."""
-
-        def leaf(x: jax.Array, last: jax.Array) -> jax.Array:
-            if not x.shape[0]:
-                return x
-            return jnp.concatenate([last[None], x[:-1]] if level.reverse else [x[1:], last[None]])
-
-        return jax.tree.map(leaf, self.entering, self.last)
+        return _tree.push(self.entering, self.last, reverse=not level.reverse)
 
 
 def from_points(level: Level, points: Points) -> Swept:
@@ -126,8 +120,7 @@ def _fix_padding(level: Level, entering: Points, last: State, change: Points) ->
     number = jnp.arange(n, dtype=jnp.int32)
     last = jax.tree.map(lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last)
     entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
-    change = jax.tree.map(lambda x: jnp.where((number < end).reshape(n, *[1] * (x.ndim - 1)), x, 0), change)
-    return entering, last, change
+    return entering, last, _tree.where_rows(number < end, change)
 
 
 def sweep_interval(
