@@ -159,8 +159,9 @@ class MeshComm(Comm):
                 spec = tuple(sharding.spec)[first:]
                 names = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
                 if self.axis in names:
+                    where = f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
                     raise ValueError(
-                        f"an array of {name} ({_describe(path, leaf)}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
+                        f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
                         "which the layers are spread over. Give it another axis of the mesh, or none."
                     )
 
@@ -184,10 +185,6 @@ def _with_automatic_axes(
     """Compile ``program`` with explicit axes made automatic, and explicit again in its outputs."""
     shardings = jax.tree.unflatten(structure, leaves)
     return jax.jit(jax.sharding.auto_axes(program, axes=axes, out_sharding=shardings))
-
-
-def _describe(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:
-    return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)

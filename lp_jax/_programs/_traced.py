@@ -147,7 +147,7 @@ class _Tracing:
         try:
             closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, shared)
         except Exception as error:
-            if _exchanged(step, u, x, shared):
+            if _takes_exchanged(step, u, x, shared):
                 raise TypeError(
                     "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come "
                     "first: solve(step, params, y0)."
@@ -205,7 +205,7 @@ def _states_on_levels(transfers: Sequence[Transfer | None], y0: State) -> list[S
     return states
 
 
-def _exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
+def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
     """Whether a step that failed accepts a slice of the state as parameters, and the parameters as state."""
     try:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)

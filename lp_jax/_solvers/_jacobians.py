@@ -82,18 +82,18 @@ class Whole(Jacobians):
     ) -> tuple[State, Callable[[jax.Array], jax.Array], int]:
         """Return the state after the step, and the map from a unit vector to a column (-1) or a row (-2) of the Jacobian."""
 
-        def joined(v: jax.Array) -> tuple[jax.Array, State]:
+        def of_vector(v: jax.Array) -> tuple[jax.Array, State]:
             u_next = step(self.part(v))
             return self.join(u_next), u_next
 
         v = self.join(u)
         if transposed or _only_backward(step, u):
-            _, pull, u_next = jax.vjp(joined, v, has_aux=True)
+            _, pull, u_next = jax.vjp(of_vector, v, has_aux=True)
             derivative, axis = (lambda unit: pull(unit)[0]), -2
         else:
             if self._axes and all(len(shape) == self._axes for shape in self._shapes):
                 _refuse_units(step, u, self._shapes, self._axes)
-            _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
+            _, derivative, u_next = jax.linearize(of_vector, v, has_aux=True)
             axis = -1
         self._refuse_coupled(derivative, v)
         return u_next, derivative, axis
