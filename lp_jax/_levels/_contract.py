@@ -1,7 +1,6 @@
 """The gradient from the solution of the adjoint system: for the operands of each layer, and for the shared ones."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -59,22 +58,15 @@ def sources_of(chain: Chain, cotangents: Sequence[Stacked | None]) -> list[Stack
     return list(_tree.where_rows(chain.slices.index < chain.layers, seen))
 
 
-class OfAux(NamedTuple):
-    """Gradient of the loss through aux.
+def gradient_of_aux(
+    chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int
+) -> tuple[Stacked, tuple[Slices, list[jax.Array]]]:
+    """Pull back ``sources``, the cotangents of aux, through ``at_once`` layers at a time.
 
-    Attributes:
-        states: with respect to the states that enter the layers, ``(N, ...)``: the right-hand side of the adjoint system.
-        slices: with respect to the operands of each layer.
-        shared: with respect to the shared operands, summed over this worker's layers.
+    Returns:
+        The gradient with respect to the states that enter the layers, ``(N, ...)``, the right-hand side of the adjoint system;
+        and the gradients for the operands of each layer and for the shared ones, summed over this worker's layers.
     """
-
-    states: Stacked
-    slices: Slices
-    shared: list[jax.Array]
-
-
-def gradient_of_aux(chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int) -> OfAux:
-    """Pull back ``sources``, the cotangents of aux, through ``at_once`` layers at a time."""
     shared, combine_shared = _tree.partition(chain.shared)
 
     def layers(
@@ -92,7 +84,7 @@ def gradient_of_aux(chain: Chain, forward: Advance, states: Stacked, sources: li
 
     operands = chain.slices, states, sources
     total, (of_states, of_slices) = in_chunks(layers, _tree.zeros_like(shared), operands, max(at_once, _LEAST))
-    return OfAux(of_states, of_slices, total)
+    return of_states, (of_slices, total)
 
 
 Contraction = Callable[[Slices, Stacked, PyTree, Stacked], list[jax.Array]]

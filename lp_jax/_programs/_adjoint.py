@@ -119,8 +119,8 @@ def solve_adjoint(
         finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
         emit, contraction = emit_linearised_gradient(linearised), of_linearised(fine, linearised)
         if sources:
-            of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
-            finest = finest.with_rhs(of_aux.states)
+            rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
+            finest = finest.with_rhs(rhs)
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
 
     if isinstance(guess, str):
@@ -135,7 +135,7 @@ def solve_adjoint(
     slices = fine.merge(slices)
     shared = shared_gradient(fine, finest, cotangents, contraction)
     if of_aux is not None:
-        slices, shared = _tree.add(slices, of_aux.slices), _tree.add(shared, of_aux.shared)
+        slices, shared = _tree.add((slices, shared), of_aux)
     gradient = Arrays(
         slices, finest.last(lam), combine(chain.workers.sum(shared) if weights else [], fill=None), adjoint_guess=lam
     )
