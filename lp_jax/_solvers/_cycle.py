@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import CPoints, Points, Scalar
@@ -16,6 +16,7 @@ VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
 """The cycles that a cycle of each kind makes on the next coarser level, one after the other."""
 
 
+@runtime_checkable
 class Multigrid(Protocol):
     """The settings of a cycle; `MGRIT` has them."""
 
