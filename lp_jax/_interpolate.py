@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import CPoints, State
 from lp_jax._programs import _inputs
 
@@ -37,9 +37,8 @@ def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:
     """
     _check.integer("count", count, least=1)
     y0, trajectory = _inputs.state(y0), jax.tree.map(jnp.asarray, trajectory)
-    shapes, points = (jax.tree.map(jnp.shape, tree) for tree in (y0, trajectory))
-    same: bool = jax.tree.structure(y0) == jax.tree.structure(trajectory)  # type: ignore[operator]
-    if not same or any(x.shape[1:] != y.shape for x, y in zip(*map(jax.tree.leaves, (trajectory, y0)), strict=True)):
+    if not _inputs.alike(y0, _tree.entry_like(trajectory)):
+        shapes, points = (jax.tree.map(jnp.shape, tree) for tree in (y0, trajectory))
         raise ValueError(f"trajectory must be states like y0, {shapes}, stacked along a first axis; got {points}.")
     known = {x.shape[0] for x in jax.tree.leaves(trajectory)}
     if len(known) != 1 or known == {0}:

@@ -12,10 +12,11 @@ from jax.sharding import AxisType
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
-from lp_jax._comms._comm import Comm, OneDevice
+from lp_jax._arrays._types import CPoints, PyTree, State
+from lp_jax._comms._comm import OneDevice
 from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
+from lp_jax._programs._network import Network
 from lp_jax._programs._program import partitions, seen_of
 from lp_jax._programs._traced import prepare, trace
 from lp_jax._solution import Solution
@@ -54,7 +55,7 @@ class Gradients(NamedTuple):
 
 @_check.check_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(Network):
     """A deep network and the state that enters it, as one value: ``solve(step, params, y0, ...)`` is ``problem.solve(...)``.
 
     `plan`, `calibrate` and `hierarchy` take a problem; `scanned` and ``nn.LayerParallel.problem`` return one.
@@ -85,31 +86,6 @@ class Problem:
         >>> problem.replace(y0=jnp.zeros(())).solve(solver=lp_jax.MGRIT()).y1
         Array(0., dtype=float32)
     """
-
-    step: Step
-    params: Stacked
-    y0: State
-    _: dataclasses.KW_ONLY
-    shared: PyTree = None
-    data: Stacked = None
-    t0: Times = 0.0
-    t1: Times = 1.0
-    comm: Comm = None  # type: ignore[assignment]
-    has_aux: bool = False
-
-    def __post_init__(self) -> None:
-        if not callable(self.step):
-            raise TypeError(f"step must be a function step(y, layer) -> y_next; got {self.step!r}.")
-        object.__setattr__(self, "y0", _inputs.state(self.y0))
-        object.__setattr__(self, "comm", _inputs.comm(self.comm))
-        for name in ("params", "shared", "data"):
-            object.__setattr__(self, name, _inputs.arrays(getattr(self, name), name))
-        _inputs.number_of_layers(self.params, self.data, one_worker=self.comm == OneDevice())
-
-    @property
-    def layers(self) -> int:
-        """Number of layers that were passed: all layers; with `MPIComm`, those of this rank."""
-        return int(jax.tree.leaves((self.params, self.data))[0].shape[0])
 
     def replace(self, **changes: PyTree) -> "Problem":
         """Return this problem with some of its arguments changed.
@@ -146,7 +122,8 @@ class Problem:
         """
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
         specs = functools.partial(partitions, program, arrays)
-        y1, aux, (stats, trajectory) = self.comm.call(program.run, arrays, specs)
+        arrays = program.refuse_forward_mode(arrays)
+        y1, aux, (stats, trajectory) = self.comm.call(program.solve, arrays, specs)
         return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
 
     def solve_vjp(
@@ -187,7 +164,7 @@ class Problem:
             arguments = (self.params, self.y0, self.shared, self.data)
             cotangents = (gradient.slices.params, gradient.y0, gradient.shared[0], gradient.slices.data)
             cotangents = jax.tree.map(_or_float0, cotangents, arguments, is_leaf=lambda x: x is None)
-            params, y0, shared, data = _tree.summed(cotangents, arguments)
+            params, y0, shared, data = _tree.sum_like(cotangents, arguments)
             return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
 
         return Solution(y1, *rest, aux), pullback

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,12 +132,13 @@ def scanned(
 
 @dataclasses.dataclass(frozen=True)
 class _BodyStep:
-    """A scan's body as ``step(y, layer)``; ``layer.data`` has the leaves of the carry that are not solved for."""
+    """A scan's body as ``step(y, layer)``; ``layer.data`` begins with the leaves of the carry that are not solved for."""
 
     body: Body
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
-        carry, out = self.body(_join(y, layer.data.fixed), layer.params)
+        fixed, _ = layer.data
+        carry, out = self.body(_join(y, fixed), layer.params)
         return _inexact(jax.tree.map(jnp.asarray, carry)), out
 
 
@@ -145,11 +146,6 @@ def _of_body(solver: Solver | None) -> Solver | None:
     """The solver, with a ``jacobian_of`` that is a body turned into a step."""
     other = getattr(solver, "jacobian_of", None)
     return solver if other is None else dataclasses.replace(solver, jacobian_of=_BodyStep(other))  # type: ignore[type-var]
-
-
-class _Data(NamedTuple):
-    fixed: PyTree
-    number: jax.Array  # of the layer: stacked even if nothing else is
 
 
 def _as_problem(
@@ -164,7 +160,7 @@ def _as_problem(
         _refuse_split(comm, "reverse=True")
         xs = _flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
-    data = _Data(fixed, jnp.arange(n, dtype=jnp.int32))
+    data = fixed, jnp.arange(n, dtype=jnp.int32)  # the layers' numbers are stacked even if nothing else is
     where = _inputs.comm(comm)
     return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=where, has_aux=True), last
 

@@ -6,12 +6,14 @@
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import lp_jax
+from lp_jax._programs._step import LayerStep
 
 PACKAGE = Path(lp_jax.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
@@ -25,25 +27,50 @@ SOLVERS = {
 }
 
 
-def calls(solver, *, examples=20):
-    """For each time that the step's code runs in a gradient: who called whom, as (function, file)."""
-    found = []
+def callers(frame):
+    """Who called whom, from the outermost call of ours on, as (function, file)."""
+    stack = []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            stack.append((frame.f_code.co_qualname, path.name))
+        frame = frame.f_back
+    return stack[::-1]
 
-    def step(y, layer):
-        frame, stack = sys._getframe(1), []
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(PACKAGE):
-                stack.append((frame.f_code.co_qualname, path.name))
-            frame = frame.f_back
-        found.append(stack[::-1])
-        return y + layer.dt * jnp.tanh(y @ layer.params)
+
+def trace(solver, step, *, examples=20):
+    """Trace a gradient."""
 
     def loss(params):
         return jnp.sum(lp_jax.solve(step, params, jnp.ones((examples, 4)), solver=solver).y1 ** 2)
 
     jax.jit(jax.value_and_grad(loss)).trace(jnp.ones((32, 4, 4)))
-    return found
+
+
+def calls(solver, **options):
+    """The `callers` of the step's code, each time that it runs in a gradient."""
+    stacks = []
+
+    def step(y, layer):
+        stacks.append(callers(sys._getframe(1)))
+        return y + layer.dt * jnp.tanh(y @ layer.params)
+
+    trace(solver, step, **options)
+    return stacks
+
+
+def evaluations(solver):
+    """The `callers` of the step's program, each time that an iteration in a gradient evaluates it."""
+    stacks, advance = [], LayerStep.advance
+
+    def watch(self, *arguments):
+        stacks.append([name for name, _ in callers(sys._getframe(1)) if not name.startswith("check_arguments")])
+        return advance(self, *arguments)
+
+    with mock.patch.object(LayerStep, "advance", watch):
+        trace(solver, lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params))
+    asked_for_structure = "Linearised._from_state"  # evaluates nothing in the end
+    return [s for s in stacks if any(name.endswith(".improve") for name in s) and asked_for_structure not in s]
 
 
 def drawn():
@@ -66,6 +93,23 @@ def test_the_drawing_is_the_traceback():
     assert lines == [(name.replace("<locals>.", ""), file) for name, file in drawn()]
     (number,) = re.findall(r"(\d+) calls lie between", page)
     assert int(number) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("row", "solver", "coarse"),
+    [
+        ("default solver", None, False),
+        ("`MGRIT`, relaxation", lp_jax.MGRIT(), False),
+        ("`MGRIT`, solve on the coarsest level", lp_jax.MGRIT(), True),
+    ],
+)
+def test_calls_in_an_iteration(row, solver, coarse):
+    """The longest way to the step's program in an iteration, and the call that runs its code where it runs."""
+    (written,) = re.findall(rf"^\| {re.escape(row)} \| (\d+) \| (\d+) \|$", PAGE.read_text(), flags=re.MULTILINE)
+    stacks = [stack for stack in evaluations(solver) if ("coarse_solve" in stack) == coarse]
+    relaxations = [s for s in stacks if coarse or solver is None or "MGRIT.pre_relax" in s]
+    lengths = [max(len(s) + 2 for s in relaxations if s[0] == verb) for verb in ("solve", "Program.solve.<locals>.bwd")]
+    assert lengths == list(map(int, written))
 
 
 def test_the_tour_is_of_ten_short_files():

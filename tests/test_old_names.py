@@ -10,6 +10,7 @@ import pytest
 
 import lp_jax
 from lp_jax import train
+from lp_jax._comms._comm import OneDevice
 from lp_jax.train import contrib
 
 MOVED = {
@@ -50,6 +51,20 @@ def test_a_communicator_of_ranks(old, new):
     with pytest.warns(DeprecationWarning, match=f"MPIComm.{old} is called MPIComm.{new} now"):
         found = vars(lp_jax.MPIComm)[old].fget(comm)
     assert found is getattr(comm, new)
+
+
+def test_workers_that_run_a_body():
+    """An engine from outside that has `run` works; so does a call of `run`."""
+    with pytest.warns(DeprecationWarning, match=r"Twice.run\(body, stacked, common\) is called map\(body\)"):
+
+        class Twice(type(OneDevice().place(4, (), None, None))):
+            def run(self, body, stacked, common):
+                return body(2 * stacked, common)
+
+    assert Twice(layers=4, held=(4,)).map(lambda stacked, common: (stacked, common))(1, 3) == (2, 3)
+    with pytest.warns(DeprecationWarning, match=r"Workers.run\(body, stacked, common\) is called Workers.map"):
+        out = OneDevice().place(4, (), None, None).run(lambda stacked, common: (common, stacked), 1, 3)
+    assert out == (3, 1)
 
 
 def test_a_name_that_never_was():

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
@@ -50,6 +51,14 @@ def one_of(name: str, value: object, allowed: Iterable[str], *, otherwise: str =
     hint = f" Did you mean {near[0]!r}?" if near else ""
     wanted = " or ".join(repr(a) for a in allowed) + (f", {otherwise}" if otherwise else "")
     raise ValueError(f"{name} must be {wanted}; got {value!r}.{hint}")
+
+
+def at_once(value: object) -> None:
+    """Refuse an ``at_once`` that is not a number of layers."""
+    if isinstance(value, str):
+        one_of("at_once", value, ("auto",), otherwise="or a number of layers")
+    elif not (isinstance(value, float) and value == math.inf):
+        integer("at_once", value, least=1)
 
 
 def tolerance(rtol: object, fallback: object, *, has_tolerance: bool) -> None:

@@ -46,13 +46,13 @@ def _identity(name: str, **rules: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-def _not_transposed(cotangent: jax.Array | ad.Zero, x: object, message: str) -> list[ad.Zero]:
+def _refuse_transpose(cotangent: jax.Array | ad.Zero, x: object, message: str) -> list[ad.Zero]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
     raise ValueError(message)
 
 
-def _not_computed(*operands: object, message: str) -> NoReturn:
+def _refuse_tangent(*operands: object, message: str) -> NoReturn:
     raise TypeError(message)
 
 
@@ -61,6 +61,6 @@ def _mark(primals: Sequence[jax.Array], tangents: Tangents, message: str) -> tup
     return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, message=message)
 
 
-_untransposed = _identity("without_gradient", transpose=_not_transposed)
-_tangent = _identity("reverse_only_tangent", impl=_not_computed, lower=_not_computed, batch=_not_computed)
+_untransposed = _identity("without_gradient", transpose=_refuse_transpose)
+_tangent = _identity("reverse_only_tangent", impl=_refuse_tangent, lower=_refuse_tangent, batch=_refuse_tangent)
 _marked = _identity("reverse_only", jvp=_mark)

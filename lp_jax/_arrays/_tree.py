@@ -41,6 +41,15 @@ def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
+def where_rows(mask: jax.Array, a: PyTree, b: PyTree | None = None) -> PyTree:
+    """Leafwise ``jnp.where`` with a condition for each entry of the leading axis; None stands for zeros."""
+
+    def leaf(x: jax.Array, y: jax.Array | int) -> jax.Array:
+        return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(lambda x: leaf(x, 0), a) if b is None else jax.tree.map(leaf, a, b)
+
+
 def zeros_like(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
     """Zeros of the same shapes, for arrays or shape structs; of the same dtypes unless one is given."""
     return jax.tree.map(lambda x: varying(lax.full_like(x, 0, dtype), x), tree)
@@ -84,7 +93,7 @@ def varying_axes(x: object) -> frozenset[Hashable]:
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
-def summed(tree: PyTree, like: PyTree) -> PyTree:
+def sum_like(tree: PyTree, like: PyTree) -> PyTree:
     """Within a user's ``shard_map``, sum ``tree`` over the axes along which ``like`` is the same everywhere."""
 
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -138,6 +147,18 @@ def start(x: jax.Array, index: Sequence[jax.Array | int]) -> list[jax.Array | np
 def repeat(tree: PyTree, n: int) -> PyTree:
     """``n`` copies along a new leading axis."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), tree)
+
+
+def push(tree: PyTree, entry: PyTree, *, reverse: bool) -> PyTree:
+    """Move the entries of the leading axis by one place; ``entry`` comes first, or last if ``reverse``."""
+
+    def leaf(x: jax.Array, new: jax.Array) -> jax.Array:
+        if not x.shape[0]:
+            return x
+        new = new[None].astype(x.dtype)
+        return jnp.concatenate([x[1:], new] if reverse else [new, x[:-1]])
+
+    return jax.tree.map(leaf, tree, entry)
 
 
 def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:

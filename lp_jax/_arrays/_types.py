@@ -110,13 +110,13 @@ class Arrays(NamedTuple):
     watch: jax.Array | None = None
 
     def parts(self) -> "tuple[Arrays, Arrays]":
-        """Split into the arrays that are spread over the workers and those that each worker has. `joined` undoes it."""
+        """Split into the arrays that are spread over the workers and those that each worker has. `join` undoes it."""
         nothing: PyTree = None
         spread = Arrays(self.slices, nothing, nothing, guess=self.guess, adjoint_guess=self.adjoint_guess)
         return spread, self._replace(slices=nothing, guess=None, adjoint_guess=None)
 
     @staticmethod
-    def joined(spread: "Arrays", common: "Arrays") -> "Arrays":
+    def join(spread: "Arrays", common: "Arrays") -> "Arrays":
         """Undo `parts`."""
         return common._replace(slices=spread.slices, guess=spread.guess, adjoint_guess=spread.adjoint_guess)
 

@@ -48,13 +48,13 @@ class Comm(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
         """Decide which layers each worker holds.
 
         Args:
-            given: number of layers that the caller of `solve` passed.
+            layers: number of layers that the caller of `solve` passed.
             solvers: the forward and the adjoint solver; their ``unit`` of layers must stay on one worker.
-            stacked: ``params`` and ``data``, leaves ``(given, ...)``.
+            stacked: ``params`` and ``data``, leaves ``(layers, ...)``.
             common: ``y0`` and ``shared``.
         """
 
@@ -109,8 +109,8 @@ class OneDevice(Comm):
     def size(self) -> int:
         return 1
 
-    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
-        return Local(layers=given, held=(given,))
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
+        return Local(layers=layers, held=(layers,))
 
     def check_closed_over(self, values: Sequence[object]) -> None:
         """Accept all values: types keep their shardings within the solve."""

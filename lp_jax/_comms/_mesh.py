@@ -16,7 +16,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,21 +91,21 @@ class MeshComm(Comm):
         leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
         return _with_automatic_axes(program, explicit, tuple(leaves), structure)(arrays)
 
-    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
         self._check(stacked, common)
         if self.size == 1:
-            return Local(layers=given, held=(given,))
+            return Local(layers=layers, held=(layers,))
         if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
             raise ValueError(
                 f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. Spread "
                 "the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device has the "
                 "gradient of its own share, and average them (jax.lax.pmean, lp_jax.train.average_gradients)."
             )
-        unit = common_unit(solvers, given)
-        steps = unit * math.ceil(math.ceil(given / unit) / self.size)
+        unit = common_unit(solvers, layers)
+        steps = unit * math.ceil(math.ceil(layers / unit) / self.size)
         return OnMesh(
-            layers=given, held=(steps,) * self.size, sequential=self.sequential, mesh=self.automatic, axis=self.axis
+            layers=layers, held=(steps,) * self.size, sequential=self.sequential, mesh=self.automatic, axis=self.axis
         )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
@@ -159,8 +159,9 @@ class MeshComm(Comm):
                 spec = tuple(sharding.spec)[first:]
                 names = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
                 if self.axis in names:
+                    where = f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
                     raise ValueError(
-                        f"an array of {name} ({_describe(path, leaf)}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
+                        f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
                         "which the layers are spread over. Give it another axis of the mesh, or none."
                     )
 
@@ -186,10 +187,6 @@ def _with_automatic_axes(
     return jax.jit(jax.sharding.auto_axes(program, axes=axes, out_sharding=shardings))
 
 
-def _describe(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:
-    return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
-
-
 @dataclasses.dataclass(frozen=True)
 class OnMesh(Workers):
     """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots.
@@ -210,18 +207,11 @@ class OnMesh(Workers):
     def rows(self) -> tuple[int, int]:
         return self.layers, sum(self.held)
 
-    def run(
-        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        spread, same = PartitionSpec(self.axis), PartitionSpec()
+    def map(self, body: Body) -> Body:
+        specs = PartitionSpec(self.axis), PartitionSpec()
         return jax.shard_map(
-            body,
-            mesh=self.mesh,
-            in_specs=(spread, same),
-            out_specs=(spread, same),
-            axis_names={self.axis},
-            check_vma=False,
-        )(stacked, common)
+            body, mesh=self.mesh, in_specs=specs, out_specs=specs, axis_names={self.axis}, check_vma=False
+        )
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]

@@ -148,9 +148,9 @@ class MPIComm(Comm):
         """Return the tree, equal on all ranks; its gradient is the sum over the ranks, as each uses its own layers."""
         return _replicate(tree, self) if self.size > 1 else tree
 
-    def place(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Return this rank's workers, after all ranks have agreed on the network."""
-        counts = self._agree(given, solvers, stacked, common)
+        counts = self._agree(layers, solvers, stacked, common)
         total = sum(counts)
         if total == 0:
             raise ValueError("params and data have leading length 0 on every rank; a network needs at least one layer.")
@@ -166,7 +166,7 @@ class MPIComm(Comm):
             )
         return OnRanks(layers=total, held=tuple(counts), sequential=self.sequential, comm=self)
 
-    def _agree(self, given: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> list[int]:
+    def _agree(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> list[int]:
         """Return the number of layers on every rank. Where the ranks disagree, all of them raise."""
 
         def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
@@ -180,7 +180,7 @@ class MPIComm(Comm):
             "what all layers share": describe("y0, shared", common, 0),
             "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
         }
-        everyone = self.python_comm.allgather((given, facts))
+        everyone = self.python_comm.allgather((layers, facts))
         for rank, (_, theirs) in enumerate(everyone):
             for what, leaves in everyone[0][1].items():
                 for name in {**leaves, **theirs[what]}:
@@ -245,11 +245,6 @@ class OnRanks(Workers):
         rank = self.comm.rank
         here = self.layers - sum(self.held[:rank])
         return max(0, min(self.held[rank], here)), self.held[rank]
-
-    def run(
-        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         source, dest = (w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by))

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -10,11 +11,15 @@ import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import CPU, Processor
+from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._comms import _wire
 
 Compose = Callable[[PyTree, PyTree], PyTree]
 """An associative operation ``compose(first, second)``."""
+
+Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]
+"""A worker's part of a solve: ``body(stacked, common) -> (stacked, common)``."""
 
 Run = Callable[[State], tuple[CPoints, PyTree]]
 """A worker's part of a sequential solve: from the state that enters to its points, and a tree of other results."""
@@ -41,6 +46,17 @@ class Workers(abc.ABC):
     sequential: str
     processor: Processor = dataclasses.field(default=CPU, kw_only=True)
 
+    def __init_subclass__(cls, **keywords: object) -> None:
+        super().__init_subclass__(**keywords)
+        if "run" in vars(cls):
+            warn_renamed(f"{cls.__name__}.run(body, stacked, common)", "map(body), which returns a function,")
+            cls.map = lambda self, body: functools.partial(self.run, body)  # type: ignore[method-assign]
+
+    def run(self, body: Body, stacked: Stacked, common: PyTree) -> tuple[Stacked, PyTree]:
+        """The old name: ``map(body)(stacked, common)``."""
+        warn_renamed("Workers.run(body, stacked, common)", "Workers.map(body)(stacked, common)")
+        return self.map(body)(stacked, common)
+
     @abc.abstractmethod
     def index(self) -> int | jax.Array:
         """Return the number of this worker."""
@@ -50,11 +66,9 @@ class Workers(abc.ABC):
     def rows(self) -> tuple[int, int]:
         """Length of stacked arrays: as the caller of `solve` passes them, and with all slots."""
 
-    @abc.abstractmethod
-    def run(
-        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Run ``body(stacked, common) -> (stacked, common)`` on every worker, on its part of the stacked arrays."""
+    def map(self, body: Body) -> Body:
+        """Return ``body`` as a function that runs on every worker, on its part of the stacked arrays."""
+        return body
 
     @abc.abstractmethod
     def shift(self, tree: PyTree, by: int) -> PyTree:
@@ -140,19 +154,14 @@ class Workers(abc.ABC):
         if self.active > 1:
             edge = jax.tree.map(lambda x: x[0 if reverse else -1], u)
             entered = self._first_or(y0, self.shift(edge, -1 if reverse else 1), reverse=reverse)
-
-        def leaf(first: jax.Array, x: jax.Array) -> jax.Array:
-            first = first[None].astype(x.dtype)
-            return jnp.concatenate([x[1:], first] if reverse else [first, x[:-1]])
-
-        states = jax.tree.map(leaf, entered, u)
+        states = _tree.push(u, entered, reverse=reverse)
         if sum(self.held) // span == self.total(span):
             return states
         if reverse:
             here, at = self.end(span, n)
             states = _tree.put(states, select(here, y0, _tree.take(states, at)), at)
         inside = self.start(span) + jnp.arange(n, dtype=jnp.int32) < self.total(span)
-        return jax.tree.map(lambda s, x: jnp.where(inside.reshape(n, *[1] * (x.ndim - 1)), s, x), states, u)
+        return _tree.where_rows(inside, states, u)
 
     def _first_or(self, y0: State, received: State, *, reverse: bool) -> State:
         """``y0`` on the worker where a chain begins, ``received`` on every other one."""
@@ -267,11 +276,6 @@ class Local(Workers):
     @property
     def rows(self) -> tuple[int, int]:
         return self.layers, self.held[0]
-
-    def run(
-        self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         return _tree.zeros_like(tree)

@@ -1,10 +1,8 @@
 """The gradient from the solution of the adjoint system: for the operands of each layer, and for the shared ones."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
@@ -32,8 +30,9 @@ def emit_linearised_gradient(linearised: Linearised) -> Advance:
 
     def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
         operand, u, kept = x
-        lam_next, leaves, _ = linearised.transpose(u, operand, shared, kept)(lam)
-        return lam_next, linearised.combine(operand, leaves, fill=None)
+        _, combine = _tree.partition(operand, linearised.differentiable)
+        lam_next, gradient, _ = linearised.transpose(u, operand, shared, kept)(lam)
+        return lam_next, combine(gradient, fill=None)
 
     return advance
 
@@ -46,8 +45,7 @@ def emit_gradient(chain: Chain, forward: Advance) -> Advance:
         leaves, combine = _tree.partition(operand, chain.differentiable)
         pull = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
         lam_next, gradient = pull((lam, source))
-        slices: Slices = combine(gradient, fill=None)
-        return lam_next, slices
+        return lam_next, combine(gradient, fill=None)
 
     return advance
 
@@ -57,26 +55,18 @@ def sources_of(chain: Chain, cotangents: Sequence[Stacked | None]) -> list[Stack
     seen = [a for a in cotangents if a is not None]
     if not chain.padded:
         return seen
-    inside = chain.slices.index < chain.layers
-    return [jnp.where(inside.reshape(-1, *[1] * (a.ndim - 1)), a, 0) for a in seen]
+    return list(_tree.where_rows(chain.slices.index < chain.layers, seen))
 
 
-class OfAux(NamedTuple):
-    """Gradient of the loss through aux.
+def gradient_of_aux(
+    chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int
+) -> tuple[Stacked, tuple[Slices, list[jax.Array]]]:
+    """Pull back ``sources``, the cotangents of aux, through ``at_once`` layers at a time.
 
-    Attributes:
-        states: with respect to the states that enter the layers, ``(N, ...)``: the right-hand side of the adjoint system.
-        slices: with respect to the operands of each layer.
-        shared: with respect to the shared operands, summed over this worker's layers.
+    Returns:
+        The gradient with respect to the states that enter the layers, ``(N, ...)``, the right-hand side of the adjoint system;
+        and the gradients for the operands of each layer and for the shared ones, summed over this worker's layers.
     """
-
-    states: Stacked
-    slices: Slices
-    shared: list[jax.Array]
-
-
-def gradient_of_aux(chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int) -> OfAux:
-    """Pull back ``sources``, the cotangents of aux, through ``at_once`` layers at a time."""
     shared, combine_shared = _tree.partition(chain.shared)
 
     def layers(
@@ -94,7 +84,7 @@ def gradient_of_aux(chain: Chain, forward: Advance, states: Stacked, sources: li
 
     operands = chain.slices, states, sources
     total, (of_states, of_slices) = in_chunks(layers, _tree.zeros_like(shared), operands, max(at_once, _LEAST))
-    return OfAux(of_states, of_slices, total)
+    return of_states, (of_slices, total)
 
 
 Contraction = Callable[[Slices, Stacked, PyTree, Stacked], list[jax.Array]]
@@ -147,9 +137,9 @@ def shared_gradient(
         return adjoint.expand(xs, fine.shared) if adjoint.expand else xs
 
     def interval(xs: PyTree, lams: State) -> list[jax.Array]:
-        return summed(contraction, (*expand(xs), lams))
+        return sum_over(contraction, (*expand(xs), lams))
 
-    def summed(gradient: Callable[..., list[jax.Array]], operands: PyTree) -> list[jax.Array]:
+    def sum_over(gradient: Callable[..., list[jax.Array]], operands: PyTree) -> list[jax.Array]:
         def add(total: list[jax.Array], some: PyTree) -> tuple[list[jax.Array], None]:
             return _tree.add(total, gradient(*some)), None
 
@@ -157,9 +147,9 @@ def shared_gradient(
 
     most = max(adjoint.at_once, _LEAST)
     if adjoint.factor == 1:
-        return summed(contraction, (*adjoint.xs, cotangents))
+        return sum_over(contraction, (*adjoint.xs, cotangents))
     if adjoint.expand is not None and most < adjoint.steps:
         zeros, groups = _tree.zeros_like(leaves), (adjoint.xs, cotangents)
         return lax.scan(lambda total, group: (_tree.add(total, interval(*group)), None), zeros, groups)[0]
     xs = jax.vmap(expand)(adjoint.xs) if adjoint.expand else adjoint.xs
-    return summed(contraction, _tree.merge((*xs, cotangents)))
+    return sum_over(contraction, _tree.merge((*xs, cotangents)))

@@ -10,36 +10,17 @@ between them are functions of the C-points and are never stored by the solver.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import CPoints, Points, PyTree, SliceStep, State, Transfer
-from lp_jax._comms._workers import Workers, select
+from lp_jax._comms._workers import Local, Workers, select
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["xs", "shared", "y0", "rhs", "gathered"],
-    meta_fields=[
-        "step",
-        "steps",
-        "factor",
-        "workers",
-        "number",
-        "span",
-        "reverse",
-        "at_once",
-        "transfer",
-        "expand",
-        "linearise_at",
-        "single_example",
-        "origin",
-        "has_sources",
-    ],
-)
+@register("xs", "shared", "y0", "rhs", "gathered")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
     """A chain of ``steps`` steps in ``steps / factor`` intervals; see the top of this module.
@@ -158,6 +139,12 @@ class Level:
     def with_rhs(self, rhs: Points) -> "Level":
         """This level with a right-hand side, leaves ``(steps, ...)``."""
         return dataclasses.replace(self, rhs=self.split(rhs))
+
+    def window(self, xs: PyTree, rhs: Points | None, y0: State) -> "Level":
+        """Some of the steps as a level on one worker, which ``y0`` enters; for a level with ``factor`` 1."""
+        steps = _tree.leading(xs)
+        workers = Local(layers=steps, held=(steps,), processor=self.workers.processor)
+        return dataclasses.replace(self, xs=xs, rhs=rhs, y0=y0, steps=steps, workers=workers)
 
     def linearised_at(self, states: Points) -> "Level":
         """This level with its steps linearised at the ``states`` that enter every layer, if the steps need them."""

@@ -71,18 +71,12 @@ class Linearised:
         (total,) = jax.linear_transpose(directional, weights)(lams)
         return total
 
-    def combine(self, x: Slices, new: Sequence[object], fill: object = ...) -> Slices:
-        """Replace the differentiable leaves of ``x``; keep the others, or set them to ``fill``."""
-        values, (leaves, structure) = iter(new), jax.tree.flatten(x)
-        pairs = zip(leaves, self.differentiable, strict=True)
-        return jax.tree.unflatten(structure, [next(values) if m else (v if fill is ... else fill) for v, m in pairs])
-
     def _vjp(self, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree, PyTree]:
-        leaves = [v for v, m in zip(jax.tree.leaves(x), self.differentiable, strict=True) if m]
-        weights, combine = _tree.partition(shared)
+        leaves, combine = _tree.partition(x, self.differentiable)
+        weights, combine_shared = _tree.partition(shared)
 
         def step(u: State, leaves: list[jax.Array], weights: list[jax.Array]) -> tuple[State, PyTree]:
-            return self.step(u, self.combine(x, leaves), combine(weights) if self.weights else shared)
+            return self.step(u, combine(leaves), combine_shared(weights) if self.weights else shared)
 
         return jax.vjp(step, u, leaves, weights if self.weights else [], has_aux=True)
 

@@ -36,7 +36,6 @@ def sweep(
     if advance is not None:
         room = _room(level, advance, *_tree.entry_like((incoming, level.xs)))
         emitted = _tree.varying(_tree.repeat(room, level.intervals), incoming)
-    run = functools.partial(_interval, level, advance, count)
     if not level.intervals:  # a worker without layers
         return incoming, emitted
     size = chunk(level.intervals, level.at_once)
@@ -47,7 +46,7 @@ def sweep(
 
     def interval(k: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
         reached, emitted = carry
-        u, emitted = run(_tree.take(incoming, k), level.xs, level.rhs, emitted, k)
+        u, emitted = _interval(level, advance, count, _tree.take(incoming, k), level.xs, level.rhs, emitted, k)
         return _tree.put(reached, u, k), emitted
 
     carry = (_tree.zeros_like(incoming), emitted)
@@ -139,11 +138,11 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, PyT
 
 def _marcher(level: Level, advance: Advance | None) -> Run:
     """`march` through the intervals of ``level``, as a function of the state that enters."""
-    run = functools.partial(_interval, level, advance, level.factor)
 
     def interval(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, PyTree]:
         xs, rhs = operands
-        return run(u, xs, rhs, None if advance is None else _room(level, advance, u, xs))
+        room = None if advance is None else _room(level, advance, u, xs)
+        return _interval(level, advance, level.factor, u, xs, rhs, room)
 
     through = single(level, advance) if level.factor == 1 else interval
 
@@ -151,13 +150,13 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    def marched(y0: State) -> tuple[CPoints, PyTree]:
+    def march_from(y0: State) -> tuple[CPoints, PyTree]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
         unroll = level.workers.processor.loop_unroll(level.intervals, body, y0, first)
         return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
 
-    return marched
+    return march_from
 
 
 def single(

@@ -56,9 +56,9 @@ class Forward(NamedTuple):
     linearisations: PyTree = None
 
 
-def entered_in_final_sweep(level: Level, before: CPoints | None, c_points: CPoints) -> CPoints | None:
-    """`Forward.entered`, given the C-points before and after the final sweep."""
-    return None if before is None or before is c_points else level.incoming(before)
+def entered_in_final_sweep(level: Level, iterated: CPoints | None, c_points: CPoints) -> CPoints | None:
+    """`Forward.entered`, from the C-points before and after the final sweep."""
+    return None if iterated is None or iterated is c_points else level.incoming(iterated)
 
 
 def solve_adjoint(
@@ -111,16 +111,16 @@ def solve_adjoint(
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
     advance, sources = chain.emitting([a is not None for a in aux_cotangents]), sources_of(chain, aux_cotangents)
-    at_hand = left.linearisations is not None
-    if at_hand:
-        finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
-        emit = emit_linearised_gradient(linearised)
-    else:
+    of_aux = None
+    if left.linearisations is None:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
-        emit = emit_gradient(chain, advance)
-    of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once) if at_hand and sources else None
-    if of_aux is not None:
-        finest = finest.with_rhs(of_aux.states)
+        emit, contraction = emit_gradient(chain, advance), of_steps(fine, advance)
+    else:
+        finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
+        emit, contraction = emit_linearised_gradient(linearised), of_linearised(fine, linearised)
+        if sources:
+            rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
+            finest = finest.with_rhs(rhs)
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
 
     if isinstance(guess, str):
@@ -133,10 +133,9 @@ def solve_adjoint(
     weights, combine = _tree.partition(fine.shared)
     lam, (slices, cotangents) = solver.finish(levels, lam, with_cotangent(emit, keep=bool(weights)))
     slices = fine.merge(slices)
-    contraction = of_linearised(fine, linearised) if at_hand else of_steps(fine, advance)
     shared = shared_gradient(fine, finest, cotangents, contraction)
     if of_aux is not None:
-        slices, shared = _tree.add(slices, of_aux.slices), _tree.add(shared, of_aux.shared)
+        slices, shared = _tree.add((slices, shared), of_aux)
     gradient = Arrays(
         slices, finest.last(lam), combine(chain.workers.sum(shared) if weights else [], fill=None), adjoint_guess=lam
     )

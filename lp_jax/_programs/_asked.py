@@ -66,7 +66,7 @@ def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
     return jax.nn.one_hot(jnp.stack([forward, adjoint]), len(RESULTS), dtype=jnp.float32)
 
 
-def watched(loss: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def count_results(loss: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Add a first argument to ``loss``, whose cotangent counts how the solves inside end."""
 
     @functools.wraps(loss)
@@ -109,7 +109,7 @@ def value_and_grad(
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     shifted = (0, *(number + 1 if number >= 0 else number for number in numbers))
-    inner = jax.value_and_grad(watched(loss), shifted, has_aux)
+    inner = jax.value_and_grad(count_results(loss), shifted, has_aux)
 
     def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree, Results]:
         value, (counts, *gradients) = inner(jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs)

@@ -14,7 +14,7 @@ from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._gradient import reverse_only, without_gradient
 from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._workers import Workers
-from lp_jax._levels._chain import Chain, pad_slices
+from lp_jax._levels._chain import Chain, pad_slices, skip_padding
 from lp_jax._levels._result import DONE, if_finite
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._programs._asked import counts_of, report_stats
@@ -70,77 +70,11 @@ class Program:
     zeros: bool = False
     scan: bool = False
 
-    def run(self, arrays: Arrays) -> Output:
-        """Solve, differentiable."""
+    @functools.cached_property
+    def solve(self) -> Callable[[Arrays], Output]:
+        """The solve: a scan that JAX differentiates, or iterations whose gradient is an adjoint solve."""
         if self.scan:
-            return self._scanned(arrays)
-        slices, y0, shared = reverse_only((arrays.slices, arrays.y0, arrays.shared), _FORWARD_MODE)
-        return self._solved(arrays._replace(slices=slices, y0=y0, shared=shared))
-
-    def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
-        """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
-        if self.scan:
-            return self._scan_vjp(arrays)
-        out, left = self._forward(arrays, keep=True)
-        return out, functools.partial(self._backward, arrays, left, keep=True)
-
-    def chain(self, arrays: Arrays) -> Chain:
-        """The chain of the layers in ``arrays``: all layers, or those of one worker."""
-        layers = dict(self.steps)
-        return Chain(
-            layer=lambda which: layers[which].advance,
-            slices=arrays.slices,
-            shared=arrays.shared,
-            y0=arrays.y0,
-            layers=self.workers.layers,
-            padded=layers[0].layers is not None,
-            workers=self.workers,
-            differentiable=self.differentiable,
-            recurrent=self.recurrent,
-            footprint=self.footprint,
-            single_example=self.single_example,
-        )
-
-    def with_slots(self, arrays: Arrays) -> Arrays:
-        """Pad the arrays that are spread over the workers to all slots."""
-        workers, n = self.workers, self.workers.layers
-        stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
-        guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)
-        slices = pad_slices(arrays.slices, workers.rows[1], n)
-        return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
-
-    @functools.cached_property
-    def _scanned(self) -> Callable[[Arrays], Output]:
-        """Serial propagation, differentiated by JAX."""
-        return jax.jit(functools.partial(_scan, self))
-
-    def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
-        leaves, combine = _tree.partition((arrays.slices, arrays.y0, arrays.shared))
-
-        def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
-            slices, y0, shared = combine(leaves)
-            out = self._scanned(arrays._replace(slices=slices, y0=y0, shared=shared))
-            return (out[0], _tree.partition(out[1])[0]), out
-
-        (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
-
-        def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
-            of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
-            return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent)
-
-        return out, pullback
-
-    @functools.cached_property
-    def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
-        return jax.jit(functools.partial(_forward, self), static_argnames="keep")
-
-    @functools.cached_property
-    def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return jax.jit(functools.partial(_backward, self), static_argnames="keep")
-
-    @functools.cached_property
-    def _solved(self) -> Callable[[Arrays], Output]:
-        """The solve, with the adjoint solve as its gradient."""
+            return jax.jit(functools.partial(_scan, self))
 
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
@@ -165,6 +99,73 @@ class Program:
 
         solve.defvjp(fwd, bwd, symbolic_zeros=True)
         return solve
+
+    def refuse_forward_mode(self, arrays: Arrays) -> Arrays:
+        """Return the arrays; those of an iterative solve have a gradient in reverse mode only."""
+        if self.scan:
+            return arrays
+        slices, y0, shared = reverse_only((arrays.slices, arrays.y0, arrays.shared), _FORWARD_MODE)
+        return arrays._replace(slices=slices, y0=y0, shared=shared)
+
+    def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
+        """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
+        if self.scan:
+            return self._scan_vjp(arrays)
+        out, left = self._forward(arrays, keep=True)
+        return out, functools.partial(self._backward, arrays, left, keep=True)
+
+    def chain(self, arrays: Arrays) -> Chain:
+        """The chain of the layers in ``arrays``: all layers, or those of one worker."""
+        steps, layers, padded = dict(self.steps), self.workers.layers, self.workers.padded
+
+        def layer(which: Which) -> Advance:
+            return skip_padding(steps[which].advance, layers) if padded else steps[which].advance
+
+        return Chain(
+            layer=layer,
+            slices=arrays.slices,
+            shared=arrays.shared,
+            y0=arrays.y0,
+            layers=layers,
+            padded=padded,
+            workers=self.workers,
+            differentiable=self.differentiable,
+            recurrent=self.recurrent,
+            footprint=self.footprint,
+            single_example=self.single_example,
+        )
+
+    def with_slots(self, arrays: Arrays) -> Arrays:
+        """Pad the arrays that are spread over the workers to all slots."""
+        workers, n = self.workers, self.workers.layers
+        stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
+        guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)
+        slices = pad_slices(arrays.slices, workers.rows[1], n)
+        return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
+
+    def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
+        leaves, combine = _tree.partition((arrays.slices, arrays.y0, arrays.shared))
+
+        def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
+            slices, y0, shared = combine(leaves)
+            out = self.solve(arrays._replace(slices=slices, y0=y0, shared=shared))
+            return (out[0], _tree.partition(out[1])[0]), out
+
+        (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
+
+        def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
+            of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
+            return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent)
+
+        return out, pullback
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
+        return jax.jit(functools.partial(_forward, self), static_argnames="keep")
+
+    @functools.cached_property
+    def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
+        return jax.jit(functools.partial(_backward, self), static_argnames="keep")
 
 
 @functools.lru_cache(maxsize=128)
@@ -195,23 +196,23 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
     solver, workers = arrays.solver, program.workers
 
     def body(spread: Arrays, common: Arrays) -> tuple[tuple[Forward, PyTree], tuple[State, Stats]]:
-        arrays = Arrays.joined(spread, common)
+        arrays = Arrays.join(spread, common)
         chain, solver, guess = program.chain(arrays), arrays.solver, arrays.guess
         levels = solver.discretize(chain)
         if program.zeros:
             guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
-        before, stats = iterate(solver, levels, guess)
+        iterated, stats = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
         advance = _emit(chain, keep_states) if keep_states or program.has_aux else None
-        u, emitted = solver.finish(levels, before, advance)
+        u, emitted = solver.finish(levels, iterated, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
-        entered = entered_in_final_sweep(levels[0], before, u) if keep and not keep_states else None
+        entered = entered_in_final_sweep(levels[0], iterated, u) if keep and not keep_states else None
         y1 = levels[0].last(u)
         stats = stats._replace(result=if_finite(stats.result, y1))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
     used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
-    (left, aux), (y1, stats) = workers.run(body, *program.with_slots(used).parts())
+    (left, aux), (y1, stats) = workers.map(body)(*program.with_slots(used).parts())
     report_stats("forward", solver, workers.layers, stats)
     out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, solver.stride(workers.layers)))
     return out, left if keep else None
@@ -226,7 +227,7 @@ def _backward(
 
     def body(spread: tuple[Arrays, Forward, Seen], common: tuple[Arrays, State]) -> tuple[Arrays, tuple[Arrays, Stats]]:
         (mine, left, seen), (others, cotangent) = spread, common
-        arrays = Arrays.joined(mine, others)
+        arrays = Arrays.join(mine, others)
         start = "zeros" if arrays.adjoint_guess is None and program.zeros else arrays.adjoint_guess
         chain, solver = program.chain(arrays), arrays.adjoint_solver
         gradient, stats = solve_adjoint(chain, solver, left, stride, cotangent, seen, start)
@@ -234,9 +235,9 @@ def _backward(
         return mine, (others, stats)
 
     mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
-    spread, (common, stats) = workers.run(body, (mine, left, workers.pad(seen)), (others, cotangent))
+    spread, (common, stats) = workers.map(body)((mine, left, workers.pad(seen)), (others, cotangent))
     report_stats("adjoint", solver, workers.layers, stats)
-    gradient = Arrays.joined(spread, common)
+    gradient = Arrays.join(spread, common)
     ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
     return gradient._replace(slices=workers.trim(gradient.slices), adjoint_guess=ended), stats
 

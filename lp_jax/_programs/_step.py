@@ -47,7 +47,6 @@ class LayerStep:
         has_aux: whether it returns ``(y_next, aux)``.
         structure: structure of its output, the same in every call; None before the first trace.
         terms: most rows of a product whose weight's gradient is a sum of outer products; 0 for none.
-        layers: number of layers, if there may be slots beyond the last one; None where every slot is a layer.
         hoisted: programs by signature of the state, if the step closes over traced values.
         in_place: whether its code must run in every trace: see `needs_its_trace`.
     """
@@ -57,7 +56,6 @@ class LayerStep:
     has_aux: bool
     structure: jax.tree_util.PyTreeDef | None = None
     terms: int = 0
-    layers: int | None = None
     hoisted: tuple[tuple[Signature, Hoisted], ...] = ()
     in_place: bool = False
 
@@ -69,7 +67,7 @@ class LayerStep:
         return out
 
     def advance(self, u: State, x: Slices, shared: Shared) -> tuple[State, PyTree]:
-        """Return ``(u_next, aux)``; aux is None without ``has_aux``. The identity on slots beyond the last layer."""
+        """Return ``(u_next, aux)``; aux is None without ``has_aux``."""
         if self.in_place:
             out = self(u, x, shared[0])
         else:
@@ -79,8 +77,7 @@ class LayerStep:
                 program = self._of_hoisted(u, shared[1]) if self.hoisted else jax.make_jaxpr(self)(u, x, shared[0])
             evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
             out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
-        u_next, aux = out if self.has_aux else (out, None)
-        return u_next if self.layers is None else _tree.where(x.index < self.layers, u_next, u), aux
+        return out if self.has_aux else (out, None)
 
     def _of_hoisted(self, u: State, closed_over: Sequence[jax.Array]) -> core.ClosedJaxpr:
         hoisted = dict(self.hoisted)[signature(u)]
@@ -102,7 +99,7 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     def rules(jaxpr: core.Jaxpr) -> bool:
         return any(e.primitive.name.startswith("custom_") or any(map(rules, inside(e))) for e in jaxpr.eqns)
 
-    def transposed(*arguments: jax.Array) -> PyTree:
+    def transpose(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))
         out, pull = jax.vjp(lambda leaves: core.jaxpr_as_fun(program)(*combine(leaves)), leaves)
         return pull([_cotangent(x) for x in out])
@@ -110,7 +107,7 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     if not rules(program.jaxpr):
         return False
     try:
-        constants = jax.make_jaxpr(transposed)(*jax.tree.leaves(arguments)).consts
+        constants = jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)).consts
     except Exception:
         return True
     return any(isinstance(c, jax.core.Tracer) for c in constants)

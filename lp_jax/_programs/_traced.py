@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,40 +11,16 @@ from jax.extend import core
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Times, Transfer, Which
-from lp_jax._comms._comm import Comm, common_unit
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Transfer, Which
+from lp_jax._comms._comm import common_unit
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
+from lp_jax._programs._network import Network
 from lp_jax._programs._program import Program, first_equal
 from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._picard import or_default
 from lp_jax._solvers._solver import Solver
-
-
-class Network(Protocol):
-    """The attributes of a `Problem`, whose module imports this one."""
-
-    @property
-    def step(self) -> Step: ...
-    @property
-    def params(self) -> Stacked: ...
-    @property
-    def y0(self) -> State: ...
-    @property
-    def shared(self) -> PyTree: ...
-    @property
-    def data(self) -> Stacked: ...
-    @property
-    def t0(self) -> Times: ...
-    @property
-    def t1(self) -> Times: ...
-    @property
-    def comm(self) -> Comm: ...
-    @property
-    def has_aux(self) -> bool: ...
-    @property
-    def layers(self) -> int: ...
 
 
 def prepare(
@@ -126,7 +101,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     terms, seen_by_all = workers.processor.terms, (shared, tuple(tracing.closed_over))
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
     program = Program(
-        steps=tracing.steps(terms, steps if slots.padded else None),
+        steps=tracing.steps(terms),
         workers=slots,
         differentiable=differentiable,
         has_aux=problem.has_aux,
@@ -152,14 +127,14 @@ class _Tracing:
         if signature(u) not in table:
             table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
 
-    def steps(self, terms: int, layers: int | None) -> tuple[tuple[Which, LayerStep], ...]:
+    def steps(self, terms: int) -> tuple[tuple[Which, LayerStep], ...]:
         """The layer on each level, and other steps by themselves."""
         few = terms if any(has_few(program, terms) for program in self.programs) else 0
         steps = []
         for which, table in self._table.items():
             hoisted = tuple((of, program) for of, (_, program) in table.items() if program is not None)
             step = next(iter(table.values()))[0]
-            steps.append((which, dataclasses.replace(step, terms=few, layers=layers, hoisted=hoisted)))
+            steps.append((which, dataclasses.replace(step, terms=few, hoisted=hoisted)))
         return tuple(steps)
 
     def _trace(self, step: LayerStep, u: State, x: Slices) -> tuple[LayerStep, Hoisted | None]:
@@ -172,7 +147,7 @@ class _Tracing:
         try:
             closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, shared)
         except Exception as error:
-            if _exchanged(step, u, x, shared):
+            if _takes_exchanged(step, u, x, shared):
                 raise TypeError(
                     "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come "
                     "first: solve(step, params, y0)."
@@ -230,7 +205,7 @@ def _states_on_levels(transfers: Sequence[Transfer | None], y0: State) -> list[S
     return states
 
 
-def _exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
+def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
     """Whether a step that failed accepts a slice of the state as parameters, and the parameters as state."""
     try:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)

@@ -32,8 +32,8 @@ class Jacobians(abc.ABC):
         """Undo `join`."""
 
     @abc.abstractmethod
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        """Apply ``damp(jacobian, is_matrix)`` to a Jacobian; see `Damping`."""
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        """Apply ``change(jacobian, is_matrix)``, a `Damping`, to a Jacobian."""
 
     @abc.abstractmethod
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
@@ -53,18 +53,6 @@ class Jacobians(abc.ABC):
 
     group = 8
     """Number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic."""
-
-
-class OwnJacobians(Jacobians):
-    """Jacobians of each example at its own state."""
-
-    @abc.abstractmethod
-    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        """Return the state after the step, and the step's Jacobian.
-
-        ``transposed``: the step is an adjoint one. Whole Jacobians are then computed by its transpose, the derivative of the
-        network's own step: its first products are with unit vectors, the same for all layers that share weights.
-        """
 
 
 class Whole(Jacobians):
@@ -94,18 +82,18 @@ class Whole(Jacobians):
     ) -> tuple[State, Callable[[jax.Array], jax.Array], int]:
         """Return the state after the step, and the map from a unit vector to a column (-1) or a row (-2) of the Jacobian."""
 
-        def joined(v: jax.Array) -> tuple[jax.Array, State]:
+        def of_vector(v: jax.Array) -> tuple[jax.Array, State]:
             u_next = step(self.part(v))
             return self.join(u_next), u_next
 
         v = self.join(u)
         if transposed or _only_backward(step, u):
-            _, pull, u_next = jax.vjp(joined, v, has_aux=True)
+            _, pull, u_next = jax.vjp(of_vector, v, has_aux=True)
             derivative, axis = (lambda unit: pull(unit)[0]), -2
         else:
             if self._axes and all(len(shape) == self._axes for shape in self._shapes):
                 _refuse_units(step, u, self._shapes, self._axes)
-            _, derivative, u_next = jax.linearize(joined, v, has_aux=True)
+            _, derivative, u_next = jax.linearize(of_vector, v, has_aux=True)
             axis = -1
         self._refuse_coupled(derivative, v)
         return u_next, derivative, axis
@@ -125,17 +113,22 @@ class Whole(Jacobians):
         return 2.0 * math.prod(shape) * shape[-1]
 
 
-class Full(Whole, OwnJacobians):
+class Full(Whole):
     """Full Jacobians ``(*batch, d, d)``, one for each example, by d evaluations of the step's derivative."""
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """Return the state after the step, and the step's Jacobian.
+
+        ``transposed``: the step is an adjoint one. Whole Jacobians are then computed by its transpose, the derivative of the
+        network's own step: its first products are with unit vectors, the same for all layers that share weights.
+        """
         v = self.join(u)
         units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
         return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
 
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        return damp(jacobian, True)
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        return change(jacobian, True)
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return jnp.einsum("...ij,...j->...i", matrix, vector, precision=lax.Precision.HIGHEST)
@@ -177,8 +170,8 @@ class Shared(Whole):
         transpose = rows.T if axis == -2 else rows
         return jnp.where(jnp.isfinite(transpose), transpose, 0)
 
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        return damp(jacobian.T, True).T
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        return change(jacobian.T, True).T
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return jnp.matmul(vector, matrix, precision=lax.Precision.HIGHEST)
@@ -212,7 +205,7 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
     return jax.tree.unflatten(structure, [places.get(i) in kinds for i in range(len(leaves))])
 
 
-class Blocks(OwnJacobians):
+class Blocks(Jacobians):
     """Block-diagonal Jacobians: one k x k block per array position, for k leaves of equal shape.
 
     Blocks have the shape ``(k, k, *batch, *place)``, for states ``(k, *batch, *place)``. Leaves of several shapes, k of each, are
@@ -246,6 +239,7 @@ class Blocks(OwnJacobians):
         return jax.tree.unflatten(self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)])
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """As `Full.linearise`."""
         transposed = transposed or _only_backward(step, u)
         u_next, derivative = _transpose(step, u) if transposed else jax.linearize(step, u)
         joined = self.join(u)
@@ -270,10 +264,10 @@ class Blocks(OwnJacobians):
         blocks = lax.map(entries, jnp.arange(number), batch_size=min(number, _AT_ONCE))
         return u_next, jnp.moveaxis(blocks, 0, -1).reshape(len(joined), *joined.shape)
 
-    def damped(self, jacobian: jax.Array, damp: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
         if len(jacobian) == 1:
-            return damp(jacobian, False)
-        return jnp.moveaxis(damp(jnp.moveaxis(jacobian, (0, 1), (-2, -1)), True), (-2, -1), (0, 1))
+            return change(jacobian, False)
+        return jnp.moveaxis(change(jnp.moveaxis(jacobian, (0, 1), (-2, -1)), True), (-2, -1), (0, 1))
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, (matrix[:, j] * vector[j][None] for j in range(len(vector))))

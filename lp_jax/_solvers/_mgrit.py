@@ -10,7 +10,6 @@ from typing import TypeAlias, TypeVar, cast
 import jax
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._at_once import check as check_at_once
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State, Transfer
@@ -130,7 +129,7 @@ class MGRIT(Solver):
         _check.one_of("cycle", self.cycle, VISITS)
         _check.one_of("start", self.start, ("cascade", "guess"))
         _check.one_of("storage", self.storage, ("c_points", "all"))
-        check_at_once("at_once", self.at_once)
+        _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
         for pair in self._transfers():
             if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))):
@@ -234,7 +233,7 @@ class MGRIT(Solver):
     def pre_relax(self, level: Level, u: CPoints, *, points: bool) -> Relaxed:
         """Relax, then compute the residual; with the states that enter every step if ``points``."""
         relaxation = self._relaxation(level.number)
-        count = 0 if callable(relaxation) else relaxation.count("C")
+        count = self.c_relaxations(level.number)
         if callable(relaxation):
             u = relaxation(level, u)
         elif not points:

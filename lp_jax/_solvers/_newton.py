@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._at_once import check as check_at_once
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._levels._chain import Chain
@@ -19,7 +18,7 @@ from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import each, sweep
 from lp_jax._solvers import _affine
 from lp_jax._solvers._affine import Maps
-from lp_jax._solvers._jacobians import Blocks, Full, Jacobians, OwnJacobians, Shared
+from lp_jax._solvers._jacobians import Blocks, Full, Shared
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Needs, Solver, Start, constant
 
 JACOBIANS = ("full", "shared", "diagonal", "identity")
@@ -193,7 +192,7 @@ class Newton(Solver):
         if self.jacobian_of is not None and self.jacobian == "identity":
             raise ValueError('jacobian="identity" takes no Jacobian, of no step. Leave jacobian_of out.')
         _check.one_of("storage", self.storage, ("states", "all"))
-        check_at_once("at_once", self.at_once)
+        _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     @property
@@ -253,7 +252,7 @@ class Newton(Solver):
         if jacobians is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
         else:
-            kind = self._kind(level)
+            kind = self._shared(level) if self.jacobian == "shared" else self._own(level)
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
             change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
         new = jax.tree.map(_finite_or_old, _tree.add(old, change), old)
@@ -268,12 +267,7 @@ class Newton(Solver):
             return 0
         return 1 if self.batch_axes is None else self.batch_axes
 
-    def _kind(self, level: Level) -> Jacobians:
-        if self.jacobian == "shared":
-            return self._shared(level)
-        return self._own(level)
-
-    def _own(self, level: Level) -> OwnJacobians:
+    def _own(self, level: Level) -> Full | Blocks:
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
     def _shared(self, level: Level) -> Shared:
@@ -294,7 +288,7 @@ class Newton(Solver):
                 jacobian = kind.linearise(lambda v: other(v, x, shared), u, transposed=level.reverse)[1]
             if not level.reverse:  # an infinite derivative would spoil the states of all later layers
                 jacobian = jnp.where(jnp.isfinite(jacobian), jacobian, 0)
-            return u_next, jacobian if self.damping is None else kind.damped(jacobian, self.damping)
+            return u_next, jacobian if self.damping is None else kind.damp(jacobian, self.damping)
 
         origin = level.origin or level.step
 
@@ -314,7 +308,7 @@ class Newton(Solver):
         def one(u: State, x: PyTree) -> jax.Array:
             jacobian = kind.at_mean(lambda u: step(u, x), u)
             jacobian = jacobian.T if level.reverse else jacobian
-            return jacobian if self.damping is None else kind.damped(jacobian, self.damping)
+            return jacobian if self.damping is None else kind.damp(jacobian, self.damping)
 
         return each(level, one, level.xs[1] if level.reverse else entering, operands)
 

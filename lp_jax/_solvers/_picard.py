@@ -1,6 +1,7 @@
 """Picard iteration: evaluate all layers at once, and add up their increments."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -8,16 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._at_once import batched, chunk, in_chunks
-from lp_jax._arrays._at_once import check as check_at_once
+from lp_jax._arrays._at_once import chunk
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
-from lp_jax._comms._workers import Local
+from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._coarse_step import Coarse, Identity
-from lp_jax._solvers._picard_sweeps import Swept, from_points, plain_sweep, secant_sweep, with_slope
+from lp_jax._solvers._picard_sweeps import Swept, from_points, secant_sweep, sweep_by_chunks, sweep_interval, with_slope
 from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort, solve_intervals
 from lp_jax._solvers._windows import slide
 
@@ -92,7 +91,7 @@ class Picard(Solver):
             raise ValueError(f"Picard(secant=True) sweeps over all layers; got windows={self.windows}. Leave one out.")
         _check.one_of("around", self.around, ("start", "trajectory"))
         _check.one_of("storage", self.storage, ("states", "all"))
-        check_at_once("at_once", self.at_once)
+        _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     @property
@@ -128,18 +127,16 @@ class Picard(Solver):
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
         if self.has_tolerance:
             size = self.unit(level.workers.total(level.span))
-            slid = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
-            return Start(from_points(level, slid.points), self.sweeps - 1, slid.sweeps, jnp.sqrt(slid.first))
+            points, sweeps, first = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
+            return Start(from_points(level, points), self.sweeps - 1, sweeps, jnp.sqrt(first))
         return Start(from_points(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
         """The states after every step, window after window."""
         size = self.unit(level.workers.total(level.span))
-        one_worker = Local(layers=size, held=(size,), processor=level.workers.processor)
 
         def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
-            xs, rhs = operands
-            inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=u, steps=size, workers=one_worker)
+            inside = level.window(*operands, u)
             at = Swept(constant(inside, None), u)
             for _ in range(self.sweeps - 1):
                 at, _ = self.improve((inside,), at)
@@ -154,7 +151,14 @@ class Picard(Solver):
         return _tree.merge(points)
 
     def improve(self, levels: Sequence[Level], u: Swept) -> tuple[Swept, Scalar]:
-        return (secant_sweep if self.secant else plain_sweep)(levels[0], u)
+        level = levels[0]
+        if self.secant:
+            return secant_sweep(level, u)
+        if chunk(level.steps, level.at_once) < level.steps:
+            return sweep_by_chunks(level, u)
+        stepped, _ = sweep(level, u.entering)
+        entering, last = level.workers.prefix_sums(_tree.sub(stepped, u.entering), level.y0, reverse=level.reverse)
+        return Swept(entering, last), _tree.sum_of_squares(_tree.sub(stepped, u.points(level)))
 
     def c_points(self, levels: Sequence[Level], u: Swept) -> CPoints:
         return u.points(levels[0])
@@ -172,56 +176,11 @@ class Picard(Solver):
         if self.sweeps == 0:
             return Identity().coarsen(chain, level, span, at_once=at_once)
 
-        def solve_interval(u: State, x: PyTree, shared: PyTree) -> State:
-            x, states = x
-            return self._interval(step, u, x, states, shared, at_once=at_once)
-
         def linearise_at(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)
 
-        return Coarse(solve_interval, (xs, None), linearise_at if self.around == "trajectory" else None)
-
-    def _interval(
-        self,
-        step: SliceStep,
-        u: State,
-        xs: PyTree,
-        states: State | None,
-        shared: PyTree,
-        *,
-        at_once: int,
-    ) -> State:
-        """The state after one interval's layers. ``xs`` and ``states`` have leaves ``(span, ...)``."""
-        if states is None:
-            incoming = _tree.repeat(u, _tree.leading(xs))
-        else:  # shifted by the change of the state that enters
-            incoming = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
-
-        def increment(y: State, x: PyTree) -> State:
-            return _tree.sub(step(y, x, shared), y)
-
-        size = chunk(_tree.leading(xs), at_once)
-        if size == 1:  # one increment at a time: only the total is kept for the transpose
-
-            def one(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
-                return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
-
-            for _ in range(self.sweeps - 1):
-                incoming = lax.scan(one, _tree.wide(u), (incoming, xs))[1]
-            return _tree.narrow(lax.scan(one, _tree.wide(u), (incoming, xs))[0], u)
-
-        increments = batched(increment, size)
-
-        def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
-            before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
-            return total, before
-
-        def last(total: State, operands: tuple[Points, PyTree]) -> tuple[State, None]:
-            return _tree.add(total, _tree.total(increments(*operands))), None
-
-        for _ in range(self.sweeps - 1):
-            incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
-        return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)
+        through = functools.partial(sweep_interval, step, self.sweeps, at_once)
+        return Coarse(through, (xs, None), linearise_at if self.around == "trajectory" else None)
 
 
 DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)

@@ -1,13 +1,14 @@
-"""Sweeps over all steps of a level: plain ones, and secant sweeps with a slope from earlier sweeps."""
+"""Sweeps over all steps of a level: in chunks, and secant sweeps with a slope from earlier sweeps."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import batched, chunk, in_chunks
-from lp_jax._arrays._types import Points, PyTree, Scalar, State
+from lp_jax._arrays._types import Points, PyTree, Scalar, SliceStep, State
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import single, sweep
 
@@ -31,13 +32,7 @@ class Swept(NamedTuple):
 
     def points(self, level: Level) -> Points:
         """The states that leave the layers."""
-
-        def leaf(x: jax.Array, last: jax.Array) -> jax.Array:
-            if not x.shape[0]:
-                return x
-            return jnp.concatenate([last[None], x[:-1]] if level.reverse else [x[1:], last[None]])
-
-        return jax.tree.map(leaf, self.entering, self.last)
+        return _tree.push(self.entering, self.last, reverse=not level.reverse)
 
 
 def from_points(level: Level, points: Points) -> Swept:
@@ -47,17 +42,8 @@ def from_points(level: Level, points: Points) -> Swept:
     return Swept(level.incoming(points), last)
 
 
-def plain_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
-    """Evaluate every step and add up the increments; also return this worker's squared residuals before the sweep."""
-    if chunk(level.steps, level.at_once) < level.steps:
-        return _by_chunks(level, u)
-    stepped, _ = sweep(level, u.entering)
-    entering, last = level.workers.prefix_sums(_tree.sub(stepped, u.entering), level.y0, reverse=level.reverse)
-    return Swept(entering, last), _tree.sum_of_squares(_tree.sub(stepped, u.points(level)))
-
-
-def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
-    """A sweep over ``level.at_once`` layers at a time.
+def sweep_by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
+    """`Picard.improve`, plain, over ``level.at_once`` layers at a time.
 
     It adds up increments and squares residuals on the way: the states of all layers pass through memory once, not four
     times. A layer's residual is known once the state that enters the next layer is.
@@ -134,5 +120,45 @@ def _fix_padding(level: Level, entering: Points, last: State, change: Points) ->
     number = jnp.arange(n, dtype=jnp.int32)
     last = jax.tree.map(lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last)
     entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
-    change = jax.tree.map(lambda x: jnp.where((number < end).reshape(n, *[1] * (x.ndim - 1)), x, 0), change)
-    return entering, last, change
+    return entering, last, _tree.where_rows(number < end, change)
+
+
+def sweep_interval(
+    step: SliceStep, sweeps: int, at_once: int, u: State, x: tuple[PyTree, Points | None], shared: PyTree
+) -> State:
+    """The state after one interval's layers, for a coarse step.
+
+    ``x`` has the operands of the layers, ``(span, ...)``; and the states at which their increments are evaluated, or None for
+    the state that enters the interval.
+    """
+    xs, states = x
+    if states is None:
+        incoming = _tree.repeat(u, _tree.leading(xs))
+    else:  # shifted by the change of the state that enters
+        incoming = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
+
+    def increment(y: State, x: PyTree) -> State:
+        return _tree.sub(step(y, x, shared), y)
+
+    size = chunk(_tree.leading(xs), at_once)
+    if size == 1:  # one increment at a time: only the total is kept for the transpose
+
+        def one(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
+            return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
+
+        for _ in range(sweeps - 1):
+            incoming = lax.scan(one, _tree.wide(u), (incoming, xs))[1]
+        return _tree.narrow(lax.scan(one, _tree.wide(u), (incoming, xs))[0], u)
+
+    increments = batched(increment, size)
+
+    def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
+        before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
+        return total, before
+
+    def last(total: State, operands: tuple[Points, PyTree]) -> tuple[State, None]:
+        return _tree.add(total, _tree.total(increments(*operands))), None
+
+    for _ in range(sweeps - 1):
+        incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
+    return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)

@@ -1,6 +1,5 @@
 """Picard sweeps to a tolerance, over a window of layers that slides."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,38 +9,30 @@ from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Points, PyTree, Scalar, State
-from lp_jax._comms._workers import Local
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
 
 Tolerance = float | jax.Array | None
 
 
-class Slid(NamedTuple):
-    """Result of a sliding window: states after every step, number of sweeps, squared first residual norm."""
-
-    points: Points
-    sweeps: jax.Array
-    first: Scalar
-
-
-def slide(level: Level, size: int, most: int, rtol: Tolerance, atol: Tolerance) -> Slid:
+def slide(level: Level, size: int, most: int, rtol: Tolerance, atol: Tolerance) -> tuple[Points, jax.Array, Scalar]:
     """Sweep over ``size`` steps at a time to the end of the chain, in at most ``most`` sweeps of every worker.
 
     After each sweep the window moves on by the first steps whose entering states changed by no more than a limit, at least one.
     If all steps are within their limits, the tolerances are met; a last sweep over all steps measures that. New steps start
     from the state that left the window before.
 
+    Returns:
+        The states after every step, the number of sweeps, and the squared first residual norm.
+
     Source: Shih, Belkhale, Ermon, Sadigh, Anari, "Parallel sampling of diffusion models", 2023, algorithm 1.
     """
-    workers = level.workers
 
     def run(y0: State) -> tuple[Points, tuple[jax.Array, Scalar]]:
-        points, sweeps, first = _slide(level, y0, size, most, rtol, atol)
-        return points, (sweeps, first)
+        return _slide(level, y0, size, most, rtol, atol)
 
-    points, (sweeps, first) = workers.relay(run, level.y0, reverse=level.reverse)
-    return Slid(points, workers.sum(sweeps), workers.sum(first))
+    points, (sweeps, first) = level.workers.relay(run, level.y0, reverse=level.reverse)
+    return points, level.workers.sum(sweeps), level.workers.sum(first)
 
 
 class _Window(NamedTuple):
@@ -64,14 +55,15 @@ class _Window(NamedTuple):
     first: Scalar
 
 
-def _slide(level: Level, y0: State, size: int, most: int, rtol: Tolerance, atol: Tolerance) -> Slid:
+def _slide(
+    level: Level, y0: State, size: int, most: int, rtol: Tolerance, atol: Tolerance
+) -> tuple[Points, tuple[jax.Array, Scalar]]:
     """`slide` on one worker."""
     n, total = level.steps, level.workers.total(level.span)
     size = min(size, n)
     dtype = _tree.real_dtype(y0, at_least=jnp.float32)
     if not n:
-        return Slid(_tree.repeat(y0, 0), jnp.int32(0), jnp.zeros((), dtype))
-    one_worker = Local(layers=size, held=(size,), processor=level.workers.processor)
+        return _tree.repeat(y0, 0), (jnp.int32(0), jnp.zeros((), dtype))
     order = jnp.arange(size, dtype=jnp.int32)[:: -1 if level.reverse else 1]
 
     def limit(at: _Window) -> Scalar:
@@ -87,13 +79,13 @@ def _slide(level: Level, y0: State, size: int, most: int, rtol: Tolerance, atol:
         row = n - size - begin if level.reverse else begin
         number = begin + order
         seen = number < at.reached
-        old = _choose(seen, _rows(at.entering, row, size), at.after)
+        old = _tree.where_rows(seen, _rows(at.entering, row, size), _tree.repeat(at.after, 1))
         y = _tree.take(old, -1 if level.reverse else 0)
         xs, rhs = _rows((level.xs, level.rhs), row, size)
-        inside = dataclasses.replace(level, xs=xs, rhs=rhs, y0=y, steps=size, workers=one_worker)
+        inside = level.window(xs, rhs, y)
         stepped, _ = sweep(inside, old)
-        new, after = one_worker.prefix_sums(_tree.sub(stepped, old), y, reverse=level.reverse)
-        residuals = _squares(_tree.sub(stepped, _next(old, at.after, level.reverse)))
+        new, after = inside.workers.prefix_sums(_tree.sub(stepped, old), y, reverse=level.reverse)
+        residuals = _squares(_tree.sub(stepped, _tree.push(old, at.after, reverse=not level.reverse)))
         first = at.first + jnp.sum(jnp.where(seen, 0, residuals))
         reached = jnp.maximum(at.reached, begin + size)
         at = at._replace(after=after, reached=reached, sweeps=at.sweeps + 1, first=first.astype(dtype))
@@ -111,8 +103,8 @@ def _slide(level: Level, y0: State, size: int, most: int, rtol: Tolerance, atol:
     begin = _tree.varying(begin, (y0, level.xs, level.rhs))
     end = lax.while_loop(lambda at: (at.done < n) & (at.sweeps < most), turn, begin)
     number = jnp.arange(n, dtype=jnp.int32)[:: -1 if level.reverse else 1]
-    entering = _choose(number < end.reached, end.entering, end.after)
-    return Slid(_next(entering, end.after, level.reverse), end.sweeps, end.first)
+    entering = _tree.where_rows(number < end.reached, end.entering, _tree.repeat(end.after, 1))
+    return _tree.push(entering, end.after, reverse=not level.reverse), (end.sweeps, end.first)
 
 
 def _rows(tree: PyTree, first: jax.Array, size: int) -> PyTree:
@@ -122,25 +114,6 @@ def _rows(tree: PyTree, first: jax.Array, size: int) -> PyTree:
         return lax.dynamic_slice(x, _tree.start(x, (first,)), (size, *x.shape[1:]), allow_negative_indices=False)
 
     return jax.tree.map(leaf, tree)
-
-
-def _choose(seen: jax.Array, states: Points, other: State) -> Points:
-    """The states of the seen rows, and ``other`` for the rest."""
-
-    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, y[None].astype(x.dtype))
-
-    return jax.tree.map(leaf, states, other)
-
-
-def _next(entering: Points, after: State, reverse: bool) -> Points:
-    """The states that leave the steps: each enters the next step."""
-
-    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
-        y = y[None].astype(x.dtype)
-        return jnp.concatenate([y, x[:-1]] if reverse else [x[1:], y])
-
-    return jax.tree.map(leaf, entering, after)
 
 
 def _squares(states: Points) -> jax.Array:

@@ -95,7 +95,7 @@ def _sum(comm: Comm, size: int) -> float:
 
     @jax.jit
     def total(params: jax.Array, x: jax.Array) -> jax.Array:
-        summed: jax.Array = workers.run(lambda own, x: (own, workers.sum(own[0] * x)), params, x)[1]
+        summed: jax.Array = workers.map(lambda own, x: (own, workers.sum(own[0] * x)))(params, x)[1]
         return summed
 
     return _seconds(total, params, x)

@@ -11,7 +11,7 @@ from jax import lax
 
 from lp_jax._arrays._at_once import ACCELERATOR
 from lp_jax._arrays._products import cost_of
-from lp_jax._arrays._types import CPoints, PyTree, Slices, Stacked, State
+from lp_jax._arrays._types import CPoints, PyTree, Slices, State
 from lp_jax._comms._workers import Run, Workers
 from lp_jax._levels._chain import Chain
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
@@ -160,9 +160,6 @@ class _Counted(Workers):
     @property
     def rows(self) -> tuple[int, int]:
         return self.held[0], self.held[0]
-
-    def run(self, body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], stacked: Stacked, common: PyTree) -> PyTree:
-        return body(stacked, common)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         return _mark(tree, _MESSAGE)

@@ -17,7 +17,7 @@ import numpy as np
 from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import MPIComm
-from lp_jax._programs._asked import asked, watched
+from lp_jax._programs._asked import asked, count_results
 from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
 from lp_jax.train._checkpoint import CheckpointError, Checkpoints
 from lp_jax.train._types import Batch, Info, LossFn, TrainState
@@ -118,7 +118,7 @@ class Ranks:
 
         def mean_loss(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
             params, counts = _transposed_mean((params, asked.value.watch and asked.value.watch.counts), self.data)
-            own_loss = loss_fn if counts is None else functools.partial(watched(loss_fn), counts)
+            own_loss = loss_fn if counts is None else functools.partial(count_results(loss_fn), counts)
             loss, info = own_loss(params, batch, *solvers)
             combined = self._combined_info(jax.lax.stop_gradient(info))
             weight = info.total * self.data.size / combined.total
