@@ -72,4 +72,4 @@ def _update(optimizer: optax.GradientTransformation, params: PyTree) -> float:
         updates, opt_state = optimizer.update(params, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return _measure.seconds(update, [(params, opt_state)])[0]
+    return _measure.seconds([lambda: update(params, opt_state)])[0]
