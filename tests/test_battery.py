@@ -267,7 +267,7 @@ def test_storage_and_layers_at_once_do_not_change_numbers():
     params, y0, shared, data = operands()
 
     def gradient(**fields):
-        solver = lp_jax.MGRIT(levels=3, coarsening=3, iterations=2, coarse_step=INJECT, **fields)
+        solver = lp_jax.MGRIT(coarsening=3, iterations=2, coarse_step=INJECT, **fields)
 
         def loss(*a):
             return loss_of(lp_jax.solve(step, a[0], a[1], shared=a[2], data=data, t1=4.0, solver=solver).y1)
@@ -281,7 +281,7 @@ def test_storage_and_layers_at_once_do_not_change_numbers():
 
 def test_solve_vjp_gives_the_gradient_of_solve():
     params, y0, shared, data = operands()
-    solver = lp_jax.MGRIT(levels=3, coarsening=3, iterations=2, coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsening=3, iterations=2, coarse_step=INJECT)
     arguments = {"shared": shared, "data": data, "t1": 2.0, "solver": solver}
     solution, pull = lp_jax.solve_vjp(step, params, y0, **arguments)
     gradients, stats = pull(jax.grad(loss_of)(solution.y1))
