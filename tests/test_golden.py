@@ -226,6 +226,7 @@ def conv_problem(golden):
     return tuple(z[k] for k in ("w1", "b1", "w2", "b2")), z["x0"], z["target"], z
 
 
+@pytest.mark.usefixtures("optimised")
 def test_torchbraid_conv(golden):
     """The convolutional network: residual norms as recorded, errors no larger than recorded."""
     stored = cases(golden, "conv_torchbraid.json")
@@ -282,12 +283,13 @@ def gradient_errors(problem, target, levels, cycles):
 
 
 @pytest.mark.parametrize("case", PROBED, ids=lambda c: "-".join(map(str, c)))
-def test_gradient_error_by_coarse_step(golden, dense, case):
+def test_gradient_error_by_coarse_step(golden, dense, case, request):
     """The probe's table, to its two digits."""
     kind, levels, *cycles = case
     if kind == "smooth":
         problem = lp_jax.Problem(dense_step, dense.params, dense.y0, t1=4.0), dense.target
     else:
+        request.getfixturevalue("optimised")
         params, y0, target, _ = conv_problem(golden)
         problem = lp_jax.Problem(conv_step, params, y0), target
     for error, probed in zip(gradient_errors(*problem, levels, cycles), PROBED[case], strict=True):
