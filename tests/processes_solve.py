@@ -44,7 +44,7 @@ def placed(x, sharding):
 
 
 for solver in (
-    lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=3, coarse_step=INJECT),
+    lp_jax.MGRIT(coarsening=4, iterations=3, coarse_step=INJECT),
     lp_jax.Picard(sweeps=4),
     lp_jax.Serial(),
 ):

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -31,21 +32,24 @@ def weights(gru):
 
 
 def loop(weights, x, implicit, lengths, dt=0.7):
-    """The loss of the tests, by a Python loop."""
-    hs = [jnp.zeros((BATCH, HIDDEN)) for _ in weights]
-    for t in range(STEPS):
-        u = x[:, t]
-        for number, (wx, bx, wh, bh) in enumerate(weights):
-            h = hs[number]
+    """The loss of the tests, by a plain scan."""
+
+    def body(hs, now):
+        (t, u), new = now, []
+        for h, (wx, bx, wh, bh) in zip(hs, weights, strict=True):
             (wxr, wxz, wxn), (whr, whz, whn) = (jnp.split(w, 3, axis=1) for w in (wx, wh))
             (bxr, bxz, bxn), (bhr, bhz, bhn) = ([b[None] for b in jnp.split(b, 3)] for b in (bx, bh))
             r = 1 / (1 + jnp.exp(-(u @ wxr + bxr + h @ whr + bhr)))
             z = 1 / (1 + jnp.exp(-(u @ wxz + bxz + h @ whz + bhz)))
             n = jnp.tanh(u @ wxn + bxn + r * (h @ whn + bhn))
-            new = (h + dt * (1 - z) * n) / (1 + dt * (1 - z)) if implicit else h + dt * (1 - z) * (n - h)
+            u = (h + dt * (1 - z) * n) / (1 + dt * (1 - z)) if implicit else h + dt * (1 - z) * (n - h)
             if lengths is not None:
-                new = jnp.where((t < lengths)[:, None], new, h)
-            hs[number] = u = new
+                u = jnp.where((t < lengths)[:, None], u, h)
+            new.append(u)
+        return new, None
+
+    begin = [jnp.zeros((BATCH, HIDDEN)) for _ in weights]
+    hs, _ = jax.lax.scan(body, begin, (jnp.arange(STEPS), jnp.swapaxes(x, 0, 1)))
     return sum(jnp.sum(h * target) for h, target in zip(hs, TARGET, strict=True))
 
 

@@ -60,16 +60,21 @@ SOLVERS = {
 }
 
 
+AT_ONCE = {name: ((math.inf,), (4,))[i % 2] for i, name in enumerate(SOLVERS)} | {
+    "Picard": (2, 4, 5, LAYERS, "auto", math.inf),
+    "Newton": (4, math.inf),
+    "MGRIT, all kept": (4, math.inf),
+}
+"""All, or a number that divides nothing, by turns; both for one of each kind; for sweeps also those that divide the layers."""
+
+
 @pytest.mark.parametrize("name", SOLVERS)
 def test_numbers_do_not_depend_on_how_many_layers_are_evaluated_at_once(name):
-    """One, all, a number that divides nothing; and by turns one that divides the layers, one that is all, the default."""
-    turn = (2, 5, LAYERS, "auto")[list(SOLVERS).index(name) % 4]
-    wanted, *others = (
-        solved(dataclasses.replace(SOLVERS[name], at_once=at_once)) for at_once in (1, 4, math.inf, turn)
-    )
-    for found in others:
+    wanted = solved(dataclasses.replace(SOLVERS[name], at_once=1))
+    for at_once in AT_ONCE[name]:
+        found = solved(dataclasses.replace(SOLVERS[name], at_once=at_once))
         for a, b in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13, err_msg=str(at_once))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_parts_follow_each_other(size, reverse):
         sums = total + jnp.cumsum(some)
         return 2 * sums[-1], sums[::-1] if reverse else sums
 
-    total, out = in_chunks(f, jnp.asarray(0.5), jnp.asarray(x), size, reverse=reverse)
+    total, out = jax.jit(lambda x: in_chunks(f, jnp.asarray(0.5), x, size, reverse=reverse))(x)
     parts = [x[i : i + chunk(11, size)] for i in range(0, 11, chunk(11, size))]
     if reverse:
         parts = [x[::-1][i : i + chunk(11, size)] for i in range(0, 11, chunk(11, size))]
@@ -176,7 +181,8 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
             (lambda step: jax.jacfwd(gradient(step), argnums=(0, 1)), one),
             (lambda step: jax.jacrev(gradient(step), argnums=(0, 1)), one),
         ):
-            for a, b in zip(*(jax.tree.leaves(f(step)(*arguments)) for step in (few, layer)), strict=True):
+            both = (jax.tree.leaves(jax.jit(f(step))(*arguments)) for step in (few, layer))
+            for a, b in zip(*both, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-16)  # second derivatives cancel
         for f, arguments in ((gradient(few), one), (jax.vmap(gradient(few)), layers)):
             assert (products(f, "dot_general", *arguments), products(f, "outer_terms", *arguments)) == left
@@ -184,8 +190,8 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
     assert products(spread(jax.vmap(gradient(of_few_terms(layer, 3)))), "outer_terms", *layers) == 2
     rows = functools.partial(spread, in_specs=(P("layers"), P(), P()))  # examples are spread, weights are everywhere
     given = (y[:, 0], w[0], v[0]), lam[:, 0]
-    found = jax.vjp(rows(of_few_terms(layer, 3)), *given[0])[1](given[1])
-    for a, b in zip(found, jax.vjp(layer, *given[0])[1](given[1]), strict=True):
+    of_rows = (rows(of_few_terms(layer, 3)), layer)
+    for a, b in zip(*(jax.jit(lambda x, lam, f=f: jax.vjp(f, *x)[1](lam))(*given) for f in of_rows), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-16)
     by_rows = jax.make_jaxpr(jax.vmap(gradient(of_few_terms(layer, 3)), in_axes=(0, None, None, 0)))(y, w[0], v[0], lam)
     assert "few_terms" not in str(by_rows)  # one product of all rows is better

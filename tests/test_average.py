@@ -44,35 +44,37 @@ def averaged(send, mesh):
     return link, over_data(update, mesh)
 
 
+def stacked(state, copies=2):
+    return jax.tree.map(lambda x: np.stack([x] * copies), state)
+
+
 @pytest.mark.parametrize("name", SENDS)
 def test_what_is_not_sent_is_sent_later(name):
     """After any number of steps the updates of all steps, and what is left over, are the mean gradients."""
     copies, rng = 4, np.random.default_rng(0)
-    gradients = [
-        {"w": jnp.asarray(rng.normal(size=(copies, 3, 8))), "b": jnp.asarray(rng.normal(size=(copies, 7)))}
-    ] * 5
+    gradients = [{"w": rng.normal(size=(copies, 3, 8)), "b": rng.normal(size=(copies, 7))}] * 5
     link, update = averaged(SENDS[name], grid(1, copies))
-    state = jax.tree.map(lambda x: jnp.stack([x] * copies), link.init(jax.tree.map(lambda x: x[0], gradients[0])))
-    sums = jax.tree.map(jnp.zeros_like, gradients[0])
+    state = stacked(link.init(jax.tree.map(lambda x: x[0], gradients[0])), copies)
+    sums = jax.tree.map(np.zeros_like, gradients[0])
     for gradient in gradients:
         mean, state = update(state, gradient)
-        sums = jax.tree.map(jnp.add, sums, mean)
+        sums = jax.tree.map(np.add, sums, mean)
         assert all(np.array_equal(x[0], x[i]) for x in jax.tree.leaves(mean) for i in range(copies))
     for leaf, total in sums.items():
         left = np.mean(state.unsent[leaf], axis=0) if SENDS[name] else 0
         np.testing.assert_allclose(total[0] + left, 5 * np.mean(gradients[0][leaf], axis=0), rtol=1e-12)
     if SENDS[name]:
-        assert max(float(jnp.abs(x).max()) for x in state.unsent.values()) > 0
+        assert max(np.abs(x).max() for x in state.unsent.values()) > 0
 
 
 @pytest.mark.parametrize("name", SENDS)
 def test_zeros_stay_zeros(name):
     link, update = averaged(SENDS[name], grid(1, 2))
-    state = jax.tree.map(lambda x: jnp.stack([x] * 2), link.init(jnp.zeros(4)))
+    state = stacked(link.init(jnp.zeros(4)))
     np.testing.assert_array_equal(update(state, jnp.zeros((2, 4)))[0], 0)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("shape", [(1, 2), (4, 2)])
 def test_layers_may_be_spread_over_another_axis(shape):
     """The copies' gradients, each of its half of the examples, and their mean."""
     params, x = dense_params(16, 4), dense_state(6, 4)
@@ -96,8 +98,10 @@ def test_layers_may_be_spread_over_another_axis(shape):
         return jax.tree.map(lambda x: x[None], (own, mean))
 
     own, mean = over_data(both, mesh)(x)
-    assert relative_error(jax.tree.map(lambda x: x[1], own), gradient(params, x[3:])) < 1e-14
-    assert relative_error(jax.tree.map(lambda x: x[0], mean), gradient(params, x)) < 1e-14
+    second, whole = jax.jit(lambda x: (gradient(params, x[3:]), gradient(params, x)))(x)
+    own, mean = jax.tree.map(np.asarray, (own, mean))
+    assert relative_error(jax.tree.map(lambda x: x[1], own), second) < 1e-14
+    assert relative_error(jax.tree.map(lambda x: x[0], mean), whole) < 1e-14
 
 
 def received(program):
@@ -113,7 +117,7 @@ def received(program):
 @pytest.mark.usefixtures("optimised")
 def test_bytes_are_those_that_are_told():
     copies, layers, width = 4, 8, 32
-    weights = jnp.zeros((copies, layers, width, width), jnp.float32)
+    weights = np.zeros((copies, layers, width, width), np.float32)
     number = layers * width**2
     wanted = {
         "whole": 4 * number,
@@ -124,7 +128,7 @@ def test_bytes_are_those_that_are_told():
     found = {}
     for name, send in SENDS.items():
         link, update = averaged(send, grid(1, copies))
-        state = jax.tree.map(lambda x: jnp.stack([x] * copies), link.init(weights[0]))
+        state = stacked(link.init(weights[0]), copies)
         found[name] = received(update.lower(state, weights).compile().as_text())
     assert found == wanted
 
@@ -140,7 +144,7 @@ def test_it_is_the_first_link_of_a_chain():
         updates, moments = optimizer.update(jax.grad(loss)(w, x), moments, w)
         return jax.tree.map(lambda x: x[None], (w + updates, moments))
 
-    step, state = over_data(step, grid(1, 2)), jax.tree.map(lambda x: jnp.stack([x] * 2), (w, optimizer.init(w)))
+    step, state = over_data(step, grid(1, 2)), stacked((w, optimizer.init(w)))
     alone = optax.sgd(0.1, momentum=0.9)
     moments = alone.init(w)
     for _ in range(3):
@@ -158,6 +162,6 @@ def test_a_fraction_is_one(fraction):
 
 def test_all_of_a_gradient_may_be_the_largest():
     link, update = averaged(contrib.top_k(1.0), grid(1, 2))
-    gradient = jnp.asarray([[1.0, -2.0], [3.0, 4.0]])
-    state = jax.tree.map(lambda x: jnp.stack([x] * 2), link.init(gradient[0]))
+    gradient = np.asarray([[1.0, -2.0], [3.0, 4.0]])
+    state = stacked(link.init(gradient[0]))
     np.testing.assert_array_equal(update(state, gradient)[0], [[2.0, 1.0]] * 2)

@@ -354,7 +354,7 @@ def test_networks_are_the_same_by_a_scan_in_the_library_and_in_pytorch(name):
     network = networks.NETWORKS[name](4, 8, 2)
     exact = training.trainer(network).gradient
     assert relative_error(training.trainer(network, networks.SERIAL, updates=False).gradient, exact) < 1e-5
-    if name in ("voxels", "paragru", "paralstm"):
+    if name in ("mlp", "voxels", "paragru", "paralstm"):
         return
     pytest.importorskip("torch", reason="PyTorch is in the extra bench: pip install -e '.[bench]'")
     from benchmarks.torch_loop import Loop

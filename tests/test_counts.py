@@ -3,6 +3,7 @@
 A number that changes is a line in the CHANGELOG. ``python tests/test_counts.py`` measures all anew and writes the file.
 """
 
+import collections
 import functools
 import json
 import os
@@ -45,7 +46,8 @@ SOLVERS = {
 def measured(solver):
     """Counts of the forward solve and of value and gradient, for layers of one product each and one example.
 
-    Evaluations and depth are those of one device; messages are for four.
+    Evaluations and depth are those of one device; messages are for four. Bytes: of value and gradient on one device,
+    and of each of the four.
     """
     params = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
     y0 = jax.ShapeDtypeStruct((1, WIDTH), jnp.float32)
@@ -57,11 +59,12 @@ def measured(solver):
     found = {}
     for name, function in (("forward", loss), ("gradient", jax.value_and_grad(loss))):
         work, depth = cost(function, params, y0, unit=2 * WIDTH**2)
-        alone, shared = (compiled(jax.jit(functools.partial(function, comm=c)).lower(params, y0)) for c in (None, comm))
-        messages = {}
-        for (kind, _), times in collectives(shared).items():
-            messages[kind] = messages.get(kind, 0) + times
-        nbytes = [program.memory_analysis().temp_size_in_bytes for program in (alone, shared)]
+        comms = (None, comm) if name == "gradient" else (comm,)
+        programs = [compiled(jax.jit(functools.partial(function, comm=c)).lower(params, y0)) for c in comms]
+        messages = collections.Counter()
+        for (kind, _), times in collectives(programs[-1]).items():
+            messages[kind] += times
+        nbytes = [program.memory_analysis().temp_size_in_bytes for program in programs]
         found[name] = {"evaluations": work, "depth": depth, "messages": dict(sorted(messages.items())), "bytes": nbytes}
     return found
 

@@ -87,16 +87,21 @@ def network(t1):
     return lp_jax.Problem(dense, params, states(), t1=t1)
 
 
-@pytest.mark.parametrize("problem", [network(1.0), network(6.0), gru()], ids=["T = 1", "T = 6", "GRU"])
+@pytest.mark.parametrize("problem", [network(6.0), gru()], ids=["T = 6", "GRU"])
 def test_what_is_predicted_is_what_is_taken(problem):
     """Within two, on the whole batch; what does not converge is not said to."""
     cotangent = jnp.cos(problem.solve(solver=lp_jax.Serial()).y1)
     found = planning.diagnose(problem, cotangent=cotangent, rtol=1e-4, adjoint_rtol=1e-3)
     assert found.examples == 4
     assert [type(r.solver) for r in found.rehearsals] == [lp_jax.Picard, lp_jax.MGRIT, lp_jax.Newton]
+
+    @jax.jit
+    def taken(solver, adjoint_solver):
+        solution, pullback = problem.solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
+        return solution, pullback(cotangent)[1]
+
     for r in found.rehearsals:
-        solution, pullback = problem.solve_vjp(solver=r.solver, adjoint_solver=r.adjoint_solver)
-        stats = pullback(cotangent)[1]
+        solution, stats = taken(r.solver, r.adjoint_solver)
         assert (r.result == 0) == (int(solution.result) == 0)
         assert (r.adjoint_result == 0) == (int(stats.result) == 0)
         if r.converges:

@@ -139,9 +139,8 @@ def test_a_batch_over_devices_without_a_comm(name):
         return jnp.sum(lp_jax.scan(body, y0, weights, solver=SOLVERS[name])[0] ** 2)
 
     arrays = weights, scale, y0
-    both = name in ("default", "serial", "cycles", "Newton")
-    turn = list(SOLVERS).index(name) % 2 and name != "stretched"  # for the others one of the two ways in
-    for of in (loss, scanned) if both else (scanned,) if turn else (loss,):
+    turn = list(SOLVERS).index(name) % 2 and name != "stretched"  # one of the two ways in; both for cycles
+    for of in (loss, scanned) if name == "cycles" else (scanned,) if turn else (loss,):
         gradient = jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2)))
         wanted = gradient(*arrays)
         with jax.set_mesh(mesh):

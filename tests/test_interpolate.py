@@ -14,7 +14,7 @@ def test_a_line_is_met(count):
     y0 = {"a": jnp.ones(2), "b": jnp.zeros((), complex)}
     times = np.arange(1, 6) / 5
     trajectory = {"a": 1 + 3 * times[:, None] * np.ones(2), "b": 1j * times}
-    found = lp_jax.interpolate(y0, trajectory, count)
+    found = jax.jit(lp_jax.interpolate, static_argnums=2)(y0, trajectory, count)
     there = np.arange(1, count + 1) / count
     np.testing.assert_allclose(found["a"], 1 + 3 * there[:, None] * np.ones(2), rtol=1e-14)
     np.testing.assert_allclose(found["b"], 1j * there, rtol=1e-14)

@@ -42,8 +42,7 @@ class Scanned(linen.Module):
 def both(options, target, *inputs, rngs=None):
     """Output and gradient of both, from the same parameters."""
     plain, solved = (Scanned(functools.partial(scan, **options), target) for scan in (linen.scan, SERIAL))
-    variables = plain.init(jax.random.key(0), *inputs)
-    same = solved.init(jax.random.key(0), *inputs)
+    variables, same = (jax.jit(model.init)(jax.random.key(0), *inputs) for model in (plain, solved))
     chex.assert_trees_all_equal(variables, same)
 
     def run(model):
@@ -57,8 +56,7 @@ def both(options, target, *inputs, rngs=None):
 
 
 def stacked(axis, *shape):
-    x = jax.random.normal(jax.random.key(len(shape)), (LAYERS, *shape), F64)
-    return jnp.moveaxis(x, 0, axis)
+    return jnp.asarray(np.moveaxis(np.random.default_rng(len(shape)).normal(size=(LAYERS, *shape)), 0, axis))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +65,9 @@ def stacked(axis, *shape):
         ((1, linen.broadcast), 1, False),
         ((-1, 0), -1, True),
         (({"a": 1, "b": 0}, linen.broadcast), {"state": 2, "sums": 0}, True),
-        (({"a": 1, "b": 0}, linen.broadcast), {"state": 2, "sums": 0}, False),
         ((0, 0), {"state": -2, "sums": 1}, True),
     ],
-    ids=["one", "negative, reverse", "trees, reverse", "trees", "mixed, reverse"],
+    ids=["one", "negative, reverse", "trees, reverse", "mixed, reverse"],
 )
 def test_axes_are_those_of_linen(in_axes, out_axes, reverse):
     of_x, of_scale = in_axes
@@ -96,7 +93,7 @@ class Dropping(linen.Module):
         return x + 0.1 * drop(x) * jax.random.bernoulli(self.make_rng("noise"), 0.5, x.shape).astype(x.dtype), None
 
 
-@pytest.mark.parametrize(("dropout", "reverse"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("dropout", "reverse"), [(True, True), (False, False)])
 def test_masks_are_those_of_linen(dropout, reverse):
     options = {
         "variable_axes": {"params": 0},
@@ -120,10 +117,10 @@ def test_masks_are_those_of_linen(dropout, reverse):
         jnp.ones((3, WIDTH)),
         {"params": jax.random.key(0), "dropout": jax.random.key(1), "noise": jax.random.key(2)},
     )
-    variables = Model(linen.scan).init(keys, x)
+    variables = jax.jit(Model(linen.scan).init)(keys, x)
     wanted, got = (jax.jit(Model(scan).apply)(variables, x, rngs=keys) for scan in (linen.scan, SERIAL))
     np.testing.assert_allclose(got, wanted, rtol=1e-13)
-    assert 0 < jnp.sum(wanted == 0) < wanted.size or jnp.abs(wanted - 1).max() > 0.05
+    assert 0 < np.sum(wanted == 0) < wanted.size or np.abs(wanted - 1).max() > 0.05
 
 
 def test_a_parent_may_be_named_in_the_call():
@@ -140,8 +137,8 @@ def test_a_parent_may_be_named_in_the_call():
             return self.blocks(x, 0.5)[0]
 
     x = jnp.ones((2, WIDTH))
-    variables = Model(linen.scan).init(jax.random.key(0), x)
-    wanted, got = (Model(scan).apply(variables, x) for scan in (linen.scan, SERIAL))
+    variables = jax.jit(Model(linen.scan).init)(jax.random.key(0), x)
+    wanted, got = (jax.jit(Model(scan).apply)(variables, x) for scan in (linen.scan, SERIAL))
     np.testing.assert_allclose(got, wanted, rtol=1e-13)
 
 

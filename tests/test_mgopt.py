@@ -51,52 +51,48 @@ def test_coarsening_undoes_refinement():
 
 
 def plain_cycle(losses, optimizer, correction, states, params, *, pre, post, coarsest, visits, search, how):
-    """One cycle in Python's own loops, ``losses`` from fine to coarse; parameters, and the number of fine gradients."""
+    """One cycle in Python's own loops; parameters, and the number of fine gradients.
+
+    ``losses``: from fine to coarse, each with its gradient.
+    """
     spent = 0.0
 
-    def prolonged(tree, like):
-        def leaf(x, y):
-            if x.shape == y.shape:
-                return x
-            if how == "constant":
-                return np.repeat(x, 2, axis=0)
-            old, new = np.arange(len(x)) + 0.5, (np.arange(2 * len(x)) + 0.5) / 2
-            rows = [np.interp(new, old, np.eye(len(x))[i]) for i in range(len(x))]
-            rows[0][0], rows[1][0] = 1.25, -0.25  # extrapolated to both ends
-            rows[-1][-1], rows[-2][-1] = 1.25, -0.25
-            return np.tensordot(np.stack(rows, axis=1), x, axes=1)
+    def matrix(n):
+        """From n layers to twice as many: (2 n, n)."""
+        if how == "constant":
+            return np.repeat(np.eye(n), 2, axis=0)
+        old, new = np.arange(n) + 0.5, (np.arange(2 * n) + 0.5) / 2
+        rows = np.stack([np.interp(new, old, unit) for unit in np.eye(n)], axis=1)
+        rows[0, :2], rows[-1, -2:] = (1.25, -0.25), (-0.25, 1.25)  # extrapolated to both ends
+        return rows
 
-        return jax.tree.map(leaf, tree, like)
+    def prolonged(tree, like):
+        return jax.tree.map(lambda x, y: x if x.shape == y.shape else np.tensordot(matrix(len(x)), x, 1), tree, like)
 
     def restricted(tree, like):
         return jax.tree.map(lambda x, y: x if x.shape == y.shape else (x[::2] + x[1::2]) / 2, tree, like)
 
     def transposed(tree, like):
-        """Of `prolonged`, column by column."""
-        given, unravel = jax.flatten_util.ravel_pytree(like)
-        flat = jax.flatten_util.ravel_pytree(tree)[0]
-        matrix = np.stack(
-            [
-                jax.flatten_util.ravel_pytree(prolonged(unravel(jnp.eye(len(given))[i]), tree))[0]
-                for i in range(len(given))
-            ]
-        )
-        return unravel(matrix @ flat)
+        """Of `prolonged`."""
+        return jax.tree.map(lambda x, y: x if x.shape == y.shape else np.tensordot(matrix(len(y)).T, x, 1), tree, like)
 
     def dot(a, b):
-        return sum(float(jnp.sum(x * y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+        return sum(float(np.sum(x * y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
     def minus(a, b):
-        return jax.tree.map(jnp.subtract, a, b)
+        return jax.tree.map(np.subtract, a, b)
+
+    def plus(a, b, length=1.0):
+        return jax.tree.map(lambda x, y: x + length * np.asarray(y), a, b)
 
     def gradient(level, v, at):
         nonlocal spent
         spent += 0.5**level
-        return minus(jax.grad(losses[level])(at), v)
+        return minus(losses[level](at)[1], v)
 
     def step(level, at, g):
-        updates, states[level][0] = optimizer.update(g, states[level][0], at)
-        return optax.apply_updates(at, updates)
+        updates, states[level][0] = jax.jit(optimizer.update)(g, states[level][0], at)
+        return plus(at, updates)
 
     def cycle(level, v, at, known=None):
         nonlocal spent
@@ -110,37 +106,34 @@ def plain_cycle(losses, optimizer, correction, states, params, *, pre, post, coa
             g = gradient(level, v, at)
         start = restricted(at, like[level + 1])
         g_coarse = transposed(g, start)
-        v_coarse = minus(gradient(level + 1, jax.tree.map(jnp.zeros_like, start), start), g_coarse)
+        v_coarse = minus(gradient(level + 1, jax.tree.map(np.zeros_like, start), start), g_coarse)
         learnt = cycle(level + 1, v_coarse, start, g_coarse)
         for _ in range(visits - 1 if level + 2 < len(losses) else 0):
             learnt = cycle(level + 1, v_coarse, learnt)
         e = prolonged(minus(start, learnt), at)
-        direction, states[level][1] = correction.update(e, states[level][1], at)
+        direction, states[level][1] = jax.jit(correction.update)(e, states[level][1], at)
 
         def value(at):
-            return float(losses[level](at)) - dot(v, at)
+            return float(losses[level](at)[0]) - dot(v, at)
 
         length, before, slope = 1.0, value(at), min(0.0, dot(g, direction))
         if search is not None:
             for _ in range(search.trials):
                 spent += 0.5**level / 3
-                if (
-                    value(optax.apply_updates(at, optax.tree.scale(length, direction)))
-                    <= before + 1e-4 * length * slope
-                ):
+                if value(plus(at, direction, length)) <= before + 1e-4 * length * slope:
                     break
                 length /= 2
             else:
                 length = 0.0
-        at = optax.apply_updates(at, optax.tree.scale(length, direction))
+        at = plus(at, direction, length)
         for _ in range(post):
             at = step(level, at, gradient(level, v, at))
         return at
 
     like = [params]
     for _ in losses[1:]:
-        like.append(jax.tree.map(lambda x: x, next_coarser(like[-1])))
-    return cycle(0, jax.tree.map(jnp.zeros_like, params), params), spent
+        like.append(next_coarser(like[-1]))
+    return cycle(0, jax.tree.map(np.zeros_like, params), params), spent
 
 
 def next_coarser(params):
@@ -151,11 +144,11 @@ def next_coarser(params):
 CASES = {
     "two levels": {},
     "three levels": {"levels": 3, "pre": 2, "coarsest": 3},
-    "W": {"levels": 4, "cycle": "W", "post": 2, "coarsest": 1},
-    "Adam, linear": {"levels": 3, "optimizer": optax.adam(1e-2), "how": "linear"},
+    "W": {"levels": 3, "cycle": "W", "post": 2, "coarsest": 1},
+    "Adam, linear": {"optimizer": optax.adam(1e-2), "how": "linear"},
     "a weight": {"correction": optax.sgd(0.5), "line_search": None, "pre": 0},
-    "fed to Adam": {"levels": 3, "correction": optax.adam(1e-2), "line_search": None, "post": 0},
-    "steps too long": {"optimizer": optax.sgd(30.0), "levels": 3, "pre": 0, "post": 0},
+    "fed to Adam": {"correction": optax.adam(1e-2), "line_search": None, "post": 0},
+    "steps too long": {"optimizer": optax.sgd(30.0), "pre": 0, "post": 0},
 }
 
 
@@ -174,12 +167,12 @@ def test_a_cycle_is_that_of_plain_loops(name):
         coarse.trunk = nn.coarsen(coarse.trunk)
         networks.append(coarse)
     pairs = [train.classification(each) for each in networks]
-    losses = [jax.jit(lambda p, f=loss_fn: f(p, BATCH, SERIAL, SERIAL)[0]) for loss_fn, _ in pairs]
+    losses = [jax.jit(jax.value_and_grad(lambda p, f=f: f(p, BATCH, SERIAL, SERIAL)[0])) for f, _ in pairs]
     states = [[optimizer.init(each), correction.init(each)] for _, each in pairs]
-    params = jax.tree.map(jnp.copy, state.params)
+    params = jax.tree.map(np.array, state.params)
     settings = {"pre": case.get("pre", 1), "post": case.get("post", 1), "coarsest": case.get("coarsest", 2)}
     for number in range(3):
-        loss = losses[0](params)
+        loss = losses[0](params)[0]
         params, spent = plain_cycle(
             losses,
             optimizer,
@@ -244,8 +237,10 @@ def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
 
 
 def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
+    step_fn, begin = contrib.mgopt(network(), optax.adam(1e-2), levels=3)
+
     def run(folder, epochs):
-        step_fn, state = contrib.mgopt(network(), optax.adam(1e-2), levels=3)
+        state = jax.tree.map(jnp.copy, begin)
         with train.Checkpoints(folder, config={}) as checkpoints:
             if checkpoints.latest is not None:
                 state = checkpoints.restore(state)

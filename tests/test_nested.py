@@ -70,9 +70,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "factor"), [("Adam", 2), ("Adam", 3), ("AdamW, clipped", 3), ("momentum", 2), ("RMSprop", 3)]
-)
+@pytest.mark.parametrize(("name", "factor"), [("Adam", 2), ("AdamW, clipped", 3), ("momentum", 2), ("RMSprop", 3)])
 def test_the_optimizer_goes_on_as_if_the_network_had_always_been_deep(name, factor):
     """Layers 1 / factor as long have gradients that are as much smaller, and a mean of squares is smaller by the square."""
     optimizer, network = OPTIMIZERS[name], model()
@@ -83,7 +81,7 @@ def test_the_optimizer_goes_on_as_if_the_network_had_always_been_deep(name, fact
     assert jax.tree.map(jnp.shape, deeper.params) == jax.tree.map(jnp.shape, fresh)
     np.testing.assert_array_equal(
         deeper.params["trunk"]["layers"]["inner"]["kernel"][:factor],
-        jnp.stack([state.params["trunk"]["layers"]["inner"]["kernel"][0]] * factor),
+        np.stack([state.params["trunk"]["layers"]["inner"]["kernel"][0]] * factor),
     )
 
     def slots(opt_state, params):
@@ -96,7 +94,7 @@ def test_the_optimizer_goes_on_as_if_the_network_had_always_been_deep(name, fact
     count = len(before) // len(degrees)
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
         power = factor ** degrees[i // count]
-        wanted = a if a.shape == b.shape else jnp.repeat(a, factor, axis=0) / power
+        wanted = a if a.shape == b.shape else np.repeat(a, factor, axis=0) / power
         np.testing.assert_allclose(b, wanted, rtol=1e-14)
     counts = [x for x in jax.tree.leaves(deeper.opt_state) if x.ndim == 0]
     assert all(int(x) == 3 for x in counts if jnp.issubdtype(x.dtype, jnp.integer))
@@ -109,7 +107,8 @@ def test_gradients_of_refined_layers_are_smaller_by_the_factor():
     shallow = gradient(network, state.params)["trunk"]["layers"]["inner"]["kernel"]
     deep, deeper = train.deepen(network, state, OPTIMIZERS["Adam"], 2)
     fine = gradient(deep, deeper.params)["trunk"]["layers"]["inner"]["kernel"]
-    error = jnp.linalg.norm(2 * fine - jnp.repeat(shallow, 2, axis=0)) / jnp.linalg.norm(2 * fine)
+    fine, shallow = np.asarray(fine), np.asarray(shallow)
+    error = np.linalg.norm(2 * fine - np.repeat(shallow, 2, axis=0)) / np.linalg.norm(2 * fine)
     assert error < 0.05
 
 
@@ -140,10 +139,9 @@ def test_blocks_are_refined_and_buffers_are_not():
 DEPTHS = [train.Depth(4, 3), train.Depth(8, 2, lp_jax.MGRIT(coarsening=2)), train.Depth(16, 2, lp_jax.Picard(sweeps=4))]
 
 
-def run(folder=None, depths=DEPTHS, **options):
-    return train.nested(
-        model(), optax.adam(1e-2), batches, depths, steps_per_epoch=2, folder=folder, log_every=1, **options
-    )
+def run(folder=None, depths=DEPTHS, first=None):
+    first = first or model()
+    return train.nested(first, optax.adam(1e-2), batches, depths, steps_per_epoch=2, folder=folder, log_every=1)
 
 
 def columns(log):
@@ -152,10 +150,17 @@ def columns(log):
     ]
 
 
-def test_depths_follow_each_other(tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A network, its parameters before, and what a run from there made."""
     first = model()
-    before = train.classification(first)[1]
-    deep, state, log = train.nested(first, optax.adam(1e-2), batches, DEPTHS, steps_per_epoch=2, log_every=1)
+    before = jax.tree.map(np.array, train.classification(first)[1])
+    with jax.numpy_dtype_promotion("standard"):
+        return first, before, run(tmp_path_factory.mktemp("nested") / "whole", first=first)
+
+
+def test_depths_follow_each_other(undisturbed):
+    first, before, (deep, state, log) = undisturbed
     assert deep.trunk.num_layers == 16 and int(state.step) == 14
     assert_close(train.classification(first)[1], before, rtol=0)  # the model that was given is left alone
     assert_close(train.classification(deep)[1], state.params, rtol=0)
@@ -165,16 +170,10 @@ def test_depths_follow_each_other(tmp_path):
     assert [row["epoch"] for row in log.of("train")] == [e for e in range(7) for _ in range(2)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    with jax.numpy_dtype_promotion("standard"):
-        return run(tmp_path_factory.mktemp("nested") / "whole")
-
-
-@pytest.mark.parametrize("after", [1, 6, 7, 11])
+@pytest.mark.parametrize("after", [1, 6, 11])
 def test_a_run_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path, after, undisturbed):
-    """Stopped after so many steps, in the first, the second and the last depth, and where one begins."""
-    _, wanted, whole = undisturbed
+    """Stopped after so many steps, in the first and the last depth, and where one begins."""
+    *_, (_, wanted, whole) = undisturbed
 
     class Killed(Exception):
         pass

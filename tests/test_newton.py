@@ -54,8 +54,9 @@ def squared(y):
     return jnp.sum(y**2)
 
 
+@functools.partial(jax.jit, static_argnames="step")
 def states(step, params, y0, solver, t1=T1):
-    return jax.jit(lambda p, y: lp_jax.solve(step, p, y, t1=t1, solver=solver).trajectory)(params, y0)
+    return lp_jax.solve(step, params, y0, t1=t1, solver=solver).trajectory
 
 
 def by_hand(params, y0, iterations, change):
@@ -121,35 +122,40 @@ def test_convergence_is_quadratic():
     assert orders.min() > 1.7
 
 
-@pytest.mark.parametrize("jacobian", ["full", "diagonal", "identity"])
-def test_as_many_iterations_leave_as_many_states_exact(jacobian):
+@pytest.mark.parametrize("jacobian, k", [("full", 4), ("diagonal", 4), ("identity", 4), ("full", N)])
+def test_as_many_iterations_leave_as_many_states_exact(jacobian, k):
     params, y0 = problem(scale=4.0)
     exact = states(dense_step, params, y0, lp_jax.Serial(checkpoint_every=1))
-    for k in (4, N):
-        damping = lp_jax.Clip(limit=1.0) if jacobian != "identity" else None
-        got = states(dense_step, params, y0, newton(k, jacobian=jacobian, damping=damping))
-        error = np.abs(got - exact).max(axis=(1, 2))
-        assert error[:k].max() < 1e-12
-        assert k == N or error[k + 1] > 1e-9
+    damping = lp_jax.Clip(limit=1.0) if jacobian != "identity" else None
+    got = states(dense_step, params, y0, newton(k, jacobian=jacobian, damping=damping))
+    error = np.abs(got - exact).max(axis=(1, 2))
+    assert error[:k].max() < 1e-12
+    assert k == N or error[k + 1] > 1e-9
 
 
 @pytest.mark.parametrize("jacobian", ["full", "diagonal", "identity"])
 def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian):
     """k of them by hand, then iterations from there; together they leave as many states exact as there are of both."""
     params, y0 = problem(scale=4.0)
-    stepped = jax.vmap(lambda y, w: dense_step(y, lp_jax.Layer(w, None, None, 0.0, T1 / N, 0, 0)))
-    u = jnp.repeat(y0[None], N, axis=0)
+    w, b = (np.asarray(p) for p in params)
+    u = np.repeat(y0[None], N, axis=0)
     for _ in range(5):
-        u = stepped(jnp.concatenate([y0[None], u[:-1]]), params)
+        entries = np.concatenate([y0[None], u[:-1]])
+        u = entries + T1 / N * np.tanh(entries @ w + b[:, None])
     solver = newton(2, jacobian=jacobian)
-    expected = lp_jax.solve(dense_step, params, y0, t1=T1, solver=solver, guess=u).trajectory
+    expected = lp_jax.solve(dense_step, params, y0, t1=T1, solver=solver, guess=jnp.asarray(u)).trajectory
     got = states(dense_step, params, y0, dataclasses.replace(solver, relaxations=5))
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
     exact = states(dense_step, params, y0, lp_jax.Serial(checkpoint_every=1))
     error = np.abs(got - exact).max(axis=(1, 2))
     assert error[:7].max() < 1e-12 < error[8]
-    many = dataclasses.replace(solver, relaxations=1000)  # no more than there are layers
-    np.testing.assert_allclose(states(dense_step, params, y0, many), exact, rtol=1e-12, atol=1e-12)
+
+
+def test_there_are_no_more_relaxations_than_layers():
+    params, y0 = problem(scale=4.0)
+    exact = states(dense_step, params, y0, lp_jax.Serial(checkpoint_every=1))
+    many = states(dense_step, params, y0, newton(2, relaxations=1000))
+    np.testing.assert_allclose(many, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_relaxations_bring_a_network_that_forgets_near_its_states():
@@ -286,7 +292,7 @@ def chain(n):
 @pytest.mark.parametrize("processor", [ACCELERATOR, dataclasses.replace(CPU, turn=0.0)], ids=["products", "in turn"])
 @pytest.mark.parametrize(
     "n, reverse",
-    [(1, False), (2, True), (8, False), (9, True), (13, False), (13, True), (64, True), (88, False), (128, True)],
+    [(1, False), (2, True), (8, False), (13, True), (88, False), (128, True)],
 )
 def test_chains_of_affine_maps(n, reverse, processor):
     """Of whole matrices, of blocks, and of diagonals, in turn and in groups."""
@@ -294,27 +300,36 @@ def test_chains_of_affine_maps(n, reverse, processor):
     order = range(n)[:: -1 if reverse else 1]
     workers = Local(layers=n, held=(n,), processor=processor)
 
-    def solved(kind, *maps):
-        run = jax.jit(lambda maps: _affine.solve(workers, maps, kind, reverse=reverse))
-        return run(_affine.Maps(*map(jnp.asarray, maps)))
+    entries, leaves = np.einsum("nbii->nbi", matrices), np.moveaxis(vectors, 1, -1)
+    kinds = (
+        Full(jnp.zeros((2, 3)), 1),
+        Shared(jnp.zeros((2, 3)), 1, single=False),
+        Blocks([jnp.zeros(2)] * 3, 1),  # of three leaves (2,)
+        Blocks(jnp.zeros((2, 3)), 1),
+    )
+    maps = [
+        _affine.Maps(matrices, vectors),
+        _affine.Maps(matrices[:, 0].swapaxes(1, 2), vectors),
+        _affine.Maps(np.moveaxis(matrices, 1, -1), leaves),
+        _affine.Maps(entries[:, None, None], vectors[:, None]),
+    ]
 
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
-    wanted = states(order, matrices)
-    close(solved(Full(jnp.zeros((2, 3)), 1), matrices, vectors), wanted)
-    shared = Shared(jnp.zeros((2, 3)), 1, single=False)
-    close(solved(shared, matrices[:, 0].swapaxes(1, 2), vectors), states(order, matrices[:, :1].repeat(2, axis=1)))
-    blocks = np.moveaxis(matrices, 1, -1), np.moveaxis(vectors, 1, -1)  # of three leaves (2,)
-    close(solved(Blocks([jnp.zeros(2)] * 3, 1), *blocks), np.moveaxis(wanted, 1, -1))
-    entries = np.einsum("nbii->nbi", matrices)
-    got = solved(Blocks(jnp.zeros((2, 3)), 1), entries[:, None, None], vectors[:, None])
-    close(got[:, 0], states(order, entries[..., None] * np.eye(3)))
+    @jax.jit
+    def solved(maps):
+        return [_affine.solve(workers, *each, reverse=reverse) for each in zip(maps, kinds, strict=True)]
+
+    whole = states(order, matrices)
+    shared, diagonal = states(order, matrices[:, :1].repeat(2, axis=1)), states(order, entries[..., None] * np.eye(3))
+    wanted = whole, shared, np.moveaxis(whole, 1, -1), diagonal[:, None]
+    for name, a, b in zip(("full", "shared", "blocks", "diagonal"), solved(maps), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("processor", [ACCELERATOR, dataclasses.replace(CPU, turn=0.0)], ids=["products", "in turn"])
 def test_what_overflows_behind_stays_there(processor):
-    maps = _affine.Maps(jnp.ones((40, 1, 1)).at[20].set(jnp.inf), jnp.ones((40, 1)))
+    maps = _affine.Maps(np.where(np.arange(40) == 20, np.inf, 1.0)[:, None, None], np.ones((40, 1)))
     workers = Local(layers=40, held=(40,), processor=processor)
-    got = _affine.solve(workers, maps, Full(jnp.zeros(1), None), reverse=False)
+    got = jax.jit(lambda maps: _affine.solve(workers, maps, Full(jnp.zeros(1), None), reverse=False))(maps)
     np.testing.assert_array_equal(got[:20, 0], np.arange(1.0, 21.0))
 
 
@@ -376,8 +391,7 @@ def tanh_by_its_pullback(x):
 tanh_by_its_pullback.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda t, cotangent: ((1 - t**2) * cotangent,))
 
 
-@pytest.mark.parametrize("jacobian", ["full", "diagonal"])
-@pytest.mark.parametrize("mixing", [True, False])
+@pytest.mark.parametrize("jacobian, mixing", [("full", True), ("diagonal", True), ("diagonal", False)])
 def test_steps_with_a_pullback_of_their_own(jacobian, mixing):
     """Forward mode refuses these; the Jacobians are those of the function nevertheless."""
     (w, _), y0 = problem()
@@ -408,8 +422,7 @@ def test_derivatives_are_evaluated_once_for_each_leaf(leaves):
 
 def test_units_are_not_taken_for_examples():
     """The way of Equinox, where vmap has taken the examples' axis away."""
-    weights = jax.random.normal(jax.random.key(0), (12, 8, 8)) / 3
-    ys = jax.random.normal(jax.random.key(1), (3, 8))
+    (weights, _), ys = dense_params(12, 8), dense_state(3, 8)
 
     def loss(weights, solver, step):
         return jnp.sum(jax.vmap(lambda y: lp_jax.solve(step, weights, y, solver=solver).y1)(ys))
@@ -428,42 +441,49 @@ def test_units_are_not_taken_for_examples():
         assert relative_error(got, gradient(weights, lp_jax.Serial(), step)) < 1e-12
 
 
+MIX = dense_state(4, 4, seed=2)
+COMBINED = {
+    "mean": lambda y: y - jnp.mean(y, axis=0, keepdims=True),
+    "norm": lambda y: y / jnp.sqrt(jnp.var(y, axis=0, keepdims=True) + 1),
+    "product": lambda y: MIX @ y,
+    "attention": lambda y: jax.nn.softmax(y @ y.T) @ y,
+}
+
+
+def gradient_of_combined(how, leaves, forward, adjoint):
+    """The gradient of a loss of layers that combine examples, by two solvers."""
+
+    def step(y, layer):
+        mixed = COMBINED[how](y[0])
+        return tuple(y + layer.dt * jnp.tanh(layer.params * mixed + y) for y in y)
+
+    def loss(weights):
+        y0 = (dense_state(4, 3),) * leaves
+        solution = lp_jax.solve(step, weights, y0, solver=forward, adjoint_solver=adjoint)
+        return sum(jnp.sum(y**2) for y in solution.y1)
+
+    return jax.jit(jax.grad(loss))(jnp.linspace(-1, 1, 8))
+
+
 @pytest.mark.parametrize(
     "how, leaves", [("mean", 1), ("mean", 2), ("norm", 1), ("product", 2), ("attention", 1), ("attention", 2)]
 )
 def test_a_step_that_combines_examples_is_refused(how, leaves):
     """One iteration of the adjoint is then not exact."""
-    mix = jax.random.normal(jax.random.key(2), (4, 4))
-
-    def combined(y):
-        return {
-            "mean": lambda: y - jnp.mean(y, axis=0, keepdims=True),
-            "norm": lambda: y / jnp.sqrt(jnp.var(y, axis=0, keepdims=True) + 1),
-            "product": lambda: mix @ y,
-            "attention": lambda: jax.nn.softmax(y @ y.T) @ y,
-        }[how]()
-
-    def step(y, layer):
-        mixed = combined(y[0])
-        return tuple(y + layer.dt * jnp.tanh(layer.params * mixed + y) for y in y)
-
-    y0 = (jax.random.normal(jax.random.key(1), (4, 3)),) * leaves
-
-    def loss(weights, forward, adjoint):
-        solution = lp_jax.solve(step, weights, y0, solver=forward, adjoint_solver=adjoint)
-        return sum(jnp.sum(y**2) for y in solution.y1)
-
-    weights, exact = jnp.linspace(-1, 1, 8), lp_jax.Serial()
-    for solvers in ((newton(3), exact), (exact, newton(1))):
+    for solvers in ((newton(3), lp_jax.Serial()), (lp_jax.Serial(), newton(1))):
         with pytest.raises(ValueError, match=r"batch_axes=1\).*combines entries along the first axes.*batch_axes=0"):
-            jax.grad(loss)(weights, *solvers)
-    whole, gradient = lp_jax.Newton(iterations=8, batch_axes=0), jax.jit(jax.grad(loss))
-    assert relative_error(gradient(weights, whole, whole), gradient(weights, exact, exact)) < 1e-12
+            gradient_of_combined(how, leaves, *solvers)
+
+
+@pytest.mark.parametrize("how", ["norm", "attention"])
+def test_a_step_that_combines_examples_is_solved_without_an_axis_of_them(how):
+    whole, exact = lp_jax.Newton(iterations=8, batch_axes=0), lp_jax.Serial()
+    assert relative_error(*(gradient_of_combined(how, 2, s, s) for s in (whole, exact))) < 1e-12
 
 
 def test_a_step_that_treats_examples_alone_is_taken():
     """Norms, attention over other axes, transposes and loops: nothing here meets another example."""
-    mix = jax.random.normal(jax.random.key(2), (3, 3))
+    mix = dense_state(3, 3, seed=2)
 
     def step(y, layer):
         z = (y - jnp.mean(y, axis=1, keepdims=True)) @ mix
@@ -473,7 +493,7 @@ def test_a_step_that_treats_examples_alone_is_taken():
         z = jax.lax.fori_loop(0, 2, lambda _, z: z + 0.1 * jnp.sin(z), z)
         return y + layer.dt * layer.params * z
 
-    y0 = jax.random.normal(jax.random.key(1), (4, 2, 3))
+    y0 = dense_state(8, 3).reshape(4, 2, 3)
 
     def loss(weights, solver):
         return jnp.sum(lp_jax.solve(step, weights, y0, solver=solver).y1 ** 2)

@@ -131,8 +131,8 @@ def _fields(state: TrainState) -> dict[str, PyTree]:
 def _reason(error: Exception) -> str:
     """Return the system's message, or the error's first line."""
     text = str(error) or type(error).__name__
-    said = re.search(r": ([^:]*) \[os_error_code='\d+'\]", text)
-    return said[1] if said else text.splitlines()[0]
+    code = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(code[1])) if code else text.splitlines()[0]
 
 
 def first_difference(
