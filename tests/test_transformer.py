@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from networks import F64, assert_close, normal
+from problems import relative_error
 
 import lp_jax
 from lp_jax import nn
@@ -22,6 +23,7 @@ MASK = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
 OTHER_MASK = jnp.asarray([[True] * 3 + [False], [True] * 4])
 INJECT = lp_jax.Rediscretize(params="inject")
 EXACT = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT)  # two intervals: exact after two cycles
+ROUGH = lp_jax.MGRIT(coarsening=3, iterations=1)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +77,13 @@ def plain_feed_forward(p, y):
     return plain_linear(p["outer"], gelu)
 
 
-def plain_encoder(p, y, h, mask=None, causal=False):
-    attended = plain_attention(p["attention"], y, mask=mask, causal=causal)
+def plain_encoder(p, y, h, mask=None):
+    attended = plain_attention(p["attention"], y, mask=mask)
     return y + h * (attended + plain_feed_forward(p["feed_forward"], y + attended))
 
 
-def plain_split(p, y, h, mask=None, causal=False):
-    y = y + h * plain_attention(p["attention"], y, mask=mask, causal=causal)
+def plain_split(p, y, h, mask):
+    y = y + h * plain_attention(p["attention"], y, mask=mask, causal=True)
     return y + h * plain_feed_forward(p["feed_forward"], y)
 
 
@@ -90,10 +92,6 @@ def plain_decoder(p, y, h, memory, memory_mask=None, mask=None):
     u = y + attended
     remembered = plain_attention(p["cross_attention"], u, memory, memory_mask)
     return y + h * (attended + remembered + plain_feed_forward(p["feed_forward"], u + remembered))
-
-
-def layer_of(params, n):
-    return jax.tree.map(lambda x: x[n], params)
 
 
 # --- networks, as modules and plainly --------------------------------------------------------------------------------
@@ -121,24 +119,21 @@ def encoder_decoder(rngs, **options):
 
 def looped(step):
     def network(params, y, shared, t1):
-        for n in range(LAYERS):
-            y = step(layer_of(params, n), y, t1 / LAYERS, shared, n)
-        return y
+        body = lambda y, layer: (step(layer[0], y, t1 / LAYERS, shared, layer[1]), None)  # noqa: E731
+        return jax.lax.scan(body, y, (params, jnp.arange(LAYERS)))[0]
 
     return network
 
 
 def plain_encoder_decoder(p, state, h, shared, n):
     (x, y), (x_mask, y_mask) = state, shared
-    if n < 2:
-        return plain_encoder(p, x, h, x_mask), y
-    return x, plain_decoder(p, y, h, x, x_mask, y_mask)
+    encoded = lambda: (plain_encoder(p, x, h, x_mask), y)  # noqa: E731
+    return jax.lax.cond(n < 2, encoded, lambda: (x, plain_decoder(p, y, h, x, x_mask, y_mask)))
 
 
 NETWORKS = {
     "encoder": (encoder, Y, MASK, lambda p, y, h, mask, n: plain_encoder(p, y, h, mask)),
-    "causal": (causal, Y, None, lambda p, y, h, mask, n: plain_encoder(p, y, h, causal=True)),
-    "split": (split, Y, MASK, lambda p, y, h, mask, n: plain_split(p, y, h, mask, causal=True)),
+    "split": (split, Y, MASK, lambda p, y, h, mask, n: plain_split(p, y, h, mask)),
     "decoder": (decoder, Y, (MEMORY, OTHER_MASK, MASK), lambda p, y, h, shared, n: plain_decoder(p, y, h, *shared)),
     "encoder-decoder": (encoder_decoder, (MEMORY, Y), (OTHER_MASK, MASK), plain_encoder_decoder),
 }
@@ -160,7 +155,7 @@ def without_masks(gradients):
 
 @pytest.mark.parametrize(
     ("name", "t1"),
-    [("encoder", 1.0), ("causal", LAYERS), ("split", 3.0), ("decoder", 1.0), ("encoder-decoder", LAYERS)],
+    [("encoder", 1.0), ("split", 3.0), ("decoder", 1.0), ("encoder-decoder", LAYERS)],
 )
 def test_layer_parallel_is_the_plain_network(name, t1):
     make, y, shared, layer = NETWORKS[name]
@@ -195,20 +190,19 @@ def test_single_precision_is_the_same_network():
 def test_padding_is_not_seen():
     step, params = nn.stack(encoder, LAYERS, rngs=nnx.Rngs(0))
     other = jnp.where(MASK[..., None], Y, 5.0)
-    for solver in (EXACT, lp_jax.MGRIT(coarsening=3, iterations=1)):
-        a, b = (lp_jax.solve(step, params, y, shared=MASK, solver=solver).y1 for y in (Y, other))
-        np.testing.assert_array_equal(a[MASK], b[MASK])
+    a, b = (lp_jax.solve(step, params, y, shared=MASK, solver=ROUGH).y1 for y in (Y, other))
+    np.testing.assert_array_equal(a[MASK], b[MASK])
 
 
 def test_a_position_does_not_see_those_after_it():
     step, params = nn.stack(causal, LAYERS, rngs=nnx.Rngs(0))
     other = Y.at[:, 3:].set(1.0)
-    a, b = (lp_jax.solve(step, params, y, solver=lp_jax.MGRIT(coarsening=3, iterations=1)).y1 for y in (Y, other))
+    a, b = (np.asarray(lp_jax.solve(step, params, y, solver=ROUGH).y1) for y in (Y, other))
     np.testing.assert_array_equal(a[:, :3], b[:, :3])
-    assert float(jnp.abs(a - b)[:, 3:].min()) > 1e-6
+    assert np.abs(a - b)[:, 3:].min() > 1e-6
 
 
-@pytest.mark.parametrize("name", ["encoder", "decoder", "encoder-decoder"])
+@pytest.mark.parametrize("name", ["encoder", "encoder-decoder"])
 def test_dropout(name):
     """The masks are those of key and layer, on every visit; what is dropped is what a layer adds."""
     make, y, shared, _ = NETWORKS[name]
@@ -218,11 +212,10 @@ def test_dropout(name):
     assert_close(parallel, serial)
     jax.tree.map(np.testing.assert_array_equal, parallel, again)
     other = run(trunk, jax.random.key(4), EXACT)
-    moved = jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), parallel, other))
-    assert max(moved) > 1e-3
+    assert relative_error(other, parallel) > 1e-3
     trunk.eval()
-    plain = nn.LayerParallel(make, LAYERS, solver=EXACT, rngs=nnx.Rngs(0))
-    assert_close(trunk(y, shared=shared), plain(y, shared=shared), rtol=1e-14)
+    plain, unused = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0)), jax.random.key(5)
+    assert_close(*(run(layers, key, lp_jax.Serial()) for layers, key in ((trunk, unused), (plain, None))), rtol=1e-14)
 
 
 def test_depth_makes_projections_start_smaller():
@@ -237,7 +230,8 @@ def test_buffers_stay_serial_and_a_network_is_the_sum_of_its_parts():
     rngs = nnx.Rngs(0)
 
     def block(layers, t1, solver):
-        return nn.LayerParallel(causal, layers, t1=t1, solver=solver, rngs=rngs)
+        make = lambda rngs: nn.DenseResidual(WIDTH, param_dtype=F64, rngs=rngs)  # noqa: E731
+        return nn.LayerParallel(make, layers, t1=t1, solver=solver, rngs=rngs)
 
     rough = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=INJECT)
     parts = [block(2, 2.0, lp_jax.Serial()), block(LAYERS, 1.0, rough), block(1, 1.0, lp_jax.Serial())]
@@ -283,9 +277,7 @@ def test_a_mask_and_tokens_reach_the_layers_of_a_classifier():
     )
     words, places = model.opening.tokens[0].embedding[...], model.opening.positions.embedding[...]
     y0 = words[tokens] + places[:5]
-    y1 = looped(lambda p, y, h, mask, n: plain_encoder(p, y, h, mask))(
-        nnx.to_pure_dict(nnx.state(trunk.layers)), y0, MASK, 1.0
-    )
+    y1 = looped(NETWORKS["encoder"][-1])(nnx.to_pure_dict(nnx.state(trunk.layers)), y0, MASK, 1.0)
     closing = nnx.to_pure_dict(nnx.state(model.closing))
     assert_close(model(tokens), plain_linear(closing["linear"], plain_norm(closing["norm"], y1)))
 

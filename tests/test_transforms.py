@@ -42,12 +42,14 @@ def loss(params, solver):
 @functools.cache
 def exact(what):
     f = functools.partial(loss, solver=Serial())
-    return {
-        "gradient": lambda: jax.grad(f)(PARAMS),
-        "tangent": lambda: jax.jvp(f, (PARAMS,), (DIRECTION,))[1],
-        "product": lambda: jax.jvp(jax.grad(f), (PARAMS,), (DIRECTION,))[1],
-        "hessian": lambda: jax.hessian(f)(PARAMS),
-    }[what]()
+    return jax.jit(
+        {
+            "gradient": jax.grad(f),
+            "tangent": lambda p: jax.jvp(f, (p,), (DIRECTION,))[1],
+            "product": lambda p: jax.jvp(jax.grad(f), (p,), (DIRECTION,))[1],
+            "hessian": jax.hessian(f),
+        }[what]
+    )(PARAMS)
 
 
 def scanned(f, params):
@@ -76,7 +78,7 @@ CELLS = {
     "jvp of grad": (lambda f, p: jax.jvp(jax.grad(f), (p,), (DIRECTION,))[1], "product"),
     "hessian": (lambda f, p: jax.jit(jax.hessian(f))(p), "hessian"),
 }
-VARIETIES = ("Serial, checkpoints", "Newton, shared", "MGRIT, all kept")  # of a solver that is there; they take turns
+WHOLE = ("Serial", "Picard", "MGRIT")  # meet every transformation; the others take turns
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ VARIETIES = ("Serial, checkpoints", "Newton, shared", "MGRIT, all kept")  # of a
         (name, cell)
         for i, name in enumerate(ALL)
         for j, cell in enumerate(CELLS)
-        if name not in VARIETIES or (i + j) % 2 == 0
+        if name in WHOLE or (i + j) % 2 == 0
     ],
 )
 def test_what_every_solver_can(name, cell):
@@ -165,9 +167,8 @@ CHECKED = """
 import jax, jax.numpy as jnp, lp_jax, math
 
 solvers = [
-    lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(), lp_jax.Picard(sweeps=3, windows=2),
-    lp_jax.Picard(rtol=1e-2), lp_jax.Newton(batch_axes=0), lp_jax.MGRIT(), lp_jax.MGRIT(storage="all", at_once=math.inf),
-    lp_jax.MGRIT(levels=3, coarsening=2, coarse_step=lp_jax.Rediscretize(), iterations=9, rtol=1e-3),
+    lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(sweeps=3, windows=2), lp_jax.Newton(batch_axes=0),
+    lp_jax.MGRIT(storage="all", at_once=math.inf), lp_jax.MGRIT(levels=3, coarsening=2, iterations=9, rtol=1e-3),
 ]
 params = {"w": 0.3 * jnp.ones((10, 4, 4)), "b": jnp.zeros((10, 4))}
 
@@ -188,18 +189,12 @@ for seed, solver in enumerate(solvers):
 """
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"JAX_DEBUG_NANS": "1", "JAX_DEBUG_KEY_REUSE": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict"},
-        {"JAX_ENABLE_CHECKS": "1", "JAX_CHECK_TRACER_LEAKS": "1"},
-    ],
-    ids=" ".join,
-)
-def test_every_solver_under_the_checks_of_jax(settings):
+def test_every_solver_under_the_checks_of_jax():
+    checks = ("DEBUG_NANS", "DEBUG_KEY_REUSE", "ENABLE_CHECKS", "CHECK_TRACER_LEAKS")
+    settings = {f"JAX_{name}": "1" for name in checks} | {"JAX_NUMPY_DTYPE_PROMOTION": "strict"}
     command = [sys.executable, "-c", CHECKED]
     ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
-    assert ran.stdout.count("ok") == 9, ran.stderr[-2000:]
+    assert ran.stdout.count("ok") == 6, ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("rule", ("vjp", "jvp"))
