@@ -68,7 +68,9 @@ def assert_serial(step, params, y0, loss, solver, *, t1=1.0):
 def relative_error(a: Any, b: Any) -> float:
     """Relative 2-norm error of a pytree."""
     pairs = [tuple(map(np.asarray, pair)) for pair in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
-    return float(np.sqrt(sum(np.sum(np.abs(x - y) ** 2) for x, y in pairs) / sum(np.sum(np.abs(y) ** 2) for _, y in pairs)))
+    return float(
+        np.sqrt(sum(np.sum(np.abs(x - y) ** 2) for x, y in pairs) / sum(np.sum(np.abs(y) ** 2) for _, y in pairs))
+    )
 
 
 def machine(*seconds, at_once=(1,), **fields):

@@ -83,12 +83,7 @@ WHOLE = ("Serial", "Picard", "MGRIT")  # meet every transformation; the others t
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [
-        (name, cell)
-        for i, name in enumerate(ALL)
-        for j, cell in enumerate(CELLS)
-        if name in WHOLE or (i + j) % 2 == 0
-    ],
+    [(name, cell) for i, name in enumerate(ALL) for j, cell in enumerate(CELLS) if name in WHOLE or (i + j) % 2 == 0],
 )
 def test_what_every_solver_can(name, cell):
     transformed, what = CELLS[cell]
