@@ -23,6 +23,8 @@ MASK = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
 OTHER_MASK = jnp.asarray([[True] * 3 + [False], [True] * 4])
 INJECT = lp_jax.Rediscretize(params="inject")
 EXACT = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT)  # two intervals: exact after two cycles
+BATCHED = dataclasses.replace(EXACT, at_once=math.inf, storage="all")
+SWEEPS = lp_jax.Picard(sweeps=LAYERS)
 ROUGH = lp_jax.MGRIT(coarsening=3, iterations=1)
 
 
@@ -154,17 +156,20 @@ def without_masks(gradients):
 
 
 @pytest.mark.parametrize(
-    ("name", "t1"),
-    [("encoder", 1.0), ("split", 3.0), ("decoder", 1.0), ("encoder-decoder", LAYERS)],
+    ("name", "t1", "solvers"),
+    [
+        ("encoder", 1.0, [BATCHED]),
+        ("split", 3.0, [EXACT]),
+        ("decoder", 1.0, [BATCHED]),
+        # Serial hands states of several parts on in its own way
+        ("encoder-decoder", LAYERS, [lp_jax.Serial(), SWEEPS]),
+    ],
 )
-def test_layer_parallel_is_the_plain_network(name, t1):
+def test_layer_parallel_is_the_plain_network(name, t1, solvers):
     make, y, shared, layer = NETWORKS[name]
     step, params = nn.stack(make, LAYERS, rngs=nnx.Rngs(0))
     wanted, wanted_gradients = loss_of(looped(layer))(params, y, shared, t1)
-    batched = dataclasses.replace(EXACT, at_once=math.inf, storage="all")
-    # Serial hands shared values and states of several parts on in its own way; with a mask only it is as for other layers
-    serial = [lp_jax.Serial()] if name in ("decoder", "encoder-decoder") else []
-    for solver in (*serial, batched if name in ("encoder", "decoder") else EXACT):
+    for solver in solvers:
 
         def run(params, y, shared, t1, solver=solver):
             return lp_jax.solve(step, params, y, shared=shared, t1=t1, solver=solver).y1
@@ -182,9 +187,8 @@ def test_single_precision_is_the_same_network():
         )
         nnx.update(double, jax.tree.map(lambda x: x.astype(F64), nnx.state(single)))
         y, h = Y.astype(jnp.float32), jnp.float32(1)
-        np.testing.assert_allclose(
-            single(y, 0, h, shared=mask), double(y.astype(F64), 0, 1.0, shared=mask), rtol=1e-4, atol=1e-5
-        )
+        run = nnx.jit(lambda layer, y, h, mask=mask: layer(y, 0, h, shared=mask))
+        np.testing.assert_allclose(run(single, y, h), run(double, y.astype(F64), 1.0), rtol=1e-4, atol=1e-5)
 
 
 def test_padding_is_not_seen():
@@ -202,16 +206,16 @@ def test_a_position_does_not_see_those_after_it():
     assert np.abs(a - b)[:, 3:].min() > 1e-6
 
 
-@pytest.mark.parametrize("name", ["encoder", "encoder-decoder"])
-def test_dropout(name):
+@pytest.mark.parametrize(("name", "solver"), [("encoder", EXACT), ("encoder-decoder", SWEEPS)])
+def test_dropout(name, solver):
     """The masks are those of key and layer, on every visit; what is dropped is what a layer adds."""
     make, y, shared, _ = NETWORKS[name]
-    trunk = nn.LayerParallel(lambda rngs: make(rngs, dropout=0.5), LAYERS, solver=EXACT, rngs=nnx.Rngs(0))
+    trunk = nn.LayerParallel(lambda rngs: make(rngs, dropout=0.5), LAYERS, rngs=nnx.Rngs(0))
     run = nnx.jit(lambda trunk, key, solver: trunk.solve(y, shared=shared, key=key, solver=solver).y1)
-    serial, parallel, again = (run(trunk, jax.random.key(3), s) for s in (lp_jax.Serial(), EXACT, EXACT))
+    serial, parallel, again = (run(trunk, jax.random.key(3), s) for s in (lp_jax.Serial(), solver, solver))
     assert_close(parallel, serial)
     jax.tree.map(np.testing.assert_array_equal, parallel, again)
-    other = run(trunk, jax.random.key(4), EXACT)
+    other = run(trunk, jax.random.key(4), solver)
     assert relative_error(other, parallel) > 1e-3
     trunk.eval()
     plain, unused = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0)), jax.random.key(5)
