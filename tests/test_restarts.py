@@ -33,10 +33,10 @@ def exact():
 
     def loss(added):
         def body(y, x):
-            params, n, more = x
-            return dense_step(y + more, lp_jax.Layer(params, None, None, n / LAYERS, 1 / LAYERS, n, 0)), None
+            params, t, more = x
+            return dense_step(y + more, lp_jax.Layer(params, None, None, t, 1 / LAYERS, None, 0)), None
 
-        return jnp.vdot(jax.lax.scan(body, Y0, (PARAMS, jnp.arange(LAYERS), added))[0], COTANGENT)
+        return jnp.vdot(jax.lax.scan(body, Y0, (PARAMS, np.arange(LAYERS) / LAYERS, added))[0], COTANGENT)
 
     return jax.jit(jax.grad(loss))(jnp.zeros((LAYERS, *Y0.shape)))
 

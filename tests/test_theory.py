@@ -45,11 +45,11 @@ def serial_states(step, params, y0, t1):
     n = jax.tree.leaves(params)[0].shape[0]
 
     def body(y, x):
-        p, i = x
-        y = step(y, lp_jax.Layer(p, None, None, i * (t1 / n), jnp.asarray(t1 / n), i, 0))
+        p, t, i = x
+        y = step(y, lp_jax.Layer(p, None, None, t, jnp.asarray(t1 / n), i, 0))
         return y, y
 
-    return jax.lax.scan(body, y0, (params, jnp.arange(n)))[1]
+    return jax.lax.scan(body, y0, (params, np.arange(n) * t1 / n, jnp.arange(n)))[1]
 
 
 def squared(y):

@@ -190,9 +190,15 @@ for seed, solver in enumerate(solvers):
 """
 
 
-def test_every_solver_under_the_checks_of_jax():
-    checks = ("DEBUG_NANS", "DEBUG_KEY_REUSE", "ENABLE_CHECKS", "CHECK_TRACER_LEAKS")
-    settings = {f"JAX_{name}": "1" for name in checks} | {"JAX_NUMPY_DTYPE_PROMOTION": "strict"}
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"JAX_DEBUG_NANS": "1", "JAX_DEBUG_KEY_REUSE": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict"},
+        {"JAX_ENABLE_CHECKS": "1", "JAX_CHECK_TRACER_LEAKS": "1"},
+    ],
+    ids=" ".join,
+)
+def test_every_solver_under_the_checks_of_jax(settings):
     command = [sys.executable, "-c", CHECKED]
     ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
     assert ran.stdout.count("ok") == 6, ran.stderr[-2000:]
