@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import lp_jax
@@ -12,7 +13,7 @@ F64 = jnp.float64
 
 
 def normal(shape, seed=1):
-    return jax.random.normal(jax.random.key(seed), shape, F64)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
 def assert_close(got, wanted, rtol=1e-12):

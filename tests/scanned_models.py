@@ -138,9 +138,14 @@ def nnx_loss(make):
     return loss_and_gradient
 
 
+@functools.cache
+def linen_variables():
+    return double(jax.jit(LinenModel(linen.scan).init)(jax.random.key(0), TOKENS))
+
+
 def linen_loss(scan):
-    variables = double(LinenModel(linen.scan).init(jax.random.key(0), TOKENS))
-    return jax.value_and_grad(lambda v: jnp.mean(jnp.sin(LinenModel(scan).apply(v, TOKENS))))(variables)
+    loss = lambda v: jnp.mean(jnp.sin(LinenModel(scan).apply(v, TOKENS)))  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss))(linen_variables())
 
 
 def equinox_loss(scan):

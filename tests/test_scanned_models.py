@@ -32,23 +32,16 @@ def library(request):
 
 
 def test_one_call_is_changed(library):
+    """By some solvers, one of them over devices."""
     run = scanned_models.LOSSES[library]
-    loss, gradient = run(scanned_models.own(library))
-    solvers = {lp_jax.Serial(): 1e-12, lp_jax.MGRIT(iterations=3): 1e-12, lp_jax.MGRIT(): 1e-2}
-    for solver, tolerance in solvers.items():
-        got, got_gradient = run(scanned_models.ours(library, solver=solver))
-        np.testing.assert_allclose(got, loss, rtol=tolerance)
-        assert relative_error(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient)) < tolerance
-
-
-@pytest.mark.parametrize("workers", [3, 8])
-def test_layers_over_devices(library, workers):
+    exact, exact_gradient = run(scanned_models.own(library))
+    workers = 3 if library in ("nnx", "Equinox") else 8
     mesh = jax.make_mesh((workers,), ("layers",), devices=jax.devices()[:workers])
-    run = scanned_models.LOSSES[library]
-    loss, gradient = run(scanned_models.ours(library))
-    got, got_gradient = run(scanned_models.ours(library, comm=mesh))
-    np.testing.assert_allclose(got, loss, rtol=1e-12)
-    assert relative_error(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient)) < 1e-12
+    sweeps = {"solver": lp_jax.Picard(sweeps=scanned_models.LAYERS), "comm": mesh}
+    for options, tolerance in (({"solver": lp_jax.Serial()}, 1e-12), (sweeps, 1e-12), ({}, 1e-2)):
+        loss, gradient = run(scanned_models.ours(library, **options))
+        np.testing.assert_allclose(loss, exact, rtol=tolerance)
+        assert relative_error(jax.tree.leaves(gradient), jax.tree.leaves(exact_gradient)) < tolerance
 
 
 class Noisy(nnx.Module):

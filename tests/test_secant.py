@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import mesh
+from problems import relative_error as distance
 
 import lp_jax
 from lp_jax._arrays import _tree
@@ -16,10 +17,9 @@ N, D, BATCH = 50, 4, 3
 
 def gru(layers, h, units=16, batch=8, features=8, scale=1.0, dtype=float):
     """A GRU whose gates' outputs are stepped by ``h``, with weights as Flax draws them, times ``scale``."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    shape = (3, features + units, units)
-    w = jax.random.normal(keys[0], shape, dtype) * (scale / jnp.sqrt(jnp.asarray(units, dtype)))
-    x = jax.random.normal(keys[1], (layers, batch, features), dtype)
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=(3, features + units, units)) * scale / np.sqrt(units), dtype)
+    x = jnp.asarray(rng.normal(size=(layers, batch, features)), dtype)
 
     def step(y, layer):
         both = jnp.concatenate([layer.data, y], axis=-1)
@@ -30,30 +30,22 @@ def gru(layers, h, units=16, batch=8, features=8, scale=1.0, dtype=float):
     return lp_jax.Problem(step, None, jnp.zeros((batch, units), dtype), shared=w, data=x)
 
 
-def decaying(layers=N, dtype=float):
+def decaying(layers=N):
     """Layers that contract, each with weights of its own."""
-    keys = jax.random.split(jax.random.key(1), 3)
-    params = (
-        jax.random.normal(keys[0], (layers, D, D), dtype) / 4,
-        jax.random.normal(keys[1], (layers, D), dtype),
-    )
+    rng = np.random.default_rng(1)
+    params = jnp.asarray(rng.normal(size=(layers, D, D)) / 4), jnp.asarray(rng.normal(size=(layers, D)))
 
     def step(y, layer):
         w, b = layer.params
         return y + layer.dt * (jnp.tanh(y @ w + b[None]) - y)
 
-    return lp_jax.Problem(step, params, jax.random.normal(keys[2], (BATCH, D), dtype), t1=8.0)
+    return lp_jax.Problem(step, params, jnp.asarray(rng.normal(size=(BATCH, D))), t1=8.0)
 
 
 def solved(problem, solver, **more):
     solution, pullback = lp_jax.solve_vjp(**(vars(problem) | more), solver=solver)
     gradients, stats = pullback(jnp.cos(solution.y1))
     return solution, gradients, stats
-
-
-def distance(a, b):
-    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-    return float(jnp.sqrt(sum(jnp.sum((x - y) ** 2) for x, y in pairs) / sum(jnp.sum(y**2) for _, y in pairs)))
 
 
 def by_hand(step, y0, layers, sweeps):
@@ -73,7 +65,7 @@ def by_hand(step, y0, layers, sweeps):
     return u, slope
 
 
-@pytest.mark.parametrize("sweeps", [1, 2, 3, 6])
+@pytest.mark.parametrize("sweeps", [1, 2, 6])
 def test_iterates_are_those_of_the_formulas(sweeps):
     problem = decaying()
     w, b = (np.asarray(x) for x in problem.params)
@@ -104,10 +96,9 @@ def test_exact_after_as_many_sweeps_as_layers():
     assert distance(gradients.params, gradient.params) < 1e-12
 
 
-@pytest.mark.parametrize(("layers", "most"), [(256, 10), (1024, 14)])
-def test_a_chain_that_contracts_takes_few_sweeps(layers, most):
+def test_a_chain_that_contracts_takes_few_sweeps():
     """Plain sweeps take five times as many, or diverge first."""
-    problem = gru(layers, 1 / 16)
+    problem, most = gru(1024, 1 / 16), 14
     exact, gradient, _ = solved(problem, lp_jax.Serial())
     taught = lp_jax.Picard(sweeps=60, rtol=1e-3, secant=True)
     solution, gradients, stats = solved(problem, taught)
@@ -120,10 +111,10 @@ def test_a_chain_that_contracts_takes_few_sweeps(layers, most):
 
 
 def test_a_chain_that_does_not_contract_takes_as_many_as_before():
-    keys = jax.random.split(jax.random.key(0), 2)
-    params = jax.random.normal(keys[0], (64, D, D)) / 2
+    rng = np.random.default_rng(0)
+    params, y0 = jnp.asarray(rng.normal(size=(64, D, D)) / 2), jnp.asarray(rng.normal(size=(BATCH, D)))
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-    problem = lp_jax.Problem(step, params, jax.random.normal(keys[1], (BATCH, D)), t1=2.0)
+    problem = lp_jax.Problem(step, params, y0, t1=2.0)
     counts = [
         int(lp_jax.solve(**vars(problem), solver=lp_jax.Picard(sweeps=40, rtol=1e-8, secant=s)).stats.iterations)
         for s in (False, True)
@@ -151,28 +142,28 @@ def test_some_layers_at_once_and_a_batch_of_solves():
     np.testing.assert_allclose(jax.vmap(one)(problem.y0[None])[0], whole.y1, rtol=1e-13)
 
 
-@pytest.mark.parametrize(("layers", "devices"), [(52, 4), (50, 4), (3, 4), (50, 3)])
-def test_the_same_numbers_on_several_devices(layers, devices):
+@pytest.mark.parametrize(("layers", "devices", "rtol"), [(52, 4, 1e-6), (50, 3, None), (3, 4, 1e-6)])
+def test_the_same_numbers_on_several_devices(layers, devices, rtol):
     """Also where slots pad the last device, or devices hold no layer."""
-    problem = decaying(layers)
-    for solver in (lp_jax.Picard(sweeps=6, secant=True), lp_jax.Picard(sweeps=20, secant=True, rtol=1e-6)):
-        one, gradient, stats = solved(problem, solver)
-        several, gradients, others = solved(problem, solver, comm=mesh(devices))
-        np.testing.assert_allclose(several.y1, one.y1, rtol=1e-12)
-        assert distance(gradients.params, gradient.params) < 1e-12
-        for a, b in ((one.stats, several.stats), (stats, others)):
-            assert int(a.iterations) == int(b.iterations)
-            np.testing.assert_allclose(a.residual_norms, b.residual_norms, rtol=1e-6, atol=1e-12)
+    problem, solver = decaying(layers), lp_jax.Picard(sweeps=20 if rtol else 6, secant=True, rtol=rtol)
+    one, gradient, stats = solved(problem, solver)
+    several, gradients, others = solved(problem, solver, comm=mesh(devices))
+    np.testing.assert_allclose(several.y1, one.y1, rtol=1e-12)
+    assert distance(gradients.params, gradient.params) < 1e-12
+    for a, b in ((one.stats, several.stats), (stats, others)):
+        assert int(a.iterations) == int(b.iterations)
+        np.testing.assert_allclose(a.residual_norms, b.residual_norms, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 17, 64, 71, 513])
+@pytest.mark.parametrize(
+    ("n", "reverse"), [(n, i % 2 == 1) for i, n in enumerate((0, 1, 7, 8, 15, 16, 17, 64, 71, 513))]
+)
 def test_sums_that_decay(n, reverse):
-    x = jax.random.normal(jax.random.key(n), (n, 3))
-    start, factor = jnp.arange(1.0, 4.0), jnp.asarray(0.9)
-    before, last = _tree.prefix_sums(x, start, reverse=reverse, factor=factor)
-    total, found = np.asarray(start), []
-    for one in np.asarray(x)[:: -1 if reverse else 1]:
+    x, start = np.random.default_rng(n).normal(size=(n, 3)), np.arange(1.0, 4.0)
+    sums = jax.jit(lambda x, start, factor: _tree.prefix_sums(x, start, reverse=reverse, factor=factor))
+    before, last = sums(x, start, 0.9)
+    total, found = start, []
+    for one in x[:: -1 if reverse else 1]:
         found.append(total)
         total = 0.9 * total + one
     np.testing.assert_allclose(last, total, rtol=1e-13)

@@ -82,18 +82,20 @@ def test_transfers_are_their_matrices_and_transposes(dims, restriction, prolonga
 @pytest.mark.parametrize(("restriction", "prolongation"), KINDS)
 def test_constants_and_linear_functions(n, restriction, prolongation):
     restrict, prolong = lp_jax.spatial(1, restriction=restriction, prolongation=prolongation)
-    ones, x = jnp.ones((1, n, 1)), jnp.arange(float(n)).reshape(1, n, 1)
+    ones, x = np.ones((1, n, 1)), np.arange(float(n)).reshape(1, n, 1)
     prolong = prolong.fit(ones)
-    np.testing.assert_array_equal(restrict(ones), np.ones((1, 4 if n == 7 else 3, 1)))
-    np.testing.assert_array_equal(prolong(restrict(ones)), ones)
+    every_other = x[:, ::2]
+    transferred = jax.jit(lambda: (restrict(ones), prolong(restrict(ones)), restrict(x), prolong(every_other)))
+    coarse_ones, again, coarse, fine = map(np.asarray, transferred())
+    np.testing.assert_array_equal(coarse_ones, np.ones((1, 4 if n == 7 else 3, 1)))
+    np.testing.assert_array_equal(again, ones)
     if prolongation == "linear":
-        coarse = np.asarray(restrict(x))[0, :, 0]
         inside = slice(None) if restriction == "injection" else slice(1, -1)
-        np.testing.assert_allclose(coarse[inside], 2.0 * np.arange((n + 1) // 2)[inside], rtol=1e-15)
-        np.testing.assert_array_equal(prolong(x[:, ::2])[0, :5, 0], np.arange(5.0))
+        np.testing.assert_allclose(coarse[0, inside, 0], 2.0 * np.arange((n + 1) // 2)[inside], rtol=1e-15)
+        np.testing.assert_array_equal(fine[0, :5, 0], np.arange(5.0))
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 8, 9])
+@pytest.mark.parametrize("n", [1, 2, 8, 9])
 @pytest.mark.parametrize(("restriction", "prolongation"), KINDS)
 def test_full_weighting_leaves_no_error_larger(n, restriction, prolongation):
     """P R is symmetric with eigenvalues in [0, 1]. Of injection R P = I alone holds."""

@@ -89,7 +89,7 @@ def test_as_many_coefficients_of_degree_zero_as_layers_are_the_ordinary_network(
     y = normal((3, WIDTH))
 
     def gradient(trunk):
-        return nnx.to_pure_dict(nnx.grad(lambda trunk: jnp.sum(trunk(y) ** 2))(trunk))
+        return nnx.to_pure_dict(nnx.jit(nnx.grad(lambda trunk: jnp.sum(trunk(y) ** 2)))(trunk))
 
     np.testing.assert_array_equal(spline(y), ordinary(y))
     assert_close(gradient(spline), gradient(ordinary), rtol=0)
@@ -110,7 +110,7 @@ def loop(params, spline, y, layers, times):
 
 @pytest.mark.parametrize(
     ("comm", "coefficients", "degree"),
-    [(None, 3, 0), (None, 4, 1), (None, 5, 3), ("mesh", 4, 1), ("mesh", 5, 3), ("mesh, uneven", 5, 3), ("grid", 5, 2)],
+    [(None, 3, 0), ("mesh", 4, 1), ("mesh, uneven", 5, 3), ("grid", 5, 2)],
 )
 def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
     spline = nn.Spline(coefficients=coefficients, degree=degree)

@@ -90,9 +90,14 @@ def timeless(rows):
 def test_step_is_the_textbook_update(state):
     batch = next(batches(0))
     new, metrics = STEP_FN(jax.tree.map(jnp.copy, state), batch, lp_jax.Serial(), None)
-    loss, gradient = jax.value_and_grad(lambda p: loss_fn(p, batch, lp_jax.Serial(), None)[0])(state.params)
-    updates, _ = OPTIMIZER.update(gradient, OPTIMIZER.init(state.params))
-    wanted = optax.apply_updates(state.params, updates)
+
+    @jax.jit
+    def textbook(params):
+        loss, gradient = jax.value_and_grad(lambda p: loss_fn(p, batch, lp_jax.Serial(), None)[0])(params)
+        updates, _ = OPTIMIZER.update(gradient, OPTIMIZER.init(params))
+        return loss, gradient, optax.apply_updates(params, updates)
+
+    loss, gradient, wanted = textbook(state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), new.params, wanted)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-13)
     np.testing.assert_allclose(metrics.gradient_norm, optax.tree.norm(gradient), rtol=1e-12)
@@ -512,7 +517,7 @@ def samples():
 
 def test_classification_loss_is_cross_entropy(classifier, loss_and_params, samples):
     (x, labels), (loss_fn, params) = samples, loss_and_params
-    loss, info = loss_fn(params, samples, lp_jax.Serial(), None)
+    loss, info = jax.jit(loss_fn)(params, samples, lp_jax.Serial(), None)
     logits = np.asarray(classifier.solve(x, solver=lp_jax.Serial())[0], np.float64)
     log_probability = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(loss, -log_probability[np.arange(10), labels].mean(), rtol=1e-5)
@@ -538,8 +543,8 @@ def test_the_confusion_matrix_counts_every_answer(classifier, loss_and_params, s
 
 def test_negative_labels_do_not_count(loss_and_params, samples):
     (x, labels), (loss_fn, params) = samples, loss_and_params
-    few, few_info = loss_fn(params, (x[:7], labels[:7]), lp_jax.Serial(), None)
-    masked, info = loss_fn(params, (x, np.where(np.arange(10) < 7, labels, -1)), lp_jax.Serial(), None)
+    batches = (x[:7], labels[:7]), (x, np.where(np.arange(10) < 7, labels, -1))
+    (few, few_info), (masked, info) = (jax.jit(loss_fn)(params, batch, lp_jax.Serial(), None) for batch in batches)
     np.testing.assert_allclose(masked, few, rtol=1e-6)
     assert (int(info.correct), int(info.total)) == (int(few_info.correct), 7)
 
@@ -576,9 +581,11 @@ def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
 
     # other examples see the statistics, once the model is told to use them
     model.eval()
-    still_fn, _ = train.classification(model)
-    alone, pair = (still_fn(state.params, (samples[0][:n], samples[1][:n]), lp_jax.Serial(), None)[0] for n in (1, 2))
-    other = still_fn(state.params, (samples[0][1:2], samples[1][1:2]), lp_jax.Serial(), None)[0]
+    still_fn = jax.jit(train.classification(model)[0])
+    parts = (slice(0, 1), slice(1, 2), slice(0, 2))
+    alone, other, pair = (
+        still_fn(state.params, (samples[0][part], samples[1][part]), lp_jax.Serial(), None)[0] for part in parts
+    )
     np.testing.assert_allclose(pair, (alone + other) / 2, rtol=1e-6)
 
 
@@ -613,7 +620,7 @@ def values():
 
 def test_the_loss_of_values_is_the_mean_squared_error(of_values, values):
     (x, y), (model, loss_fn, params) = values, of_values
-    loss, info = loss_fn(params, values, lp_jax.Serial(), None)
+    loss, info = jax.jit(loss_fn)(params, values, lp_jax.Serial(), None)
     outputs = np.asarray(model.solve(x, solver=lp_jax.Serial())[0], np.float64)
     np.testing.assert_allclose(loss, np.mean((outputs - y) ** 2), rtol=1e-5)
     assert info.correct is None and int(info.total) == 20
@@ -637,8 +644,8 @@ def test_residuals_and_plans_of_values_take_their_loss(of_values, values):
     model, _, params = of_values
     found = train.residuals(model, params, values, lp_jax.Serial(), loss=train.mean_squared_error)
     y, last = values[1], model.trunk.solve(model.opening(values[0]), solver=lp_jax.Serial()).y1
-    cotangent = jax.grad(lambda u: jnp.mean((model.closing(u) - y) ** 2))(last)
-    np.testing.assert_allclose(found.adjoint_scale, jnp.linalg.norm(cotangent), rtol=1e-4)
+    cotangent = jax.jit(jax.grad(lambda u: jnp.mean((model.closing(u) - y) ** 2)))(last)
+    np.testing.assert_allclose(found.adjoint_scale, np.linalg.norm(cotangent), rtol=1e-4)
     plan = train.plan(model, params, values, loss=train.mean_squared_error, seconds=0.1)
     assert plan.error == 1e-2
 

@@ -42,12 +42,14 @@ def loss(params, solver):
 @functools.cache
 def exact(what):
     f = functools.partial(loss, solver=Serial())
-    return {
-        "gradient": lambda: jax.grad(f)(PARAMS),
-        "tangent": lambda: jax.jvp(f, (PARAMS,), (DIRECTION,))[1],
-        "product": lambda: jax.jvp(jax.grad(f), (PARAMS,), (DIRECTION,))[1],
-        "hessian": lambda: jax.hessian(f)(PARAMS),
-    }[what]()
+    return jax.jit(
+        {
+            "gradient": jax.grad(f),
+            "tangent": lambda p: jax.jvp(f, (p,), (DIRECTION,))[1],
+            "product": lambda p: jax.jvp(jax.grad(f), (p,), (DIRECTION,))[1],
+            "hessian": jax.hessian(f),
+        }[what]
+    )(PARAMS)
 
 
 def scanned(f, params):
@@ -76,16 +78,15 @@ CELLS = {
     "jvp of grad": (lambda f, p: jax.jvp(jax.grad(f), (p,), (DIRECTION,))[1], "product"),
     "hessian": (lambda f, p: jax.jit(jax.hessian(f))(p), "hessian"),
 }
-VARIETIES = ("Serial, checkpoints", "Newton, shared", "MGRIT, all kept")  # of a solver that is there; they take turns
 
 
 @pytest.mark.parametrize(
-    ("name", "cell"),
+    ("name", "cell"),  # the two varieties of a solver take turns
     [
         (name, cell)
         for i, name in enumerate(ALL)
         for j, cell in enumerate(CELLS)
-        if name not in VARIETIES or (i + j) % 2 == 0
+        if name == "Picard" or (i + j) % 2 == 0
     ],
 )
 def test_what_every_solver_can(name, cell):
@@ -108,8 +109,10 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("mode", FORWARD)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "mode"),  # those that refuse it take turns
+    [(name, mode) for i, name in enumerate(ALL) for j, mode in enumerate(FORWARD) if name in EXACT or (i + j) % 2 == 0],
+)
 def test_forward_mode(name, mode):
     f = functools.partial(loss, solver=ALL[name])
     if name in EXACT:
@@ -165,9 +168,8 @@ CHECKED = """
 import jax, jax.numpy as jnp, lp_jax, math
 
 solvers = [
-    lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(), lp_jax.Picard(sweeps=3, windows=2),
-    lp_jax.Picard(rtol=1e-2), lp_jax.Newton(batch_axes=0), lp_jax.MGRIT(), lp_jax.MGRIT(storage="all", at_once=math.inf),
-    lp_jax.MGRIT(levels=3, coarsening=2, coarse_step=lp_jax.Rediscretize(), iterations=9, rtol=1e-3),
+    lp_jax.Serial(), lp_jax.Serial(checkpoint_every=3), lp_jax.Picard(sweeps=3, windows=2), lp_jax.Newton(batch_axes=0),
+    lp_jax.MGRIT(storage="all", at_once=math.inf), lp_jax.MGRIT(levels=3, coarsening=2, iterations=9, rtol=1e-3),
 ]
 params = {"w": 0.3 * jnp.ones((10, 4, 4)), "b": jnp.zeros((10, 4))}
 
@@ -199,7 +201,7 @@ for seed, solver in enumerate(solvers):
 def test_every_solver_under_the_checks_of_jax(settings):
     command = [sys.executable, "-c", CHECKED]
     ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
-    assert ran.stdout.count("ok") == 9, ran.stderr[-2000:]
+    assert ran.stdout.count("ok") == 6, ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("rule", ("vjp", "jvp"))
