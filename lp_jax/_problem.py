@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> solution, pullback = problem.solve_vjp(solver=lp_jax.Serial())
-        >>> gradients: lp_jax.Gradients = pullback(jnp.ones(()))[0]
+        >>> gradients = pullback(jnp.ones(()))[0]
         >>> gradients.params.shape, gradients.y0.shape
         ((64,), ())
     """

@@ -37,7 +37,7 @@ class Solution(NamedTuple):
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> solution: lp_jax.Solution = problem.solve(solver=lp_jax.MGRIT(coarsening=4, iterations=2))
+        >>> solution = problem.solve(solver=lp_jax.MGRIT(coarsening=4, iterations=2))
         >>> solution.trajectory.shape, int(solution.result)
         ((16,), 0)
     """

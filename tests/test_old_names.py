@@ -53,13 +53,20 @@ def test_a_communicator_of_ranks(old, new):
     assert found is getattr(comm, new)
 
 
+def test_the_time_of_a_plan_on_one_worker():
+    times = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+    plan = planning.choose(64, planning.Machine(at_once=(1, 64), **times))
+    with pytest.warns(DeprecationWarning, match="Plan.alone is called Plan.serial_seconds now"):
+        assert plan.alone == plan.serial_seconds
+
+
 def test_workers_that_run_a_body():
     """An engine from outside that has `run` works; so does a call of `run`."""
     with pytest.warns(DeprecationWarning, match=r"Twice.run\(body, stacked, common\) is called map\(body\)"):
 
         class Twice(type(OneDevice().place(4, (), None, None))):
             def run(self, body, stacked, common):
-                return body(2 * stacked, common)
+                return super().run(body, 2 * stacked, common)
 
     assert Twice(layers=4, held=(4,)).map(lambda stacked, common: (stacked, common))(1, 3) == (2, 3)
     with pytest.warns(DeprecationWarning, match=r"Workers.run\(body, stacked, common\) is called Workers.map"):

@@ -109,7 +109,7 @@ def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
         ({"examples": 0}, "examples must be an integer of at least 1"),
         ({"overhead": 1.5}, "overhead must be a part, at most 1"),
         ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
-        ({"latency": math.nan}, "latency must be at least 0; got nan"),
+        ({"latency": math.nan}, "latency must be numbers of at least 0; got nan"),
         ({"sum_bandwidth": 0.0}, "sum_bandwidth must be positive numbers"),
     ],
 )

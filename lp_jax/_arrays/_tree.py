@@ -187,7 +187,7 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax
 
     Memory is passed over three times. A product with a triangle of ones would take as long, and spread an infinite entry
     to all of its block. Each level is computed before the next one reads it: a GPU's compiler would sum the groups anew
-    for every entry above them, which takes a quarter longer (docs/gpu.md).
+    for every entry above them, which takes a quarter longer (docs/benchmarks.md).
     """
     n, rest = x.shape[0], x.shape[1:]
     if n == 0:

@@ -27,6 +27,11 @@ Run = Callable[[State], tuple[CPoints, PyTree]]
 SEQUENTIAL = ("auto", "relay", "gather")
 
 
+def _map_by_run(self: "Workers", body: Body) -> Body:
+    """`Workers.map` of a class with the old ``run``."""
+    return functools.partial(self.run, body)
+
+
 @dataclasses.dataclass(frozen=True)
 class Workers(abc.ABC):
     """A row of workers, seen from one of them. Stacked arrays are spread over it in contiguous runs.
@@ -48,14 +53,17 @@ class Workers(abc.ABC):
 
     def __init_subclass__(cls, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
-        if "run" in vars(cls):
-            warn_renamed(f"{cls.__name__}.run(body, stacked, common)", "map(body), which returns a function,")
-            cls.map = lambda self, body: functools.partial(self.run, body)  # type: ignore[method-assign]
+        if "run" in vars(cls) and "map" not in vars(cls):
+            warn_renamed(
+                f"{cls.__name__}.run(body, stacked, common)", "map(body), which returns a function,", stacklevel=3
+            )
+            cls.map = _map_by_run  # type: ignore[method-assign]
 
     def run(self, body: Body, stacked: Stacked, common: PyTree) -> tuple[Stacked, PyTree]:
         """The old name: ``map(body)(stacked, common)``."""
         warn_renamed("Workers.run(body, stacked, common)", "Workers.map(body)(stacked, common)")
-        return self.map(body)(stacked, common)
+        maps = (vars(cls).get("map", _map_by_run) for cls in type(self).__mro__)
+        return next(each for each in maps if each is not _map_by_run)(self, body)(stacked, common)
 
     @abc.abstractmethod
     def index(self) -> int | jax.Array:
@@ -67,7 +75,11 @@ class Workers(abc.ABC):
         """Length of stacked arrays: as the caller of `solve` passes them, and with all slots."""
 
     def map(self, body: Body) -> Body:
-        """Return ``body`` as a function that runs on every worker, on its part of the stacked arrays."""
+        """Return ``body`` as a function that runs on every worker, on its part of the stacked arrays.
+
+        By default that is ``body``: the caller already runs on every worker, as MPI ranks do. Override it where one caller
+        stands for all.
+        """
         return body
 
     @abc.abstractmethod

@@ -52,8 +52,7 @@ class Level:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> fine, coarse = lp_jax.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> level: lp_jax.Level = fine
-        >>> level.steps, level.factor, level.intervals, coarse.steps
+        >>> fine.steps, fine.factor, fine.intervals, coarse.steps
         (64, 4, 16, 16)
     """
 

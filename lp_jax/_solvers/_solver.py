@@ -37,7 +37,7 @@ class Start(NamedTuple):
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> levels = lp_jax.hierarchy(problem, lp_jax.MGRIT())
-        >>> start: lp_jax.Start = lp_jax.MGRIT().init(levels, None)
+        >>> start = lp_jax.MGRIT().init(levels, None)
         >>> start.state.shape
         (16,)
     """
@@ -229,7 +229,7 @@ class Stats(NamedTuple):
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> stats: lp_jax.Stats = problem.solve(solver=lp_jax.Picard(sweeps=32, rtol=1e-3)).stats
+        >>> stats = problem.solve(solver=lp_jax.Picard(sweeps=32, rtol=1e-3)).stats
         >>> int(stats.iterations), lp_jax.RESULTS[int(stats.result)]
         (7, 'done as asked')
     """

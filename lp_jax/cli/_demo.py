@@ -202,7 +202,7 @@ def predictions(made: Experiment, params: PyTree) -> Iterator[str]:
         how = "" if there.devices == 1 else f" ({along} along the layers x {across} along the examples)"
         if there.both is not None:
             yield (
-                f"{there.devices} H200{how}: {1e3 * there.both:.2g} ms a step, {plan.alone / there.both:.2g} times as "
+                f"{there.devices} H200{how}: {1e3 * there.both:.2g} ms a step, {plan.serial_seconds / there.both:.2g} times as "
                 f"fast as layer after layer on one"
             )
 

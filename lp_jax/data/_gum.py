@@ -158,7 +158,7 @@ class Tagging(NamedTuple):
         >>> for split in ("train", "dev", "test"):
         ...     rows = ["1 Rivers _ NOUN _ _ _ _ _ _", "2 flow _ VERB _ _ _ _ _ _", "", ""]
         ...     _ = (folder / f"two-{split}.conllu").write_text(chr(10).join(rows).replace(" ", chr(9)))
-        >>> tagging: data.Tagging = data.gum(folder)
+        >>> tagging = data.gum(folder)
         >>> tagging.tags, tagging.features
         (('NOUN', 'VERB'), ('word', 'suffix', 'prefix', 'shape'))
     """

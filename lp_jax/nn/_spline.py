@@ -81,7 +81,7 @@ class Spline:
                    [0.  , 0.75, 0.25],
                    [0.  , 0.25, 0.75]])
         """
-        from scipy.interpolate import BSpline  # here, as it takes a third as long as all of lp_jax.nn
+        from scipy.interpolate import BSpline  # here: it takes a third of the time of importing lp_jax.nn
 
         if np.ndim(layers) == 0:
             number = _check.integer("layers", layers, least=1)

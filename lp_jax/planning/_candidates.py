@@ -20,11 +20,13 @@ Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
 
 
-def as_pair(solvers: Solver | Pair) -> Pair:
+def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
     """Return a solver with its adjoint one; by default that for linear systems."""
-    for solver in solvers if isinstance(solvers, tuple) else (solvers,):
-        _inputs.solver("solver", solver)
-    return solvers if isinstance(solvers, tuple) else (solvers, solvers.for_adjoint())
+    solver, adjoint = solvers if isinstance(solvers, tuple) else (solvers, None)
+    _inputs.solver("solver", solver)
+    adjoint = solver.for_adjoint() if adjoint is None else adjoint
+    _inputs.solver("adjoint_solver", adjoint)
+    return solver, adjoint
 
 
 def sweeps(*, secant: bool = False) -> list[Pair]:

@@ -36,7 +36,7 @@ class Time(NamedTuple):
         >>> from lp_jax import planning
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> spent: planning.Time = planning.predict(lp_jax.Picard(sweeps=6), lp_jax.Picard(sweeps=6), 1024, gpu)
+        >>> spent = planning.predict(lp_jax.Picard(sweeps=6), lp_jax.Picard(sweeps=6), 1024, gpu)
         >>> f"{spent.evaluations:.1e}", spent.messages
         ('1.4e-04', 0.0)
     """

@@ -21,7 +21,7 @@ from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays, examples_of, kept_bytes, small
 
 # Read off programs that XLA compiled for an H200 (benchmarks/results/h200), whose loops are graphs of kernels:
-_LAUNCH = 1.4e-6  # seconds of an empty kernel, measured on an H200 (docs/gpu.md)
+_LAUNCH = 1.4e-6  # seconds of an empty kernel, measured on an H200 (docs/benchmarks.md)
 _REACHED = 2 / 3  # of a data sheet's bandwidth, measured on an H200
 _EXTRA_KERNELS = 2  # per product
 _FUSED = 0.5  # of the bytes that the operations of a layer would move one by one

@@ -88,7 +88,7 @@ class Machine:
         self._require(lambda x: x > 0, "positive numbers", *of_layers, "bandwidth", "sum_bandwidth")
         sizes = ("state_bytes", "layer_bytes", "kept_bytes")
         others = ("interval", "fixed", "adding", "update", "latency", "overhead")
-        self._require(lambda x: x >= 0, "at least 0", *others, *sizes)
+        self._require(lambda x: x >= 0, "numbers of at least 0", *others, *sizes)
         self._require(lambda x: x <= 1, "a part, at most 1", "overhead")
         self._require(lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1", "auto", "examples")
         if list(self.at_once) != sorted(set(self.at_once)):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import Pair, exact_cycles
@@ -43,6 +44,14 @@ class Choice(NamedTuple):
 
     The time is that of a training step; a solver with a tolerance counts with the iterations of the probe. The memory is that
     of a worker. Both are predicted. ``probed`` is the result of the probe, if there was one.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
+        >>> plan = planning.choose(64, gpu, probe=lambda solver, adjoint: planning.Probed(1e-3, 5, 4))
+        >>> plan.best.error, plan.best.probed.iterations, plan.best.within(1e-4)
+        (0.001, 5, False)
     """
 
     solver: Solver
@@ -80,7 +89,7 @@ class Devices(NamedTuple):
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
         >>> cluster = dataclasses.replace(gpu, examples=64, latency=5e-6, bandwidth=1e11, state_bytes=8192)
-        >>> four: planning.Devices = planning.choose(64, cluster).scaling((4,))[0]
+        >>> four = planning.choose(64, cluster).scaling((4,))[0]
         >>> four.devices, four.split
         (4, (1, 4))
     """
@@ -113,10 +122,9 @@ class Plan:
         >>> from lp_jax import planning
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> plan: planning.Plan = planning.choose(64, gpu, probe=lambda solver, adjoint: planning.Probed(1e-3, 5, 4))
-        >>> best: planning.Choice = plan.best
-        >>> best.error, best.probed.iterations, plan.speedup > 3
-        (0.001, 5, True)
+        >>> plan = planning.choose(64, gpu, probe=lambda solver, adjoint: planning.Probed(1e-3, 5, 4))
+        >>> plan.best.error, plan.speedup > 3
+        (0.001, True)
     """
 
     choices: tuple[Choice, ...]
@@ -141,14 +149,20 @@ class Plan:
         return self.best.adjoint_solver
 
     @property
-    def alone(self) -> float:
+    def serial_seconds(self) -> float:
         """Predicted seconds of a training step with serial propagation on one worker."""
         return predict(*SERIAL, self.layers, self.machine).seconds
 
     @property
+    def alone(self) -> float:
+        """The old name of `serial_seconds`."""
+        warn_renamed("Plan.alone", "Plan.serial_seconds")
+        return self.serial_seconds
+
+    @property
     def speedup(self) -> float:
         """Predicted speedup over serial propagation on one worker."""
-        return self.alone / self.best.time.seconds
+        return self.serial_seconds / self.best.time.seconds
 
     @property
     def code(self) -> str:
@@ -249,7 +263,7 @@ def _instead(plan: Plan) -> str:
     row = plan.scaling((many,))[0]
     known = {"along the examples": row.data, "in a pipeline": row.pipeline, "along the layers": row.layers}
     seconds, name = min((seconds, name) for name, seconds in known.items() if seconds is not None)
-    gain = plan.alone / seconds
+    gain = plan.serial_seconds / seconds
     if gain < 1.01:
         return f"On {many} devices nothing helps either."
     return f"On {many} devices: {name}, {times(gain)} times as fast as on one."
@@ -263,7 +277,7 @@ def _solvers(plan: Plan) -> list[str]:
     title = f"{plan.layers} layers on {numbered(plan.workers, 'worker')}"
     name = f" of {plan.machine.name}" if plan.machine.name else ""
     head = ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
-    lines = align([head, *(_row(plan.alone, choice) for choice in rows)])
+    lines = align([head, *(_row(plan.serial_seconds, choice) for choice in rows)])
     return [f"{title}{name}, gradient error at most {plan.error:.0e}", "", *lines]
 
 
@@ -284,11 +298,11 @@ def _more_devices(plan: Plan) -> list[str]:
     unknown = "" if plan.machine.latency else "; what messages take is not known, and counted as nothing"
     lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, align(rows))]
     layers = [(d.layers, d.devices) for d in many if d.layers is not None]
-    crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.alone), None)
+    crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.serial_seconds), None)
     if crossing is None:
         none = "no number of devices is faster than one with serial propagation, with the solvers compared here."
         return [*lines, f"Along the layers alone: {none}"]
     seconds, devices = min(layers)
     text = f"faster than serial propagation from {numbered(crossing, 'device')} on"
-    most = f"at most {times(plan.alone / seconds)} times, at {devices}."
+    most = f"at most {times(plan.serial_seconds / seconds)} times, at {devices}."
     return [*lines, f"Along the layers alone: {text}, {most}"]

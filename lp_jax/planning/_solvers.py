@@ -23,14 +23,16 @@ from lp_jax.planning._work import Held, Sizes, Uncounted, Work, count_steps, cou
 def _(solver: MGRIT, work: Work) -> None:
     work = dataclasses.replace(work, in_rows=True)
     grid, coarse_step = solver.grid(work.layers), cast(CoarseStep, solver.coarse_step)
-    labels = relaxations(solver, len(grid))
-    if not set("".join(labels)) <= {"F", "C"}:  # a function
+    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
+    if any(map(callable, rules[: len(grid)])):
         raise Uncounted
+    labels = relaxations(solver, len(grid))
     first = cascade_stops if solver.start == "cascade" else cycle_stops
     for stops, times in ((first, 1), (cycle_stops, solver.iterations - 1)):
         once = work.apart()
         count_stops(once, grid, stops(labels, solver.cycle), coarse_step, solver.coarsest)
         work.schedule.events += times * once.schedule.events
+        work.schedule.reductions += times * once.schedule.reductions
     intervals, factor = busiest(grid, 0, work.workers), grid[0][1]
     work.during("states again").evaluate_again(factor - 1, intervals)
     last = work.during("final sweep")

@@ -68,12 +68,12 @@ class Schedule:
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
-        >>> schedule: planning.Schedule = planning.count(lp_jax.Picard(sweeps=3), 64)
+        >>> schedule = planning.count(lp_jax.Picard(sweeps=3), 64)
         >>> schedule.depth(), schedule.work(), schedule.batches[planning.Batch("forward", layers=64)]
         (3, 192, 3)
     """
 
-    events: list[Event] = dataclasses.field(default_factory=list)
+    events: list[Event] = dataclasses.field(default_factory=list, repr=False)
     reductions: int = 0
 
     @property
@@ -113,7 +113,7 @@ class Schedule:
     def _evaluations(self, kinds: tuple[str, ...]) -> Iterator[tuple[Batch, int]]:
         for batch, n in self.batches.items():
             if batch.kind in (kinds or EVALUATIONS):
-                yield batch, n * EVALUATIONS[batch.kind]
+                yield batch, n * EVALUATIONS.get(batch.kind, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

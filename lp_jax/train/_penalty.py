@@ -51,7 +51,7 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
     _check.integer("sweeps", sweeps, least=2)
     if not 0 < rtol < 1:
         raise ValueError(f"rtol must lie between 0 and 1; got {rtol!r}.")
-    if problem.comm is not None and problem.comm.splits:
+    if problem.comm.splits:
         raise ValueError(
             f"depth_penalty sums over all layers, and they are spread over {problem.comm.size} ranks. Use a mesh (MeshComm) "
             "instead."

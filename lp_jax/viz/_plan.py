@@ -36,7 +36,9 @@ def plan(found: Plan) -> Figure:
 def _title(result: Plan) -> str:
     if result.solver.exact:
         text = f"{result.layers} layers: serial propagation"
-        gain, devices = max((result.alone / row.both, row.devices) for row in result.scaling() if row.both is not None)
+        gain, devices = max(
+            (result.serial_seconds / row.both, row.devices) for row in result.scaling() if row.both is not None
+        )
         if gain < 1.15:
             return text
         return f"{text}; predicted {times(gain)} times as fast on {devices:,} devices"
@@ -66,7 +68,11 @@ def _devices(ax: Axes, result: Plan) -> None:
     rows = result.scaling()
     lines = {"layers": "layers", "data": "examples", "both": "layers and examples", "pipeline": "pipeline"}
     for number, (field, name) in enumerate(lines.items()):
-        points = [(row.devices, result.alone / seconds) for row in rows if (seconds := getattr(row, field)) is not None]
+        points = [
+            (row.devices, result.serial_seconds / seconds)
+            for row in rows
+            if (seconds := getattr(row, field)) is not None
+        ]
         if points:
             ax.plot(*zip(*points, strict=True), label=name, **line_style(number))
     ax.axhline(1.0, color=GREY, linewidth=0.8)
