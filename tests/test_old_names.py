@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import lp_jax
-from lp_jax import train
+from lp_jax import planning, train
 from lp_jax._comms._comm import OneDevice
 from lp_jax.train import contrib
 

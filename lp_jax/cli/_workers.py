@@ -117,7 +117,7 @@ def holding(place: Place, model: nnx.Module) -> Place:
     spread = [
         "/".join(map(str, (*path, "layers")))
         for path, part in nnx.iter_modules(model)
-        if isinstance(part, LayerParallel) and part.comm is not None and part.weights is None
+        if isinstance(part, LayerParallel) and part.comm.splits and part.weights is None
     ]
     return rank_grid(dataclasses.replace(place.ranks, trunk=tuple(spread)))
 
