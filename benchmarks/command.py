@@ -13,6 +13,7 @@ import jax
 from benchmarks import report
 from benchmarks.harness import LEAST_ROUNDS, Contender, Tell, measure, summary
 from benchmarks.manifest import cores, device_slug, limit_jax_threads, load, manifest
+from lp_jax.cli._errors import describe
 from lp_jax.cli._heap import keep_heap
 
 Row = tuple[Any, ...]
@@ -65,11 +66,11 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         default = suite.quick_rows if options.quick else suite.rows
         for row in options.rows or map(suite.row, default.split()):
             paths = _run_row(suite, row, options, result, folder, progress)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         progress.clear()
         kept = f"; the {len(result['rows'])} finished rows are in {folder}" if result["rows"] else ""
         print(f"Stopped{kept}.", file=sys.stderr)
-        return 130
+        return describe(stopped)[1]
     for left in result["left_out"]:
         print(f"Left out: {left['name']} ({left['reason']}).")
     print("Wrote " + ", ".join(map(str, paths)))

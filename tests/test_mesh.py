@@ -156,11 +156,12 @@ def test_gradients_of_all_that_devices_share_are_those_of_a_scan(name):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)  # rounding in float64: all are exact
 
 
-def test_forward_mode_is_refused():
+@pytest.mark.parametrize("name", ["serial", "Picard"])
+def test_forward_mode_is_refused(name):
     """The mesh's own check of sums over devices is off, and nothing is differentiated through the mesh."""
-    arrays = arrays_of_all_kinds()
+    params, y0, *others = arrays_of_all_kinds()
     with pytest.raises(TypeError, match="Forward-mode differentiation"):
-        jax.jvp(functools.partial(of_shared_and_closed_over, solver=EXACT["Picard"]), (arrays,), (arrays,))
+        jax.jvp(lambda y0: of_shared_and_closed_over((params, y0, *others), EXACT[name]), (y0,), (y0,))
 
 
 @pytest.mark.parametrize("workers", [2, 8])

@@ -149,7 +149,8 @@ def numbers_of(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     target, exact = target_of(runs), runs[0]
     numbers = {}
     for run in runs:
-        first_error, last_error = [row["gradient_error"] for row in run.log.of("probe")] or (0.0, 0.0)
+        probed = [row["gradient_error"] for row in run.log.of("probe")]  # a log has None for what is not finite
+        first_error, last_error = [math.nan if error is None else error for error in probed] or (0.0, 0.0)
         numbers[run.name] = {
             "seconds": seconds(run, target),
             "of_exact": seconds(run, target) / seconds(exact, target),

@@ -33,7 +33,7 @@ class UsageError(UserError):
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """End the command on SIGTERM like Ctrl-C, outside of a training loop (which would finish its step first)."""
+    """Raise an exception on SIGTERM, outside of a training loop (which would finish its step first)."""
     raise KeyboardInterrupt(signal.SIGTERM.name)
 
 
@@ -47,7 +47,7 @@ def stop(number: int, frame: FrameType | None) -> NoReturn:
 def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
     """Return the line for an error, and the exit code: 1 (failed), 2 (wrong use), 128 + signal."""
     if isinstance(error, KeyboardInterrupt):
-        number = signal.Signals[str(error) or signal.SIGINT.name]
+        number = signal.SIGTERM if str(error) == signal.SIGTERM.name else signal.SIGINT
         return _line(f"{number.name}: stopped"), 128 + number
     if isinstance(error, UsageError):
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)

@@ -3,11 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
 from lp_jax import Serial, nn
@@ -18,17 +17,9 @@ from lp_jax.cli._models import Pair
 from lp_jax.cli._problem import Settings
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import ONE_DEVICE, Place, holding
-from lp_jax.train import (
-    Log,
-    LossFn,
-    TrainState,
-    gradient_error,
-    residuals,
-)
+from lp_jax.train import Log, LossFn, TrainState, gradient_error, residuals
 from lp_jax.train._log import Row, measured
 from lp_jax.train._types import Batch
-
-Optimizer: TypeAlias = optax.GradientTransformation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

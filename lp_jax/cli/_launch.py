@@ -29,7 +29,7 @@ _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 
 
 def unchanged(value: T) -> T:
-    """Return the value: what one process and one device do where several would send."""
+    """Return the value as it is: one process or device has nothing to send."""
     return value
 
 
@@ -65,7 +65,7 @@ class Launch:
 
 @contextlib.contextmanager
 def launched(options: argparse.Namespace, args: Sequence[str]) -> Iterator[Launch]:
-    """Start the processes of a run with these arguments, and end them together.
+    """Join the processes of a run, yield this one, and end all together. ``args`` are the command's, for messages of errors.
 
     If all processes fail, the first one shows the error. If only some fail, each shows its error and ends the whole job,
     because the others would wait for it.
@@ -74,7 +74,7 @@ def launched(options: argparse.Namespace, args: Sequence[str]) -> Iterator[Launc
     try:
         yield launch
     except (Exception, KeyboardInterrupt) as error:
-        message, code = describe(error, args)
+        message, code = describe(error, [*args, "--debug"] if options.debug else args)
         if launch.is_root:
             print(message, file=sys.stderr, flush=True)
         alike = launch.all_failed()

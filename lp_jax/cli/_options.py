@@ -286,8 +286,8 @@ def _reason(text: str) -> str:
 def _cause(text: str) -> str:
     """Return the cause in a parser's message, which has a reason for each type that does not fit.
 
-    The reasons are read from the text. jsonargparse raises an error from that of the first type of a union, and keeps the errors
-    of the others, to which the option may belong, as lines of the message only.
+    The reasons are read from the text: of a union, jsonargparse chains the error of the first type only. Those of the other
+    types are lines of its message.
     """
     key = re.match(r'Parser key "([\w.]+)":', text)
     head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))

@@ -108,8 +108,10 @@ class Checkpoints:
         if metadata.metadata is None:
             raise self._unreadable(path, ValueError("the list of its arrays is damaged"))
         stored = (metadata.custom_metadata or {}).get("config", {})
-        arrays = _describe(metadata.metadata), _describe(template)
-        if difference := first_difference(stored, self.config) or first_difference(*arrays, str, "absent"):
+        difference = first_difference(stored, self.config) or first_difference(
+            _describe(metadata.metadata), _describe(template), str, "absent"
+        )
+        if difference:
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _fields(template))
         try:

@@ -26,19 +26,20 @@ class Rule(Protocol):
     Its decision is a pytree of arrays, ``control``, a part of the training state.
 
     Example:
-        >>> import dataclasses, lp_jax
+        >>> import dataclasses, jax.numpy as jnp, lp_jax
         >>> from lp_jax import train
         >>> class Halve(train.Rule):  # half the tolerance after every hundred steps
         ...     def begin(self, solver, adjoint_solver):
-        ...         return solver.rtol
+        ...         return jnp.float32(solver.rtol)
         ...     def due(self, step):
         ...         return step % 100 == 99
         ...     def solvers(self, control, solver, adjoint_solver):
-        ...         return tuple(dataclasses.replace(each, rtol=control) for each in (solver, adjoint_solver))
+        ...         rtol = float(control)  # a step takes over the arrays of its state
+        ...         return tuple(dataclasses.replace(each, rtol=rtol) for each in (solver, adjoint_solver))
         ...     def probe(self, control, params, batch, solver, adjoint_solver):
         ...         return control / 2, {"rtol": control / 2}
         >>> rule, solver = Halve(), lp_jax.Picard(sweeps=32, rtol=1e-2)
-        >>> rule.solvers(rule.begin(solver, solver) / 2, solver, solver)[0].rtol
+        >>> round(rule.solvers(rule.begin(solver, solver) / 2, solver, solver)[0].rtol, 4)
         0.005
     """
 
