@@ -110,18 +110,12 @@ def test_sequential_is_the_serial_solve(name):
     options, given = TRUNKS[name]
     trunk, y = make_trunk(**options), normal((3, WIDTH))
     network = nn.sequential(trunk)
-
-    def last_and_gradient(f):
-        def loss(y):
-            y1 = f(y)
-            return jnp.sum(y1**2), y1
-
-        gradient, y1 = jax.jit(jax.grad(loss, has_aux=True))(y)
-        return y1, gradient
-
-    wanted, by_solve = last_and_gradient(lambda y: trunk.solve(y, solver=lp_jax.Serial(), **given).y1)
-    got, by_network = last_and_gradient(lambda y: network(y, **given))
-    np.testing.assert_allclose(got, wanted, rtol=1e-14)
+    wanted = trunk.solve(y, solver=lp_jax.Serial(), **given).y1
+    np.testing.assert_allclose(network(y, **given), wanted, rtol=1e-14)
+    by_network, by_solve = (
+        jax.jit(jax.grad(lambda y, f=f: jnp.sum(f(y) ** 2)))(y)
+        for f in (lambda y: network(y, **given), lambda y: trunk.solve(y, solver=lp_jax.Serial(), **given).y1)
+    )
     np.testing.assert_allclose(by_network, by_solve, rtol=1e-13)
     state = nnx.state(trunk)
     nnx.update(trunk, jax.tree.map(jnp.zeros_like, state))  # what was exported stays
