@@ -68,7 +68,8 @@ def test_workers_that_run_a_body():
             def run(self, body, stacked, common):
                 return super().run(body, 2 * stacked, common)
 
-    assert Twice(layers=4, held=(4,)).map(lambda stacked, common: (stacked, common))(1, 3) == (2, 3)
+    with pytest.warns(DeprecationWarning, match="Workers.run"):  # of the base class
+        assert Twice(layers=4, held=(4,)).map(lambda stacked, common: (stacked, common))(1, 3) == (2, 3)
     with pytest.warns(DeprecationWarning, match=r"Workers.run\(body, stacked, common\) is called Workers.map"):
         out = OneDevice().place(4, (), None, None).run(lambda stacked, common: (common, stacked), 1, 3)
     assert out == (3, 1)
