@@ -118,7 +118,7 @@ def test_newton_by_hand():
 
 @pytest.mark.parametrize("jacobian", ["full", "diagonal", "shared"])
 def test_an_iteration_of_newton_evaluates_layers_and_their_derivatives(jacobian):
-    """Whatever the Jacobian; the last evaluation has no derivative, and the gradient comes once."""
+    """k iterations take 2k + 1 evaluations each way, with any Jacobian: the last has no derivative, the gradient comes once."""
     forward, adjoint = (lp_jax.Newton(iterations=n, jacobian=jacobian) for n in (3, 2))
     step = training_step(forward, adjoint, N)
     assert step.depth() == (2 * 3 + 1) + 2 * 2 + 1
