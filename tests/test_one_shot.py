@@ -239,6 +239,14 @@ def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
         train.scale_by_lbfgs(0)
 
 
+def test_the_memory_of_lbfgs_is_spread_as_the_parameters_are():
+    """As a step returns it, so that the second step does not compile again."""
+    spread = jax.NamedSharding(jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2]), jax.P("layers"))
+    params = jax.device_put(np.ones((4, 3)), spread)
+    memory = train.init_state(params, train.scale_by_lbfgs(5)).opt_state.steps
+    assert memory.shape == (4, 3, 5) and memory.sharding.is_equivalent_to(spread, 3)
+
+
 def test_a_loss_without_a_trajectory_is_refused():
     def loss_fn(params, batch, solver, adjoint_solver, restart=None):
         solution = lp_jax.solve(lambda y, layer: y + layer.params, params, batch, solver=solver)
