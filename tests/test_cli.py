@@ -32,8 +32,10 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 ROOT = Path(lp_jax.__file__).parents[1]
 SMALL = ["--layers", "8", "--width", "6", "--batch-size", "200", "--epochs", "2", "--log-every", "3"]
 STEPS = 2 * (1437 // 200)
-INJECT = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step", "Rediscretize"]
-SWEEPS = ["--solver", "Picard", "--solver.sweeps", "2"]  # compiles quickly
+SWEEPS = ["--solver", "Picard", "--solver.sweeps", "2"]  # compiles quickly, and so do these cycles
+CYCLES = (
+    "--solver MGRIT --solver.iterations 1 --solver.coarse_step Rediscretize --solver.coarse_step.params mean".split()
+)
 
 
 @pytest.fixture
@@ -274,7 +276,7 @@ def test_values_of_ones_own(cli, tmp_path, monkeypatch):
     assert found["test_loss"] < 0.05 and "test_accuracy" not in found
     for name in ("curves.png", "predictions.png"):
         assert (tmp_path / "run" / name).stat().st_size > 10_000
-    machine(1e-5, at_once=(1, 8), examples=32).save(tmp_path / "machine.json")
+    machine(1e-5, 1e-5, at_once=(1, 8), examples=32).save(tmp_path / "machine.json")
     code, out, _ = cli("plan", "arrays", *data, "--machine", tmp_path / "machine.json", "--seconds", "0.1")
     assert code == 0 and "Use solver=" in out
 
@@ -288,14 +290,14 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "digits"
 
     def variants(solver):
-        mean = dataclasses.replace(solver, coarse_step=lp_jax.Rediscretize(params="mean"))
-        return {"mean of parameters": mean, "as it is": solver}
+        injection = dataclasses.replace(solver, coarse_step=lp_jax.Rediscretize(params="inject"))
+        return {"injection": injection, "as it is": solver}
 
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(_report, "ITERATIONS", 1)
         patch.setattr(_report, "variants", variants)
         with pytest.raises(SystemExit) as caught:
-            main(["train", "digits", "--out", str(folder), *SMALL, *INJECT])
+            main(["train", "digits", "--out", str(folder), *SMALL, *CYCLES])
     assert caught.value.code == 0
     return folder
 
@@ -332,7 +334,7 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
 
 def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, tmp_path):
     options = ("--no-compare", "--no-pictures", "--controller", "0.3", *SMALL)
-    code, _, err = cli("train", "digits", "--out", tmp_path / "no", *options, *INJECT)
+    code, _, err = cli("train", "digits", "--out", tmp_path / "no", *options, *CYCLES)
     assert code != 0 and "solver.rtol" in err and "Picard(sweeps=32, rtol=1e-2)" in err
     sweeps = ("--solver", "Picard", "--solver.sweeps", "16", "--solver.rtol", "1e-4")
     for more in (sweeps, ("--resume", "--epochs", "2")):
@@ -518,7 +520,7 @@ REFUSED = {
 
 def test_training_on_some_devices_goes_on_with_others(cli, finished, tmp_path):
     """Four devices, then two by two for layers and examples: the same run as on one all the way."""
-    options = ("train", "digits", *SMALL, "--no-compare", "--no-pictures", "--out", tmp_path, *INJECT)
+    options = ("train", "digits", *SMALL, "--no-compare", "--no-pictures", "--out", tmp_path, *CYCLES)
     for number, devices in ((1, ["--devices", "4"]), (2, ["--mesh", "layers=2,data=2", "--resume"])):
         code, _, err = cli(*options, "--epochs", number, *devices)
         assert code == 0, err

@@ -156,7 +156,7 @@ def test_a_plan_is_a_picture(tmp_path, workers):
     assert "serial propagation" in viz.plan(nothing).get_suptitle()
 
 
-SMALL = ["--layers", 8, "--width", 6, "--batch-size", 100]
+SMALL = ["--layers", 4, "--width", 6, "--batch-size", 100]
 
 
 def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
