@@ -113,11 +113,10 @@ def test_five_classes(oneshot):
     compare(run(loss, starts["n32"], batch, 40), histories["N=32 T=1, serial"], rtol=1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_one_shot_trains_as_serial_propagation_does(oneshot):
     """At a tenth of its depth, and about twice its work: one sweep per gradient, two for the adjoint and for each trial."""
-    layers, steps, (batch, starts, histories) = 32, 60, oneshot
+    layers, steps, (batch, starts, histories) = 32, 30, oneshot
     solver, adjoint_solver = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
     search = train.Backtracking(trials=20, solver=adjoint_solver)
     loss = functools.partial(loss_fn, time=1.0)

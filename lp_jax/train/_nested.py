@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
