@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from command import one_line, run
+from problems import machine
 
 import lp_jax
 from lp_jax import planning, train, viz
@@ -30,8 +32,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 ROOT = Path(lp_jax.__file__).parents[1]
 SMALL = ["--layers", "8", "--width", "6", "--batch-size", "200", "--epochs", "2", "--log-every", "3"]
 STEPS = 2 * (1437 // 200)
-MULTIGRID = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step.sweeps", "3"]
-INJECT = ["--solver", "MGRIT", "--solver.iterations", "1", "--solver.coarse_step", "Rediscretize"]  # compiles quickly
+SWEEPS = ["--solver", "Picard", "--solver.sweeps", "2"]  # compiles quickly, and so do these cycles
+MEAN = ["--solver.coarse_step", "Rediscretize", "--solver.coarse_step.params", "mean"]
+CYCLES = ["--solver", "MGRIT", "--solver.iterations", "1", *MEAN]
 
 
 @pytest.fixture
@@ -251,31 +254,20 @@ def test_a_start_that_fails_leaves_no_run(cli, tmp_path):
 def test_data_of_ones_own(cli, tmp_path):
     x = np.random.default_rng(0).normal(size=(200, 2))
     np.savez(tmp_path / "mine.npz", x=x, y=np.where(x[:, 0] > 0, "right", "left"))
-    options = [
-        "--data",
-        tmp_path / "mine.npz",
-        "--layers",
-        "8",
-        "--width",
-        "4",
-        "--epochs",
-        "5",
-        "--learning-rate",
-        "1e-1",
-    ]
-    code, out, _ = cli("train", "arrays", "--out", tmp_path / "run", *options, "--no-pictures")
+    options = ["--layers", 8, "--width", 4, "--epochs", 5, "--learning-rate", 1e-1, "--serial", "--no-pictures"]
+    code, out, _ = cli("train", "arrays", "--out", tmp_path / "run", "--data", tmp_path / "mine.npz", *options)
     assert code == 0 and "serial" in out
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
-    assert found["layer-parallel"]["test_accuracy"] > 0.9
+    assert found["serial"]["test_accuracy"] > 0.9
 
 
-@pytest.mark.slow
-def test_values_of_ones_own(cli, tmp_path):
+def test_values_of_ones_own(cli, tmp_path, monkeypatch):
     """In units far from 1, with pictures, over two devices' examples, and planned."""
+    monkeypatch.setattr(_report, "ITERATIONS", 1)
     x = np.random.default_rng(0).uniform(0, 2000, size=(300, 2))
     np.savez(tmp_path / "mine.npz", x=x, y=5000 + 3 * x[:, 0] - x[:, 1])
     data = ["--data", tmp_path / "mine.npz", "--layers", "8", "--width", "8"]
-    options = [*data, "--epochs", "20", "--learning-rate", "1e-2", "--mesh", "data=2"]
+    options = [*data, *SWEEPS, "--epochs", "20", "--learning-rate", "1e-2", "--mesh", "data=2", "--no-compare"]
     code, out, err = cli("train", "arrays", "--out", tmp_path / "run", *options)
     assert code == 0 and "test loss" in out and "accuracy" not in out + err
     assert "240 examples to train with, 60 held out; y: floating-point values; scaled to mean 0" in err
@@ -283,8 +275,9 @@ def test_values_of_ones_own(cli, tmp_path):
     assert found["test_loss"] < 0.05 and "test_accuracy" not in found
     for name in ("curves.png", "predictions.png"):
         assert (tmp_path / "run" / name).stat().st_size > 10_000
-    code, out, _ = cli("plan", "arrays", *data, "--seconds", "0.1")
-    assert code == 0 and "arrays, dense" in out
+    machine(1e-5, 1e-5, at_once=(1, 8), examples=32).save(tmp_path / "machine.json")
+    code, out, _ = cli("plan", "arrays", *data, "--machine", tmp_path / "machine.json", "--seconds", "0.1")
+    assert code == 0 and "Use solver=" in out
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -303,7 +296,7 @@ def finished(tmp_path_factory):
         patch.setattr(_report, "ITERATIONS", 1)
         patch.setattr(_report, "variants", variants)
         with pytest.raises(SystemExit) as caught:
-            main(["train", "digits", "--out", str(folder), *SMALL, *MULTIGRID])
+            main(["train", "digits", "--out", str(folder), *SMALL, *CYCLES])
     assert caught.value.code == 0
     return folder
 
@@ -328,7 +321,8 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
 
     monkeypatch.setattr(viz, "gradient_errors", gradient_errors)
     monkeypatch.setattr(_report, "ITERATIONS", 1)
-    options = ("--no-compare", "--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "1e-1", *SMALL)
+    sweeps = ("--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "1e-1", "--t1", "1")
+    options = ("--no-compare", *sweeps, *SMALL)
     assert cli("train", "digits", "--out", tmp_path / "run", *options)[0] == 0
     (probe, *_) = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "probe"]
     taken = sum(f"forward_residual_{n}" in probe for n in range(1, 33))
@@ -339,7 +333,7 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
 
 def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, tmp_path):
     options = ("--no-compare", "--no-pictures", "--controller", "0.3", *SMALL)
-    code, _, err = cli("train", "digits", "--out", tmp_path / "no", *options, *MULTIGRID)
+    code, _, err = cli("train", "digits", "--out", tmp_path / "no", *options, *CYCLES)
     assert code != 0 and "solver.rtol" in err and "Picard(sweeps=32, rtol=1e-2)" in err
     sweeps = ("--solver", "Picard", "--solver.sweeps", "16", "--solver.rtol", "1e-4")
     for more in (sweeps, ("--resume", "--epochs", "2")):
@@ -351,22 +345,21 @@ def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, 
 
 
 METHODS = {
-    "one-shot": ["--epochs", "4", "--devices", "4"],
-    "nested": ["--epochs", "3", "--serial", "--devices", "2"],
-    "mgopt": ["--epochs", "2", "--serial", "--depths", "[2, 4, 8]"],
+    "one-shot": ["--epochs", "4", "--devices", "2", "--no-pictures", "--no-compare"],
+    "nested": ["--epochs", "3", "--serial", "--devices", "2", "--no-compare"],
+    "mgopt": ["--epochs", "2", "--serial", "--depths", "[2, 8]"],
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_path, method):
-    given = ["--method", method, *SMALL, *METHODS[method]]
-    code, out, _ = cli("train", "digits", "--out", tmp_path / "whole", *given)
-    assert code == 0 and method in out and "serial" in out and "costs.png" in out
-    found = json.loads((tmp_path / "whole" / "summary.json").read_text())["results"]
+    given = ["train", "digits", "--out", tmp_path, "--method", method, *SMALL, *METHODS[method]]
+    code, out, _ = cli(*given, "--checkpoint-every", "3")
+    assert code == 0 and method in out and ("costs.png" in out) == (method != "one-shot")
+    found = json.loads((tmp_path / "summary.json").read_text())["results"]
     steps = found[method]["steps"]
-    assert found["serial"]["work"] / 200 == found["serial"]["depth"] == found["serial"]["steps"] * 3 * 8
+    rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
     if method == "one-shot":  # a sweep forward, two back and the gradient, two for each trial
-        rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "train"]
         unit = planning.training_step(lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2), 8)
         trial = planning.count(lp_jax.Picard(sweeps=2), 8)
         trials = sum(row["trials"] for row in rows)
@@ -377,17 +370,14 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, tmp_pa
         assert found[method]["work"] == 200 * steps / 3 * 24 * (1 / 4 + 1 / 2 + 1)
     else:
         assert steps * 24 * 3 < found[method]["work"] / 200 < steps * 24 * 8
-    if method == "nested":  # its schedule depends on the number of epochs
-        folder = tmp_path / "whole"
-    else:
-        folder, short = tmp_path / "broken", ["--no-compare", "--no-pictures", "--epochs", "1"]
-        assert cli("train", "digits", "--out", folder, *given, *short)[0] == 0
-    assert cli("train", "digits", "--out", folder, "--resume", "--epochs", METHODS[method][1])[0] == 0
-    losses = [
-        [row["loss"] for row in read_rows(path / "metrics.jsonl") if row["kind"] == "train"]
-        for path in (tmp_path / "whole", folder)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == steps
+        assert "serial" in out
+        assert found["serial"]["work"] / 200 == found["serial"]["depth"] == found["serial"]["steps"] * 3 * 8
+    saved = tmp_path / "checkpoints" / ("8-layers" if method == "nested" else "") / str(steps)
+    shutil.rmtree(saved)  # as if the run had ended before
+    assert cli("train", "digits", "--out", tmp_path, "--resume", "--no-compare", "--no-pictures")[0] == 0
+    again = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    assert saved.is_dir() and [row["loss"] for row in again] == [row["loss"] for row in rows] and len(rows) == steps
+    assert [again[i]["time"] == rows[i]["time"] for i in (0, -1)] == [True, False]  # only its end was trained again
 
 
 def test_what_is_charged_is_what_was_taken():
@@ -412,6 +402,7 @@ def test_solvers_that_cannot_be_counted_have_no_cost(cli, tmp_path, monkeypatch)
         "@planning.count_work.register\ndef _(solver: Sweeps, work):\n    raise NotImplementedError\n"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_report, "ITERATIONS", 1)
     options = [*SMALL, "--solver", "uncounted.Sweeps", "--solver.sweeps", "2", "--epochs", "1", "--no-compare"]
     code, out, _ = cli("train", "digits", "--out", tmp_path / "run", *options)
     assert code == 0 and "curves.png" in out and "costs.png" not in out
@@ -526,17 +517,16 @@ REFUSED = {
 }
 
 
-def test_training_on_some_devices_goes_on_with_others(cli, tmp_path):
+def test_training_on_some_devices_goes_on_with_others(cli, finished, tmp_path):
     """Four devices, then two by two for layers and examples: the same run as on one all the way."""
-    options = ("train", "digits", *SMALL, "--no-compare", "--no-pictures", "--checkpoint-every", "4", *INJECT)
+    options = ("train", "digits", *SMALL, "--no-compare", "--no-pictures", "--out", tmp_path, *CYCLES)
     for number, devices in ((1, ["--devices", "4"]), (2, ["--mesh", "layers=2,data=2", "--resume"])):
-        code, _, err = cli(*options, "--epochs", number, *devices, "--out", tmp_path / "moved")
+        code, _, err = cli(*options, "--epochs", number, *devices)
         assert code == 0, err
         assert ("devices: layers 4" in err) == (number == 1)
-    assert cli(*options, "--out", tmp_path / "stayed")[0] == 0
     losses = [
-        [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
-        for name in ("moved", "stayed")
+        [row["loss"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+        for folder in (tmp_path, finished)
     ]
     assert len(losses[0]) == STEPS
     np.testing.assert_allclose(*losses, rtol=2e-4)  # single precision
@@ -655,7 +645,7 @@ FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100
 
 def test_a_full_disk_is_one_line(tmp_path):
     """Files of at most 100 kB stand for it: the system refuses the rest of a checkpoint in the same way."""
-    sizes = ("--layers", 8, "--epochs", 1, "--checkpoint-every", 10, "--no-compare")
+    sizes = ("--layers", 8, "--epochs", 1, "--checkpoint-every", 10, "--serial", "--no-pictures")
     training = program("-c", FULL, "train", "digits", *sizes, "--out", tmp_path / "run")
     _, err = training.communicate(timeout=120)
     said = [line for line in err.splitlines() if "written" in line or "Traceback" in line or "ERROR" in line]
@@ -719,8 +709,7 @@ def test_a_folder_is_for_one_run_at_a_time(cli, tmp_path):
     assert stored["no_pictures"] is True  # kept for --resume
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(cli, tmp_path, number):
+def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path):
     folder, deadline = tmp_path / "run", time.monotonic() + 90
     options = ["--serial", "--no-pictures", *SMALL, "--epochs", "100000"]
     process = program("-m", "lp_jax", "train", "digits", "--out", folder, *options)
@@ -729,21 +718,40 @@ def test_a_signal_saves_and_says_how_to_go_on(cli, tmp_path, number):
         while not metrics.exists() or metrics.read_text().count("\n") < 10:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             process.kill()
-    assert process.returncode == 128 + number
-    steps = [row["step"] for row in read_rows(metrics) if row["kind"] == "train"]
+    assert "Traceback" not in err
+    goes_on(cli, folder, signal.SIGINT, process.returncode, err)
+
+
+def test_sigterm_saves_and_says_how_to_go_on(cli, tmp_path, monkeypatch):
+    write = train.Log.write
+
+    def write_and_stop(log, **row):
+        write(log, **row)
+        if row["step"] == 10:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Log, "write", write_and_stop)
+        code, _, err = cli("train", "digits", "--out", tmp_path, "--serial", "--no-pictures", *SMALL, "--epochs", 9)
+    goes_on(cli, tmp_path, signal.SIGTERM, code, err)
+
+
+def goes_on(cli, folder, number, code, err):
+    """A run that a signal stopped says so, and goes on where it was."""
+    assert code == 128 + number
+    steps = [row["step"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
     assert steps == list(range(1, steps[-1] + 1))
     assert (folder / "checkpoints" / str(steps[-1])).is_dir()
     last = err.splitlines()[-1]
     assert last.startswith(f"lp-jax: {number.name}: stopped after step {steps[-1]}; saved to ")
     assert last.endswith(f"go on with: lp-jax train digits --out {folder} --resume")
-    assert "Traceback" not in err
 
     epochs = steps[-1] // (STEPS // 2) + 1
     assert cli("train", "digits", "--out", folder, "--resume", "--no-pictures", "--epochs", epochs)[0] == 0
-    resumed = [row["step"] for row in read_rows(metrics) if row["kind"] == "train"]
+    resumed = [row["step"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
     assert resumed == list(range(1, epochs * (STEPS // 2) + 1))

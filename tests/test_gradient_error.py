@@ -253,7 +253,7 @@ def test_a_table_of_solvers():
     assert list(table) == list(solvers)
     assert table["exact"].relative == 0 < table["own"].relative < 1e-3 < table["rough"].relative
     assert [s.iterations for s in table["pair"].solves] == [6, 2]
-    table = lp_jax.compare(loss, [ROUGH, (ROUGH, lp_jax.Serial()), None])(WEIGHTS, Y)
+    table = lp_jax.compare(jnp.sum, [ROUGH, (ROUGH, lp_jax.Serial()), None])(WEIGHTS)
     assert list(table) == ["Picard(sweeps=2)", "Picard(sweeps=2), Serial()", "its own"]
 
 

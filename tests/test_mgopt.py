@@ -229,7 +229,8 @@ def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
     solver = lp_jax.Picard(sweeps=8)
     found = []
     for given in (None, mesh(2)):
-        step_fn, state = contrib.mgopt(network(comm=given, solver=solver), optax.adam(1e-2), levels=2)
+        settings = {"levels": 2, "pre": 0, "coarsest": 1}  # few gradients, so a small program
+        step_fn, state = contrib.mgopt(network(comm=given, solver=solver), optax.adam(1e-2), **settings)
         for _ in range(2):
             state, metrics = step_fn(state, BATCH, solver, solver)
         found.append((state.params, metrics.loss, metrics.gradients))
@@ -237,7 +238,8 @@ def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
 
 
 def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
-    step_fn, begin = contrib.mgopt(network(), optax.adam(1e-2), levels=3)
+    step_fn, begin = contrib.mgopt(network(), optax.adam(1e-2), levels=2)
+    begin = jax.device_put(begin, jax.devices()[0])  # as a checkpoint puts it: one program
 
     def run(folder, epochs):
         state = jax.tree.map(jnp.copy, begin)
@@ -260,9 +262,8 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, whole)
     first, *_, last = log.of("train")
     assert last["loss"] < first["loss"]
-    # three on the fine level, three on half the layers, two on a quarter; a trial is a third, of half the layers a sixth
-    sixths = 6 * (first["gradients"] - (3 + 3 / 2 + 2 / 4) - first["trials"] / 3)
-    assert sixths == pytest.approx(round(sixths), abs=1e-5) and 1 <= round(sixths) <= 5
+    # three on the fine level, two on half the layers; a trial is a third
+    assert first["gradients"] == pytest.approx(3 + 2 / 2 + first["trials"] / 3) and first["trials"] >= 1
 
 
 @pytest.mark.parametrize(

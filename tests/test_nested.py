@@ -136,7 +136,8 @@ def test_blocks_are_refined_and_buffers_are_not():
         train.deepen(network, state, OPTIMIZERS["Adam"])
 
 
-DEPTHS = [train.Depth(4, 3), train.Depth(8, 2, lp_jax.MGRIT(coarsening=2)), train.Depth(16, 2, lp_jax.Picard(sweeps=4))]
+CYCLES = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=lp_jax.Rediscretize())
+DEPTHS = [train.Depth(4, 3), train.Depth(8, 2, CYCLES), train.Depth(16, 2, lp_jax.Picard(sweeps=2))]
 
 
 def run(folder=None, depths=DEPTHS, first=None):

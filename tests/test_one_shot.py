@@ -113,11 +113,10 @@ def test_five_classes(oneshot):
     compare(run(loss, starts["n32"], batch, 40), histories["N=32 T=1, serial"], rtol=1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_one_shot_trains_as_serial_propagation_does(oneshot):
     """At a tenth of its depth, and about twice its work: one sweep per gradient, two for the adjoint and for each trial."""
-    layers, steps, (batch, starts, histories) = 32, 60, oneshot
+    layers, steps, (batch, starts, histories) = 32, 30, oneshot
     solver, adjoint_solver = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
     search = train.Backtracking(trials=20, solver=adjoint_solver)
     loss = functools.partial(loss_fn, time=1.0)
@@ -237,6 +236,14 @@ def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
         x, y = x - length * np.asarray(wanted), y - length * joined(got)
     with pytest.raises(ValueError, match="memory_size must be"):
         train.scale_by_lbfgs(0)
+
+
+def test_the_memory_of_lbfgs_is_spread_as_the_parameters_are():
+    """As a step returns it, so that the second step does not compile again."""
+    spread = jax.NamedSharding(jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2]), jax.P("layers"))
+    params = jax.device_put(np.ones((4, 3)), spread)
+    memory = train.init_state(params, train.scale_by_lbfgs(5)).opt_state.steps
+    assert memory.shape == (4, 3, 5) and memory.sharding.is_equivalent_to(spread, 3)
 
 
 def test_a_loss_without_a_trajectory_is_refused():

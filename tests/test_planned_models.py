@@ -156,7 +156,7 @@ def test_a_plan_is_a_picture(tmp_path, workers):
     assert "serial propagation" in viz.plan(nothing).get_suptitle()
 
 
-SMALL = ["--layers", 8, "--width", 6, "--batch-size", 100]
+SMALL = ["--layers", 4, "--width", 6, "--batch-size", 100]
 
 
 def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
@@ -165,7 +165,7 @@ def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
     assert code == 0 and "Use solver=lp_jax." in out and (tmp_path / "plan.png").exists()
     kept = planning.Machine.load(file)
     assert kept.examples == 100 and "digits" in kept.name
-    code, again, _ = run(capsys, "plan", "digits", *SMALL, "--machine", file)
+    code, again, _ = run(capsys, "plan", "digits", *SMALL, "--machine", file, "--seconds", 0.01)
     serial = [next(line for line in text.splitlines() if "Serial()" in line) for text in (out, again)]
     assert code == 0 and serial[0] == serial[1]  # it takes what it took
     code, alone, _ = run(capsys, "plan", "machine", file, "--layers", 8, "--workers", 4)

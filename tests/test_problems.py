@@ -66,15 +66,15 @@ def pictures(folder):
 
 RUNS = {
     "peaks": (None, "--batch-size 2000"),
-    "gum": (sentences, "--layers 4 --width 8 --heads 2 --dropout 0.1 --buffers 1 --no-compare"),
+    "gum": (sentences, "--layers 4 --width 8 --heads 2 --dropout 0.1 --buffers 4 --no-compare"),
     "timeseries": (series, "--name Tiny --width 4 --units 2 --no-compare"),
-    "text": (book, "--layers 4 --width 8 --heads 2"),
+    "text": (book, "--layers 4 --width 8 --heads 2 --no-compare"),
     "indianpines": (field, "--layers 8 --width 6 --serial"),
     "modelnet": (
         shapes,
         "--layers 4 --width 1 --no-compare --solver.coarsening 2 --spatial 3 --solver.relaxation FCF",
     ),
-    "tinyimagenet": (pictures, "--layers 8 --width 2 --solver Picard --solver.sweeps 1 --model resnet --no-compare"),
+    "tinyimagenet": (pictures, "--layers 4 --width 2 --model resnet --serial"),
 }
 
 

@@ -209,11 +209,13 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
     ) -> tuple[jax.Array, train.Info]:
         batch, restart = operands
         exact = solver.exact and (adjoint_solver is None or adjoint_solver.exact)
-        return made.loss_fn(params, batch, solver, adjoint_solver, *(() if exact else restart))
+        return made.loss_fn(params, batch, solver, adjoint_solver, *(() if exact else (restart,)))
 
     def probe(state: train.TrainState, batch: Batch) -> dict[str, object]:
-        restart = () if state.restart is None else (state.restart,)
-        error = train.gradient_error(restarted, state.params, (batch, restart), *made.solvers, ranks=made.place.ranks)
+        loss_fn, operands = made.loss_fn, batch  # whose programs other measurements use, too
+        if state.restart is not None:
+            loss_fn, operands = restarted, (batch, state.restart)
+        error = train.gradient_error(loss_fn, state.params, operands, *made.solvers, ranks=made.place.ranks)
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -216,12 +215,15 @@ def deepen(
 
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
-    zeros = optax.tree.zeros_like(params)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5  # a norm that no optimizer clips
 
+    @jax.jit
+    def update(gradient: PyTree, zeros: PyTree) -> PyTree:
+        return optimizer.update(gradient, optimizer.init(zeros), zeros)[1]
+
     def after(scale: float) -> list[float]:
-        gradient = jax.tree.map(lambda x: jnp.full_like(x, scale * small), params)
-        _, opt_state = optimizer.update(gradient, optimizer.init(zeros), zeros)
+        opt_state = update(jax.tree.map(lambda x: np.full(x.shape, scale * small, x.dtype), params), zeros)
         sizes: list[float] = []
         map_slots(lambda slot, _: sizes.append(float(np.abs(np.asarray(slot, np.float64)).sum())), opt_state, zeros)
         return sizes

@@ -29,8 +29,8 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     params = jax.tree.map(jnp.copy, params)
 
     def place(slot: jax.Array, param: jax.Array) -> jax.Array:
-        alike = slot.shape == param.shape and param.sharding.num_devices > 1
-        return jax.device_put(slot, param.sharding) if alike else slot
+        alike = slot.shape[: param.ndim] == param.shape  # one of several vectors has them along further axes
+        return jax.device_put(slot, param.sharding) if alike and param.sharding.num_devices > 1 else slot
 
     opt_state = jax.tree.map(jnp.copy, optimizer.init(params))  # optax may hold one array in two places
     return TrainState(jnp.int32(0), params, map_slots(place, opt_state, params))
