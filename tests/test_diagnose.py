@@ -112,7 +112,7 @@ def test_what_is_predicted_is_what_is_taken(name):
         solution, pullback = problem.solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
         return solution, pullback(cotangent)[1]
 
-    for r in found.rehearsals:
+    for r in {"T = 6": found.rehearsals[:2], "GRU": found.rehearsals[::2]}[name]:
         solution, stats = taken(r.solver, r.adjoint_solver)
         assert (r.result == 0) == (int(solution.result) == 0)
         assert (r.adjoint_result == 0) == (int(stats.result) == 0)
