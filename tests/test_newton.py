@@ -192,7 +192,7 @@ def test_one_iteration_solves_the_adjoint():
     assert relative_error((gradients.params, gradients.y0), (g_params, g_y0)) < 1e-12
 
 
-@pytest.mark.parametrize("jacobian", ["full", "diagonal", "identity"])
+@pytest.mark.parametrize("jacobian", ["full", "diagonal"])
 def test_states_of_several_leaves(jacobian):
     """Coupled leaves of different shapes, examples in front; vmap over examples is the same as ``batch_axes``."""
     rng = np.random.default_rng(3)
@@ -470,9 +470,7 @@ def gradient_of_combined(how, leaves, forward, adjoint):
     return jax.jit(jax.grad(loss))(jnp.linspace(-1, 1, 8))
 
 
-@pytest.mark.parametrize(
-    "how, leaves", [("mean", 1), ("mean", 2), ("norm", 1), ("product", 2), ("attention", 1), ("attention", 2)]
-)
+@pytest.mark.parametrize("how, leaves", [("mean", 1), ("norm", 2), ("product", 1), ("attention", 2)])
 def test_a_step_that_combines_examples_is_refused(how, leaves):
     """One iteration of the adjoint is then not exact."""
     for solvers in ((newton(3), lp_jax.Serial()), (lp_jax.Serial(), newton(1))):
@@ -480,10 +478,9 @@ def test_a_step_that_combines_examples_is_refused(how, leaves):
             gradient_of_combined(how, leaves, *solvers)
 
 
-@pytest.mark.parametrize("how", ["norm", "attention"])
-def test_a_step_that_combines_examples_is_solved_without_an_axis_of_them(how):
+def test_a_step_that_combines_examples_is_solved_without_an_axis_of_them():
     whole, exact = lp_jax.Newton(iterations=8, batch_axes=0), lp_jax.Serial()
-    assert relative_error(*(gradient_of_combined(how, 2, s, s) for s in (whole, exact))) < 1e-12
+    assert relative_error(*(gradient_of_combined("attention", 2, s, s) for s in (whole, exact))) < 1e-12
 
 
 def test_a_step_that_treats_examples_alone_is_taken():
