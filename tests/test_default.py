@@ -187,7 +187,7 @@ def test_training_without_a_solver_takes_what_the_model_was_built_with():
 
     def trained(built_with, **given):
         rngs = nnx.Rngs(0)
-        trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 4, solver=built_with, rngs=rngs)
+        trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, solver=built_with, rngs=rngs)
         model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
         loss_fn, params = train.classification(model)
         optimizer = optax.sgd(1e-1)

@@ -57,7 +57,7 @@ def squared(y):
 def test_serial_equality_at_convergence(coarse_step):
     n = 30
     params, y0 = dense_params(n, 4), dense_state(2, 4)
-    hierarchy = {"levels": 2, "coarsening": 4} if coarse_step == "mgrit" else {"levels": 3, "coarsening": (4, 2)}
+    hierarchy = {"levels": 3, "coarsening": (4, 2)} if coarse_step == "last" else {"levels": 2, "coarsening": 4}
     solver = lp_jax.MGRIT(iterations=n, coarse_step=COARSE_STEPS[coarse_step], atol=1e-15, **hierarchy)
     assert_serial(dense_step, params, y0, squared, solver, t1=4.0)
 
