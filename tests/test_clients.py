@@ -13,6 +13,8 @@ import lp_jax
 from lp_jax import nn
 
 SERIAL = lp_jax.Serial()
+# for each library another model has the default; that on a deep residual network and on a cell is in test_default
+SERIAL_ALONE = "vision transformer with dropout", "recurrent network over axis 1"
 
 
 def normal(seed, shape):
@@ -34,7 +36,7 @@ class EncoderBlock(linen.Module):
 
 class Encoder(linen.Module):
     scan: object
-    depth: int = 6
+    depth: int = 4
 
     @linen.compact
     def __call__(self, x, deterministic=False):
@@ -199,7 +201,7 @@ def test_one_call_is_changed(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         loss_by, params = client()
         value, gradient = jax.jit(jax.value_and_grad(loss_by(own)))(params)
-        for solver, tolerance in ((SERIAL, 1e-6), (None, 1e-2)):
+        for solver, tolerance in ((SERIAL, 1e-6), (None, 1e-2))[: 1 if name in SERIAL_ALONE else 2]:
             loss = loss_by(functools.partial(ours, solver=solver))
             got, got_gradient = jax.jit(jax.value_and_grad(loss))(params)
             np.testing.assert_allclose(got, value, rtol=tolerance)

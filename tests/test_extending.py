@@ -39,7 +39,8 @@ def page(as_a_user_has_it, tmp_path_factory):
         for block in BLOCKS:
             exec(compile(block, str(PAGE), "exec"), names)
         assert Path("block_jacobi.png").stat().st_size > 10_000
-    return names | {"printed": printed.getvalue().splitlines()}
+    exact = gradient(names["problem"], lp_jax.Serial())
+    return names | {"printed": printed.getvalue().splitlines(), "gradient": exact}
 
 
 def mesh_comm(workers):
@@ -69,9 +70,7 @@ def test_a_coarse_step_converges_to_serial_propagation(page):
     """Eight intervals: finite termination after eight cycles, forward and adjoint."""
     solver = lp_jax.MGRIT(coarsening=4, iterations=8, coarse_step=page["two_layers"])
     assert page["error"](solver) < 1e-14
-    exact = gradient(page["problem"], lp_jax.Serial())
-    assert_close(gradient(page["problem"], solver), exact, 1e-12)
-    assert_close(gradient(page["problem"], solver, comm=mesh_comm(3)), exact, 1e-12)
+    assert_close(gradient(page["problem"], solver, comm=mesh_comm(3)), page["gradient"], 1e-12)
     injected, halves = page["printed"][0].split()
     assert float(halves) < float(injected)
 
@@ -94,13 +93,12 @@ def test_a_relaxation_is_one_of_the_words_where_it_does_the_same(page):
     assert page["error"](page["relaxed"]) < page["error"](page["injection"])
 
 
-@pytest.mark.parametrize(("layers", "workers"), [(32, 2), (30, 3)])
-def test_a_solver_is_differentiated_on_any_comm(page, layers, workers):
-    """Eight intervals of four layers, the last one short or not: exact after eight iterations."""
+def test_a_solver_is_differentiated_on_any_comm(page):
+    """Eight intervals of four layers, the last one short: exact after eight iterations."""
     solver = page["BlockJacobi"](iterations=8)
-    params = jax.tree.map(lambda x: np.asarray(x)[:layers], page["params"])
+    params = jax.tree.map(lambda x: np.asarray(x)[:30], page["params"])
     exact = gradient(page["problem"], lp_jax.Serial(), params=params)
-    for comm in (None, mesh_comm(workers)):
+    for comm in (None, mesh_comm(3)):
         assert_close(gradient(page["problem"], solver, params=params, comm=comm), exact, 1e-12)
     tolerant = page["BlockJacobi"](iterations=30, atol=1e-13)
     solution = page["problem"].replace(params=params).solve(solver=tolerant)
@@ -161,7 +159,7 @@ def outside():
 def test_a_solver_runs_is_planned_and_drawn_without_registering_anything(page):
     solver = outside()(rounds=32)
     assert page["error"](solver) < 1e-14
-    assert_close(gradient(page["problem"], solver), gradient(page["problem"], lp_jax.Serial()), 1e-12)
+    assert_close(gradient(page["problem"], solver), page["gradient"], 1e-12)
     solver = type(solver)()
     counted = planning.training_step(solver, solver, 32)
     assert counted.batches == {("forward", 32): 4, ("linearise", 32): 4, ("adjoint", 32): 4, ("gradient", 32): 1}

@@ -15,12 +15,9 @@ from lp_jax import nn
 # three intervals: exact after three cycles
 SOLVERS = {
     "serial": lp_jax.Serial(),
-    "serial checkpointed": lp_jax.Serial(checkpoint_every=4),
     "2 levels": lp_jax.MGRIT(coarsening=4, iterations=3),
     "2 levels, all stored": lp_jax.MGRIT(coarsening=4, iterations=3, storage="all"),
-    "2 levels, batched": lp_jax.MGRIT(coarsening=4, iterations=3, at_once=math.inf),
     "2 levels, batched, all stored": lp_jax.MGRIT(coarsening=4, iterations=3, at_once=math.inf, storage="all"),
-    "injection": lp_jax.MGRIT(coarsening=4, iterations=3, coarse_step=lp_jax.Rediscretize(params="inject")),
     "picard": lp_jax.Picard(sweeps=STEPS),
 }
 
@@ -35,12 +32,7 @@ LOOP = jax.jit(jax.value_and_grad(loop, argnums=(0, 1)), static_argnums=2)
 
 @pytest.mark.parametrize(
     ("solver", "implicit"),
-    [
-        (name, implicit)
-        for i, name in enumerate(SOLVERS)
-        for implicit in (True, False)
-        if name == "2 levels" or i % 2 == implicit  # the others take turns
-    ],
+    [(name, name in ("2 levels", "2 levels, batched, all stored")) for name in SOLVERS],
     ids=lambda v: v if isinstance(v, str) else "implicit, cut" if v else "explicit, whole",
 )
 def test_states_and_gradients_are_those_of_a_loop_with_every_gate(solver, implicit):
@@ -102,8 +94,8 @@ def test_a_recurrent_step_with_a_gradient_of_its_own(how):
     w = jnp.asarray(np.random.default_rng(6).normal(size=(HIDDEN, HIDDEN)))
     gradient = jax.jit(jax.grad(solved))
     wanted = gradient(w, SOLVERS["serial"])
-    for solver in (SOLVERS["2 levels, all stored"], SOLVERS["2 levels, batched, all stored"]):
-        assert_close(gradient(w, solver), wanted)
+    for name in ("2 levels, all stored", "2 levels, batched, all stored")[how == "convolved" :]:
+        assert_close(gradient(w, SOLVERS[name]), wanted)
 
 
 def test_a_step_may_have_a_state_of_several_parts():
@@ -129,8 +121,7 @@ def test_a_step_may_have_a_state_of_several_parts():
         return jnp.sum(y["h"] * TARGET[0])
 
     wanted = jax.jit(jax.grad(scanned))(w)
-    for solver in (SOLVERS["serial"], SOLVERS["2 levels, batched, all stored"]):
-        assert_close(jax.jit(jax.grad(solved))(w, solver), wanted)
+    assert_close(jax.jit(jax.grad(solved))(w, SOLVERS["2 levels, batched, all stored"]), wanted)
 
 
 @pytest.mark.parametrize(

@@ -24,61 +24,73 @@ def free_ranks():
         yield
 
 
-def solved(made, solver):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def states(make, solver, *values):
+    """The solution, and all states by the scan: what is made of some values is made in the same program."""
+    return scans.solved(make(*values), solver)
+
+
+def solved(make, solver, *values):
     """Iterations, the result's code, and the largest error of any state against the scan."""
-    solution, exact = scans.solved(made, solver)
+    solution, exact = states(make, solver, *values)
     return int(solution.stats.iterations), int(solution.result), scans.largest_error(solution.aux, exact)
 
 
-def gradients(made, solver):
+def assert_gradients_agree(make, solver, rtol):
     """Of a sum over all states, by the first carry and what is scanned over: through a solver, and through the scan."""
 
-    def loss(scan, init, xs):
-        states = jax.tree.leaves(scan(made.body, init, xs, reverse=made.reverse)[1])
-        return sum(jnp.sum(jnp.sin(x)) for x in states)
+    @jax.jit
+    def both():
+        made = make()
 
-    found = jax.jit(jax.grad(functools.partial(loss, functools.partial(lp_jax.scan, solver=solver)), argnums=(0, 1)))
-    exact = jax.jit(jax.grad(functools.partial(loss, jax.lax.scan), argnums=(0, 1)))
-    return jax.tree.leaves(found(made.init, made.xs)), jax.tree.leaves(exact(made.init, made.xs))
+        def gradient(scan):
+            def loss(init, xs):
+                states = jax.tree.leaves(scan(made.body, init, xs, reverse=made.reverse)[1])
+                return sum(jnp.sum(jnp.sin(x)) for x in states)
+
+            return jax.tree.leaves(jax.grad(loss, argnums=(0, 1))(made.init, made.xs))
+
+        return gradient(functools.partial(lp_jax.scan, solver=solver)), gradient(jax.lax.scan)
+
+    for found, exact in zip(*both(), strict=True):
+        np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol * np.abs(exact).max())
 
 
-def assert_gradients_agree(made, solver, rtol):
-    for found, exact in zip(*gradients(made, solver), strict=True):
-        np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol * float(jnp.abs(exact).max()))
+SAMPLERS = {steps: lambda eta, steps=steps: scan_problems.diffusion(steps, eta=eta, samples=4) for steps in (64, 512)}
 
 
-@pytest.mark.parametrize(("eta", "sweeps", "steps"), [(0.0, 9, 64), (0.0, 9, 512), (1.0, 28, 128)])
+@pytest.mark.parametrize(("eta", "sweeps", "steps"), [(0.0, 9, 64), (0.0, 9, 512), (1.0, 28, 64)])
 def test_a_sampler_takes_as_many_sweeps_whatever_its_steps(eta, sweeps, steps):
-    made = scan_problems.diffusion(steps, eta=eta, samples=4)
-    taken, code, error = solved(made, lp_jax.Picard(sweeps=40, rtol=1e-3))
+    taken, code, error = solved(SAMPLERS[steps], lp_jax.Picard(sweeps=40, rtol=1e-3), eta)
     assert taken <= sweeps and code == 0 and error < 1e-2
+
+
+def advantages():
+    return scan_problems.advantages(200)
 
 
 def test_advantages_are_exact_after_one_iteration():
     """A linear recurrence whose Jacobian is a diagonal: Newton's method solves it, and its gradient, in one."""
-    made = scan_problems.advantages(200)
     solver = lp_jax.Newton(jacobian="diagonal", iterations=1)
-    assert solved(made, solver)[2] < 1e-13
-    assert_gradients_agree(made, solver, 1e-12)
+    assert solved(advantages, solver)[2] < 1e-13
+    assert_gradients_agree(advantages, solver, 1e-12)
+
+
+def kalman():
+    return scan_problems.kalman(128, axes=1)
 
 
 def test_a_kalman_filter_takes_few_iterations():
     solver = lp_jax.Newton(iterations=30, rtol=1e-6, batch_axes=0)
-    taken, code, error = solved(scan_problems.kalman(512, axes=1), solver)
+    taken, code, error = solved(kalman, solver)
     assert taken <= 9 and code == 0 and error < 1e-8
-    assert_gradients_agree(scan_problems.kalman(64, axes=1), lp_jax.planning.with_effort(solver, 8), 1e-8)
+    assert_gradients_agree(kalman, lp_jax.planning.with_effort(solver, 8), 1e-8)
 
 
 def test_sweeps_over_a_kalman_filter_diverge():
     """A step replaces the state, which a prefix sum of changes does not forget."""
-    _, code, error = solved(scan_problems.kalman(64, axes=1), lp_jax.Picard(sweeps=20, rtol=1e-6))
+    _, code, error = solved(kalman, lp_jax.Picard(sweeps=20, rtol=1e-6))
     assert code != 0 and error > 1e3
-
-
-def chain(density, steps=128, **fields):
-    start, size = jnp.ones(2), 0.1
-    make = scan_problems.hmc if "path" in fields else scan_problems.mala
-    return make(steps, density, start, **{"size": size} | fields)
 
 
 NEWTON = lp_jax.Newton(iterations=128, rtol=1e-8, batch_axes=0)
@@ -86,54 +98,65 @@ NEWTON = lp_jax.Newton(iterations=128, rtol=1e-8, batch_axes=0)
 
 def test_a_chain_on_a_log_concave_target_takes_few_iterations():
     log_density, mode = scan_problems.logistic(2)
-    assert float(jnp.abs(jax.grad(log_density)(mode)).max()) < 1e-3
-    made = scan_problems.mala(128, log_density, mode, size=0.02)
-    moved = jnp.any(jnp.diff(jax.lax.scan(made.body, made.init, made.xs)[1], axis=0) != 0, axis=1)
-    assert 0.5 < float(moved.mean()) < 1  # some proposals are refused
-    taken, code, error = solved(made, NEWTON)
-    assert taken <= 12 and code == 0 and error < 1e-8
+    assert float(jnp.abs(jax.jit(jax.grad(log_density))(mode)).max()) < 1e-3
+    solution, exact = states(lambda: scan_problems.mala(128, log_density, mode, size=0.02), NEWTON)
+    moved = np.any(np.diff(exact, axis=0) != 0, axis=1)
+    assert 0.5 < moved.mean() < 1  # some proposals are refused
+    assert solution.stats.iterations <= 12 and solution.result == 0
+    assert scans.largest_error(solution.aux, exact) < 1e-8
+
+
+def banana():
+    return scan_problems.mala(128, scan_problems.banana, jnp.ones(2), size=0.1)
+
+
+def two_modes(path):
+    """By HMC, with paths of so many steps."""
+    density = functools.partial(scan_problems.two_modes, half=1.5)
+    return scan_problems.hmc(128, density, jnp.ones(2), size=0.2, path=path)
 
 
 @pytest.mark.parametrize(
-    ("made", "least"),
-    [
-        (lambda: chain(scan_problems.banana, size=0.1), 32),
-        (lambda: chain(functools.partial(scan_problems.two_modes, half=1.5), size=0.2, path=40), 64),
-    ],
-    ids=["banana", "long paths of HMC"],
+    ("least", "make", "values"), [(32, banana, ()), (64, two_modes, (40,))], ids=["banana", "long paths of HMC"]
 )
-def test_chains_that_spread_small_differences_gain_nothing(made, least):
+def test_chains_that_spread_small_differences_gain_nothing(least, make, values):
     """States are right after as many iterations as steps, but a large part of them is needed."""
-    taken, _, error = solved(made(), NEWTON)
+    taken, _, error = solved(make, NEWTON, *values)
     assert least <= taken <= 128 and error < 1e-8
 
 
 def test_short_paths_of_hmc_take_few_iterations():
-    made = chain(functools.partial(scan_problems.two_modes, half=1.5), size=0.2, path=2)
-    taken, code, error = solved(made, NEWTON)
+    taken, code, error = solved(two_modes, NEWTON, 2)
     assert taken <= 12 and code == 0 and error < 1e-8
 
 
 def test_adam_takes_more_iterations_the_larger_its_rate():
     """Three numbers at each place; the gradient is no part of the Jacobian, and all of what is solved."""
     solver = lp_jax.Newton(jacobian="diagonal", iterations=24, rtol=1e-3, batch_axes=0)
+
+    def make(rate):
+        return scan_problems.training(24, optax.adam(rate, eps_root=1e-10), batch=8, units=8)
+
     taken = []
     for rate in (3e-4, 1e-2):
-        made = scan_problems.training(24, optax.adam(rate, eps_root=1e-10), batch=8, units=8)
-        count, code, error = solved(made, solver)
+        count, code, error = solved(make, solver, rate)
         assert code == 0 and error < 1e-3
         taken.append(count)
     assert taken[0] < taken[1] and taken[0] <= 9
 
 
 def test_gradient_descent_at_its_best_rate_gains_nothing():
-    taken, _, error = solved(scan_problems.training(24, optax.sgd(1.0), batch=8, units=8), scans.sweeps())
+    taken, _, error = solved(lambda: scan_problems.training(24, optax.sgd(1.0), batch=8, units=8), scans.sweeps())
     assert taken > 16 and error < 1e-3
 
 
 def factor(solution):
     norms = [norm for norm in solution.stats.residual_norms.tolist() if norm >= 0]
     return (norms[-1] / norms[0]) ** (1 / (len(norms) - 1))
+
+
+def heat():
+    return scan_problems.heat(256, points=31)
 
 
 @pytest.mark.parametrize(("relaxation", "bound"), [("F", 0.3), ("FCF", 0.12)])
@@ -143,16 +166,14 @@ def test_cycles_on_the_heat_equation_converge_as_theory_says(relaxation, bound):
     Dobrev, Kolev, Petersson, Schroder, "Two-level convergence theory for multigrid reduction in time", SIAM J. Sci. Comput. 39
     (2017).
     """
-    problem = scan_problems.heat(256, points=31)
-    solution, exact = scans.solved(problem, scans.cycles(levels=2, relaxation=relaxation))
+    solution, exact = states(heat, scans.cycles(levels=2, relaxation=relaxation))
     assert factor(solution) < bound
     assert int(solution.result) == 0 and scans.largest_error(solution.aux, exact) < 1e-6
 
 
 def test_the_default_coarse_step_diverges_on_the_heat_equation():
     """One sweep over an interval is an explicit method, and the equation is stiff."""
-    problem = scan_problems.heat(256, points=31)
-    solution, exact = scans.solved(problem, scans.cycles(levels=2, coarse_step=lp_jax.Picard(sweeps=1)))
+    solution, exact = states(heat, scans.cycles(levels=2, coarse_step=lp_jax.Picard(sweeps=1)))
     assert scans.largest_error(solution.aux, exact) > 1e3
 
 
@@ -170,14 +191,15 @@ def test_the_gradient_through_the_heat_equation():
 
 def test_a_guess_from_coarse_steps_saves_iterations_on_lorenz():
     solver = lp_jax.Newton(iterations=50, atol=1e-6, batch_axes=0)
-    taken = [solved(scan_problems.lorenz(256, time=2.0, coarse=coarse), solver) for coarse in (0, 64)]
+    taken = [solved(functools.partial(scan_problems.lorenz, 256, time=2.0, coarse=n), solver) for n in (0, 64)]
     assert taken[1][0] <= 3 < taken[0][0] <= 10
     assert all(code == 0 and error < 1e-8 for _, code, error in taken)
 
 
 def test_lorenz_over_a_long_time_gains_nothing():
     """States overflow on the way; as one more of them is exact after each iteration, it ends right, and late."""
-    taken, code, error = solved(scan_problems.lorenz(256, time=10.0), lp_jax.Newton(iterations=256, rtol=1e-6))
+    make = functools.partial(scan_problems.lorenz, 256, time=10.0)
+    taken, code, error = solved(make, lp_jax.Newton(iterations=256, rtol=1e-6))
     assert code == 0 and error < 1e-8
     assert taken > 100
 

@@ -99,19 +99,12 @@ def test_a_loss_that_does_not_see_the_last_state():
 
 
 @pytest.mark.parametrize(
-    ("solver", "workers"),
-    [
-        (MGRIT(), 8),
-        (MGRIT(storage="all", levels=3, coarsening=2, coarse_step=INJECT), 3),
-        (Picard(windows=3), 8),
-        (Serial(), 3),
-    ],
-    ids=["cycles", "3 levels, all kept", "windows", "serial"],
+    ("name", "workers"), [("batched, all kept", 8), ("F-cycles", 3), ("windows", 8), ("serial", 3)]
 )
-def test_the_number_of_devices_changes_nothing(solver, workers):
+def test_the_number_of_devices_changes_nothing(name, workers):
     mesh = jax.make_mesh((workers,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
-    got = gradient(PARAMS, Y0, SHARED, solver, None, 1.0, lp_jax.MeshComm(mesh))
-    assert relative_error(got, gradient(PARAMS, Y0, SHARED, solver, None, 1.0)) < 1e-14
+    got = gradient(PARAMS, Y0, SHARED, EXACT[name], None, 1.0, lp_jax.MeshComm(mesh))
+    assert relative_error(got, gradient(PARAMS, Y0, SHARED, EXACT[name], None, 1.0)) < 1e-14
 
 
 def test_cycles_make_the_layers_before_the_last_one_exact_interval_by_interval():
@@ -154,29 +147,39 @@ def test_the_number_of_iterations_does_not_grow_with_the_number_of_layers():
         _, stats = pullback(jnp.zeros(3), jnp.asarray(np.cos(solution.aux) / layers))
         return int(stats.iterations)
 
-    counts = [iterations(layers) for layers in (64, 1024)]
+    counts = [iterations(layers) for layers in (64, 256)]
     assert max(counts) <= counts[0] <= 8
 
 
-@pytest.mark.parametrize("solver", [MGRIT(iterations=5), Newton(iterations=8, batch_axes=1)], ids=["MGRIT", "Newton"])
-def test_pullback_and_tangent_agree(solver):
-    """The dot test, <a, J v> = <J^T a, v>, with the tangent of the scan."""
-    directions = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape)), (PARAMS, Y0))
+@functools.cache
+def tangent_of_the_scan():
+    """A direction, the outputs' tangent along it, and weights of the outputs."""
+    directions = jax.tree.map(lambda x: RNG.normal(size=x.shape), (PARAMS, Y0))
 
     def outputs(params, y0):
         solution = lp_jax.solve(step, params, y0, shared=SHARED, solver=Serial(), has_aux=True)
         return solution.y1, solution.aux["out"], solution.aux["norm"]
 
-    out, tangent = jax.jvp(outputs, (PARAMS, Y0), directions)
-    cotangent = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape)), out)
-    _, pullback = lp_jax.solve_vjp(step, PARAMS, Y0, shared=SHARED, solver=solver, has_aux=True)
-    aux_cotangent = {"out": cotangent[1], "number": None, "norm": cotangent[2], "unseen": None}
-    gradients, _ = pullback(cotangent[0], aux_cotangent)
+    tangent = jax.jit(lambda *at: jax.jvp(outputs, at, directions)[1])(PARAMS, Y0)
+    return directions, tangent, jax.tree.map(lambda x: RNG.normal(size=x.shape), tangent)
+
+
+@pytest.mark.parametrize("solver", [MGRIT(iterations=5), Newton(iterations=8, batch_axes=1)], ids=["MGRIT", "Newton"])
+def test_pullback_and_tangent_agree(solver):
+    """The dot test, <a, J v> = <J^T a, v>, with the tangent of the scan."""
+    directions, tangent, cotangent = tangent_of_the_scan()
+
+    @jax.jit
+    def gradients(params, y0):
+        _, pullback = lp_jax.solve_vjp(step, params, y0, shared=SHARED, solver=solver, has_aux=True)
+        aux = {"out": cotangent[1], "number": None, "norm": cotangent[2], "unseen": None}
+        found = pullback(cotangent[0], aux)[0]
+        return found.params, found.y0
 
     def dot(a, b):
-        return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+        return sum(np.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
-    np.testing.assert_allclose(dot((gradients.params, gradients.y0), directions), dot(cotangent, tangent), rtol=1e-12)
+    np.testing.assert_allclose(dot(gradients(PARAMS, Y0), directions), dot(cotangent, tangent), rtol=1e-12)
 
 
 @pytest.mark.parametrize("solver", [Serial(), Picard(sweeps=N), MGRIT()], ids=["serial", "sweeps", "MGRIT"])
@@ -218,8 +221,8 @@ def test_one_state_per_interval_stays_one_state_per_interval():
     [
         (lambda f: f, Serial()),
         (lambda f: f, MGRIT()),
-        (jax.jit, MGRIT()),
-        (jax.vmap, MGRIT()),
+        (jax.jit, Serial()),
+        (jax.vmap, Serial()),
         (jax.checkpoint, Serial()),
     ],
     ids=["plain, serial", "plain", "jit", "vmap", "remat"],
@@ -240,14 +243,17 @@ def test_the_gradient_of_a_trajectory_is_refused(solver, transform):
 
 
 def test_a_restart_from_a_trajectory_is_differentiated():
-    def loss(params, *, twice):
-        def solve(guess):
-            return lp_jax.solve(step, params, Y0, shared=SHARED, solver=MGRIT(iterations=5), guess=guess, has_aux=True)
+    def solved(params, solver, guess):
+        return lp_jax.solve(step, params, Y0, shared=SHARED, solver=solver, guess=guess, has_aux=True)
 
-        guess = solve("constant").trajectory if twice else "constant"
-        return jnp.sum(solve(guess).y1)
+    def twice(params):
+        solver = MGRIT(iterations=5)
+        return jnp.sum(solved(params, solver, solved(params, solver, "constant").trajectory).y1)
 
-    got, wanted = (jax.jit(jax.grad(functools.partial(loss, twice=twice)))(PARAMS) for twice in (True, False))
+    def once(params):
+        return jnp.sum(solved(params, Serial(), "constant").y1)
+
+    got, wanted = (jax.jit(jax.grad(loss))(PARAMS) for loss in (twice, once))
     assert relative_error(got, wanted) < 1e-12
 
 
@@ -280,13 +286,12 @@ NETWORKS = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_whose_layers_have_losses(name):
     layer_step, shapes = NETWORKS[name]
-    params = [jnp.asarray(np.random.default_rng(1).normal(size=(24, *shape))) for shape in shapes]
+    params = [jnp.asarray(np.random.default_rng(1).normal(size=(N, *shape))) for shape in shapes]
 
     def loss(params, solver):
         solution = lp_jax.solve(layer_step, params, Y0, t1=2.0, solver=solver, has_aux=True)
         return jnp.sum(solution.y1**2) + jnp.sum(solution.aux)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    exact = gradient(params, Serial())
-    assert relative_error(gradient(params, Picard(sweeps=24)), exact) < 1e-12
-    assert relative_error(gradient(params, MGRIT()), exact) < 2e-3
+    exact, cycles = gradient(params, Serial()), MGRIT(iterations=4)  # as many as intervals
+    assert relative_error(gradient(params, cycles), exact) < 1e-12

@@ -32,13 +32,13 @@ def library(request):
 
 
 def test_one_call_is_changed(library):
-    """By some solvers, one of them over devices."""
+    """By sweeps over devices and, where test_clients has no such model, by the default."""
     run = scanned_models.LOSSES[library]
     exact, exact_gradient = run(scanned_models.own(library))
     workers = 3 if library in ("nnx", "Equinox") else 8
     mesh = jax.make_mesh((workers,), ("layers",), devices=jax.devices()[:workers])
     sweeps = {"solver": lp_jax.Picard(sweeps=scanned_models.LAYERS), "comm": mesh}
-    for options, tolerance in (({"solver": lp_jax.Serial()}, 1e-12), (sweeps, 1e-12), ({}, 1e-2)):
+    for options, tolerance in ((sweeps, 1e-12), ({}, 1e-2))[: 2 if library in ("MaxText", "Haliax") else 1]:
         loss, gradient = run(scanned_models.ours(library, **options))
         np.testing.assert_allclose(loss, exact, rtol=tolerance)
         assert relative_error(jax.tree.leaves(gradient), jax.tree.leaves(exact_gradient)) < tolerance
@@ -56,6 +56,7 @@ class Noisy(nnx.Module):
         return x + 0.2 * self.dropout(nnx.tanh(self.norm(self.linear(x))))
 
 
+@nnx.jit
 def noisy_layers():
     create = nnx.split_rngs(splits=6)(nnx.vmap(Noisy, in_axes=0, out_axes=0))
     return create(nnx.Rngs(0, dropout=1))
@@ -170,10 +171,11 @@ class Stack(linen.Module):
 
 
 def test_linen_masks_belong_to_call_and_layer():
-    x, own = jnp.ones((2, 4)), jnp.linspace(0, 1, 8)
+    x, own = np.ones((2, 4)), np.linspace(0, 1, 8)
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))
-    variables = Stack(lp_jax.Serial()).init(keys, x, own, 0.5)
+    variables = jax.jit(Stack(lp_jax.Serial()).init)(keys, x, own, 0.5)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def run(solver, seed):
         with jax.numpy_rank_promotion("allow"):
             return Stack(solver).apply(variables, x, own, 0.5, rngs={"dropout": jax.random.key(seed)})

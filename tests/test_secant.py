@@ -42,10 +42,14 @@ def decaying(layers=N):
     return lp_jax.Problem(step, params, jnp.asarray(rng.normal(size=(BATCH, D))), t1=8.0)
 
 
-def solved(problem, solver, **more):
-    solution, pullback = lp_jax.solve_vjp(**(vars(problem) | more), solver=solver)
-    gradients, stats = pullback(jnp.cos(solution.y1))
-    return solution, gradients, stats
+def solved(problem, solver, comm=None):
+    @jax.jit
+    def run(params, y0, shared, data):
+        again = problem.replace(params=params, y0=y0, shared=shared, data=data, comm=comm)
+        solution, pullback = again.solve_vjp(solver=solver)
+        return solution, *pullback(jnp.cos(solution.y1))
+
+    return run(problem.params, problem.y0, problem.shared, problem.data)
 
 
 def by_hand(step, y0, layers, sweeps):
@@ -65,7 +69,7 @@ def by_hand(step, y0, layers, sweeps):
     return u, slope
 
 
-@pytest.mark.parametrize("sweeps", [1, 2, 6])
+@pytest.mark.parametrize("sweeps", [1, 6])
 def test_iterates_are_those_of_the_formulas(sweeps):
     problem = decaying()
     w, b = (np.asarray(x) for x in problem.params)
@@ -98,7 +102,7 @@ def test_exact_after_as_many_sweeps_as_layers():
 
 def test_a_chain_that_contracts_takes_few_sweeps():
     """Plain sweeps take five times as many, or diverge first."""
-    problem, most = gru(1024, 1 / 16), 14
+    problem, most = gru(256, 1 / 16), 14
     exact, gradient, _ = solved(problem, lp_jax.Serial())
     taught = lp_jax.Picard(sweeps=60, rtol=1e-3, secant=True)
     solution, gradients, stats = solved(problem, taught)
@@ -142,7 +146,7 @@ def test_some_layers_at_once_and_a_batch_of_solves():
     np.testing.assert_allclose(jax.vmap(one)(problem.y0[None])[0], whole.y1, rtol=1e-13)
 
 
-@pytest.mark.parametrize(("layers", "devices", "rtol"), [(52, 4, 1e-6), (50, 3, None), (3, 4, 1e-6)])
+@pytest.mark.parametrize(("layers", "devices", "rtol"), [(50, 4, 1e-6), (3, 4, None)])
 def test_the_same_numbers_on_several_devices(layers, devices, rtol):
     """Also where slots pad the last device, or devices hold no layer."""
     problem, solver = decaying(layers), lp_jax.Picard(sweeps=20 if rtol else 6, secant=True, rtol=rtol)

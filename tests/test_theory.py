@@ -23,15 +23,9 @@ from problems import (
 import lp_jax
 from lp_jax._arrays import _tree
 
-MEAN = lp_jax.Rediscretize(params="mean")
-COARSE_STEPS = {
-    "inject": INJECT,
-    "mean": MEAN,
+COARSE_STEPS = {  # test_battery has the others
     "last": lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: x[-1], p)),
-    "picard0": lp_jax.Picard(sweeps=0),
-    "picard1": lp_jax.Picard(sweeps=1),
     "picard2": lp_jax.Picard(sweeps=2),
-    "trajectory": lp_jax.Picard(sweeps=1, around="trajectory"),
     "mgrit": lp_jax.MGRIT(levels=2, coarsening=2, iterations=1, coarse_step=INJECT),
 }
 
@@ -59,14 +53,13 @@ def squared(y):
 # ---------------------------------------------------------------------------------------------- equality, termination
 
 
-@pytest.mark.parametrize(
-    "coarse_step, n", [(name, 7 if name in ("inject", "mean", "picard1") else 61) for name in COARSE_STEPS]
-)
-def test_serial_equality_at_convergence(coarse_step, n):
-    params, y0 = dense_params(n, 5), dense_state(3, 5)
-    hierarchy = {"levels": 2, "coarsening": 4} if coarse_step == "mgrit" else {"levels": 3, "coarsening": (4, 2)}
+@pytest.mark.parametrize("coarse_step", COARSE_STEPS)
+def test_serial_equality_at_convergence(coarse_step):
+    n = 30
+    params, y0 = dense_params(n, 4), dense_state(2, 4)
+    hierarchy = {"levels": 3, "coarsening": (4, 2)} if coarse_step == "last" else {"levels": 2, "coarsening": 4}
     solver = lp_jax.MGRIT(iterations=n, coarse_step=COARSE_STEPS[coarse_step], atol=1e-15, **hierarchy)
-    assert_serial(dense_step, params, y0, squared, solver, t1=3.0)
+    assert_serial(dense_step, params, y0, squared, solver, t1=4.0)
 
 
 @pytest.mark.parametrize("relaxation, exact_per_cycle", [("F", 1), ("FCF", 2), ("FCFCF", 3)])
@@ -88,7 +81,7 @@ def test_finite_termination(relaxation, exact_per_cycle):
 
 def test_termination_of_the_gradient():
     """N/m cycles of both solves give the exact gradient on a problem on which the coarse grid is useless."""
-    n, m, t1 = 32, 4, 16.0
+    n, m, t1 = 30, 4, 16.0
     params, y0 = dense_params(n, 4, scale=2.0), dense_state(2, 4)
     _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=t1)
 
@@ -97,13 +90,12 @@ def test_termination_of_the_gradient():
         return solved_loss_and_gradient(dense_step, params, y0, squared, t1=t1, solver=solver)[1]
 
     assert relative_error(gradient(2), (g_params, g_y0)) > 1e-2
-    assert relative_error(gradient(n // m), (g_params, g_y0)) < 1e-12
+    assert relative_error(gradient(math.ceil(n / m)), (g_params, g_y0)) < 1e-12
 
 
 @pytest.mark.parametrize(
     "coarse_step, skip",
     [
-        (lp_jax.Serial(), True),
         (lp_jax.Serial(), False),
         (lp_jax.Serial(checkpoint_every=3), True),
         (lp_jax.Picard(sweeps=4), False),
@@ -171,57 +163,58 @@ def transposed(levels, states):
 def test_picard_is_the_truncated_binomial():
     """Sweep s on u[n+1] = (1 + z) u[n] from the constant gives sum over j <= s of C(n, j) z^j, exactly."""
     n, z = 24, 0.3
-    for sweeps in (1, 2, 5, n):
+    for sweeps in (1, 5, n):
         y1 = lp_jax.solve(linear_step, jnp.full(n, z * n), jnp.ones(()), solver=lp_jax.Picard(sweeps=sweeps)).y1
         np.testing.assert_allclose(y1, sum(math.comb(n, j) * z**j for j in range(sweeps + 1)), rtol=1e-13)
 
 
-def smooth_params(n, width=6):
+def smooth_params(n, width=4):
     """Weights that are samples of one function of t, whatever N."""
-    t = (jnp.arange(float(n)) + 0.5) / n
+    t = (np.arange(n) + 0.5) / n
     rng = np.random.default_rng(3)
-    modes = jnp.asarray(rng.normal(size=(3, width, width)) / np.sqrt(width))
-    basis = jnp.stack([jnp.ones(n), jnp.sin(2 * t), jnp.cos(3 * t)], axis=1)
-    return jnp.einsum("nk,kij->nij", basis, modes), jnp.tile(jnp.asarray(rng.normal(size=width)), (n, 1))
+    modes = rng.normal(size=(3, width, width)) / np.sqrt(width)
+    basis = np.stack([np.ones(n), np.sin(2 * t), np.cos(3 * t)], axis=1)
+    return np.einsum("nk,kij->nij", basis, modes), np.tile(rng.normal(size=width), (n, 1))
 
 
 @jax.jit
 def solved_both_ways(params, solver):
-    solution, pull = lp_jax.solve_vjp(dense_step, params, dense_state(2, 6), t1=2.0, solver=solver)
+    solution, pull = lp_jax.solve_vjp(dense_step, params, dense_state(2, 4), t1=2.0, solver=solver)
     _, adjoint = pull(solution.y1)
     return solution.result, solution.stats.iterations, adjoint.iterations
 
 
-@pytest.mark.parametrize("coarse_step, deep", [("inject", 1024), ("picard1", 256)])
-def test_iterations_do_not_grow_with_depth(coarse_step, deep):
+@pytest.mark.parametrize("coarse_step", [INJECT, lp_jax.Picard(sweeps=1)], ids=["inject", "sweep"])
+def test_iterations_do_not_grow_with_depth(coarse_step):
     counts = []
-    for n in (64, deep):
-        levels = 2 + round(math.log(n / 64, 4))  # the same 16 coarsest steps for all
-        solver = lp_jax.MGRIT(
-            levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=COARSE_STEPS[coarse_step]
-        )
+    for n, levels in ((64, 2), (256, 3)):  # the same 16 coarsest steps for both
+        solver = lp_jax.MGRIT(levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=coarse_step)
         result, *iterations = solved_both_ways(smooth_params(n), solver)
         assert int(result) == 0
         counts.append(tuple(map(int, iterations)))
-    assert max(f for f, _ in counts) <= counts[0][0]
-    assert max(b for _, b in counts) <= counts[0][1]
-    assert counts[0][0] < 12
+    (forward, adjoint), (deep_forward, deep_adjoint) = counts
+    assert deep_forward <= forward < 12
+    assert deep_adjoint <= adjoint
 
 
 def test_adjoint_dot_product():
     """<J dy, lam> = <dy, J^T lam>: J by forward-mode of a plain loop, J^T by the converged layer-parallel adjoint."""
-    n = 48
-    params, y0 = dense_params(n, 5), dense_state(3, 5)
+    params, y0 = dense_params(30, 4), dense_state(2, 4)
     rng = np.random.default_rng(5)
-    random_like = lambda tree: jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), tree)  # noqa: E731
+    random_like = lambda tree: jax.tree.map(lambda x: rng.normal(size=x.shape), tree)  # noqa: E731
     dy, dp, lam = random_like(y0), random_like(params), random_like(y0)
     last = lambda p, y: serial_states(dense_step, p, y, 2.0)[-1]  # noqa: E731
-    _, tangent = jax.jit(lambda *at: jax.jvp(last, at, (dp, dy)))(params, y0)
     solver = lp_jax.MGRIT(levels=3, iterations=30, atol=1e-15, coarse_step=INJECT)
-    _, pull = lp_jax.solve_vjp(dense_step, params, y0, t1=2.0, solver=solver)
-    gradients, _ = pull(lam)
-    left = jnp.vdot(tangent, lam)
-    right = jnp.vdot(dy, gradients.y0) + sum(map(jnp.vdot, dp, gradients.params))
+
+    @jax.jit
+    def both(params, y0):
+        _, tangent = jax.jvp(last, (params, y0), (dp, dy))
+        _, pull = lp_jax.solve_vjp(dense_step, params, y0, t1=2.0, solver=solver)
+        return tangent, pull(lam)[0]
+
+    tangent, gradients = both(params, y0)
+    left = np.vdot(tangent, lam)
+    right = np.vdot(dy, gradients.y0) + sum(map(np.vdot, dp, gradients.params))
     assert abs(left - right) < 1e-12 * abs(left)
 
 
@@ -297,13 +290,11 @@ def design_cost(sizes, m, nu, cycles, skip):
 
 
 @pytest.mark.parametrize(
-    "relaxation, skip, at_once",  # every pair of two of them
+    "relaxation, skip, at_once",  # every pair of the last two
     [
         ("F", True, math.inf),
         ("F", False, 1),
-        (("F", "FCF"), False, math.inf),
         (("F", "FCF"), True, 1),
-        ("FCF", True, 1),
         ("FCF", False, math.inf),
     ],
 )
@@ -399,9 +390,9 @@ def test_picard_in_windows(n, adjoint, sweeps):
 
 @pytest.mark.parametrize("storage", ["states", "all"])
 def test_enough_sweeps_in_windows_are_exact(storage):
-    """A window of k layers is exact after k sweeps."""
-    solver = lp_jax.Picard(sweeps=4, windows=4, storage=storage)
-    assert_serial(dense_step, dense_params(12, 4, scale=3.0), dense_state(2, 4), squared, solver, t1=8.0)
+    """A window of k layers is exact after k sweeps; the last one goes over all of them."""
+    solver = lp_jax.Picard(sweeps=9, windows=4, storage=storage)
+    assert_serial(dense_step, dense_params(30, 4, scale=3.0), dense_state(2, 4), squared, solver, t1=4.0)
 
 
 @pytest.mark.parametrize("n, reverse", [(n, i % 2 == 1) for i, n in enumerate((1, 5, 9, 16, 37, 60, 128, 1, 5))])

@@ -1,5 +1,6 @@
 """A window of sweeps that slides: to a tolerance, forward and adjoint, on one worker and on several."""
 
+import dataclasses
 import functools
 
 import chex
@@ -39,7 +40,7 @@ def solved(problem, solver, comm=None):
     return _solved(problem.params, problem.y0, problem.t1, solver, comm)
 
 
-@pytest.mark.parametrize(("windows", "storage"), [(2, "all"), (7, "states"), (25, "all"), (50, "states")])
+@pytest.mark.parametrize(("windows", "storage"), [(2, "all"), (7, "states"), (50, "all")])
 def test_the_tolerance_is_met_both_ways(windows, storage):
     """Also where windows do not divide the layers, and down to one layer at a time, which is serial propagation."""
     problem = network()
@@ -98,20 +99,18 @@ def test_fewer_sweeps_than_one_window_after_the_other():
     assert int(slid.stats.iterations) < 8 * 4 + 1
 
 
-@pytest.mark.parametrize("solver", [lp_jax.Picard(sweeps=40, windows=8, rtol=1e-8, at_once=n) for n in (1, 3)])
-def test_some_of_a_window_at_once(solver):
+def test_some_of_a_window_at_once():
     """The same numbers to rounding."""
-    whole, _, _ = solved(network(), lp_jax.Picard(sweeps=40, windows=8, rtol=1e-8))
-    some, _, _ = solved(network(), solver)
+    solver = lp_jax.Picard(sweeps=40, windows=8, rtol=1e-8)
+    (whole, *_), (some, *_) = (solved(network(), s) for s in (solver, dataclasses.replace(solver, at_once=3)))
     np.testing.assert_allclose(some.y1, whole.y1, rtol=1e-12)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_windows_on_several_devices(devices):
+def test_windows_on_several_devices():
     """One device after the other slides its own window; all of them know the sweeps and meet the tolerance."""
     problem = network(layers=52)
     exact, gradient, _ = solved(problem, lp_jax.Serial())
-    comm = mesh(devices)
+    comm = mesh(4)
     solver = lp_jax.Picard(sweeps=40, windows=8, rtol=1e-6)
     solution, gradients, stats = solved(problem, solver, comm=comm)
     assert int(solution.result) == int(stats.result) == 0
