@@ -414,6 +414,15 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
     assert chosen.best.time == taken
 
 
+def test_a_scan_over_integers_is_planned_by_the_gradient_of_its_start():
+    def body(y, number):
+        return y + 0.01 * jnp.tanh(y) * number.astype(y.dtype), None
+
+    problem = lp_jax.scanned(body, jnp.ones((2, 3)), jnp.arange(8))
+    found = lp_jax.plan(problem, machine=UNFILLED, seconds=0.0)
+    assert any(c.error is not None and 0 < c.error < 1 for c in found.choices)
+
+
 def test_more_devices():
     probe, _ = told(lambda solver: 1e-3)
     found = planning.choose(64, UNFILLED, probe=probe)

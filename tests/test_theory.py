@@ -184,10 +184,12 @@ def solved_both_ways(params, solver):
     return solution.result, solution.stats.iterations, adjoint.iterations
 
 
-@pytest.mark.parametrize("coarse_step", [INJECT, lp_jax.Picard(sweeps=1)], ids=["inject", "sweep"])
-def test_iterations_do_not_grow_with_depth(coarse_step):
+@pytest.mark.parametrize(
+    "coarse_step, deep", [(INJECT, (1024, 4)), (lp_jax.Picard(sweeps=1), (256, 3))], ids=["inject", "sweep"]
+)
+def test_iterations_do_not_grow_with_depth(coarse_step, deep):
     counts = []
-    for n, levels in ((64, 2), (256, 3)):  # the same 16 coarsest steps for both
+    for n, levels in ((64, 2), deep):  # the same 16 coarsest steps for both
         solver = lp_jax.MGRIT(levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=coarse_step)
         result, *iterations = solved_both_ways(smooth_params(n), solver)
         assert int(result) == 0
