@@ -9,12 +9,14 @@ import scipy.interpolate
 from compiled import compiled
 from flax import nnx
 from networks import F64, assert_close, mesh, normal
+from problems import INJECT
 
 import lp_jax
 from lp_jax import nn
 
 LAYERS, WIDTH = 8, 5
-EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=4)  # four intervals: exact after four cycles
+EXACT = lp_jax.MGRIT(coarsening=2, iterations=4, coarse_step=INJECT)  # four intervals: exact after four cycles
+ROUGH = lp_jax.MGRIT(coarsening=2, coarse_step=INJECT)
 GRID = np.linspace(0.0, 1.5, LAYERS + 1) ** 2
 
 
@@ -95,17 +97,17 @@ def test_as_many_coefficients_of_degree_zero_as_layers_are_the_ordinary_network(
     assert_close(gradient(spline), gradient(ordinary), rtol=0)
 
 
-def loop(params, spline, y, layers, times):
-    """The network as a Python loop, each layer's weights summed over SciPy's basis."""
+def loop(params, spline, y, times):
+    """The network as a loop, each layer's weights summed over SciPy's basis."""
     middle = (times[1:] + times[:-1]) / 2
     basis = reference(spline.coefficients, spline.degree, (middle - times[0]) / (times[-1] - times[0]))
-    for n in range(layers):
-        kernel, bias = (
-            sum(basis[n, k] * params["inner"][name][k] for k in range(spline.coefficients))
-            for name in ("kernel", "bias")
-        )
-        y = y + (times[n + 1] - times[n]) * jnp.tanh(y @ kernel + bias[None])
-    return y
+    weights = (jnp.tensordot(basis, params["inner"][name], 1) for name in ("kernel", "bias"))
+
+    def body(y, x):
+        kernel, bias, dt = x
+        return y + dt * jnp.tanh(y @ kernel + bias[None]), None
+
+    return jax.lax.scan(body, y, (*weights, np.diff(times)))[0]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
 
     got = nnx.jit(nnx.value_and_grad(lambda trunk, y: loss(trunk(y)), argnums=(0, 1)))(trunk, y)
     wanted = jax.jit(
-        jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, layers, times)), argnums=(0, 1))
+        jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, times)), argnums=(0, 1))
     )(jax.tree.map(np.asarray, params_of(trunk)), y)
     by_trunk, by_state = got[1]
     assert_close((got[0], (nnx.to_pure_dict(by_trunk)["layers"], by_state)), wanted, rtol=1e-11)
@@ -140,7 +142,7 @@ def test_every_device_makes_the_weights_of_its_own_layers():
         lambda rngs: nn.DenseResidual(width, param_dtype=F64, rngs=rngs),
         layers,
         weights=nn.Spline(coefficients=5),
-        solver=lp_jax.MGRIT(coarsening=2),
+        solver=ROUGH,
         comm=mesh(),
         rngs=nnx.Rngs(0),
     )
@@ -157,7 +159,7 @@ def test_every_device_makes_the_weights_of_its_own_layers():
 
 
 def test_training(standard_promotion):
-    trunk = make_trunk(weights=nn.Spline(coefficients=4, degree=2), solver=lp_jax.MGRIT(coarsening=2))
+    trunk = make_trunk(weights=nn.Spline(coefficients=4, degree=2), solver=ROUGH)
     teacher = make_trunk(weights=nn.Spline(coefficients=4, degree=2), rngs=nnx.Rngs(5), solver=lp_jax.Serial())
     y = normal((64, WIDTH))
     target = teacher(y)
