@@ -51,7 +51,7 @@ SOLVERS = {
     # without an axis of examples the mean is the state itself; means are tested in test_shared_jacobian.py
     "newton-shared": lp_jax.Newton(jacobian="shared", iterations=N, atol=1e-15, batch_axes=0),
     "mgrit-1": lp_jax.MGRIT(levels=1),
-    "mgrit-inject": lp_jax.MGRIT(levels=3, coarsening=3, coarse_step=INJECT, **EXACT),
+    "mgrit-inject": lp_jax.MGRIT(coarsening=3, coarse_step=INJECT, **EXACT),
     "mgrit-mean": lp_jax.MGRIT(levels=2, coarsening=5, coarse_step=lp_jax.Rediscretize(params="mean"), **EXACT),
     "mgrit-W": lp_jax.MGRIT(levels=3, coarsening=2, cycle="W", relaxation="F", coarse_step=INJECT, **EXACT),
     "mgrit-picard": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=1), **EXACT),

@@ -84,7 +84,9 @@ def test_numbers_do_not_depend_on_the_number_of_devices(workers, sequential):
     assert_same(everything(SOLVERS["3 levels"], line(workers, sequential=sequential)), on_one_device("3 levels"))
 
 
-HERE = [name for name in SOLVERS if name not in ("3 levels", "tolerance")]  # cycles that fall back have a tolerance, too
+HERE = [
+    name for name in SOLVERS if name not in ("3 levels", "tolerance")
+]  # cycles that fall back have a tolerance, too
 
 
 @pytest.mark.parametrize(("name", "workers"), [(name, (8, 3, 2)[i % 3]) for i, name in enumerate(HERE)])

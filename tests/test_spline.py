@@ -127,9 +127,9 @@ def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
         return jnp.sum((y1 - target) ** 2)
 
     got = nnx.jit(nnx.value_and_grad(lambda trunk, y: loss(trunk(y)), argnums=(0, 1)))(trunk, y)
-    wanted = jax.jit(
-        jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, times)), argnums=(0, 1))
-    )(jax.tree.map(np.asarray, params_of(trunk)), y)
+    wanted = jax.jit(jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, times)), argnums=(0, 1)))(
+        jax.tree.map(np.asarray, params_of(trunk)), y
+    )
     by_trunk, by_state = got[1]
     assert_close((got[0], (nnx.to_pure_dict(by_trunk)["layers"], by_state)), wanted, rtol=1e-11)
     assert by_trunk["layers"]["inner"]["kernel"][...].shape == (spline.coefficients, WIDTH, WIDTH)

@@ -159,7 +159,7 @@ def without_masks(gradients):
     ("name", "t1", "solver"),
     [
         ("encoder", 1.0, BATCHED),
-        ("split", 3.0, EXACT),
+        ("split", 3.0, SWEEPS),
         ("decoder", 1.0, SWEEPS),
         ("encoder-decoder", LAYERS, SWEEPS),
     ],
@@ -215,6 +215,8 @@ def test_dropout(name, solver):
     jax.tree.map(np.testing.assert_array_equal, parallel, again)
     other = run(trunk, jax.random.key(4), solver)
     assert relative_error(other, parallel) > 1e-3
+    if name == "encoder-decoder":  # made of the same parts
+        return
     trunk.eval()
     plain, unused = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0)), jax.random.key(5)
     assert_close(*(run(layers, key, lp_jax.Serial()) for layers, key in ((trunk, unused), (plain, None))), rtol=1e-14)
