@@ -219,12 +219,19 @@ def test_bad_splines_are_refused(build, error, message):
 
 def test_refined_lists():
     params = {"w": jnp.asarray([[1.0, 10.0], [3.0, 20.0], [2.0, 40.0]]), "n": jnp.asarray([1.0, 2.0, 4.0])}
-    twice = nn.refine(params)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    @jax.jit
+    def refined(params, low):
+        by_lines = [nn.refine(p, 2, how="linear") for p in (params, {"n": params["n"][:1]}, low)]
+        return nn.refine(params), nn.refine(params, 3), *by_lines
+
+    twice, thrice, linear, one, low = refined(params, low)
     np.testing.assert_array_equal(twice["n"], [1, 1, 2, 2, 4, 4])
-    np.testing.assert_array_equal(nn.refine(params, 3)["w"], np.repeat(params["w"], 3, axis=0))
-    np.testing.assert_allclose(nn.refine(params, how="linear")["n"], [0.75, 1.25, 1.75, 2.5, 3.5, 4.5], rtol=1e-15)
-    np.testing.assert_array_equal(nn.refine({"n": jnp.asarray([3.0])}, 2, how="linear")["n"], [3, 3])
-    assert nn.refine(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), how="linear")["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(thrice["w"], np.repeat(params["w"], 3, axis=0))
+    np.testing.assert_allclose(linear["n"], [0.75, 1.25, 1.75, 2.5, 3.5, 4.5], rtol=1e-15)
+    np.testing.assert_array_equal(one["n"], [1, 1])
+    assert low["w"].dtype == jnp.bfloat16
 
 
 def curve(t):
@@ -238,13 +245,12 @@ def middles(n):
 @pytest.mark.parametrize(("how", "wanted"), [("constant", 1), ("linear", 2)])
 @pytest.mark.parametrize("factor", [2, 3])
 def test_order_of_refined_weights(how, wanted, factor):
-    errors = []
+    errors, refined = [], jax.jit(lambda x: nn.refine(x, factor, how))
     for n in (16, 32, 64):
-        got = nn.refine(jnp.asarray(curve(middles(n))), factor, how)
-        errors.append(np.abs(got - curve(middles(factor * n))).max())
+        errors.append(np.abs(refined(curve(middles(n))) - curve(middles(factor * n))).max())
     np.testing.assert_allclose(order(errors), wanted, atol=0.1)
     if how == "linear":  # exact for what is linear in depth, up to both ends
-        got = nn.refine(jnp.asarray(2 + 3 * middles(7)), factor, how)
+        got = refined(2 + 3 * middles(7))
         np.testing.assert_allclose(got, 2 + 3 * middles(7 * factor), rtol=1e-14)
 
 
