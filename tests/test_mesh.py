@@ -23,16 +23,30 @@ from lp_jax import nn, train
 MEAN = lp_jax.Rediscretize(params="mean")
 HALVES = lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: 0.5 * (x[0] + x[-1]), p))
 
-AT_ONCE = {"coarsening": 2, "at_once": math.inf}
-ALL_KEPT = {"storage": "all", "coarsest": lp_jax.Picard(sweeps=3)}
-
 SOLVERS = {
     "3 levels": lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=3, coarse_step=INJECT),
-    "FCF": lp_jax.MGRIT(iterations=3, relaxation="FCF", start="guess", c_weight=1.2, coarse_step=MEAN, **ALL_KEPT),
+    "FCF": lp_jax.MGRIT(  # all that is kept; sweeps on the coarsest level
+        iterations=3,
+        relaxation="FCF",
+        start="guess",
+        c_weight=1.2,
+        coarse_step=MEAN,
+        coarsest=lp_jax.Picard(sweeps=3),
+        storage="all",
+    ),
     "Picard steps": lp_jax.MGRIT(coarsening=2, iterations=2),
     "trajectory": lp_jax.MGRIT(iterations=3, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
     "identity": lp_jax.MGRIT(iterations=3, start="guess", coarse_step=lp_jax.Identity()),
-    "W": lp_jax.MGRIT(levels=3, iterations=1, cycle="W", relaxation="F", start="guess", coarse_step=HALVES, **AT_ONCE),
+    "W": lp_jax.MGRIT(  # with a user's rule
+        levels=3,
+        coarsening=2,
+        iterations=1,
+        relaxation="F",
+        cycle="W",
+        start="guess",
+        coarse_step=HALVES,
+        at_once=math.inf,
+    ),
     "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
     "Picard": lp_jax.Picard(sweeps=3),
     "falls back": lp_jax.Picard(sweeps=2, rtol=1e-12, fallback=True),
@@ -84,12 +98,11 @@ def test_numbers_do_not_depend_on_the_number_of_devices(workers, sequential):
     assert_same(everything(SOLVERS["3 levels"], line(workers, sequential=sequential)), on_one_device("3 levels"))
 
 
-HERE = [
-    name for name in SOLVERS if name not in ("3 levels", "tolerance")
-]  # cycles that fall back have a tolerance, too
+# cycles that fall back have a tolerance, too
+ONCE = [name for name in SOLVERS if name not in ("3 levels", "tolerance")]
 
 
-@pytest.mark.parametrize(("name", "workers"), [(name, (8, 3, 2)[i % 3]) for i, name in enumerate(HERE)])
+@pytest.mark.parametrize(("name", "workers"), [(name, (8, 3, 2)[i % 3]) for i, name in enumerate(ONCE)])
 def test_no_solver_depends_on_the_number_of_devices(name, workers):
     assert_same(everything(SOLVERS[name], line(workers)), on_one_device(name))
 
