@@ -15,7 +15,7 @@ import lp_jax
 from lp_jax import nn
 
 LAYERS = 6
-SOLVER = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=transformer.INJECT)
+SOLVER = lp_jax.Picard(sweeps=2)
 
 
 class Restless(nnx.Module):

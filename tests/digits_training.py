@@ -1,4 +1,4 @@
-"""Two hundred steps of training on real digits, as one program, wherever the layers live."""
+"""A hundred steps of training on real digits, as one program, wherever the layers live."""
 
 import functools
 
@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 
 import lp_jax
 
-LAYERS, WIDTH, BATCH, STEPS = 22, 16, 25, 200
+LAYERS, WIDTH, BATCH, STEPS = 22, 16, 25, 100
 SOLVER = lp_jax.MGRIT(coarsening=4, iterations=2)
 ADJOINT = lp_jax.MGRIT(coarsening=4, iterations=1)
 

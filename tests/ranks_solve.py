@@ -304,7 +304,7 @@ def depths(_=None):
 
 @case
 def training(_=None):
-    """200 steps on real digits end with the same parameters."""
+    """Training on real digits ends with the same parameters."""
     import digits_training
 
     opening, layers, closing = on_one_device(lambda _: digits_training.train(digits_training.initial(), None)[0])[""]

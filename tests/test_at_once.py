@@ -54,18 +54,15 @@ SOLVERS = {
     "Newton": lp_jax.Newton(iterations=2, batch_axes=1),
     "Newton, shared": lp_jax.Newton(iterations=2, jacobian="shared"),
     "Newton, diagonal": lp_jax.Newton(iterations=2, batch_axes=1, jacobian="diagonal", storage="states"),
-    "MGRIT": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2),
+    "MGRIT": lp_jax.MGRIT(levels=3, coarsening=2, iterations=2, coarse_step=lp_jax.Rediscretize()),
     "MGRIT, all kept": lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=lp_jax.Picard(sweeps=2), storage="all"),
-    "MGRIT, injection": lp_jax.MGRIT(coarsening=3, iterations=2, coarse_step=lp_jax.Rediscretize()),
 }
 
 
 AT_ONCE = {name: ((math.inf,), (4,))[i % 2] for i, name in enumerate(SOLVERS)} | {
-    "Picard": (2, 4, 5, LAYERS, "auto", math.inf),
-    "Newton": (4, math.inf),
-    "MGRIT, all kept": (4, math.inf),
+    "Picard": (2, 5, "auto", math.inf),
 }
-"""All, or a number that divides nothing, by turns; both for one of each kind; for sweeps also those that divide the layers."""
+"""All, or a number that divides nothing, by turns; both for sweeps, and a number that divides the layers."""
 
 
 @pytest.mark.parametrize("name", SOLVERS)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from problems import relative_error
-from test_shard_map import SOLVERS
 
 import lp_jax
 
 RNG = np.random.default_rng(0)
 Y0 = jnp.asarray(RNG.normal(size=(8, 4)))
+SOLVER = lp_jax.Picard(sweeps=2)  # others: test_shard_map.py
 
 
 def step(y, layer):
@@ -22,7 +22,7 @@ def step(y, layer):
 
 
 def loss(params, y0, comm):
-    solution = lp_jax.solve(step, params, y0, comm=comm, has_aux=True)
+    solution = lp_jax.solve(step, params, y0, solver=SOLVER, comm=comm, has_aux=True)
     return jnp.sum(solution.y1**2) + jnp.sum(solution.aux["y"])
 
 
@@ -91,7 +91,7 @@ def test_what_a_step_closes_over_has_no_place_either():
         def step(y, layer):
             return y + scale[None] * layer.dt * jnp.tanh(y @ layer.params)
 
-        return jnp.sum(lp_jax.solve(step, params, Y0, comm=comm).y1 ** 2)
+        return jnp.sum(lp_jax.solve(step, params, Y0, solver=SOLVER, comm=comm).y1 ** 2)
 
     scale = jax.device_put(jnp.linspace(0.5, 1, 4), NamedSharding(mesh, PartitionSpec()))
     got, wanted = (
@@ -118,34 +118,23 @@ def test_the_pullback_takes_arrays_of_an_explicit_mesh():
         pulled(params, y0, comm=mesh)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-def test_a_batch_over_devices_without_a_comm(name):
-    """Examples over one of two axes, 14 layers; the step closes over an array that has a place, too."""
+@pytest.mark.parametrize("solver", [None, lp_jax.MGRIT()])
+def test_a_scan_of_a_batch_over_devices_without_a_comm(solver):
+    """Examples over one of two axes; the body closes over an array that has a place, too. Solves: test_shard_map.py."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     rng = np.random.default_rng(2)
-    weights, scale, y0 = (jnp.asarray(rng.normal(size=shape)) for shape in ((14, 4, 4), (4,), (4, 4)))
-
-    def loss(weights, scale, y0):
-        def step(y, layer):
-            return y + layer.dt * jnp.tanh(y @ layer.params + scale[None]), y
-
-        solution = lp_jax.solve(step, weights, y0, solver=SOLVERS[name], has_aux=True)
-        return jnp.sum(solution.y1**2) + 1e-2 * jnp.sum(solution.aux)
+    arrays = [jnp.asarray(rng.normal(size=shape)) for shape in ((14, 4, 4), (4,), (4, 4))]
 
     def scanned(weights, scale, y0):
         def body(y, w):
             return y + jnp.tanh(y @ w + scale[None]) / 14, None
 
-        return jnp.sum(lp_jax.scan(body, y0, weights, solver=SOLVERS[name])[0] ** 2)
+        return jnp.sum(lp_jax.scan(body, y0, weights, solver=solver)[0] ** 2)
 
-    arrays = weights, scale, y0
-    turn = list(SOLVERS).index(name) % 2 and name != "stretched"  # one of the two ways in; both for cycles
-    for of in (loss, scanned) if name == "cycles" else (scanned,) if turn else (loss,):
-        gradient = jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2)))
-        wanted = gradient(*arrays)
-        with jax.set_mesh(mesh):
-            specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
-            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-            got = gradient(*placed)
-        assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
-        assert jax.typeof(got[1][2]).sharding.spec == PartitionSpec("data", None)
+    gradient = jax.jit(jax.value_and_grad(scanned, argnums=(0, 1, 2)))
+    wanted = gradient(*arrays)
+    with jax.set_mesh(mesh):
+        specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
+        got = gradient(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)))
+    assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
+    assert jax.typeof(got[1][2]).sharding.spec == PartitionSpec("data", None)

@@ -77,9 +77,8 @@ def text(shared_data):
 @pytest.mark.parametrize("name", SOLVERS)
 def test_it_learns_as_by_a_scan(text, name):
     windows, classes = text
-    for seed in range(3):
-        chosen = np.random.default_rng(seed).choice(len(windows), (STEPS, BATCH))
-        _, wanted = trained(windows[chosen], classes, lp_jax.Serial(), seed)
-        first, last = trained(windows[chosen], classes, SOLVERS[name], seed)
-        assert last < 0.8 * first
-        np.testing.assert_allclose(last, wanted, rtol=5e-3)
+    chosen = np.random.default_rng(0).choice(len(windows), (STEPS, BATCH))
+    _, wanted = trained(windows[chosen], classes, lp_jax.Serial(), 0)
+    first, last = trained(windows[chosen], classes, SOLVERS[name], 0)
+    assert last < 0.8 * first
+    np.testing.assert_allclose(last, wanted, rtol=5e-3)

@@ -108,10 +108,9 @@ def test_masks_are_those_of_linen(dropout, reverse):
         @linen.compact
         def __call__(self, x):
             x = linen.Dropout(0.5, deterministic=False)(x)
-            for name in ("first", "second"):
-                x, _ = self.scan(Dropping, **options)(name=name)(x, None)
-            third = self.scan(Dropping, **options)(name="third")
-            return third(third(x, None)[0], None)[0]  # other masks in the second call
+            x, _ = self.scan(Dropping, **options)(name="first")(x, None)
+            second = self.scan(Dropping, **options)(name="second")
+            return second(second(x, None)[0], None)[0]  # other masks in the second call
 
     x, keys = (
         jnp.ones((3, WIDTH)),

@@ -12,13 +12,13 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from networks import F64, BatchNormed, assert_close, mesh, normal
-from problems import relative_error
+from problems import INJECT, relative_error
 
 import lp_jax
 from lp_jax import nn
 
 LAYERS = 6
-EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=3)  # three intervals: exact after three cycles
+EXACT = lp_jax.MGRIT(coarsening=2, iterations=3, coarse_step=INJECT)  # three intervals: exact after three cycles
 
 
 def dense(rngs, **options):
@@ -32,7 +32,6 @@ def conv(rngs, **options):
 # flax's norms promote dtypes in float64, hence standard_promotion where they are used
 MODULES = {
     "dense": (dense, (3, 5)),
-    "dense-hidden-norm": (lambda rngs: dense(rngs, hidden=7, activation=nnx.gelu, norm="layer"), (3, 5)),
     "conv-norm": (lambda rngs: conv(rngs, kernel=(3,), norm="group", groups=2), (2, 6, 4)),
 }
 
@@ -41,12 +40,15 @@ assert_close = functools.partial(assert_close, rtol=1e-11)
 
 
 def loop(make, params, y, layers=LAYERS, t1=1.0):
-    """The network as a plain Python loop over modules that know nothing of stacks."""
-    layer = make(nnx.Rngs(99))
-    for n in range(layers):
-        nnx.update(layer, jax.tree.map(lambda x, n=n: x[n], params))
-        y = layer(y, n * t1 / layers, t1 / layers)
-    return y
+    """The network as a plain loop over modules that know nothing of stacks."""
+    graphdef, state = nnx.split(make(nnx.Rngs(99)))
+
+    def body(y, x):
+        n, weights = x
+        layer = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), weights))
+        return layer(y, n * t1 / layers, t1 / layers), None
+
+    return jax.lax.scan(body, y, (jnp.arange(float(layers)), jax.tree.leaves(params)))[0]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -513,10 +515,9 @@ def normalise(x, mean, var):
     return (x - mean) / np.sqrt(var + 1e-5)
 
 
-@pytest.mark.parametrize(("comm", "solver"), [("mesh", "exact"), (None, "serial"), (None, "picard")])
+@pytest.mark.parametrize(("comm", "solver"), [("mesh", EXACT), (None, lp_jax.Serial())])
 def test_running_statistics_come_from_the_final_sweep(comm, solver, standard_promotion):
     comm = comm and mesh()
-    solver = {"exact": EXACT, "serial": lp_jax.Serial(), "picard": lp_jax.Picard(sweeps=LAYERS)}[solver]
     trunk, y, target = make_trunk(make=BatchNormed, comm=comm, solver=solver), normal((8, 5)), normal((8, 5), 2)
     kernel, bias = (np.asarray(x[...]) for x in (trunk.layers.linear.kernel, trunk.layers.linear.bias))
     u, means, variances = np.asarray(y), [], []
@@ -679,10 +680,11 @@ def test_products_in_bfloat16_and_a_state_in_float32(name):
         gradient, y1 = nnx.jit(nnx.grad(loss, has_aux=True))(trunk)
         return jax.tree.leaves(jax.device_get(gradient)), y1
 
-    (wanted, exact), (serial, _), (parallel, rounded) = (
-        gradient(*pair) for pair in ((trunks[0], lp_jax.Serial()), (trunks[1], lp_jax.Serial()), (trunks[1], EXACT))
-    )
-    assert rounded.dtype == jnp.float32 and all(g.dtype == jnp.float32 for g in parallel)
+    (wanted, exact), (serial, rounded) = (gradient(trunk, lp_jax.Serial()) for trunk in trunks)
+    assert rounded.dtype == jnp.float32 and all(g.dtype == jnp.float32 for g in serial)
     assert 1e-4 < relative_error(rounded - y, exact - y) < 2e-2
     assert relative_error(serial, wanted) < 2e-2
-    assert relative_error(parallel, serial) < 5e-3  # a product may round the other way
+    if name == "dense":  # solvers know nothing of modules
+        parallel, again = gradient(trunks[1], EXACT)
+        assert again.dtype == jnp.float32 and all(g.dtype == jnp.float32 for g in parallel)
+        assert relative_error(parallel, serial) < 5e-3  # a product may round the other way

@@ -9,12 +9,14 @@ import scipy.interpolate
 from compiled import compiled
 from flax import nnx
 from networks import F64, assert_close, mesh, normal
+from problems import INJECT
 
 import lp_jax
 from lp_jax import nn
 
 LAYERS, WIDTH = 8, 5
-EXACT = lp_jax.MGRIT(levels=2, coarsening=2, iterations=4)  # four intervals: exact after four cycles
+EXACT = lp_jax.MGRIT(coarsening=2, iterations=4, coarse_step=INJECT)  # four intervals: exact after four cycles
+ROUGH = lp_jax.MGRIT(coarsening=2, coarse_step=INJECT)
 GRID = np.linspace(0.0, 1.5, LAYERS + 1) ** 2
 
 
@@ -95,17 +97,17 @@ def test_as_many_coefficients_of_degree_zero_as_layers_are_the_ordinary_network(
     assert_close(gradient(spline), gradient(ordinary), rtol=0)
 
 
-def loop(params, spline, y, layers, times):
-    """The network as a Python loop, each layer's weights summed over SciPy's basis."""
+def loop(params, spline, y, times):
+    """The network as a loop, each layer's weights summed over SciPy's basis."""
     middle = (times[1:] + times[:-1]) / 2
     basis = reference(spline.coefficients, spline.degree, (middle - times[0]) / (times[-1] - times[0]))
-    for n in range(layers):
-        kernel, bias = (
-            sum(basis[n, k] * params["inner"][name][k] for k in range(spline.coefficients))
-            for name in ("kernel", "bias")
-        )
-        y = y + (times[n + 1] - times[n]) * jnp.tanh(y @ kernel + bias[None])
-    return y
+    weights = (jnp.tensordot(basis, params["inner"][name], 1) for name in ("kernel", "bias"))
+
+    def body(y, x):
+        kernel, bias, dt = x
+        return y + dt * jnp.tanh(y @ kernel + bias[None]), None
+
+    return jax.lax.scan(body, y, (*weights, np.diff(times)))[0]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +127,9 @@ def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
         return jnp.sum((y1 - target) ** 2)
 
     got = nnx.jit(nnx.value_and_grad(lambda trunk, y: loss(trunk(y)), argnums=(0, 1)))(trunk, y)
-    wanted = jax.jit(
-        jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, layers, times)), argnums=(0, 1))
-    )(jax.tree.map(np.asarray, params_of(trunk)), y)
+    wanted = jax.jit(jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, times)), argnums=(0, 1)))(
+        jax.tree.map(np.asarray, params_of(trunk)), y
+    )
     by_trunk, by_state = got[1]
     assert_close((got[0], (nnx.to_pure_dict(by_trunk)["layers"], by_state)), wanted, rtol=1e-11)
     assert by_trunk["layers"]["inner"]["kernel"][...].shape == (spline.coefficients, WIDTH, WIDTH)
@@ -140,7 +142,7 @@ def test_every_device_makes_the_weights_of_its_own_layers():
         lambda rngs: nn.DenseResidual(width, param_dtype=F64, rngs=rngs),
         layers,
         weights=nn.Spline(coefficients=5),
-        solver=lp_jax.MGRIT(coarsening=2),
+        solver=ROUGH,
         comm=mesh(),
         rngs=nnx.Rngs(0),
     )
@@ -157,7 +159,7 @@ def test_every_device_makes_the_weights_of_its_own_layers():
 
 
 def test_training(standard_promotion):
-    trunk = make_trunk(weights=nn.Spline(coefficients=4, degree=2), solver=lp_jax.MGRIT(coarsening=2))
+    trunk = make_trunk(weights=nn.Spline(coefficients=4, degree=2), solver=ROUGH)
     teacher = make_trunk(weights=nn.Spline(coefficients=4, degree=2), rngs=nnx.Rngs(5), solver=lp_jax.Serial())
     y = normal((64, WIDTH))
     target = teacher(y)
@@ -217,12 +219,19 @@ def test_bad_splines_are_refused(build, error, message):
 
 def test_refined_lists():
     params = {"w": jnp.asarray([[1.0, 10.0], [3.0, 20.0], [2.0, 40.0]]), "n": jnp.asarray([1.0, 2.0, 4.0])}
-    twice = nn.refine(params)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    @jax.jit
+    def refined(params, low):
+        by_lines = [nn.refine(p, 2, how="linear") for p in (params, {"n": params["n"][:1]}, low)]
+        return nn.refine(params), nn.refine(params, 3), *by_lines
+
+    twice, thrice, linear, one, low = refined(params, low)
     np.testing.assert_array_equal(twice["n"], [1, 1, 2, 2, 4, 4])
-    np.testing.assert_array_equal(nn.refine(params, 3)["w"], np.repeat(params["w"], 3, axis=0))
-    np.testing.assert_allclose(nn.refine(params, how="linear")["n"], [0.75, 1.25, 1.75, 2.5, 3.5, 4.5], rtol=1e-15)
-    np.testing.assert_array_equal(nn.refine({"n": jnp.asarray([3.0])}, 2, how="linear")["n"], [3, 3])
-    assert nn.refine(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), how="linear")["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(thrice["w"], np.repeat(params["w"], 3, axis=0))
+    np.testing.assert_allclose(linear["n"], [0.75, 1.25, 1.75, 2.5, 3.5, 4.5], rtol=1e-15)
+    np.testing.assert_array_equal(one["n"], [1, 1])
+    assert low["w"].dtype == jnp.bfloat16
 
 
 def curve(t):
@@ -236,13 +245,12 @@ def middles(n):
 @pytest.mark.parametrize(("how", "wanted"), [("constant", 1), ("linear", 2)])
 @pytest.mark.parametrize("factor", [2, 3])
 def test_order_of_refined_weights(how, wanted, factor):
-    errors = []
+    errors, refined = [], jax.jit(lambda x: nn.refine(x, factor, how))
     for n in (16, 32, 64):
-        got = nn.refine(jnp.asarray(curve(middles(n))), factor, how)
-        errors.append(np.abs(got - curve(middles(factor * n))).max())
+        errors.append(np.abs(refined(curve(middles(n))) - curve(middles(factor * n))).max())
     np.testing.assert_allclose(order(errors), wanted, atol=0.1)
     if how == "linear":  # exact for what is linear in depth, up to both ends
-        got = nn.refine(jnp.asarray(2 + 3 * middles(7)), factor, how)
+        got = refined(2 + 3 * middles(7))
         np.testing.assert_allclose(got, 2 + 3 * middles(7 * factor), rtol=1e-14)
 
 
