@@ -216,14 +216,15 @@ def deepen(
 
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
-    zeros = optax.tree.zeros_like(params)
     small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5  # a norm that no optimizer clips
 
-    def after(scale: float) -> list[float]:
-        gradient = jax.tree.map(lambda x: jnp.full_like(x, scale * small), params)
+    @jax.jit
+    def after(scale: float) -> list[jax.Array]:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+        gradient = jax.tree.map(lambda x: jnp.full_like(x, scale * small), zeros)
         _, opt_state = optimizer.update(gradient, optimizer.init(zeros), zeros)
-        sizes: list[float] = []
-        map_slots(lambda slot, _: sizes.append(float(np.abs(np.asarray(slot, np.float64)).sum())), opt_state, zeros)
+        sizes: list[jax.Array] = []
+        map_slots(lambda slot, _: sizes.append(jnp.sum(jnp.abs(slot))), opt_state, zeros)
         return sizes
 
     return [round(np.log2(two / one)) if one > 0 else 0 for one, two in zip(after(1.0), after(2.0), strict=True)]
