@@ -77,7 +77,9 @@ def test_a_run_moves_from_engine_to_engine(tmp_path, train):
     moved, stayed = tmp_path / "moved", tmp_path / "stayed"
     ended = ranks(2, tmp_path, train, *SMALL, *UNPROBED, "--mesh", "data=2", "--epochs", 1, "--out", moved)
     assert ended.code == 0 and "MPI ranks: layers 1, data 2" in ended.output, ended.output
-    assert ended.output.count("test accuracy") == ended.output.count(f"step {STEPS}  ") + 2  # the table, too, comes once
+    assert (
+        ended.output.count("test accuracy") == ended.output.count(f"step {STEPS}  ") + 2
+    )  # the table, too, comes once
     resume = ["--mesh", "layers=2,data=2", "--epochs", 2, "--probe-every", 2 * STEPS, "--resume", "--out", moved]
     first, second = processes(2, tmp_path, train, *resume, devices=2)
     assert first.code == second.code == 0, first.output + second.output
