@@ -31,7 +31,10 @@ class Group:
         self.kind, self.workers, self.threads = kind, workers, threads
         key = secrets.token_bytes(16)
         devices = workers if kind == "devices" else 1
-        flags = [f"--xla_force_host_platform_device_count={devices}"]
+        flags = [
+            os.environ.get("XLA_FLAGS", ""),
+            f"--xla_force_host_platform_device_count={devices}",
+        ]  # the last one holds
         if kind in ("devices", "ranks"):
             flags.append("--xla_cpu_multi_thread_eigen=false")
         environment = os.environ | {
@@ -76,8 +79,9 @@ class Group:
         """Make something to time: as `benchmarks.worker.gradients`, in each of its processes."""
         self._ask("gradients", name, row, devices)
 
-    def wires(self) -> planning.Interconnect:
-        return self._ask("wires", "")[0]
+    def wires(self, **details: Any) -> planning.Interconnect:
+        """As `planning.interconnect`, of its processes."""
+        return self._ask("wires", "", details)[0]
 
     def close(self) -> None:
         for connection in self._connections:

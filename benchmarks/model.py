@@ -88,8 +88,8 @@ def _predictor(suite: str, sizes: tuple[str, int, int, int], setting: str, worke
 class Machines:
     """What the layers of a row take: alone, with the threads of the row's baseline, or with every worker at work."""
 
-    def __init__(self, row: Measured, path: Path, kept: bool, tell: Tell):
-        self._row, self._path, self._tell = row, path, tell
+    def __init__(self, row: Measured, path: Path, kept: bool, quick: bool, tell: Tell):
+        self._row, self._path, self._quick, self._tell = row, path, quick, tell
         self._what = {
             "sizes": row.sizes,
             "updates": row.suite != "dense" and (row.suite, row.sizes[0]) != ("ranks", "dense"),
@@ -129,7 +129,7 @@ class Machines:
             contenders = [Contender(name=_SHARE, elsewhere=functools.partial(g.time, _SHARE)) for g in (one, group)]
             alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
         self._tell(f"messages between {kind}")
-        wires = _wires(kind, devices, workers)
+        wires = _wires(kind, devices, workers, self._quick)
         return slowed(self.alone(), float(np.median(ratios(together, alone))), wires)
 
     def _one(self) -> Any:
@@ -159,9 +159,9 @@ def _group(kind: str, threads: int, workers: int) -> Any:
 
 
 @functools.cache
-def _wires(kind: str, threads: int, workers: int) -> planning.Interconnect:
+def _wires(kind: str, threads: int, workers: int, quick: bool) -> planning.Interconnect:
     with _group(kind, threads, workers) as group:
-        return group.wires()
+        return group.wires(**({"sizes": (1 << 8, 1 << 16)} if quick else {}))
 
 
 _SHARE = "a share of the layers"
@@ -282,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result["rows"] = report.kept(out, "model")["rows"]
     for row in wanted:
         title = f"{row.suite}, {', '.join(map(str, row.sizes))}"
-        machines = Machines(row, out / "machines.json", options.kept, lambda text, of=title: progress(f"{of}: {text}"))
+        tell = lambda text, of=title: progress(f"{of}: {text}")  # noqa: E731
+        machines = Machines(row, out / "machines.json", options.kept, options.quick, tell)
         predictions = compared(row, machines)
         new = {"suite": row.suite, "sizes": list(row.sizes), "threads": row.threads, "contenders": predictions}
         others = [r for r in result["rows"] if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])]

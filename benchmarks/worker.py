@@ -120,7 +120,7 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
         built[name] = gradients(*details)
         return None
     if what == "wires":
-        return planning.interconnect(_comm(kind))
+        return planning.interconnect(_comm(kind), **details[0])
     if kind == "torch":
         built[name].take_threads()
     meet()

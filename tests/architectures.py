@@ -9,6 +9,7 @@ import numpy as np
 import recurrent
 import test_transformer as transformer
 from flax import nnx
+from networks import normal
 
 import conftest  # noqa: F401  (float64, before arrays are made)
 import lp_jax
@@ -19,14 +20,17 @@ SOLVER = lp_jax.Picard(sweeps=2)
 
 
 class Restless(nnx.Module):
-    """With running statistics and dropout."""
+    """With running statistics, dropout, and a masked memory if there is one."""
 
     def __init__(self, rngs, param_dtype=jnp.float32):
         self.norm = nn.BatchNorm(6, momentum=0.5, param_dtype=param_dtype, rngs=rngs)
         self.linear = nnx.Linear(6, 6, param_dtype=param_dtype, rngs=rngs)
         self.dropout = nnx.Dropout(0.25)
 
-    def __call__(self, y, t, dt, *, key=None):
+    def __call__(self, y, t, dt, *, shared=None, key=None):
+        if shared is not None:
+            memory, mask = shared
+            y = y + dt * jnp.where(mask, memory, 0)
         return y + dt * self.dropout(nnx.tanh(self.linear(self.norm(y))), rngs=key)
 
 
@@ -42,17 +46,18 @@ def everything(name, comm=None):
         return jax.tree.map(np.asarray, ({}, (value, nnx.to_pure_dict(of_gru), of_x)))
     if name == "decoder":
         make, y, memory = functools.partial(transformer.decoder, dropout=0.3), transformer.Y, transformer.MEMORY
+        masks = transformer.OTHER_MASK, transformer.MASK
     else:
-        make, y, memory = functools.partial(Restless, param_dtype=jnp.float64), transformer.normal((4, 6)), None
+        make, y, memory = functools.partial(Restless, param_dtype=jnp.float64), normal((4, 6)), normal((4, 6), 2)
+        masks = (jnp.asarray(np.arange(24).reshape(4, 6) % 3 > 0),)
     trunk = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0), **options)
-    value, (of_trunk, *of_all) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))(trunk, y, memory)
+    value, (of_trunk, *of_all) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))(trunk, y, memory, masks)
     statistics = nnx.to_pure_dict(nnx.state(trunk.layers, nnx.BatchStat))
     return jax.tree.map(np.asarray, ((nnx.to_pure_dict(of_trunk), statistics), (value, of_all)))
 
 
-def loss(trunk, y, memory):
-    shared = None if memory is None else (memory, transformer.OTHER_MASK, transformer.MASK)
-    return jnp.sum(trunk.solve(y, shared=shared, key=jax.random.key(7)).y1 ** 2)
+def loss(trunk, y, memory, masks):
+    return jnp.sum(trunk.solve(y, shared=(memory, *masks), key=jax.random.key(7)).y1 ** 2)
 
 
 def recurrent_loss(gru, x):

@@ -1,19 +1,27 @@
 """A hundred steps of training on real digits, as one program, wherever the layers live."""
 
 import functools
+import importlib.util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from problems import dense_step
-from sklearn.datasets import load_digits
+from problems import INJECT, dense_step
 
 import lp_jax
 
 LAYERS, WIDTH, BATCH, STEPS = 22, 16, 25, 100
-SOLVER = lp_jax.MGRIT(coarsening=4, iterations=2)
-ADJOINT = lp_jax.MGRIT(coarsening=4, iterations=1)
+SOLVER = lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=INJECT)
+ADJOINT = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
+
+
+def digits():
+    """Pixels and labels, from the file that comes with scikit-learn, whose import takes seconds of every process."""
+    package = Path(importlib.util.find_spec("sklearn").origin).parent
+    table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return table[:, :-1], table[:, -1].astype(int)
 
 
 def initial(run=slice(None)):
@@ -28,7 +36,7 @@ def initial(run=slice(None)):
 @functools.partial(jax.jit, static_argnames="comm")
 def train(params, comm):
     """The parameters after all steps of gradient descent with momentum, and the losses on the way."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = digits()
     order = np.random.default_rng(1).permutation(len(labels))
     batches = np.resize(order, (STEPS, BATCH))
     images, labels = jnp.asarray(images[batches] / 16), jnp.asarray(labels[batches], jnp.int32)

@@ -22,31 +22,40 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SCRIPT = launch.HERE / "command.py"
 RANK = "OMPI_COMM_WORLD_RANK"
-SMALL = ["--layers", 8, "--width", 6, "--batch-size", 200, "--log-every", 3, "--no-compare", "--no-pictures"]
+SMALL = ["--layers", 8, "--width", 4, "--batch-size", 8, "--log-every", 3, "--no-compare", "--no-pictures"]
 SMALL += ["--solver", "MGRIT", "--solver.iterations", 1, "--solver.coarse_step", "Rediscretize"]  # compiles quickly
-STEPS = 1437 // 200
+UNPROBED = ["--probe-every", 100_000]
+STEPS = 48 // 8
 
 
-def here(*arguments):
+@pytest.fixture
+def train(tmp_path):
+    """Training on a file of 60 samples, of which a fifth is held out: the digits import scikit-learn in every process."""
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    np.savez(tmp_path / "mine.npz", x=x, y=(x.sum(1) > 0).astype(int))
+    return ["train", "arrays", "--data", tmp_path / "mine.npz"]
+
+
+def here(train, *arguments):
     """The command on one device, in this process."""
     with pytest.raises(SystemExit) as caught:
-        main(["train", "digits", *map(str, arguments)])
+        main([*map(str, train), *map(str, arguments)])
     assert caught.value.code == 0
 
 
-def ranks(count, folder, *arguments, **options):
+def ranks(count, folder, train, *arguments, **options):
     """The command under mpirun."""
-    return launch.mpirun(count, SCRIPT, folder, RANK, "train", "digits", "--mpi", *arguments, **options)
+    return launch.mpirun(count, SCRIPT, folder, RANK, *train, "--mpi", *arguments, **options)
 
 
-def processes(count, folder, *arguments, devices=1, timeout=200):
+def processes(count, folder, train, *arguments, devices=1, timeout=200):
     """The command as processes of ``jax.distributed``, one argument list for each or one for all."""
     address = f"127.0.0.1:{launch.free_port()}"
     lists = arguments if isinstance(arguments[0], list) else [list(arguments)] * count
     flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false {QUICK}"
     return launch.together(
         [
-            [sys.executable, SCRIPT, folder, i, "train", "digits", "--distributed", "--coordinator", address,
+            [sys.executable, SCRIPT, folder, i, *train, "--distributed", "--coordinator", address,
              "--process", f"{i}/{count}", *mine]
             for i, mine in enumerate(lists)
         ],
@@ -60,22 +69,25 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_run_moves_from_engine_to_engine(tmp_path):
+def test_a_run_moves_from_engine_to_engine(tmp_path, train):
     """Two ranks for examples, then two processes with two devices each for layers and examples, then one device: one run.
 
     Layers over ranks are in the tests below, and both over four ranks in ranks_solve.py.
     """
     moved, stayed = tmp_path / "moved", tmp_path / "stayed"
-    ended = ranks(2, tmp_path, *SMALL, "--mesh", "data=2", "--epochs", 1, "--out", moved)
+    ended = ranks(2, tmp_path, train, *SMALL, *UNPROBED, "--mesh", "data=2", "--epochs", 1, "--out", moved)
     assert ended.code == 0 and "MPI ranks: layers 1, data 2" in ended.output, ended.output
-    assert ended.output.count("test accuracy") == ended.output.count("step 7  ") + 2  # the table, too, comes once
-    resume = ["--mesh", "layers=2,data=2", "--epochs", 2, "--resume", "--out", moved]
-    first, second = processes(2, tmp_path, *resume, devices=2)
+    assert (
+        ended.output.count("test accuracy") == ended.output.count(f"step {STEPS}  ") + 2
+    )  # the table, too, comes once
+    resume = ["--mesh", "layers=2,data=2", "--epochs", 2, "--probe-every", 2 * STEPS, "--resume", "--out", moved]
+    first, second = processes(2, tmp_path, train, *resume, devices=2)
     assert first.code == second.code == 0, first.output + second.output
-    assert "devices: layers 2, data 2, in 2 processes" in first.output and "going on after step 7" in first.output
+    assert "devices: layers 2, data 2, in 2 processes" in first.output
+    assert f"going on after step {STEPS}" in first.output
     assert not re.search("loss|accuracy|step", second.output), second.output
-    here("--epochs", 3, "--resume", "--out", moved)
-    here(*SMALL, "--epochs", 3, "--out", stayed)
+    here(train, *UNPROBED, "--epochs", 3, "--resume", "--out", moved)
+    here(train, *SMALL, *UNPROBED, "--epochs", 3, "--out", stayed)
     assert len(losses(stayed)) == 3 * STEPS
     np.testing.assert_allclose(losses(moved), losses(stayed), rtol=2e-4)  # single precision
     config = json.loads((moved / "config.json").read_text())
@@ -90,8 +102,8 @@ def test_a_run_moves_from_engine_to_engine(tmp_path):
         (2, ["--devices", 3], "makes 3 ranks and mpirun started 2"),
     ],
 )
-def test_wrong_launches_are_refused_in_one_line(tmp_path, count, options, message):
-    ended = ranks(count, tmp_path, *options, "--out", tmp_path / "run", timeout=100)
+def test_wrong_launches_are_refused_in_one_line(tmp_path, train, count, options, message):
+    ended = ranks(count, tmp_path, train, *SMALL, *options, "--out", tmp_path / "run", timeout=100)
     said = [line for line in ended.output.splitlines() if "lp-jax: " in line]
     assert ended.code != 0 and len(said) == 1 and re.search(message, said[0]), ended.output
     assert "Traceback" not in ended.output
@@ -104,9 +116,9 @@ def test_several_processes_that_do_not_know_of_each_other_are_refused(tmp_path, 
     assert code == 2 and "one of 3 processes" in err and not (tmp_path / "run").exists()
 
 
-def test_a_process_that_was_started_otherwise_is_refused(tmp_path):
+def test_a_process_that_was_started_otherwise_is_refused(tmp_path, train):
     one, other = ([*SMALL, "--out", tmp_path / "run"], [*SMALL, "--layers", 16, "--out", tmp_path / "run"])
-    ended = processes(2, tmp_path, one, other, timeout=100)
+    ended = processes(2, tmp_path, train, one, other, timeout=100)
     assert all(process.code != 0 for process in ended)
     assert "process 1: lp-jax: this process was started otherwise than the first: layers is 8 there and 16 here" in (
         ended[1].output
@@ -139,32 +151,32 @@ def await_file(path, process, *, timeout=120):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_asked_to_end_stops_all_and_the_run_goes_on(tmp_path):
+def test_a_rank_that_is_asked_to_end_stops_all_and_the_run_goes_on(tmp_path, train):
     """All ranks finish the same step and save it."""
     folder = tmp_path / "run"
-    arguments = ["train", "digits", "--mpi", *SMALL, "--epochs", 2000, "--checkpoint-every", STEPS, "--out", folder]
+    arguments = [*train, "--mpi", *SMALL, "--epochs", 2000, "--checkpoint-every", STEPS, "--out", folder]
     ended = stopped(signal.SIGTERM, folder / "checkpoints" / str(2 * STEPS), tmp_path, *arguments)
     said = re.findall(r"SIGTERM: stopped after step (\d+); saved to (\S+);", ended.output)
     assert len(said) == 1 and said[0][1] == str(folder / "checkpoints" / said[0][0]), ended.output
     epochs = -(-max(saved(folder)) // STEPS) + 1
-    here("--epochs", epochs, "--resume", "--out", folder)
+    here(train, *UNPROBED, "--epochs", epochs, "--resume", "--out", folder)
     assert len(losses(folder)) == epochs * STEPS
     assert jax.device_count() > 1  # it went on elsewhere
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_takes_the_job_with_it_and_a_one_shot_run_goes_on_to_the_same_numbers(tmp_path):
+def test_a_rank_that_is_killed_takes_the_job_with_it_and_a_one_shot_run_goes_on_to_the_same_numbers(tmp_path, train):
     """The checkpoint holds where each rank's solves ended. Killed when the run has gone past it, those steps come again."""
     folder = tmp_path / "run"
-    arguments = [*SMALL, "--method", "one-shot", "--log-every", 1, "--checkpoint-every", 10, "--probe-every", 1000]
-    stopped(signal.SIGKILL, folder / "checkpoints" / "10", tmp_path, "train", "digits", "--mpi", *arguments,
+    arguments = [*SMALL, *UNPROBED, "--method", "one-shot", "--log-every", 1, "--checkpoint-every", 10]
+    stopped(signal.SIGKILL, folder / "checkpoints" / "10", tmp_path, *train, "--mpi", *arguments,
             "--epochs", 2000, "--out", folder)  # fmt: skip
     before = losses(folder)
     for step in saved(folder):  # a run that was killed before its newest checkpoint
         if step > 10:
             shutil.rmtree(folder / "checkpoints" / str(step))
     assert len(before) >= 10
-    ended = ranks(2, tmp_path, "--resume", "--epochs", len(before) + 2, "--out", folder)
+    ended = ranks(2, tmp_path, train, "--resume", "--epochs", len(before) + 2, "--out", folder)
     assert ended.code == 0 and "going on after step 10" in ended.output, ended.output
     again = losses(folder)
     assert len(again) == len(before) + 2 and again[: len(before)] == before

@@ -240,7 +240,7 @@ def test_arrays_may_be_anywhere():
 
 
 def test_training_ends_with_the_same_parameters():
-    """A hundred steps on real digits, 22 layers; over three ranks of MPI in ranks_solve.py."""
+    """A hundred steps on real digits, 22 layers; over two ranks of MPI in ranks_solve.py."""
     wanted, losses = digits_training.train(digits_training.initial(), None)
     assert losses[-1] < 0.5 * losses[0]
     assert relative_error(digits_training.train(digits_training.initial(), line(8))[0], wanted) < 1e-8
