@@ -28,7 +28,7 @@ JOBS = {
     "1 rank": (1, "small=mixed"),
     "2 ranks": (2, "solvers=windows,tolerance,serial,secant,falls back", "training", "outputs", "one_shot",
                 "small=mixed,complex", "disagree", "wires", "examples", "modules", "depths"),
-    "3 ranks": (3, "small=mixed", "solvers=3 levels,serial,Picard", "messages", "spline", "restarts"),
+    "3 ranks": (3, "small=mixed", "solvers=3 levels,identity,serial,Picard", "messages", "spline", "restarts"),
     "4 ranks": (4, "grid=2"),
 }  # fmt: skip
 """Few jobs with several cases each, as every rank of a job imports and compiles everything anew; see ranks_solve.py.
