@@ -219,9 +219,12 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
     zeros = optax.tree.zeros_like(params)
     small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5  # a norm that no optimizer clips
 
+    @jax.jit  # one program instead of one for every operation and shape
+    def updated(gradient: PyTree, zeros: PyTree) -> PyTree:
+        return optimizer.update(gradient, optimizer.init(zeros), zeros)[1]
+
     def after(scale: float) -> list[float]:
-        gradient = jax.tree.map(lambda x: jnp.full_like(x, scale * small), params)
-        _, opt_state = optimizer.update(gradient, optimizer.init(zeros), zeros)
+        opt_state = updated(jax.tree.map(lambda x: jnp.full_like(x, scale * small), params), zeros)
         sizes: list[float] = []
         map_slots(lambda slot, _: sizes.append(float(np.abs(np.asarray(slot, np.float64)).sum())), opt_state, zeros)
         return sizes
