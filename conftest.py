@@ -27,12 +27,17 @@ os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
 
 import jax  # noqa: E402
 
+from lp_jax.planning import _measure  # noqa: E402
+
 # What a trace leaves behind is seldom garbage, and to look through it all takes a tenth of the time.
 gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Layers are timed briefly: no test asks for good numbers.
+_measure._SAMPLES, _measure._SAMPLE = 1, 1e-3
 
 # The programs that tests start are not collected: the search for examples would import them.
 collect_ignore_glob = ["tests/[!t]*.py"]

@@ -85,10 +85,10 @@ weights = {
 newton = lp_jax.Newton(
     iterations=16, relaxations=32, rtol=1e-3, batch_axes=1
 )  # batch_axes=1: examples do not act on each other
-optimizer = optax.adam(2e-2)
+optimizer = optax.adam(4e-2)
 
 
-def train(solver, epochs=10):
+def train(solver, epochs=6):
     @jax.jit
     def train_step(weights, slots, x, y):
         (loss, _), gradient = jax.value_and_grad(loss_fn, has_aux=True)(weights, x, y, solver)

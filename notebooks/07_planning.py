@@ -37,7 +37,7 @@ def step(y, layer):
     return y + layer.dt * jnp.tanh(y @ w + b)
 
 
-layers, width = 128, 64
+layers, width = 64, 32
 keys = jax.random.split(jax.random.key(0), 3)
 params = jax.random.normal(keys[0], (layers, width, width)) / 8, jax.random.normal(keys[1], (layers, width)) / 8
 problem = lp_jax.Problem(step, params, jax.random.normal(keys[2], (32, width)), t1=2.0)
@@ -50,7 +50,7 @@ problem = lp_jax.Problem(step, params, jax.random.normal(keys[2], (32, width)), 
 
 # %%
 here = lp_jax.calibrate(problem)
-found = lp_jax.plan(problem, machine=here, error=1e-2, seconds=2.0)
+found = lp_jax.plan(problem, machine=here, error=1e-2, seconds=1.0)
 print(found)
 
 # %% [markdown]
@@ -86,7 +86,7 @@ for name, solver in {"serial": lp_jax.Serial(), "four sweeps": lp_jax.Picard(swe
 
 # %%
 gpu = planning.estimate(problem, device="H200")
-bought = lp_jax.plan(problem, machine=gpu, error=1e-2, seconds=4.0)
+bought = lp_jax.plan(problem, machine=gpu, error=1e-2, seconds=2.0)
 print(bought)
 
 # %%

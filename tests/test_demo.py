@@ -13,6 +13,14 @@ from lp_jax import train
 from lp_jax.cli import _demo
 from lp_jax.cli._experiment import Run
 
+# The command, which times layers as briefly as conftest.py does.
+BRIEF = """
+from lp_jax.planning import _measure
+_measure._SAMPLES, _measure._SAMPLE = 1, 1e-3
+from lp_jax.cli import main
+main()
+"""
+
 
 def a_run(name, times, accuracies, deeper=(), errors=()):
     """A run of one step an epoch; a row of kind "depth" before the steps named."""
@@ -51,7 +59,7 @@ def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_ru
 
 def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp_path):
     """Sweeps follow the exact gradient, and are not exact; the rough ones less so. The reason below the table is a count."""
-    command = [sys.executable, "-m", "lp_jax", "demo", "--layers", "64", "--epochs", "2", "--no-pictures"]
+    command = [sys.executable, "-c", BRIEF, "demo", "--layers", "64", "--epochs", "2", "--no-pictures"]
     ended = subprocess.run(
         [*command, "--out", str(tmp_path)],
         env=environment(2),

@@ -81,7 +81,7 @@ def plan(
         >>> model = nn.Classifier(nn.DenseOpening((4,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), 3, rngs=rngs))
         >>> _, params = train.classification(model)
         >>> batch = jnp.ones((16, 4), "float32"), jnp.zeros(16, "int32")
-        >>> train.plan(model, params, batch, seconds=1.0).error
+        >>> train.plan(model, params, batch, seconds=0.1).error
         0.01
     """
     problem, cotangent, fewer = inner(model, params, batch, loss)
