@@ -31,10 +31,8 @@ class Group:
         self.kind, self.workers, self.threads = kind, workers, threads
         key = secrets.token_bytes(16)
         devices = workers if kind == "devices" else 1
-        flags = [
-            os.environ.get("XLA_FLAGS", ""),
-            f"--xla_force_host_platform_device_count={devices}",
-        ]  # the last one holds
+        # after the caller's own: of two that contradict each other XLA takes the last
+        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
         if kind in ("devices", "ranks"):
             flags.append("--xla_cpu_multi_thread_eigen=false")
         environment = os.environ | {

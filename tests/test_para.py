@@ -89,7 +89,7 @@ def test_an_iteration_takes_one_evaluation_for_each_state(kind):
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_four_iterations_at_the_start_whatever_the_length(kind):
-    cell, x = make(kind, hidden=32), sequences(1024)
+    cell, x = make(kind, hidden=32), sequences(2048)
 
     @nnx.jit
     def solved(cell, x):

@@ -102,7 +102,7 @@ def test_exact_after_as_many_sweeps_as_layers():
 
 def test_a_chain_that_contracts_takes_few_sweeps():
     """Plain sweeps take five times as many, or diverge first."""
-    problem, most = gru(256, 1 / 16), 14
+    problem, most = gru(1024, 1 / 16), 14
     exact, gradient, _ = solved(problem, lp_jax.Serial())
     taught = lp_jax.Picard(sweeps=60, rtol=1e-3, secant=True)
     solution, gradients, stats = solved(problem, taught)
