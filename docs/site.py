@@ -131,12 +131,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw by themselves."""
+    """Formulas as MathML, which browsers draw by themselves; numbers in brackets in one line of a table's cell."""
 
     def formula(match: re.Match[str]) -> str:
         display = "block" if match[1] == "[" else "inline"
         return latex2mathml.converter.convert(html.unescape(match[2]), display=display)
 
+    content = re.sub(r"(\(\de)-(\d+\)</td>)", "\\1\u2011\\2", content)
     return re.sub(
         r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', formula, content, flags=re.DOTALL
     )

@@ -40,6 +40,9 @@ _TWICE = (
     "run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), or leave rtol and atol out."
 )
 
+# Inlined: jaxlib 0.12 ends the process over a call that takes only a token, as on an MPI rank without layers.
+_jit = functools.partial(jax.jit, inline=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -74,7 +77,7 @@ class Program:
     def solve(self) -> Callable[[Arrays], Output]:
         """The solve: a scan that JAX differentiates, or iterations whose gradient is an adjoint solve."""
         if self.scan:
-            return jax.jit(functools.partial(_scan, self))
+            return _jit(functools.partial(_scan, self))
 
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
@@ -161,11 +164,11 @@ class Program:
 
     @functools.cached_property
     def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
-        return jax.jit(functools.partial(_forward, self), static_argnames="keep")
+        return _jit(functools.partial(_forward, self), static_argnames="keep")
 
     @functools.cached_property
     def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return jax.jit(functools.partial(_backward, self), static_argnames="keep")
+        return _jit(functools.partial(_backward, self), static_argnames="keep")
 
 
 @functools.lru_cache(maxsize=128)
