@@ -187,27 +187,6 @@ def test_iterations_do_not_grow_with_depth():
     assert deep_adjoint <= adjoint
 
 
-def test_adjoint_dot_product():
-    """<J dy, lam> = <dy, J^T lam>: J by forward-mode of a plain loop, J^T by the converged layer-parallel adjoint."""
-    params, y0 = dense_params(30, 4), dense_state(2, 4)
-    rng = np.random.default_rng(5)
-    random_like = lambda tree: jax.tree.map(lambda x: rng.normal(size=x.shape), tree)  # noqa: E731
-    dy, dp, lam = random_like(y0), random_like(params), random_like(y0)
-    last = lambda p, y: serial_states(dense_step, p, y, 2.0)[-1]  # noqa: E731
-    solver = lp_jax.MGRIT(levels=3, iterations=30, atol=1e-15, coarse_step=INJECT)
-
-    @jax.jit
-    def both(params, y0):
-        _, tangent = jax.jvp(last, (params, y0), (dp, dy))
-        _, pull = lp_jax.solve_vjp(dense_step, params, y0, t1=2.0, solver=solver)
-        return tangent, pull(lam)[0]
-
-    tangent, gradients = both(params, y0)
-    left = np.vdot(tangent, lam)
-    right = np.vdot(dy, gradients.y0) + sum(map(np.vdot, dp, gradients.params))
-    assert abs(left - right) < 1e-12 * abs(left)
-
-
 # ---------------------------------------------------------------------------------------------------- counted, not assumed
 
 
