@@ -97,8 +97,6 @@ class Everything(nnx.Module):
 
 
 TRUNKS = {
-    "plain": ({}, {}),
-    "times": ({"t1": GRID}, {}),
     "spline": ({"weights": nn.Spline(coefficients=3, degree=1)}, {}),
     "key": ({"make": Everything, "t1": GRID}, {"key": jax.random.key(3), "shared": normal((3, WIDTH), 4)}),
     "data": ({"make": Everything}, {"data": jax.random.split(jax.random.key(3), LAYERS)}),

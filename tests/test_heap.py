@@ -5,16 +5,18 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jsonargparse")
+import lp_jax
+
+HEAP = Path(lp_jax.__file__).parent / "cli" / "_heap.py"  # by its path: nothing else is imported
 
 PROGRAM = """
-import ctypes, json, resource, sys
-from lp_jax.cli._heap import keep_heap
+import ctypes, json, resource, runpy, sys
 if sys.argv[1] == "kept":
-    keep_heap()
+    runpy.run_path(sys.argv[2])["keep_heap"]()
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 library.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -31,7 +33,7 @@ print(json.dumps([faults() for _ in range(5)]))
 def faults(how, **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | variables
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM, how, HEAP], env=environment, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)

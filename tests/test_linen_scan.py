@@ -62,12 +62,10 @@ def stacked(axis, *shape):
 @pytest.mark.parametrize(
     ("in_axes", "out_axes", "reverse"),
     [
-        ((1, linen.broadcast), 1, False),
-        ((-1, 0), -1, True),
         (({"a": 1, "b": 0}, linen.broadcast), {"state": 2, "sums": 0}, True),
-        ((0, 0), {"state": -2, "sums": 1}, True),
+        ((-1, 0), {"state": -2, "sums": 1}, False),
     ],
-    ids=["one", "negative, reverse", "trees, reverse", "mixed, reverse"],
+    ids=["trees, reverse", "negative"],
 )
 def test_axes_are_those_of_linen(in_axes, out_axes, reverse):
     of_x, of_scale = in_axes
@@ -93,14 +91,17 @@ class Dropping(linen.Module):
         return x + 0.1 * drop(x) * jax.random.bernoulli(self.make_rng("noise"), 0.5, x.shape).astype(x.dtype), None
 
 
-@pytest.mark.parametrize(("dropout", "reverse"), [(True, True), (False, False)])
-def test_masks_are_those_of_linen(dropout, reverse):
-    options = {
-        "variable_axes": {"params": 0},
-        "split_rngs": {"params": True, "dropout": dropout, "noise": True},
-        "length": LAYERS,
-        "reverse": reverse,
-    }
+def test_masks_are_those_of_linen():
+    """Of layers that share a mask, too."""
+    options, shared = (
+        {
+            "variable_axes": {"params": 0},
+            "split_rngs": {"params": True, "dropout": split, "noise": True},
+            "length": LAYERS,
+            "reverse": split,
+        }
+        for split in (True, False)
+    )
 
     class Model(linen.Module):
         scan: object
@@ -109,7 +110,7 @@ def test_masks_are_those_of_linen(dropout, reverse):
         def __call__(self, x):
             x = linen.Dropout(0.5, deterministic=False)(x)
             x, _ = self.scan(Dropping, **options)(name="first")(x, None)
-            second = self.scan(Dropping, **options)(name="second")
+            second = self.scan(Dropping, **shared)(name="second")
             return second(second(x, None)[0], None)[0]  # other masks in the second call
 
     x, keys = (
@@ -117,7 +118,8 @@ def test_masks_are_those_of_linen(dropout, reverse):
         {"params": jax.random.key(0), "dropout": jax.random.key(1), "noise": jax.random.key(2)},
     )
     variables = jax.jit(Model(linen.scan).init)(keys, x)
-    wanted, got = (jax.jit(Model(scan).apply)(variables, x, rngs=keys) for scan in (linen.scan, SERIAL))
+    sweeps = functools.partial(nn.linen_scan, solver=lp_jax.Picard(sweeps=LAYERS))  # each with the masks of its layers
+    wanted, got = (jax.jit(Model(scan).apply)(variables, x, rngs=keys) for scan in (linen.scan, sweeps))
     np.testing.assert_allclose(got, wanted, rtol=1e-13)
     assert 0 < np.sum(wanted == 0) < wanted.size or np.abs(wanted - 1).max() > 0.05
 

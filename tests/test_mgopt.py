@@ -31,17 +31,12 @@ def network(layers=8, **options):
 
 
 def test_coarsening_undoes_refinement():
-    for options in ({}, {"t1": (0.0, 0.5, 0.6, 1.5, 2.0)}):
-        trunk = (
-            network(4).trunk
-            if not options
-            else nn.LayerParallel(lambda rngs: nn.DenseResidual(5, rngs=rngs), 4, rngs=nnx.Rngs(0), **options)
-        )
-        for factor in (2, 3):
-            back = nn.coarsen(nn.refine(trunk, factor), factor)
-            assert back.num_layers == 4
-            np.testing.assert_allclose(np.asarray(back.t1), np.asarray(trunk.t1), rtol=1e-15)
-            assert_close(nnx.state(back, nnx.Param), nnx.state(trunk, nnx.Param), 1e-7)
+    for factor, t1 in ((2, 2.0), (3, (0.0, 0.5, 0.6, 1.5, 2.0))):
+        trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(5, rngs=rngs), 4, t1=t1, rngs=nnx.Rngs(0))
+        back = nn.coarsen(nn.refine(trunk, factor), factor)
+        assert back.num_layers == 4
+        np.testing.assert_allclose(np.asarray(back.t1), np.asarray(trunk.t1), rtol=1e-15)
+        assert_close(nnx.state(back, nnx.Param), nnx.state(trunk, nnx.Param), 1e-7)
     layers = {"w": normal((6, 2))}
     assert_close(nn.coarsen(layers, 3)["w"], layers["w"].reshape(2, 3, 2).mean(axis=1), 1e-15)
     with pytest.raises(ValueError, match="factor must divide the number of layers; got 4 and 6"):
@@ -142,13 +137,15 @@ def next_coarser(params):
 
 
 CASES = {
-    "two levels": {},
-    "three levels": {"levels": 3, "pre": 2, "coarsest": 3},
-    "W": {"levels": 3, "cycle": "W", "post": 2, "coarsest": 1},
-    "Adam, linear": {"optimizer": optax.adam(1e-2), "how": "linear"},
-    "a weight": {"correction": optax.sgd(0.5), "line_search": None, "pre": 0},
-    "fed to Adam": {"correction": optax.adam(1e-2), "line_search": None, "post": 0},
-    "steps too long": {"optimizer": optax.sgd(30.0), "pre": 0, "post": 0},
+    "three levels, linear": {"levels": 3, "how": "linear", "pre": 2, "post": 2},
+    "W, a weight": {"levels": 3, "cycle": "W", "correction": optax.sgd(0.5), "line_search": None, "post": 0},
+    "Adam, fed to Adam": {
+        "optimizer": optax.adam(1e-2),
+        "correction": optax.adam(1e-2),
+        "line_search": None,
+        "post": 0,
+    },
+    "steps too long": {"optimizer": optax.sgd(30.0), "pre": 0, "post": 0, "coarsest": 3},
 }
 
 
@@ -226,9 +223,8 @@ def test_a_search_that_fails_keeps_the_parameters_and_says_so():
 
 
 def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
-    solver = lp_jax.Picard(sweeps=8)
     found = []
-    for given in (None, mesh(2)):
+    for given, solver in ((None, SERIAL), (mesh(2), lp_jax.Picard(sweeps=8))):
         settings = {"levels": 2, "pre": 0, "coarsest": 1}  # few gradients, so a small program
         step_fn, state = contrib.mgopt(network(comm=given, solver=solver), optax.adam(1e-2), **settings)
         for _ in range(2):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import recurrent
 from problems import (
-    INJECT,
     assert_serial,
     dense_params,
     dense_state,
@@ -212,15 +211,8 @@ def test_states_of_several_leaves(jacobian):
     chex.assert_trees_all_close(batched, mapped, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "solver",
-    [
-        lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=newton(4), start="guess"),
-        lp_jax.MGRIT(coarsening=2, iterations=9, coarse_step=INJECT, coarsest=newton(7), atol=1e-14),
-    ],
-    ids=["exact coarse step", "coarsest"],
-)
-def test_within_multigrid(solver):
+def test_an_exact_coarse_step():
+    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=newton(4), start="guess")
     assert_serial(dense_step, *problem(n=16), squared, solver, t1=2.0)
 
 
@@ -291,11 +283,9 @@ IN_TURN = dataclasses.replace(CPU, turn=0.0)
     "n, reverse, processor",  # one group, groups of groups, those that identities fill up
     [
         (1, False, ACCELERATOR),
-        (13, True, ACCELERATOR),
-        (34, False, ACCELERATOR),
-        (40, True, ACCELERATOR),
+        (13, False, ACCELERATOR),
+        (34, True, ACCELERATOR),
         (13, True, IN_TURN),
-        (34, False, IN_TURN),
     ],
     ids=lambda v: {ACCELERATOR: "products", IN_TURN: "in turn"}.get(v),
 )

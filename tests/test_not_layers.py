@@ -36,32 +36,13 @@ def solved(make, solver, *values):
     return int(solution.stats.iterations), int(solution.result), scans.largest_error(solution.aux, exact)
 
 
-def assert_gradients_agree(make, solver, rtol):
-    """Of a sum over all states, by the first carry and what is scanned over: through a solver, and through the scan."""
-
-    @jax.jit
-    def both():
-        made = make()
-
-        def gradient(scan):
-            def loss(init, xs):
-                states = jax.tree.leaves(scan(made.body, init, xs, reverse=made.reverse)[1])
-                return sum(jnp.sum(jnp.sin(x)) for x in states)
-
-            return jax.tree.leaves(jax.grad(loss, argnums=(0, 1))(made.init, made.xs))
-
-        return gradient(functools.partial(lp_jax.scan, solver=solver)), gradient(jax.lax.scan)
-
-    for found, exact in zip(*both(), strict=True):
-        np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol * np.abs(exact).max())
+def sampler(eta):
+    return scan_problems.diffusion(512, eta=eta, samples=4)
 
 
-SAMPLERS = {steps: lambda eta, steps=steps: scan_problems.diffusion(steps, eta=eta, samples=4) for steps in (64, 512)}
-
-
-@pytest.mark.parametrize(("eta", "sweeps", "steps"), [(0.0, 9, 64), (0.0, 9, 512), (1.0, 28, 64)])
-def test_a_sampler_takes_as_many_sweeps_whatever_its_steps(eta, sweeps, steps):
-    taken, code, error = solved(SAMPLERS[steps], lp_jax.Picard(sweeps=40, rtol=1e-3), eta)
+@pytest.mark.parametrize(("eta", "sweeps"), [(0.0, 9), (1.0, 28)])
+def test_a_sampler_of_many_steps_takes_few_sweeps(eta, sweeps):
+    taken, code, error = solved(sampler, lp_jax.Picard(sweeps=40, rtol=1e-3), eta)
     assert taken <= sweeps and code == 0 and error < 1e-2
 
 
@@ -69,11 +50,25 @@ def advantages():
     return scan_problems.advantages(200)
 
 
-def test_advantages_are_exact_after_one_iteration():
-    """A linear recurrence whose Jacobian is a diagonal: Newton's method solves it, and its gradient, in one."""
+def test_the_gradient_of_advantages_is_exact_after_one_iteration():
+    """A linear recurrence whose Jacobian is a diagonal. The command below solves it."""
     solver = lp_jax.Newton(jacobian="diagonal", iterations=1)
-    assert solved(advantages, solver)[2] < 1e-13
-    assert_gradients_agree(advantages, solver, 1e-12)
+
+    @jax.jit
+    def both():
+        """Of a sum over all states, by the first carry and what is scanned over: through the solver, and through the scan."""
+        made = advantages()
+
+        def gradient(scan):
+            def loss(init, xs):
+                return jnp.sum(jnp.sin(scan(made.body, init, xs, reverse=made.reverse)[1]))
+
+            return jax.tree.leaves(jax.grad(loss, argnums=(0, 1))(made.init, made.xs))
+
+        return gradient(functools.partial(lp_jax.scan, solver=solver)), gradient(jax.lax.scan)
+
+    for found, exact in zip(*both(), strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-12 * np.abs(exact).max())
 
 
 def kalman():
@@ -84,13 +79,6 @@ def test_a_kalman_filter_takes_few_iterations():
     solver = lp_jax.Newton(iterations=30, rtol=1e-6, batch_axes=0)
     taken, code, error = solved(kalman, solver)
     assert taken <= 9 and code == 0 and error < 1e-8
-    assert_gradients_agree(kalman, lp_jax.planning.with_effort(solver, 8), 1e-8)
-
-
-def test_sweeps_over_a_kalman_filter_diverge():
-    """A step replaces the state, which a prefix sum of changes does not forget."""
-    _, code, error = solved(kalman, lp_jax.Picard(sweeps=20, rtol=1e-6))
-    assert code != 0 and error > 1e3
 
 
 NEWTON = lp_jax.Newton(iterations=128, rtol=1e-8, batch_axes=0)
@@ -106,28 +94,18 @@ def test_a_chain_on_a_log_concave_target_takes_few_iterations():
     assert scans.largest_error(solution.aux, exact) < 1e-8
 
 
-def banana():
-    return scan_problems.mala(128, scan_problems.banana, jnp.ones(2), size=0.1)
-
-
 def two_modes(path):
     """By HMC, with paths of so many steps."""
     density = functools.partial(scan_problems.two_modes, half=1.5)
     return scan_problems.hmc(128, density, jnp.ones(2), size=0.2, path=path)
 
 
-@pytest.mark.parametrize(
-    ("least", "make", "values"), [(32, banana, ()), (64, two_modes, (40,))], ids=["banana", "long paths of HMC"]
-)
-def test_chains_that_spread_small_differences_gain_nothing(least, make, values):
+def test_short_paths_of_hmc_take_few_iterations_and_long_ones_gain_nothing():
     """States are right after as many iterations as steps, but a large part of them is needed."""
-    taken, _, error = solved(make, NEWTON, *values)
-    assert least <= taken <= 128 and error < 1e-8
-
-
-def test_short_paths_of_hmc_take_few_iterations():
     taken, code, error = solved(two_modes, NEWTON, 2)
     assert taken <= 12 and code == 0 and error < 1e-8
+    taken, _, error = solved(two_modes, NEWTON, 40)
+    assert 64 <= taken <= 128 and error < 1e-8
 
 
 def test_adam_takes_more_iterations_the_larger_its_rate():
@@ -143,11 +121,6 @@ def test_adam_takes_more_iterations_the_larger_its_rate():
         assert code == 0 and error < 1e-3
         taken.append(count)
     assert taken[0] < taken[1] and taken[0] <= 9
-
-
-def test_gradient_descent_at_its_best_rate_gains_nothing():
-    taken, _, error = solved(lambda: scan_problems.training(24, optax.sgd(1.0), batch=8, units=8), scans.sweeps())
-    assert taken > 16 and error < 1e-3
 
 
 def factor(solution):
@@ -169,39 +142,6 @@ def test_cycles_on_the_heat_equation_converge_as_theory_says(relaxation, bound):
     solution, exact = states(heat, scans.cycles(levels=2, relaxation=relaxation))
     assert factor(solution) < bound
     assert int(solution.result) == 0 and scans.largest_error(solution.aux, exact) < 1e-6
-
-
-def test_the_default_coarse_step_diverges_on_the_heat_equation():
-    """One sweep over an interval is an explicit method, and the equation is stiff."""
-    solution, exact = states(heat, scans.cycles(levels=2, coarse_step=lp_jax.Picard(sweeps=1)))
-    assert scans.largest_error(solution.aux, exact) > 1e3
-
-
-def test_the_gradient_through_the_heat_equation():
-    problem = scan_problems.heat(64, points=15)
-
-    def loss(source, solver):
-        return jnp.sum(problem.replace(params=source).solve(solver=solver).y1 ** 2)
-
-    gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    exact = gradient(problem.params, lp_jax.Serial())
-    found = gradient(problem.params, scans.cycles(levels=2, rtol=1e-10))
-    np.testing.assert_allclose(found, exact, rtol=1e-7, atol=1e-7 * float(jnp.abs(exact).max()))
-
-
-def test_a_guess_from_coarse_steps_saves_iterations_on_lorenz():
-    solver = lp_jax.Newton(iterations=50, atol=1e-6, batch_axes=0)
-    taken = [solved(functools.partial(scan_problems.lorenz, 256, time=2.0, coarse=n), solver) for n in (0, 64)]
-    assert taken[1][0] <= 3 < taken[0][0] <= 10
-    assert all(code == 0 and error < 1e-8 for _, code, error in taken)
-
-
-def test_lorenz_over_a_long_time_gains_nothing():
-    """States overflow on the way; as one more of them is exact after each iteration, it ends right, and late."""
-    make = functools.partial(scan_problems.lorenz, 256, time=10.0)
-    taken, code, error = solved(make, lp_jax.Newton(iterations=256, rtol=1e-6))
-    assert code == 0 and error < 1e-8
-    assert taken > 100
 
 
 def test_the_table_that_is_kept_is_that_of_the_suite():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scanned_models
-from flax import linen, nnx
+from flax import nnx
 from problems import relative_error
 
 import lp_jax
@@ -82,18 +82,19 @@ def test_statistics_and_random_streams_go_on_as_under_nnx_scan(standard_promotio
     assert relative_error(jax.tree.leaves(got_statistics), jax.tree.leaves(statistics)) < 1e-3
 
 
-@pytest.mark.parametrize("tree", [lambda layers: {"in": layers}, lambda layers: [layers, jnp.ones((6, 4), "float32")]])
-def test_trees_that_hold_modules_are_updated_as_under_nnx_scan(standard_promotion, tree):
+def test_trees_that_hold_modules_are_updated_as_under_nnx_scan(standard_promotion):
     results = []
     for scan in (nnx.scan, functools.partial(nn.scan, solver=lp_jax.Serial())):
 
         @scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         def forward(given, x):
-            layer = given["in"] if isinstance(given, dict) else given[0]
-            return layer(x)
+            return given["in"][0](x)
 
         layers = noisy_layers()
-        given, x = tree(layers), jax.random.normal(jax.random.key(2), (8, 4), "float32")
+        given, x = (
+            {"in": [layers, jnp.ones((6, 4), "float32")]},
+            jax.random.normal(jax.random.key(2), (8, 4), "float32"),
+        )
         with jax.numpy_rank_promotion("allow"):
             outputs = [forward(given, x), forward(given, x)]
         results.append((*outputs, *jax.tree.leaves(nnx.to_pure_dict(nnx.state(layers, nnx.BatchStat)))))
@@ -141,47 +142,3 @@ def test_a_layer_without_time_is_told_how():
     trunk = nn.LayerParallel(lambda rngs: nnx.Linear(4, 4, param_dtype=float, rngs=rngs), 8, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"Linear.__call__\(.*A layer without time .*lp_jax.nn.scan"):
         trunk(jnp.ones((2, 4)))
-
-
-class Dropping(linen.Module):
-    """A layer with dropout, an input of its own and one that all layers share."""
-
-    @linen.compact
-    def __call__(self, x, own, shared):
-        h = linen.Dense(4, param_dtype=float)(x + own * shared)
-        return x + 0.1 * linen.Dropout(0.5, deterministic=False)(linen.tanh(h)), jnp.sum(x)
-
-
-class Stack(linen.Module):
-    """Eight of them."""
-
-    solver: lp_jax.Solver
-
-    @linen.compact
-    def __call__(self, x, own, shared):
-        layers = nn.linen_scan(
-            Dropping,
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            length=8,
-            in_axes=(0, linen.broadcast),
-            solver=self.solver,
-        )
-        return layers(name="layers")(x, own, shared)
-
-
-def test_linen_masks_belong_to_call_and_layer():
-    x, own = np.ones((2, 4)), np.linspace(0, 1, 8)
-    keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))
-    variables = jax.jit(Stack(lp_jax.Serial()).init)(keys, x, own, 0.5)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(solver, seed):
-        with jax.numpy_rank_promotion("allow"):
-            return Stack(solver).apply(variables, x, own, 0.5, rngs={"dropout": jax.random.key(seed)})
-
-    (exact, sums), (other, _) = run(lp_jax.Serial(), 1), run(lp_jax.Serial(), 2)
-    got, got_sums = run(lp_jax.MGRIT(iterations=3), 1)  # exact: as many cycles as intervals
-    np.testing.assert_allclose(got, exact, rtol=1e-12)
-    np.testing.assert_allclose(got_sums, sums, rtol=1e-12)
-    assert sums.shape == (8,) and jnp.abs(exact - other).max() > 1e-3

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.interpolate
 from compiled import compiled
@@ -112,13 +111,13 @@ def loop(params, spline, y, times):
 
 @pytest.mark.parametrize(
     ("comm", "coefficients", "degree"),
-    [(None, 3, 0), ("mesh", 4, 1), ("mesh, uneven", 5, 3), ("grid", 5, 2)],
+    [(None, 3, 0), ("mesh, uneven", 5, 3), ("grid", 5, 2)],
 )
 def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
     spline = nn.Spline(coefficients=coefficients, degree=degree)
     layers = 6 if comm == "mesh, uneven" else LAYERS
     times = GRID if comm == "grid" else np.linspace(0.0, 2.0, layers + 1)
-    t1, where = GRID if comm == "grid" else 2.0, mesh() if comm and "mesh" in comm else None
+    t1, where = GRID if comm == "grid" else 2.0, mesh() if comm == "mesh, uneven" else None
     trunk = make_trunk(num_layers=layers, weights=spline, t1=t1, comm=where)
     trunk.layers.inner.bias[...] = normal((spline.coefficients, WIDTH), 3)
     y, target = normal((3, WIDTH)), normal((3, WIDTH), 2)
@@ -156,23 +155,6 @@ def test_every_device_makes_the_weights_of_its_own_layers():
     kernel = wide.layers.inner.kernel[...]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(1, WIDTH, WIDTH)}
     np.testing.assert_allclose(wide(y), make_trunk(weights=wide.weights)(y), rtol=1e-13)
-
-
-def test_training(standard_promotion):
-    trunk = make_trunk(weights=nn.Spline(coefficients=4, degree=2), solver=ROUGH)
-    teacher = make_trunk(weights=nn.Spline(coefficients=4, degree=2), rngs=nnx.Rngs(5), solver=lp_jax.Serial())
-    y = normal((64, WIDTH))
-    target = teacher(y)
-    optimizer = nnx.Optimizer(trunk, optax.adam(3e-2), wrt=nnx.Param)
-
-    @nnx.jit
-    def train_step(trunk, optimizer):
-        value, gradients = nnx.value_and_grad(lambda trunk: jnp.mean((trunk(y) - target) ** 2))(trunk)
-        optimizer.update(trunk, gradients)
-        return value
-
-    losses = [float(train_step(trunk, optimizer)) for _ in range(60)]
-    assert losses[-1] < 0.05 * losses[0]
 
 
 def test_low_precision_is_not_that_of_the_basis():
@@ -269,7 +251,7 @@ def test_a_refined_network_solves_the_same_ode(how):
     """To first order, as Euler does; and with half the error."""
     exact = np.exp((1 - np.cos(2)) / 2 + 0.1)
     change, errors, refined_errors = [], [], []
-    for n in (64, 128, 256):
+    for n in (64, 128):
         trunk = nn.LayerParallel(Rate, n, solver=lp_jax.Serial(), rngs=nnx.Rngs(0))
         trunk.layers.a[...] = jnp.asarray(curve(middles(n)))
         y1, refined = (float(network(jnp.ones(()))) for network in (trunk, nn.refine(trunk, how=how)))
@@ -281,9 +263,8 @@ def test_a_refined_network_solves_the_same_ode(how):
     np.testing.assert_allclose(np.divide(refined_errors, errors), 0.5, atol=0.02)
 
 
-@pytest.mark.parametrize("comm", [None, "mesh"])
-def test_a_refined_trunk_has_the_same_settings(comm):
-    comm = comm and mesh()
+def test_a_refined_trunk_has_the_same_settings():
+    comm = mesh()
     trunk = make_trunk(t0=0.5, comm=comm, adjoint_solver=lp_jax.Picard(sweeps=3))
     before = params_of(trunk)
     finer = nn.refine(trunk, 2, "linear")
@@ -292,9 +273,8 @@ def test_a_refined_trunk_has_the_same_settings(comm):
     assert (trunk.num_layers, finer.num_layers) == (8, 16)
     assert_close(params_of(finer), nn.refine(before, 2, "linear"), rtol=1e-15)
     assert_close(params_of(trunk), before, rtol=0)
-    if comm is not None:
-        shards = finer.layers.inner.kernel[...].addressable_shards
-        assert {shard.data.shape for shard in shards} == {(4, WIDTH, WIDTH)}
+    shards = finer.layers.inner.kernel[...].addressable_shards
+    assert {shard.data.shape for shard in shards} == {(4, WIDTH, WIDTH)}
     y = normal((3, WIDTH))
     alike = make_trunk(t0=0.5, num_layers=16, comm=comm, adjoint_solver=lp_jax.Picard(sweeps=3))
     nnx.update(alike.layers, params_of(finer))

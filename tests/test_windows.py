@@ -40,7 +40,7 @@ def solved(problem, solver, comm=None):
     return _solved(problem.params, problem.y0, problem.t1, solver, comm)
 
 
-@pytest.mark.parametrize(("windows", "storage"), [(2, "all"), (7, "states"), (50, "all")])
+@pytest.mark.parametrize(("windows", "storage"), [(7, "states"), (50, "all")])
 def test_the_tolerance_is_met_both_ways(windows, storage):
     """Also where windows do not divide the layers, and down to one layer at a time, which is serial propagation."""
     problem = network()
