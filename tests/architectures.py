@@ -1,4 +1,4 @@
-"""One network of each kind, with all that could differ from worker to worker: dropout, running statistics, masks."""
+"""One network of each kind, and one with all that could differ from worker to worker: dropout, running statistics, masks."""
 
 import functools
 
@@ -45,7 +45,7 @@ def everything(name, comm=None):
         value, (of_gru, of_x) = nnx.jit(nnx.value_and_grad(recurrent_loss, argnums=(0, 1)))(gru, recurrent.X)
         return jax.tree.map(np.asarray, ({}, (value, nnx.to_pure_dict(of_gru), of_x)))
     if name == "decoder":
-        make, y, memory = functools.partial(transformer.decoder, dropout=0.3), transformer.Y, transformer.MEMORY
+        make, y, memory = transformer.decoder, transformer.Y, transformer.MEMORY
         masks = transformer.OTHER_MASK, transformer.MASK
     else:
         make, y, memory = functools.partial(Restless, param_dtype=jnp.float64), normal((4, 6)), normal((4, 6), 2)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import INJECT, assert_serial, relative_error, serial_loss_and_gradient
+from problems import INJECT, relative_error, serial_loss_and_gradient
 
 import lp_jax
 
@@ -51,9 +51,8 @@ SOLVERS = {
     # without an axis of examples the mean is the state itself; means are tested in test_shared_jacobian.py
     "newton-shared": lp_jax.Newton(jacobian="shared", iterations=N, atol=1e-15, batch_axes=0),
     "mgrit-1": lp_jax.MGRIT(levels=1),
-    "mgrit-inject": lp_jax.MGRIT(coarsening=3, coarse_step=INJECT, **EXACT),
     "mgrit-mean": lp_jax.MGRIT(levels=2, coarsening=5, coarse_step=lp_jax.Rediscretize(params="mean"), **EXACT),
-    "mgrit-W": lp_jax.MGRIT(levels=3, coarsening=2, cycle="W", relaxation="F", coarse_step=INJECT, **EXACT),
+    "mgrit-W": lp_jax.MGRIT(levels=3, coarsening=(3, 2), cycle="W", relaxation="F", coarse_step=INJECT, **EXACT),
     "mgrit-picard": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=1), **EXACT),
     "mgrit-trajectory": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory"), **EXACT),
     "mgrit-identity": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Identity(), start="guess", **EXACT),
@@ -171,48 +170,37 @@ def test_under_vmap_and_scan(name):
 
 
 @functools.cache
-def of_closed_over(name):
-    """The gradient by values that the step closes over."""
+def of_closed_over_and_end(name, grid):
+    """A loss of two values that the step closes over and of the last time, and its gradient."""
     params, y0, shared, data = operands()
 
-    def loss(scale, offset):
+    def loss(scale, offset, end):
         def closing(y, layer):
             out = step(y, layer)
             return {"a": out["a"] * scale, "b": out["b"] + offset["o"] * layer.dt}
 
-        return loss_of(lp_jax.solve(closing, params, y0, shared=shared, data=data, solver=SOLVERS[name]).y1)
-
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(0.99), {"o": jnp.asarray(0.3)})
-
-
-@pytest.mark.parametrize("name", ["picard", "mgrit-mean", "mgrit-trajectory"])
-def test_closed_over_values_are_differentiated(name):
-    assert relative_error(of_closed_over(name), of_closed_over("serial")) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "name, grid", [("serial", "scalar"), ("picard", "array"), ("mgrit-mean", "scalar"), ("mgrit-trajectory", "array")]
-)
-def test_times_are_differentiated(name, grid):
-    got = jax.jit(jax.grad(of_end(name, grid)))(1.5)
-    np.testing.assert_allclose(got, by_difference(grid), rtol=1e-7)
-
-
-def of_end(name, grid):
-    """The loss as a function of the last time."""
-    params, y0, shared, data = operands()
-
-    def loss(end):
         t1 = end if grid == "scalar" else end * jnp.linspace(0.0, 1.0, N + 1) ** 2
-        return loss_of(lp_jax.solve(step, params, y0, shared=shared, data=data, t1=t1, solver=SOLVERS[name]).y1)
+        given = {"shared": shared, "data": data, "t1": t1, "solver": SOLVERS[name]}
+        return loss_of(lp_jax.solve(closing, params, y0, **given).y1)
 
-    return loss
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
 
 
-@functools.cache
-def by_difference(grid, eps=1e-6):
-    loss = jax.jit(of_end("serial", grid))
-    return (loss(1.5 + eps) - loss(1.5 - eps)) / (2 * eps)
+CLOSED_OVER = jnp.asarray(0.99), {"o": jnp.asarray(0.3)}
+
+
+@pytest.mark.parametrize("grid", ["scalar", "array"])
+def test_times_are_differentiated(grid, eps=1e-6):
+    run = of_closed_over_and_end("serial", grid)
+    (above, _), (below, _) = (run(*CLOSED_OVER, 1.5 + e) for e in (eps, -eps))
+    np.testing.assert_allclose(run(*CLOSED_OVER, 1.5)[1][2], (above - below) / (2 * eps), rtol=1e-7)
+
+
+@pytest.mark.parametrize("name, grid", [("picard", "array"), ("mgrit-mean", "scalar"), ("mgrit-trajectory", "array")])
+def test_closed_over_values_and_times_are_differentiated(name, grid):
+    got, wanted = (of_closed_over_and_end(solver, grid)(*CLOSED_OVER, 1.5) for solver in (name, "serial"))
+    assert relative_error(got[1][:2], wanted[1][:2]) < 1e-12
+    np.testing.assert_allclose(got[1][2], wanted[1][2], rtol=1e-7)
 
 
 @functools.cache
@@ -279,34 +267,20 @@ def test_solve_vjp_gives_the_gradient_of_solve():
     params, y0, shared, data = operands()
     solver = lp_jax.MGRIT(coarsening=3, iterations=2, coarse_step=INJECT)
     arguments = {"shared": shared, "data": data, "t1": 2.0, "solver": solver}
-    solution, pull = lp_jax.solve_vjp(step, params, y0, **arguments)
-    gradients, stats = pull(jax.grad(loss_of)(solution.y1))
-    wanted = jax.grad(
-        lambda *a: loss_of(lp_jax.solve(step, a[0], a[1], **(arguments | {"shared": a[2]})).y1), argnums=(0, 1, 2)
-    )(params, y0, shared)
+
+    @jax.jit
+    def both(params, y0, shared):
+        solution, pull = lp_jax.solve_vjp(step, params, y0, **arguments)
+        loss = lambda *a: loss_of(lp_jax.solve(step, a[0], a[1], **(arguments | {"shared": a[2]})).y1)  # noqa: E731
+        return *pull(jax.grad(loss_of)(solution.y1)), jax.grad(loss, argnums=(0, 1, 2))(params, y0, shared)
+
+    gradients, stats, wanted = both(params, y0, shared)
     for got, w in zip((gradients.params, gradients.y0, gradients.shared), wanted, strict=True):
         assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(w), strict=True))
     assert gradients.data["key"].dtype == jax.dtypes.float0
     assert stats.residual_norms.shape == (2,)
     assert stats.residual_norms[0] == -1
     assert stats.residual_norms[1] > 0
-
-
-SPATIAL = (lambda u: (u[..., ::2] + u[..., 1::2]) / 2, lambda v: jnp.repeat(v, 2, axis=-1))
-
-
-def test_spatial_coarsening_keeps_the_fixed_point():
-    """A coarse level on a smaller state changes the way, not the answer, forward and adjoint; more in test_spatial.py."""
-
-    def heat(y, layer):
-        padded = jnp.pad(y, ((0, 0), (1, 1)), mode="edge")
-        spread = (padded[:, 2:] - 2 * y + padded[:, :-2]) * 0.2
-        return y + layer.dt * (spread + jnp.tanh(layer.params * y))
-
-    params, y0 = jnp.linspace(-1, 1, 32), jnp.asarray(np.random.default_rng(0).normal(size=(2, 16)))
-    hierarchy = {"levels": 3, "coarsening": 2, "coarse_step": INJECT, "spatial": (SPATIAL, None)}
-    solver = lp_jax.MGRIT(iterations=16, relaxation="FCF", cycle="F", at_once=1, **hierarchy)
-    assert_serial(heat, params, y0, lambda y: jnp.sum(y**2), solver, t1=2.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128"])

@@ -29,8 +29,8 @@ def step(y, layer):
     return {{"a": y["a"] + layer.dt * jnp.tanh(y["a"] @ layer.params)}}
 
 solvers = [
-    Serial(), Serial(checkpoint_every=5), None, Picard(sweeps=2, secant=True), Picard(sweeps=3, windows=3),
-    Picard(sweeps=9, windows=4, rtol=1e-3), Picard(sweeps=2, at_once=3), MGRIT(), MGRIT(at_once=1),
+    Serial(checkpoint_every=5), Picard(sweeps=2, secant=True), Picard(sweeps=9, windows=4, rtol=1e-3),
+    Picard(sweeps=2, at_once=3), MGRIT(at_once=1),
     MGRIT(levels=3, coarse_step=Rediscretize("mean"), relaxation="FCF", cycle="W"),
     MGRIT(storage="all", coarse_step=Picard(sweeps=1, around="trajectory")), Newton(iterations=2, batch_axes=1),
     Newton(jacobian="shared", iterations=2, batch_axes=1), Newton(jacobian="diagonal", iterations=2, batch_axes=1),
