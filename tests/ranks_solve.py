@@ -239,7 +239,7 @@ def depths(_=None):
         return state, [row["loss"] for row in log.of("train")]
 
     def mgopt(comm, **options):
-        step_fn, state = contrib.mgopt(network(16, comm), optax.adam(1e-2), post=0, coarsest=1, **options)
+        step_fn, state = contrib.mgopt(network(8, comm), optax.sgd(1e-2), post=0, coarsest=1, **options)
         losses = []
         for _ in range(3):
             state, metrics = step_fn(state, batch, solver, None)
@@ -267,7 +267,7 @@ def depths(_=None):
     with pytest.raises(ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"):
         staying(nnx.eval_shape(lambda: network(6, COMM)).trunk, 12)
     with pytest.raises(ValueError, match="each has only its run"):
-        contrib.mgopt(network(16, COMM), optax.adam(1e-2), how="linear")
+        contrib.mgopt(network(8, COMM), optax.sgd(1e-2), how="linear")
 
 
 @case

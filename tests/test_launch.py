@@ -44,11 +44,6 @@ def here(train, *arguments):
     assert caught.value.code == 0
 
 
-def ranks(count, folder, train, *arguments, **options):
-    """The command under mpirun."""
-    return launch.mpirun(count, SCRIPT, folder, RANK, *train, "--mpi", *arguments, **options)
-
-
 def processes(count, folder, train, *arguments, devices=1, timeout=200):
     """The command as processes of ``jax.distributed``, one argument list for each or one for all."""
     address = f"127.0.0.1:{launch.free_port()}"
