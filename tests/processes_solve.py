@@ -43,23 +43,19 @@ def placed(x, sharding):
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-for solver in (
-    lp_jax.MGRIT(coarsening=4, iterations=3, coarse_step=INJECT),
-    lp_jax.Picard(sweeps=4),
-    lp_jax.Serial(),
-):
-    wanted = run(params, y0, solver, None)
-    got = run(jax.tree.map(lambda x: placed(x, spread), params), placed(y0, same), solver, comm)
-    got = jax.block_until_ready(got)
-    (loss, (y1, norms)), (of_params, of_y0) = got
-    assert all(len(g.addressable_shards) == DEVICES for g in jax.tree.leaves(of_params))
-    assert {s.data.shape[0] for s in of_params[0].addressable_shards} == {n // (PROCESSES * DEVICES)}
-    of_params = multihost_utils.process_allgather(of_params, tiled=True)
-    mine = jax.tree.map(np.asarray, (loss, y1, of_params, of_y0))
-    theirs = jax.tree.map(np.asarray, (wanted[0][0], wanted[0][1][0], *wanted[1]))
-    for a, b in zip(mine, theirs, strict=True):
-        assert relative_error(a, b) < 1e-12
-    np.testing.assert_allclose(norms, wanted[0][1][1], rtol=1e-11, atol=1e-14)
+solver = lp_jax.MGRIT(coarsening=4, iterations=3, coarse_step=INJECT)
+wanted = run(params, y0, solver, None)
+got = run(jax.tree.map(lambda x: placed(x, spread), params), placed(y0, same), solver, comm)
+got = jax.block_until_ready(got)
+(loss, (y1, norms)), (of_params, of_y0) = got
+assert all(len(g.addressable_shards) == DEVICES for g in jax.tree.leaves(of_params))
+assert {s.data.shape[0] for s in of_params[0].addressable_shards} == {n // (PROCESSES * DEVICES)}
+of_params = multihost_utils.process_allgather(of_params, tiled=True)
+mine = jax.tree.map(np.asarray, (loss, y1, of_params, of_y0))
+theirs = jax.tree.map(np.asarray, (wanted[0][0], wanted[0][1][0], *wanted[1]))
+for a, b in zip(mine, theirs, strict=True):
+    assert relative_error(a, b) < 1e-12
+np.testing.assert_allclose(norms, wanted[0][1][1], rtol=1e-11, atol=1e-14)
 
 multihost_utils.sync_global_devices("done")
 print(f"passed in process {PROCESS}", flush=True)

@@ -32,7 +32,7 @@ from benchmarks import (
 from benchmarks.command import Progress, run
 from benchmarks.harness import Clock, Contender, Timing, measure, order, ratios, relative_error, spread, summary
 from benchmarks.manifest import manifest
-from lp_jax import planning
+from lp_jax import cli, planning
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -276,19 +276,12 @@ def test_quick_suite_end_to_end(suite, options, name, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_end_to_end(tmp_path):
+def test_ranks_end_to_end(tmp_path, monkeypatch):
     """Processes of all kinds start, take turns and end; every worker's part of the gradient is compared."""
-    options = [
-        "--quick",
-        "--rows",
-        "gru,4,12,3",
-        "--only",
-        "identity, 2/1",
-        "Serial",
-        "--min-time",
-        "0",
-    ]
-    program("lp_jax", "bench", "ranks", *options, "--out", str(tmp_path), folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    options = ["--quick", "--rows", "gru,4,12,3", "--only", "identity, 2/1", "Serial"]
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "ranks", *options, "--min-time", "0", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "ranks.json").read_text())
     (row,) = result["rows"]
     assert [row[name] for name in ranks.SUITE.sizes] == ["gru", 4, 12, 3]

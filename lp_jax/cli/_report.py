@@ -10,14 +10,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lp_jax import viz
 from lp_jax._arrays._types import PyTree
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
@@ -25,7 +23,9 @@ from lp_jax.cli._info import version
 from lp_jax.planning import code, with_effort
 from lp_jax.planning._words import iteration_name
 from lp_jax.train import residuals
-from lp_jax.viz._describe import variants
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CONFIG = "config.json"
 """File of the options that a run was started with."""
@@ -190,8 +190,11 @@ def summary(runs: Sequence[Run]) -> dict[str, object]:
     }
 
 
-def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
+def gradient_errors(made: Experiment, params: PyTree) -> "Callable[[], Figure]":
     """Measure gradient errors on the last batch, for several numbers of iterations and coarse steps; return the picture."""
+    from lp_jax import viz
+    from lp_jax.viz._describe import variants
+
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
 
     with quick_compilation():
@@ -218,8 +221,10 @@ def gradient_errors(made: Experiment, params: PyTree) -> Callable[[], Figure]:
     )
 
 
-def pictures(runs: Sequence[Run], errors: Callable[[], Figure] | None) -> dict[str, Figure]:
+def pictures(runs: Sequence[Run], errors: "Callable[[], Figure] | None") -> "dict[str, Figure]":
     """Return the pictures by file name; a serial run has no pictures of residuals and gradient errors."""
+    from lp_jax import viz
+
     first, settings, (solver, adjoint_solver) = runs[0], runs[0].made.settings, runs[0].made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
@@ -238,7 +243,7 @@ def pictures(runs: Sequence[Run], errors: Callable[[], Figure] | None) -> dict[s
     return figures
 
 
-def save(folder: Path, figures: Mapping[str, Figure]) -> list[str]:
+def save(folder: Path, figures: "Mapping[str, Figure]") -> list[str]:
     for name, figure in figures.items():
         figure.savefig(folder / name)
     return list(figures)

@@ -5,13 +5,14 @@ import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from lp_jax import planning, viz
+from lp_jax import planning
 from lp_jax._arrays._types import PyTree
 from lp_jax.cli import _report as report
 from lp_jax.cli._errors import CommandError, UsageError
@@ -29,6 +30,9 @@ from lp_jax.cli._workers import workers
 from lp_jax.planning import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
 from lp_jax.train._checkpoint import first_difference
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Options of a call, not of a run: never taken from the folder.
 _OF_THIS_CALL = ("config", "out", "resume", "debug", "mpi", "distributed", "coordinator", "process")
@@ -60,6 +64,8 @@ def _train(
     add_training(parser, problem.models[kind], name)
     options, kept = parse(parser, problem, args, stored)
     pair = solvers(options, problem.models[kind])
+    if not options.no_pictures:
+        import_module("lp_jax.viz")  # which takes half a second; it fails now rather than after the training
     if earlier is None:
         processes.once(lambda: report.new_run(folder))
     processes.once(lambda: stack.enter_context(report.locked(folder, console.print)))
@@ -161,8 +167,10 @@ def _show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is
     out.print(f"In {folder}: {', '.join(names)}")
 
 
-def _answers(made: Experiment, params: PyTree) -> dict[str, Figure]:
+def _answers(made: Experiment, params: PyTree) -> "dict[str, Figure]":
     """Return the picture of the network's answers on the test set, by file name."""
+    from lp_jax import viz
+
     task = made.task
     if task.unscaled is not None:
         pairs = [(y, np.asarray(predict(made.tested, params, x))) for x, y in task.test_batches]
