@@ -349,19 +349,26 @@ def grid(copies):
 
 @case
 def spline(_=None):
-    """Every rank has all coefficients and makes the weights of its own layers; ranks without layers too."""
+    """Every rank has all coefficients and makes the weights of its own layers; ranks without layers too.
+
+    There the program of a gradient and another solve takes nothing but constants.
+    """
     import test_spline
     from flax import nnx
 
     from lp_jax import nn
 
-    make = functools.partial(test_spline.make_trunk, num_layers=4, weights=nn.Spline(coefficients=3, degree=2))
+    solver = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=INJECT)
+    of = {"weights": nn.Spline(coefficients=3, degree=2), "num_layers": 4, "solver": solver}
     y = test_spline.normal((3, test_spline.WIDTH))
-    gradient = nnx.jit(nnx.value_and_grad(lambda trunk, y: jnp.sum(trunk(y) ** 2), argnums=(0, 1)))
+
+    @nnx.jit
+    def compute(trunk, y):
+        gradient = nnx.value_and_grad(lambda trunk, y: jnp.sum(trunk(y) ** 2), argnums=(0, 1))
+        return gradient(trunk, y), nn.refine(trunk)(y)
 
     def found(comm):
-        trunk = make(comm=comm)
-        return jax.tree.map(np.asarray, (gradient(trunk, y), nn.refine(trunk)(y)))
+        return jax.tree.map(np.asarray, compute(test_spline.make_trunk(comm=comm, **of), y))
 
     wanted, got = on_one_device(lambda _: found(None))[""], found(COMM)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
