@@ -39,13 +39,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 
-def program(*arguments, folder=ROOT, code=0):
-    """A program of Python's to its end: what it prints, or, where it is to fail, its error."""
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
-
-
 def quick(capsys, suite, folder, *options):
     """A suite on small problems: what it prints and the results that it leaves."""
     assert run(suite, ["--quick", "--min-time", "0", "--out", str(folder), *options]) == 0
@@ -296,7 +289,9 @@ def test_ranks_end_to_end(tmp_path):
         "--min-time",
         "0",
     ]
-    program("lp_jax", "bench", "ranks", *options, "--out", str(tmp_path), folder=tmp_path)
+    command = [sys.executable, "-m", "lp_jax", "bench", "ranks", *options, "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "ranks.json").read_text())
     (row,) = result["rows"]
     assert [row[name] for name in ranks.SUITE.sizes] == ["gru", 4, 12, 3]
