@@ -122,7 +122,7 @@ def test_one_shot_trains_as_serial_propagation_does(oneshot):
     loss = functools.partial(loss_fn, time=1.0)
     got = run(loss, starts[f"n{layers}"], batch, steps, solver, adjoint_solver, line_search=search)
     wanted = histories[f"N={layers} T=1, serial"]
-    assert got["loss"][-1] < 1.02 * wanted["loss"][steps - 1]
+    assert got["loss"][-1] < (1 + 1e-5) * wanted["loss"][steps - 1]  # 1.7e-5 above without the guesses
     serial_depth, serial_work = count(steps, sum(wanted["trials"][: steps + 1]) + steps, layers, *[lp_jax.Serial()] * 3)
     depth, work = count(steps, int(got["trials"].sum()), layers, solver, adjoint_solver, adjoint_solver)
     assert depth < serial_depth / 10 and work < 2.1 * serial_work
@@ -154,7 +154,7 @@ def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path):
         info = train.Info(jnp.int32(6), solution.stats, solution.result, trajectory=solution.trajectory)
         return jnp.mean(losses), info
 
-    solver = lp_jax.MGRIT(coarsening=4, iterations=1)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Rediscretize())
     step_fn, start = train.one_shot(loss_fn, params, OPTIMIZER, batch, solver=solver, line_search=SEARCH)
 
     def run(steps, checkpoints=None, restore=False):

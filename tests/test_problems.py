@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from command import run
 from data_files import photographs, pines, treebank, write
+from flax import nnx
 
+import lp_jax
 from lp_jax import data
 from lp_jax.cli._commands import problems
 from lp_jax.cli._problem import model_and_training
@@ -72,7 +74,7 @@ RUNS = {
         "--layers 2 --width 4 --heads 1 --dropout 0.1 --solver Picard --solver.sweeps 1 --no-compare",
     ),
     "timeseries": (series, "--name Tiny --width 4 --units 2 --serial"),
-    "text": (book, "--layers 2 --width 4 --heads 1 --buffers 1 --serial"),
+    "text": (book, "--layers 2 --width 4 --heads 1 --serial"),
     "indianpines": (field, "--layers 8 --width 6 --serial"),
     "modelnet": (shapes, "--layers 4 --width 1 --serial"),
     "tinyimagenet": (pictures, "--layers 4 --width 1 --model resnet --serial"),
@@ -141,6 +143,16 @@ def test_settings_that_are_not_given_are_those_of_problem_and_model():
     model, training = model_and_training(find("mnist"), {"layers": 7, "epochs": 2, "seed": 3})
     assert (model.layers, training.epochs, training.seed, training.batch_size) == (7, 2, 3, 50)
     assert find("tinyimagenet").kind("resnet") == "pooled" and "resnet" not in find("gum").choices
+
+
+def test_buffers_are_serial_layers_around_the_others(tmp_path):
+    model, training = model_and_training(
+        find("text"), {"layers": 2, "width": 4, "heads": 1, "buffers": 3, "batch_size": 4}
+    )
+    task, sweeps = find("text").load(training, book(tmp_path)), lp_jax.Picard()
+    network = nnx.eval_shape(lambda: model.build(task, 2, 2.0, nnx.Rngs(0), solver=sweeps))
+    found = [(part.num_layers, part.solver) for part in network.trunk.parts]
+    assert found == [(3, lp_jax.Serial()), (2, sweeps), (3, lp_jax.Serial())]
 
 
 def test_every_problem_is_a_file_with_a_line_of_help():
