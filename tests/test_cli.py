@@ -348,7 +348,7 @@ def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, 
     code, _, err = cli("train", "digits", "--out", tmp_path / "no", *options, *CYCLES)
     assert code != 0 and "solver.rtol" in err and "Picard(sweeps=32, rtol=1e-2)" in err
     sweeps = ("--solver", "Picard", "--solver.sweeps", "16", "--solver.rtol", "1e-4")
-    for more in (sweeps, ("--resume", "--epochs", "2")):
+    for more in ((*sweeps, "--epochs", "1"), ("--resume", "--epochs", "2")):
         assert cli("train", "digits", "--out", tmp_path / "run", *options, *more)[0] == 0
         unmeasured()
     decided = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "control"]
