@@ -128,8 +128,10 @@ class Machines:
             group.gradients(_SHARE, share, devices)
             contenders = [Contender(name=_SHARE, elsewhere=functools.partial(g.time, _SHARE)) for g in (one, group)]
             alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
-        self._tell(f"messages between {kind}")
-        wires = _wires(kind, devices, workers, self._quick)
+            if (kind, workers) not in _WIRES:
+                self._tell(f"messages between {kind}")
+                _WIRES[kind, workers] = group.wires(**({"sizes": (1 << 8, 1 << 16)} if self._quick else {}))
+        wires = _WIRES[kind, workers]
         return slowed(self.alone(), float(np.median(ratios(together, alone))), wires)
 
     def _one(self) -> Any:
@@ -158,13 +160,8 @@ def _group(kind: str, threads: int, workers: int) -> Any:
     return contextlib.closing(Group(kind, workers=workers, threads=threads))
 
 
-@functools.cache
-def _wires(kind: str, threads: int, workers: int, quick: bool) -> planning.Interconnect:
-    with _group(kind, threads, workers) as group:
-        return group.wires(**({"sizes": (1 << 8, 1 << 16)} if quick else {}))
-
-
 _SHARE = "a share of the layers"
+_WIRES: dict[tuple[str, int], planning.Interconnect] = {}  # between so many workers of a kind, measured once
 
 
 def slowed(machine: planning.Machine, by: float, wires: planning.Interconnect) -> planning.Machine:

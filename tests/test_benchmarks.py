@@ -15,6 +15,7 @@ from test_published import UNIT
 
 import lp_jax
 from benchmarks import (
+    at_once,
     dense,
     harness,
     hlo,
@@ -38,23 +39,22 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 
-def program(*arguments, folder=ROOT, code=0):
-    """A program of Python's to its end: what it prints, or, where it is to fail, its error."""
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
-
-
-def quick(suite, folder, *options):
+def quick(capsys, suite, folder, *options):
     """A suite on small problems: what it prints and the results that it leaves."""
-    said = program(f"benchmarks.{suite}", "--quick", "--min-time", "0", "--out", str(folder), *options)
-    return said, json.loads((folder / f"{suite}.json").read_text())
+    assert run(suite, ["--quick", "--min-time", "0", "--out", str(folder), *options]) == 0
+    return capsys.readouterr().out, json.loads((folder / f"{suite.name}.json").read_text())
 
 
 @pytest.fixture(autouse=True)
 def garbage_stays(monkeypatch):
     """It is collected before every round, which takes a second where many programs were compiled."""
     monkeypatch.setattr(harness.gc, "collect", lambda: 0)
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """As a command sets it, for this process."""
+    monkeypatch.setenv("NPROC", "1")
 
 
 class Bench:
@@ -228,8 +228,7 @@ def test_bad_options_are_refused_with_what_is_wanted(arguments, message, capsys)
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("NPROC", "1")  # as it is set by the command, for this process
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, one_thread, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="2"):
         run(dense.SUITE, ["--quick", "--out", str(tmp_path / "file" / "folder")])
@@ -242,21 +241,23 @@ def test_missing_torch_is_told_with_the_way_to_get_it(monkeypatch):
     assert "no loop" in one_device.why_no_torch("voxels")
 
 
+@pytest.mark.usefixtures("one_thread", "standard_promotion")
 @pytest.mark.parametrize(
     ("suite", "options", "name"),
     [
-        ("single", ["Picard 1, 2", "PyTorch, 1", "--rows", "conv,2,32,4"], "Picard 1, 2 levels, 2/1"),
-        ("at_once", ["auto"], "auto"),
-        ("dense", ["m = 16, Picard 1, all"], "2 levels, m = 16, Picard 1, all at once"),
+        (single.SUITE, ["Picard 1, 2", "PyTorch, 1", "--rows", "conv,2,32,4"], "Picard 1, 2 levels, 2/1"),
+        (at_once.SUITE, ["auto"], "auto"),
+        (dense.SUITE, ["m = 16, Picard 1, all"], "2 levels, m = 16, Picard 1, all at once"),
     ],
+    ids=lambda value: getattr(value, "name", None),
 )
-def test_quick_suite_end_to_end(suite, options, name, tmp_path):
-    said, result = quick(suite, tmp_path, "--only", *options)
+def test_quick_suite_end_to_end(suite, options, name, tmp_path, capsys):
+    said, result = quick(capsys, suite, tmp_path, "--only", *options)
     (row,) = result["rows"]
     contenders = {c["name"]: c for c in row["contenders"]}
     torch = {c for c in contenders if "PyTorch" in c} | {left["name"] for left in result["left_out"]}
     assert [c for c in contenders if "PyTorch" not in c] == ["lax.scan", name]
-    assert len(torch) == (suite == "single")
+    assert len(torch) == (suite is single.SUITE)
     for contender in contenders.values():
         assert contender["rounds"] == 3
         assert contender["seconds"].keys() == contender["ratio"].keys() == {"median", "q1", "q3"}
@@ -269,9 +270,9 @@ def test_quick_suite_end_to_end(suite, options, name, tmp_path):
     assert iterated["temporary_bytes"] > 0
     for looped in torch & contenders.keys():
         assert contenders[looped]["gradient_error"] < 1e-2  # float32, and rounding may switch a ReLU
-    table = (tmp_path / f"{suite}.md").read_text()
+    table = (tmp_path / f"{suite.name}.md").read_text()
     assert all(text in table and text in said for text in contenders)
-    assert (tmp_path / f"{suite}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"{suite.name}.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -323,12 +324,15 @@ def test_ratios_that_evaluations_allow():
 
 
 @pytest.mark.slow
-def test_a_row_measured_later_joins_those_that_are_there(tmp_path):
+@pytest.mark.usefixtures("one_thread", "standard_promotion")
+def test_a_row_measured_later_joins_those_that_are_there(tmp_path, capsys):
     """Each with where it comes from; a network in time, by Newton."""
     stored = json.loads((RESULTS / "single.json").read_text())
     stored["rows"] = stored["rows"][:1]
     (tmp_path / "single.json").write_text(json.dumps(stored))
-    old, new = quick("single", tmp_path, "--rows", "gru,4,12,3", "--only", "Newton, full", "--add")[1]["rows"]
+    old, new = quick(capsys, single.SUITE, tmp_path, "--rows", "gru,4,12,3", "--only", "Newton, full", "--add")[1][
+        "rows"
+    ]
     assert old["contenders"] == stored["rows"][0]["contenders"]
     assert "manifest" in old and "manifest" not in new
     assert [c["name"] for c in new["contenders"]] == ["lax.scan", "Newton, full, 6"]

@@ -107,22 +107,22 @@ def test_regression(oneshot):
 
 @pytest.mark.slow
 def test_five_classes(oneshot):
-    """Forty iterations on five classes; after that L-BFGS amplifies rounding."""
+    """25 iterations on five classes, more than L-BFGS remembers; after 40 it amplifies rounding."""
     batch, starts, histories = oneshot
     loss = functools.partial(loss_fn, time=1.0)
-    compare(run(loss, starts["n32"], batch, 40), histories["N=32 T=1, serial"], rtol=1e-8)
+    compare(run(loss, starts["n32"], batch, 25), histories["N=32 T=1, serial"], rtol=1e-8)
 
 
 @pytest.mark.usefixtures("optimised")
 def test_one_shot_trains_as_serial_propagation_does(oneshot):
     """At a tenth of its depth, and about twice its work: one sweep per gradient, two for the adjoint and for each trial."""
-    layers, steps, (batch, starts, histories) = 32, 30, oneshot
+    layers, steps, (batch, starts, histories) = 32, 15, oneshot
     solver, adjoint_solver = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
     search = train.Backtracking(trials=20, solver=adjoint_solver)
     loss = functools.partial(loss_fn, time=1.0)
     got = run(loss, starts[f"n{layers}"], batch, steps, solver, adjoint_solver, line_search=search)
     wanted = histories[f"N={layers} T=1, serial"]
-    assert got["loss"][-1] < 1.02 * wanted["loss"][steps - 1]
+    assert got["loss"][-1] < (1 + 1e-5) * wanted["loss"][steps - 1]  # 1.7e-5 above without the guesses
     serial_depth, serial_work = count(steps, sum(wanted["trials"][: steps + 1]) + steps, layers, *[lp_jax.Serial()] * 3)
     depth, work = count(steps, int(got["trials"].sum()), layers, solver, adjoint_solver, adjoint_solver)
     assert depth < serial_depth / 10 and work < 2.1 * serial_work
@@ -154,7 +154,7 @@ def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path):
         info = train.Info(jnp.int32(6), solution.stats, solution.result, trajectory=solution.trajectory)
         return jnp.mean(losses), info
 
-    solver = lp_jax.MGRIT(coarsening=4, iterations=1)
+    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Rediscretize())
     step_fn, start = train.one_shot(loss_fn, params, OPTIMIZER, batch, solver=solver, line_search=SEARCH)
 
     def run(steps, checkpoints=None, restore=False):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 
@@ -17,6 +18,7 @@ from problems import machine, relative_error
 
 import lp_jax
 from lp_jax import nn, planning, train, viz
+from lp_jax.cli import _train
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -48,7 +50,7 @@ def test_the_problem_of_a_trunk_is_what_it_solves():
     layers, y = trunk(t1=3.0), jnp.ones((2, 4))
     problem = layers.problem(y)
     np.testing.assert_array_equal(problem.solve().y1, layers(y))
-    found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5)
+    found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5, seconds=0.0)
     got, exact = (np.asarray(layers.solve(y, solver=solver).y1) for solver in (found.solver, lp_jax.Serial()))
     assert isinstance(found.solver, lp_jax.Picard) and np.abs(got - exact).max() < 1e-5
 
@@ -113,7 +115,7 @@ def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
     model = classifier(kind)
     loss_fn, params = train.classification(model)
     batch = random((12, 4)), np.arange(12, dtype="int32") % 3
-    found = train.plan(model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), error=1e-2)
+    found = train.plan(model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), seconds=0.0)
     assert found.layers == 16 and isinstance(found.solver, lp_jax.Picard)
 
     def gradient(*solvers):
@@ -124,7 +126,10 @@ def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
     assert relative_error(g, e) == pytest.approx(found.best.error, rel=0.1)  # the loss sees another last state
 
 
-def test_a_recurrent_classifier_is_planned():
+def test_a_recurrent_classifier_is_planned(monkeypatch):
+    """Iterations are not run for their time: each solver is a program."""
+    monkeypatch.setattr(planning._measure, "_iterations", lambda problem, solver: (1e-6, 2e-6, 4e-6))
+    monkeypatch.setattr(planning._measure, "newton", lambda problem: 1e-5)
     model = classifier("gru")
 
     class Last(nnx.Module):
@@ -149,7 +154,7 @@ def test_a_recurrent_classifier_is_planned():
 def test_a_plan_is_a_picture(tmp_path, workers):
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
     problem = lp_jax.Problem(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4)))
-    found = lp_jax.plan(problem, machine=UNFILLED, workers=workers)
+    found = lp_jax.plan(problem, machine=UNFILLED, workers=workers, seconds=0.0)
     viz.plan(found).savefig(tmp_path / "plan.png")
     assert imread(tmp_path / "plan.png").std() > 0.05
     nothing = planning.choose(16, machine(1e-5, auto=1))
@@ -161,18 +166,20 @@ SMALL = ["--layers", 4, "--width", 6, "--batch-size", 100]
 
 def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
     file = tmp_path / "machine.json"
-    code, out, _ = run(capsys, "plan", "digits", *SMALL, "--save", file, "--out", tmp_path)
+    code, out, _ = run(capsys, "plan", "digits", *SMALL, "--seconds", 0.01, "--save", file, "--out", tmp_path)
     assert code == 0 and "Use solver=lp_jax." in out and (tmp_path / "plan.png").exists()
     kept = planning.Machine.load(file)
     assert kept.examples == 100 and "digits" in kept.name
-    code, again, _ = run(capsys, "plan", "digits", *SMALL, "--machine", file, "--seconds", 0.01)
+    code, again, _ = run(capsys, "plan", "machine", file, "--layers", 4)
     serial = [next(line for line in text.splitlines() if "Serial()" in line) for text in (out, again)]
     assert code == 0 and serial[0] == serial[1]  # it takes what it took
     code, alone, _ = run(capsys, "plan", "machine", file, "--layers", 8, "--workers", 4)
-    assert code == 0 and re.search(r"\? .*MGRIT", alone)
+    assert code == 0 and re.search(r"\? .*(MGRIT|Picard)", alone)
 
 
-def test_training_takes_what_is_planned(capsys, tmp_path):
+def test_training_takes_what_is_planned(capsys, tmp_path, monkeypatch):
+    planned = functools.partial(_train.make_plan, machine=machine(1e-5, auto=1), seconds=0.0)
+    monkeypatch.setattr(_train, "make_plan", planned)
     args = ["train", "digits", *SMALL, "--epochs", 1, "--solver", "auto", "--no-pictures", "--out", tmp_path]
     code, _, err = run(capsys, *args)
     assert code == 0 and re.search(r"auto: .*(faster|fast as serial)", err)

@@ -133,6 +133,11 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
+def deep(layers):
+    params = jnp.asarray(np.random.default_rng(0).normal(size=(layers, 4, 4)))
+    return lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
+
+
 @pytest.fixture
 def few_samples(monkeypatch):
     """Times are positive after one short sample, too."""
@@ -146,12 +151,12 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
         return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + layer.data[None])
 
     problem = lp_jax.Problem(
-        step, jnp.zeros((12, 4, 4)), jnp.ones((2, 4)), shared=jnp.ones(()), data=jnp.zeros((12, 4)), t1=3.0
+        step, jnp.zeros((16, 4, 4)), jnp.ones((2, 4)), shared=jnp.ones(()), data=jnp.zeros((16, 4)), t1=3.0
     )
     machine = planning.calibrate(problem, name="small")
-    assert machine.auto is None and machine.at_once == (1, 2, 12) and machine.name == "small"
+    assert machine.auto is None and machine.at_once == (1, 2, 16) and machine.name == "small"
     assert (machine.state_bytes, machine.layer_bytes) == (2 * 4 * 8, 4 * 4 * 8)
-    assert machine.newton is None and machine.relaxation is None
+    assert machine.newton is None and machine.relaxation is None and min(machine.across) > 0
     assert machine.adding > 0 and machine.update == 0
     machine.save(tmp_path / "machine.json")
     assert json.loads((tmp_path / "machine.json").read_text())["forward"] == list(machine.forward)
@@ -163,19 +168,17 @@ def test_calibration_measures_the_network_that_it_is_given(tmp_path):
 def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
     """However few intervals there are: none is exact before the second cycle, which would be left out."""
     seen = []
-    params = jnp.asarray(np.random.default_rng(0).normal(size=(layers, 4, 4)))
-    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
 
     def count(calls):
         seen.extend((int(a), int(b)) for _, a, b in (call() for call in calls))
         return [1.0, 1.0, 1.0]
 
     monkeypatch.setattr(_measure, "seconds", count)
-    _measure.relaxation(problem, span)
+    _measure.relaxation(deep(layers), span)
     assert seen == [(1, 1), (2, 1), (1, 2)]
 
 
-@pytest.mark.usefixtures("few_samples")
+@pytest.mark.usefixtures("few_samples", "unmeasured")
 def test_newton_is_not_measured_further_where_it_is_hopeless(monkeypatch):
     """A second for a few layers, where serial propagation through all takes milliseconds."""
     measured = []
@@ -185,28 +188,37 @@ def test_newton_is_not_measured_further_where_it_is_hopeless(monkeypatch):
         return 1.0 * problem.layers
 
     monkeypatch.setattr(planning._measure, "newton", newton)
-    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-    problem = lp_jax.Problem(step, jnp.zeros((64, 4, 4)), jnp.ones((2, 4)))
-    machine = planning.calibrate(problem, newton=True)
+    machine = planning.calibrate(deep(64), newton=True)
     assert measured == [2, 2] and machine.at_once == (1, 2, 8, 64)
     assert machine.newton == (1.0, 2.0, 8.0, 64.0)
 
 
-@pytest.mark.usefixtures("few_samples")
-def test_calibration_tells_what_an_interval_takes_beside_its_layers(monkeypatch):
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Iterations are not run: each solver is a program."""
+    monkeypatch.setattr(_measure, "_iterations", lambda problem, solver: (1e-6, 2e-6, 4e-6))
+
+
+@pytest.mark.usefixtures("few_samples", "unmeasured")
+def test_calibration_goes_by_the_layers_at_once(monkeypatch):
     monkeypatch.setattr(_calibrate, "_ENOUGH", 1e3)  # all layers are timed, however long they take
-    params = jnp.asarray(np.random.default_rng(0).normal(size=(128, 4, 4)))
-    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
-    together = planning.calibrate(problem)
+    together = planning.calibrate(deep(128))
     assert together.at_once == (1, 2, 16, 128) and together.auto is None and together.relaxation is None
     monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 16)
-    some = planning.calibrate(problem)
+    some = planning.calibrate(deep(128))
     assert (some.at_once, some.auto) == ((1, 2, 16), 16)
     monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
-    machine = planning.calibrate(problem)
-    assert machine.at_once == (1,) and min(machine.relaxation) > 0 and machine.interval is not None
-    batched = planning.calibrate(problem, batched=True)
-    assert batched.at_once == (1, 4, 16, 32) and len(batched.gradient) == 4
+    assert planning.calibrate(deep(128)).at_once == (1,)
+    assert planning.calibrate(deep(128), batched=True).at_once == (1, 4, 16, 32)
+
+
+@pytest.mark.usefixtures("few_samples")
+def test_calibration_tells_what_an_interval_takes_beside_its_layers(monkeypatch):
+    monkeypatch.setattr(_calibrate, "_ENOUGH", 1e3)
+    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
+    machine = planning.calibrate(deep(16), batched=True)
+    assert machine.at_once == (1, 4) and min(machine.relaxation) > 0 and machine.interval is not None
+    assert len(machine.gradient) == 2
 
 
 def test_a_layer_and_its_interval_are_told_apart_by_two_lengths(monkeypatch):
@@ -616,15 +628,15 @@ def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
     problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
     slow = machine(1e-5, 1e-5, at_once=(1, 64), state_bytes=64)
-    found = lp_jax.plan(problem, comm=mesh, machine=slow)
+    found = lp_jax.plan(problem, comm=mesh, machine=slow, seconds=0.0)
     assert seen == [2] and found.workers == 2 and found.machine.latency == 1e-3
     assert "not measured" not in str(found)
-    of_problem = lp_jax.plan(dataclasses.replace(problem, comm=mesh), machine=slow)
+    of_problem = lp_jax.plan(dataclasses.replace(problem, comm=mesh), machine=slow, seconds=0.0)
     assert seen == [2, 2] and of_problem.solver == found.solver
-    apart = lp_jax.plan(problem, workers=2, machine=slow)
+    apart = lp_jax.plan(problem, workers=2, machine=slow, seconds=0.0)
     assert seen == [2, 2] and "messages not measured and counted as nothing" in str(apart)
     with pytest.raises(ValueError, match=r"workers=4 and a comm of 2"):
-        lp_jax.plan(problem, comm=mesh, workers=4, machine=slow)
+        lp_jax.plan(problem, comm=mesh, workers=4, machine=slow, seconds=0.0)
 
 
 def test_a_plan_says_once_that_a_layer_cannot_be_counted():
