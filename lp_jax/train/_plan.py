@@ -90,7 +90,7 @@ def plan(
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=rngs)
         >>> model = nn.Classifier(nn.DenseOpening((4,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), 3, rngs=rngs))
         >>> _, params = train.classification(model)
-        >>> batch = jnp.ones((16, 4), "float32"), jnp.zeros(16, "int32")
+        >>> batch = jnp.ones((4, 4), "float32"), jnp.zeros(4, "int32")
         >>> train.plan(model, params, batch, seconds=0.1).error
         0.01
     """
