@@ -170,7 +170,7 @@ print(f"the default, after training: relative error {error(params, None):.0e}")
 #
 # `lp_jax.nn` has layers, and `lp_jax.train` what a training loop needs. `train.classification` makes a loss and its
 # parameters of a model, for the same optax loop, or for `train.fit`, which adds a log and checkpoints. Here it takes six
-sweeps in every step.
+# sweeps in every step.
 
 # %%
 from flax import nnx
