@@ -55,7 +55,7 @@ print(f"largest difference {jnp.abs(last - last_too).max():.0e}, of the outputs 
 # nothing else changes.
 
 # %%
-DEPTH, WIDTH = 64, 32
+DEPTH, WIDTH = 64, 16
 
 
 class Block(nnx.Module):

@@ -74,11 +74,11 @@ digits = data.digits(seed=0)
 # We train by exact gradients, so that nothing disturbs the comparison. At some steps we keep the parameters.
 
 # %%
-moments = (1, 20, 40, 84)
+moments = (1, 20, 40, 56)
 optimizer = optax.adam(2e-3)
 step_fn = train.make_train_step(loss_fn, optimizer)
 state, kept = train.init_state(params, optimizer), {}
-for epoch in range(3):
+for epoch in range(2):
     for batch in data.batches(digits, 50, seed=0, epoch=epoch):
         state, metrics = step_fn(state, batch, lp_jax.Serial(), None)
         if int(state.step) in moments:
@@ -104,7 +104,7 @@ def changes(params, x):
 
 
 fig, ax = plt.subplots()
-for step in (1, 20, 84):
+for step in (1, 20, 56):
     ax.plot(np.arange(1, DEPTH + 1), changes(kept[step], digits.test_x[:50]), "o-", label=f"step {step}")
 ax.axvspan(0.5, 4.5, color="grey", alpha=0.2)
 ax.set(

@@ -63,13 +63,14 @@ def loss_fn(weights, x, y, solver):
     return losses.mean(), scores
 
 
-keys = jax.random.split(jax.random.key(0), 3)
+random = np.random.default_rng(4)
 weights = {
-    "gates": jax.random.normal(keys[0], (UNITS + SEEN, 2 * UNITS)) / 5,
-    "bias": jnp.zeros(2 * UNITS),
-    "new": jax.random.normal(keys[1], (UNITS + SEEN, UNITS)) / 5,
-    "scores": jax.random.normal(keys[2], (UNITS, 10)) / 4,
+    "gates": random.normal(0, 1 / 5, (UNITS + SEEN, 2 * UNITS)),
+    "bias": np.zeros(2 * UNITS),
+    "new": random.normal(0, 1 / 5, (UNITS + SEEN, UNITS)),
+    "scores": random.normal(0, 1 / 4, (UNITS, 10)),
 }
+weights = jax.tree.map(jnp.float32, weights)
 
 # %% [markdown]
 # ## Newton's method

@@ -80,7 +80,7 @@ logs = {
 
 # %% [markdown]
 # One-shot training has a step function of its own, because its state carries where the solves ended. Nested iteration
-# trains three networks, each from what the one before has learnt.
+# trains two networks, the second from what the first has learnt.
 
 # %%
 one_shot_step, state = train.one_shot(loss_fn, params, optimizer, batch, solver=two, adjoint_solver=three)
@@ -94,7 +94,7 @@ logs["one-shot"] = train.fit(
     adjoint_solver=three,
 )[1]
 
-depths = [train.Depth(8, epochs=EPOCHS // 2), train.Depth(16, epochs=EPOCHS // 4), train.Depth(32, epochs=EPOCHS // 4)]
+depths = [train.Depth(8, epochs=EPOCHS * 2 // 3), train.Depth(LAYERS, epochs=EPOCHS // 3)]
 logs["nested"] = train.nested(network(8), optimizer, lambda epoch: [batch], depths, steps_per_epoch=1)[2]
 
 # %% [markdown]

@@ -1,9 +1,8 @@
 """``lp-jax demo``: what its table says."""
 
 import json
-import subprocess
-import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,14 +11,6 @@ pytest.importorskip("jsonargparse")
 from lp_jax import train
 from lp_jax.cli import _demo
 from lp_jax.cli._experiment import Run
-
-# The command, which times layers as briefly as conftest.py does.
-BRIEF = """
-from lp_jax.planning import _measure
-_measure._SAMPLES, _measure._SAMPLE = 1, 1e-3
-from lp_jax.cli import main
-main()
-"""
 
 
 def a_run(name, times, accuracies, deeper=(), errors=()):
@@ -57,17 +48,12 @@ def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_ru
     assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[4] == ["none", "1e-03, 1e-01"]
 
 
-def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp_path):
+def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp_path, monkeypatch, capsys):
     """Sweeps follow the exact gradient, and are not exact; the rough ones less so. The reason below the table is a count."""
-    command = [sys.executable, "-c", BRIEF, "demo", "--layers", "64", "--epochs", "2", "--no-pictures"]
-    ended = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        env=environment(2),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setattr(_demo, "_MOST_WORKERS", 2)
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        _demo.run(["--layers", "64", "--epochs", "2", "--no-pictures", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
     runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
     parallel = ["layer-parallel", "layer-parallel, rough"]
     assert list(runs) == ["exact", "data parallel", *parallel, "nested", "nested, layer-parallel"]
@@ -75,19 +61,12 @@ def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp
     assert 1e-7 < close < 0.1 < 5 * rough and 3 * close < rough
     np.testing.assert_allclose(runs["data parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
     np.testing.assert_allclose(runs["layer-parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
-    assert "an exact step is 192 evaluations of one layer" in ended.stdout
-    assert "is 7 evaluations of 32 layers at once: 4 forward of" in ended.stdout
-    assert "2 adjoint of" in ended.stdout and "messages included (11)" in ended.stdout
-    assert "1 H200" in ended.stdout and "layer-parallel, rough" in ended.stdout
+    assert "an exact step is 192 evaluations of one layer" in printed
+    assert "is 7 evaluations of 32 layers at once: 4 forward of" in printed
+    assert "2 adjoint of" in printed and "messages included (11)" in printed
+    assert "1 H200" in printed and "layer-parallel, rough" in printed
 
 
 def test_layers_that_cannot_be_halved_are_refused():
     with pytest.raises(Exception, match="--layers must be a multiple of 64; got 100"):
         _demo.run(["--layers", "100"])
-
-
-def environment(devices):
-    import os
-
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return os.environ | {"XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])}

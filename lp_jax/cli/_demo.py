@@ -1,9 +1,10 @@
 """``lp-jax demo``: train one network exactly, layer-parallel and depth by depth, and compare times to the same accuracy."""
 
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -27,7 +28,7 @@ from lp_jax.cli._reason import why
 from lp_jax.cli._report import make_writable, plain_console, quick_compilation, save, write_json
 from lp_jax.cli._settings import prepare
 from lp_jax.cli._workers import ONE_DEVICE, Place, copies, devices, mesh_comm
-from lp_jax.train._types import Batch
+from lp_jax.train._types import Batch, LossFn
 
 ABOUT = """\
 Train a deep network on handwritten digits exactly, layer-parallel and depth by depth. A table compares the times to the same
@@ -78,8 +79,10 @@ def optimizer_of(made: Experiment) -> optax.GradientTransformation:
     return optax.adam(optax.cosine_decay_schedule(training.learning_rate, made.task.steps_per_epoch * training.epochs))
 
 
-def trained(name: str, depths: Sequence[int], made: Experiment, console: Console) -> Run:
-    """Train, and test after each epoch by serial propagation on one device.
+def trained(
+    name: str, depths: Sequence[int], made: Experiment, exact_loss: Callable[[int], LossFn], console: Console
+) -> Run:
+    """Train, and test after each epoch by ``exact_loss(layers)``, by serial propagation on one device.
 
     The first step of each depth compiles. In the log it gets the time of the second one; a row of kind "compilation" has the
     rest. Rows of kind "probe" have the gradient's error at the first and at the last parameters, unless it is exact.
@@ -87,18 +90,18 @@ def trained(name: str, depths: Sequence[int], made: Experiment, console: Console
     settings, task = made.settings, made.task
 
     def test(model: nn.Classifier) -> list[train.Every]:
-        exact, _ = task.loss(experiment(settings, task, solvers=SERIAL, layers=trunk_of(model).num_layers).model)
+        exact = exact_loss(trunk_of(model).num_layers)
 
         def measure(state: train.TrainState, batch: Batch) -> dict[str, object]:
             return train.evaluate(exact, _on_one_device(state.params), task.test_batches)._asdict()
 
         return [train.Every("test", task.steps_per_epoch, measure)]
 
-    model, state, log = depth_by_depth(made, depths, optimizer_of(made), measures=test, meter=train.Bar(name, console))
+    _, state, log = depth_by_depth(made, depths, optimizer_of(made), measures=test, meter=train.Bar(name, console))
     without_compilation(log)
     if not made.exact:
-        for step, there in ((0, made), (int(state.step), made.of(model))):
-            error = there.gradient_error(there.params, next(made.batches(0)), *made.solvers)
+        for step, params in ((0, made.params), (int(state.step), state.params)):
+            error = made.gradient_error(params, next(made.batches(0)), *made.solvers)
             log.write(kind="probe", step=step, gradient_error=error)
     state = state._replace(params=_on_one_device(state.params))
     return Run(name, made, state, log, settings.training.batch_size)
@@ -286,8 +289,13 @@ def run(args: Sequence[str]) -> None:
     )
     there = f"{workers} devices ({jax.devices()[0].device_kind}): each holds {settings.layers // workers} layers."
     out.print(there if workers > 1 else f"One device ({jax.devices()[0].device_kind}): all layers at once.")
+
+    @functools.cache  # one program for the tests of all runs
+    def exact_loss(layers: int) -> LossFn:
+        return task.loss(experiment(settings, task, solvers=SERIAL, layers=layers).model)[0]
+
     runs = [
-        trained(name, depths, experiment(settings, task, place, pair), console)
+        trained(name, depths, experiment(settings, task, place, pair), exact_loss, console)
         for name, (depths, pair, place) in ways(settings.layers, comm).items()
     ]
     out.print(table(runs))

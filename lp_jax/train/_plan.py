@@ -1,6 +1,5 @@
 """Solvers for a model and a batch, before it is trained."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,33 +24,44 @@ class Inner(NamedTuple):
 
 def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> Inner:
     """Return the problem of a classifier's layers: of the longest block, if there are several."""
-    merged = nnx.merge(nnx.graphdef(model), params)
-    x, targets, *key = batch
-    problem, y1, rest = _reach(merged, x, key)
-    cotangent = jax.grad(lambda y: loss(merged.closing(rest(y)), targets))(y1)
-    quarter = len(targets) // 4
-    fewer = None
-    if quarter >= 2:
-        smaller, _, _ = _reach(merged, jax.tree.map(lambda leaf: leaf[:quarter], x), key)
-        fewer = {name: getattr(smaller, name) for name in ("y0", "shared", "data")}
-    return Inner(problem, cotangent, fewer)
-
-
-def _reach(model: Classifier, x: PyTree, key: list[jax.Array]) -> tuple[Problem, State, Callable[[State], State]]:
-    """Return the longest block's problem, its last state, and the function from there to the closing layer."""
-    context = {**model.context_of(x), **({"key": key[0]} if key else {})}
+    graphdef = nnx.graphdef(model)
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
     lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts]
     longest = lengths.index(max(lengths))
 
-    def run(y: State, some: list[Any]) -> State:
+    def network(params: PyTree) -> tuple[Classifier, list[Any]]:
+        merged = nnx.merge(graphdef, params)
+        return merged, list(getattr(merged.trunk, "parts", [merged.trunk]))
+
+    def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
         for part in some:
             y = part.solve(y, **context, solver=Serial()).y1 if hasattr(part, "solve") else part(y)
         return y
 
-    y = run(model.opening(x), parts[:longest])
-    problem = parts[longest].problem(y, **context)
-    return problem, run(y, parts[longest : longest + 1]), lambda y1: run(y1, parts[longest + 1 :])
+    @jax.jit
+    def begin(params: PyTree, x: PyTree, key: list[jax.Array]) -> tuple[State, dict[str, PyTree]]:
+        merged, parts = network(params)
+        context = {**merged.context_of(x), **({"key": key[0]} if key else {})}
+        return run(merged.opening(x), parts[:longest], context), context
+
+    @jax.jit
+    def end(params: PyTree, y: State, context: dict[str, PyTree], targets: PyTree) -> State:
+        merged, parts = network(params)
+        y1 = run(y, parts[longest : longest + 1], context)
+        return jax.grad(lambda y: loss(merged.closing(run(y, parts[longest + 1 :], context)), targets))(y1)
+
+    def problem(x: PyTree) -> tuple[Problem, State, dict[str, PyTree]]:
+        y, context = begin(params, x, key)
+        return network(params)[1][longest].problem(y, **context), y, context
+
+    x, targets, *key = batch
+    whole, y, context = problem(x)
+    quarter = len(targets) // 4
+    fewer = None
+    if quarter >= 2:
+        smaller, _, _ = problem(jax.tree.map(lambda leaf: leaf[:quarter], x))
+        fewer = {name: getattr(smaller, name) for name in ("y0", "shared", "data")}
+    return Inner(whole, end(params, y, context, targets), fewer)
 
 
 def plan(
@@ -80,7 +90,7 @@ def plan(
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=rngs)
         >>> model = nn.Classifier(nn.DenseOpening((4,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), 3, rngs=rngs))
         >>> _, params = train.classification(model)
-        >>> batch = jnp.ones((16, 4), "float32"), jnp.zeros(16, "int32")
+        >>> batch = jnp.ones((4, 4), "float32"), jnp.zeros(4, "int32")
         >>> train.plan(model, params, batch, seconds=0.1).error
         0.01
     """

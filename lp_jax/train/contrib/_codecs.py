@@ -38,7 +38,8 @@ def average_compressed(axis: str, send: Send) -> optax.GradientTransformation:
         >>> from lp_jax.train import contrib
         >>> mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         >>> optimizer = optax.chain(contrib.average_compressed("data", contrib.top_k(0.25)), optax.sgd(1.0))
-        >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        >>> @jax.jit
+        ... @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         ... def first_step(gradient):
         ...     return optimizer.update(gradient[0], optimizer.init(gradient[0]))[0][None]
         >>> print(-first_step(jnp.asarray([[1.0, 2.0, 3.0, 8.0], [9.0, 3.0, 2.0, 1.0]])))
