@@ -40,15 +40,14 @@ _TWICE = (
     "run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), or leave rtol and atol out."
 )
 
-# Inlined: jaxlib 0.12 ends the process over a call that takes only a token, as on an MPI rank without layers.
-_jit = functools.partial(jax.jit, inline=True)
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
 
     Equal programs are compiled once (`first_equal`): their functions are jitted, and JAX caches compiled programs.
+    Within another program they are inlined: jaxlib 0.12 ends the process over a call that takes only a token, as those on an
+    MPI rank without layers do.
 
     Attributes:
         steps: the layer on each level, and other steps of the solvers.
@@ -77,7 +76,7 @@ class Program:
     def solve(self) -> Callable[[Arrays], Output]:
         """The solve: a scan that JAX differentiates, or iterations whose gradient is an adjoint solve."""
         if self.scan:
-            return _jit(functools.partial(_scan, self))
+            return jax.jit(functools.partial(_scan, self), inline=True)
 
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
@@ -88,9 +87,7 @@ class Program:
             out, left = self._forward(arrays, keep=True)
             return out, (arrays, left, (out[0], out[1], out[2][0].result))
 
-        def bwd(
-            residuals: tuple[Arrays, Forward, tuple[State, PyTree, jax.Array]], cotangents: Output
-        ) -> tuple[Arrays]:
+        def bwd(residuals: tuple[Arrays, Forward, PyTree], cotangents: Output) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
             y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
             gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
@@ -164,11 +161,11 @@ class Program:
 
     @functools.cached_property
     def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
-        return _jit(functools.partial(_forward, self), static_argnames="keep")
+        return jax.jit(functools.partial(_forward, self), static_argnames="keep", inline=True)
 
     @functools.cached_property
     def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return _jit(functools.partial(_backward, self), static_argnames="keep")
+        return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=True)
 
 
 @functools.lru_cache(maxsize=128)
