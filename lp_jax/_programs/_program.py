@@ -46,7 +46,7 @@ class Program:
     """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
 
     Equal programs are compiled once (`first_equal`): their functions are jitted, and JAX caches compiled programs.
-    Within another program they are inlined: jaxlib 0.12 ends the process over a call that takes only a token, as those on an
+    Within another program they are inlined: jaxlib 0.11 and 0.12 fail at a call that takes only a token, as those on an
     MPI rank without layers do.
 
     Attributes:
