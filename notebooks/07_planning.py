@@ -93,7 +93,7 @@ print(bought)
 viz.plan(bought)
 
 # %% [markdown]
-# **What it shows.** Left: each point is a solver; further left is faster, lower is more exact. The red line is one
+# **What it shows.** Left: each point is a solver; further left is faster, lower is more exact. The orange line is one
 # layer after another. One small layer leaves a large GPU idle, so many at once take hardly longer than one. Right:
 # what more devices would give, by what is divided among them.
 #
