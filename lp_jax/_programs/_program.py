@@ -46,8 +46,8 @@ class Program:
     """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
 
     Equal programs are compiled once (`first_equal`): their functions are jitted, and JAX caches compiled programs.
-    Within another program they are inlined: jaxlib 0.11 and 0.12 fail at a call that takes only a token, as those on an
-    MPI rank without layers do.
+    On an MPI rank without layers they are inlined into the program around them: jaxlib 0.11 and 0.12 fail at a call that
+    takes only a token.
 
     Attributes:
         steps: the layer on each level, and other steps of the solvers.
@@ -76,7 +76,7 @@ class Program:
     def solve(self) -> Callable[[Arrays], Output]:
         """The solve: a scan that JAX differentiates, or iterations whose gradient is an adjoint solve."""
         if self.scan:
-            return jax.jit(functools.partial(_scan, self), inline=True)
+            return jax.jit(functools.partial(_scan, self), inline=self.workers.rows[0] == 0)
 
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
@@ -161,11 +161,11 @@ class Program:
 
     @functools.cached_property
     def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
-        return jax.jit(functools.partial(_forward, self), static_argnames="keep", inline=True)
+        return jax.jit(functools.partial(_forward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
 
     @functools.cached_property
     def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=True)
+        return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
 
 
 @functools.lru_cache(maxsize=128)
