@@ -200,7 +200,7 @@ def test_times_are_differentiated(grid, eps=1e-6):
 def test_closed_over_values_and_times_are_differentiated(name, grid):
     got, wanted = (of_closed_over_and_end(solver, grid)(*CLOSED_OVER, 1.5) for solver in (name, "serial"))
     assert relative_error(got[1][:2], wanted[1][:2]) < 1e-12
-    np.testing.assert_allclose(got[1][2], wanted[1][2], rtol=1e-7)
+    np.testing.assert_allclose(got[1][2], wanted[1][2], rtol=1e-12)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import data_files
@@ -715,6 +716,27 @@ def test_a_folder_is_for_one_run_at_a_time(cli, tmp_path):
     assert not lock.exists()
     stored = json.loads((folder / "config.json").read_text())["options"]
     assert stored["no_pictures"] is True  # kept for --resume
+
+
+def test_ctrl_c_ends_the_program_with_a_checkpoint(tmp_path):
+    """The program, whose own way with the signal is the system's until the training takes over; more in the test below."""
+    folder, deadline = tmp_path / "run", time.monotonic() + 90
+    options = ["--serial", "--no-pictures", *SMALL, "--epochs", "100000"]
+    code = "from lp_jax_command import main; main()"
+    process = program("-c", code, "train", "digits", "--out", folder, *options)
+    try:
+        metrics = folder / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < 10:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err
+    stopped = re.search(r"lp-jax: SIGINT: stopped after step (\d+); saved to ", err)
+    assert stopped and (folder / "checkpoints" / stopped[1]).is_dir()
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path, monkeypatch):

@@ -133,13 +133,13 @@ def test_a_loop_of_unknown_length_is_told():
     assert read.launches is None
 
 
-def test_what_it_says_where_nothing_compiles_for_a_gpu(capsys):
+def test_what_it_says_where_nothing_compiles_for_a_gpu():
+    """Run as users run it, in a process whose environment hides the plugin."""
     if _compiles():
         pytest.skip("the extra gpu-program is installed here")
-    with pytest.raises(SystemExit) as ended:
-        program.main(["--quick"])
-    assert ended.value.code == 2
-    assert "pip install -e '.[gpu-program]'" in capsys.readouterr().err
+    done = _run("--quick")
+    assert done.returncode == 2
+    assert "pip install -e '.[gpu-program]'" in done.stderr
 
 
 def test_a_small_network_compiled_for_a_gpu(tmp_path):
@@ -156,12 +156,10 @@ def test_a_small_network_compiled_for_a_gpu(tmp_path):
 
 @pytest.mark.usefixtures("optimised")  # it runs each layer
 def test_estimates_are_near_what_compiled_programs_count():
-    """Within a factor of three, of every program whose loops have known lengths; each kind of layer at one depth."""
+    """Within a factor of three, of every program whose loops have known lengths."""
     rows = json.loads((BENCHMARKS / "results" / "h200" / "program.json").read_text())["rows"]
-    compared, others = 0, ("dense 64 wide 1024", "mlp 256 wide 256", "paralstm")
+    compared = 0
     for row in rows:
-        if row["title"].replace(",", "").startswith(others):
-            continue
         name, *sizes = row["title"].replace(",", "").split()
         width, layers, batch = (int(word) for word in sizes if word.isdigit())
         network = networks.NETWORKS[name](width, layers, batch)
@@ -175,7 +173,7 @@ def test_estimates_are_near_what_compiled_programs_count():
             predicted = planning.predict(*pair, layers, machine).seconds
             assert 1 / 3 < predicted / one["model_seconds"] < 3, (row["title"], one["name"])
             compared += 1
-    assert compared > 30
+    assert compared > 50
 
 
 def _compiles():

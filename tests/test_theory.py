@@ -23,6 +23,12 @@ from problems import (
 import lp_jax
 from lp_jax._arrays import _tree
 
+COARSE_STEPS = {  # test_battery has the others
+    "last": lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: x[-1], p)),
+    "picard2": lp_jax.Picard(sweeps=2),
+    "mgrit": lp_jax.MGRIT(levels=2, coarsening=2, iterations=1, coarse_step=INJECT),
+}
+
 
 def levels_of(solver, step, params, y0, t1=1.0):
     return lp_jax.hierarchy(lp_jax.Problem(step, params, y0, t1=t1), solver)
@@ -47,11 +53,13 @@ def squared(y):
 # ---------------------------------------------------------------------------------------------- equality, termination
 
 
-def test_serial_equality_at_convergence():
-    """Of cycles that are a coarse step; test_battery has the other coarse steps."""
-    within = lp_jax.MGRIT(levels=2, coarsening=2, iterations=1, coarse_step=INJECT)
-    solver = lp_jax.MGRIT(iterations=30, coarsening=4, coarse_step=within, atol=1e-15)
-    assert_serial(dense_step, dense_params(30, 4), dense_state(2, 4), squared, solver, t1=4.0)
+@pytest.mark.parametrize("coarse_step", COARSE_STEPS)
+def test_serial_equality_at_convergence(coarse_step):
+    n = 30
+    params, y0 = dense_params(n, 4), dense_state(2, 4)
+    hierarchy = {"levels": 3, "coarsening": (4, 2)} if coarse_step == "last" else {"levels": 2, "coarsening": 4}
+    solver = lp_jax.MGRIT(iterations=n, coarse_step=COARSE_STEPS[coarse_step], atol=1e-15, **hierarchy)
+    assert_serial(dense_step, params, y0, squared, solver, t1=4.0)
 
 
 @pytest.mark.parametrize("relaxation, exact_per_cycle", [("F", 1), ("FCF", 2), ("FCFCF", 3)])
@@ -88,7 +96,8 @@ def test_termination_of_the_gradient():
 @pytest.mark.parametrize(
     "coarse_step, skip",
     [
-        (lp_jax.Serial(), True),
+        (lp_jax.Serial(), False),
+        (lp_jax.Serial(checkpoint_every=3), True),
         (lp_jax.Picard(sweeps=4), False),
     ],
 )
@@ -105,16 +114,17 @@ def linear_step(y, layer):
 
 
 @pytest.mark.parametrize(
-    "adjoint, m, z, relaxation, printed",
+    "m, z, relaxation, printed",
     [
-        (False, 4, -0.05, "F", 0.07246),
-        (False, 4, -0.05, "FCF", 0.05900),
-        (False, 4, -0.20, "F", 0.26200),
-        (False, 4, -0.20, "FCF", 0.10732),
-        (True, 8, -0.20, "F", 1.91943),
-        (True, 8, -0.20, "FCF", 0.32203),
+        (4, -0.05, "F", 0.07246),
+        (4, -0.05, "FCF", 0.05900),
+        (4, -0.20, "F", 0.26200),
+        (4, -0.20, "FCF", 0.10732),
+        (8, -0.20, "F", 1.91943),
+        (8, -0.20, "FCF", 0.32203),
     ],
 )
+@pytest.mark.parametrize("adjoint", [False, True])
 def test_two_level_bound(m, z, relaxation, printed, adjoint):
     """The error propagator of one two-level cycle on u[n+1] = (1 + z) u[n], in the infinity norm over C-points.
 
@@ -174,17 +184,40 @@ def solved_both_ways(params, solver):
     return solution.result, solution.stats.iterations, adjoint.iterations
 
 
-def test_iterations_do_not_grow_with_depth():
-    """With injection; test_outputs has sweeps as coarse step."""
+@pytest.mark.parametrize(
+    "coarse_step, deep", [(INJECT, (1024, 4)), (lp_jax.Picard(sweeps=1), (256, 3))], ids=["inject", "sweep"]
+)
+def test_iterations_do_not_grow_with_depth(coarse_step, deep):
     counts = []
-    for n, levels in ((64, 2), (1024, 4)):  # the same 16 coarsest steps for both
-        solver = lp_jax.MGRIT(levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=INJECT)
+    for n, levels in ((64, 2), deep):  # the same 16 coarsest steps for both
+        solver = lp_jax.MGRIT(levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=coarse_step)
         result, *iterations = solved_both_ways(smooth_params(n), solver)
         assert int(result) == 0
         counts.append(tuple(map(int, iterations)))
     (forward, adjoint), (deep_forward, deep_adjoint) = counts
     assert deep_forward <= forward < 12
     assert deep_adjoint <= adjoint
+
+
+def test_adjoint_dot_product():
+    """<J dy, lam> = <dy, J^T lam>: J by forward-mode of a plain loop, J^T by the converged layer-parallel adjoint."""
+    params, y0 = dense_params(30, 4), dense_state(2, 4)
+    rng = np.random.default_rng(5)
+    random_like = lambda tree: jax.tree.map(lambda x: rng.normal(size=x.shape), tree)  # noqa: E731
+    dy, dp, lam = random_like(y0), random_like(params), random_like(y0)
+    last = lambda p, y: serial_states(dense_step, p, y, 2.0)[-1]  # noqa: E731
+    solver = lp_jax.MGRIT(levels=3, iterations=30, atol=1e-15, coarse_step=INJECT)
+
+    @jax.jit
+    def both(params, y0):
+        _, tangent = jax.jvp(last, (params, y0), (dp, dy))
+        _, pull = lp_jax.solve_vjp(dense_step, params, y0, t1=2.0, solver=solver)
+        return tangent, pull(lam)[0]
+
+    tangent, gradients = both(params, y0)
+    left = np.vdot(tangent, lam)
+    right = np.vdot(dy, gradients.y0) + sum(map(np.vdot, dp, gradients.params))
+    assert abs(left - right) < 1e-12 * abs(left)
 
 
 # ---------------------------------------------------------------------------------------------------- counted, not assumed
@@ -258,7 +291,15 @@ def design_cost(sizes, m, nu, cycles, skip):
     return total
 
 
-@pytest.mark.parametrize("relaxation, skip, at_once", [("FCF", False, math.inf), (("F", "FCF"), True, 1)])
+@pytest.mark.parametrize(
+    "relaxation, skip, at_once",  # every pair of the last two
+    [
+        ("F", True, math.inf),
+        ("F", False, 1),
+        (("F", "FCF"), True, 1),
+        ("FCF", False, math.inf),
+    ],
+)
 def test_evaluation_counts(at_once, skip, relaxation):
     n, m, forward_cycles, adjoint_cycles = 64, 4, 3, 2
     sizes = [64, 16, 4]
@@ -349,13 +390,14 @@ def test_picard_in_windows(n, adjoint, sweeps):
     np.testing.assert_allclose(got, wanted, rtol=1e-13)
 
 
-def test_enough_sweeps_in_windows_are_exact():
-    """A window of k layers is exact after k sweeps; the last one goes over all of them. test_outputs has what is kept."""
-    solver = lp_jax.Picard(sweeps=9, windows=4, storage="states")
+@pytest.mark.parametrize("storage", ["states", "all"])
+def test_enough_sweeps_in_windows_are_exact(storage):
+    """A window of k layers is exact after k sweeps; the last one goes over all of them."""
+    solver = lp_jax.Picard(sweeps=9, windows=4, storage=storage)
     assert_serial(dense_step, dense_params(30, 4, scale=3.0), dense_state(2, 4), squared, solver, t1=4.0)
 
 
-@pytest.mark.parametrize("n, reverse", [(n, i % 2 == 1) for i, n in enumerate((1, 5, 16, 37, 128))])
+@pytest.mark.parametrize("n, reverse", [(n, i % 2 == 1) for i, n in enumerate((1, 5, 9, 16, 37, 60, 128, 1, 5))])
 def test_prefix_sums(n, reverse):
     x, start = np.random.default_rng(0).uniform(size=(n, 3)), np.arange(3.0)
     order = slice(None, None, -1 if reverse else 1)
