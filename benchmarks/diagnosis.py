@@ -8,6 +8,7 @@ a quarter.
 
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -194,11 +195,12 @@ def chain(tell: Callable[[str], object]) -> Iterator[Case]:
 
 def compared(name: str, state: str, problem: lp_jax.Problem, cotangent: Any) -> dict[str, Any]:
     """A row: what was predicted, and what the same solvers take on the whole batch."""
-    few = planning.diagnose(problem, cotangent=cotangent, examples=EXAMPLES)
+    few = planning.diagnose(problem, cotangent=cotangent, examples=EXAMPLES, seconds=math.inf)
     whole = planning.diagnose(
         problem,
         cotangent=cotangent,
         examples=10**6,
+        seconds=math.inf,
         solvers=[(r.solver, r.adjoint_solver) for r in few.rehearsals],
     )
     pairs = zip(few.rehearsals, whole.rehearsals, strict=True)

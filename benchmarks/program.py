@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,8 @@ _MODEL = (
     "where a tolerance is met, no serial propagation follows, and none is counted."
 )
 ROWS = "dense,64,1024,64 dense,64,4096,64 mlp,256,64,256 mlp,256,256,256 gru,16,1024,64 paragru,64,1024,64 paralstm,64,1024,64"
+DEFAULT = "the default"
+TYPICAL = {"Serial": (0, 0), "Picard": (5, 3), "Newton": (5, 5), "MGRIT": (2, 2)}  # iterations, forward and adjoint
 WRITTEN_OUT = 64  # layers at most whose loop is written out whole, as a loop in Python is
 
 
@@ -83,6 +85,22 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
         **pairs(network, layers),
         **({} if network in ("paragru", "paralstm") else {TO_A_TOLERANCE: _met(*planning.RECOMMENDED)}),
     }
+
+
+def _of_default(network: Network, target: str) -> tuple[Pair, str]:
+    """The default's solvers, with as many iterations as networks near an ODE take, and their name with the predicted time."""
+    with planning.assume(planning.processor("gpu", target)):
+        taken = planning.default(
+            lp_jax.Problem(**network.problem(network.weights, network.x, (lp_jax.Serial(), lp_jax.Serial())))
+        )
+    pair = taken.solver, taken.adjoint_solver
+    name = f"{type(pair[0]).__name__}, {1e3 * taken.seconds:.3g} ms predicted"
+    usual = TYPICAL[type(pair[0]).__name__]
+    fixed = (
+        planning.with_effort(s, min(n, s.iterations)) if s.has_tolerance else s
+        for s, n in zip(pair, usual, strict=True)
+    )
+    return cast(Pair, tuple(fixed)), name
 
 
 def _met(solver: lp_jax.Picard, adjoint_solver: lp_jax.Picard) -> Pair:
@@ -325,7 +343,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, width, layers, batch = row
             network = NETWORKS[name](width, layers, batch, **({"formulation": "xla"} if name == "conv" else {}))
             title, facts_of, programs = f"{name}, {width} wide, {layers} layers, {batch} examples", {}, {}
-            for each, which in _wanted(row, options).items():
+            several = _wanted(row, options)
+            if options.devices == 1 and wanted(DEFAULT, options):
+                which, about = _of_default(network, options.target)
+                several[f"{DEFAULT}: {about}"] = which
+            for each, which in several.items():
                 progress(f"{title}: tracing {each}")
                 start = time.perf_counter()
                 program = lowered(network, which, devices[: options.devices], updates=options.updates)

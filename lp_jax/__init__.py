@@ -9,7 +9,6 @@ from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
 from lp_jax._arrays._pytree import register as register
-from lp_jax._arrays._tree import sum_of_squares as sum_of_squares
 from lp_jax._arrays._types import Layer as Layer
 from lp_jax._comms._comm import Comm as Comm
 from lp_jax._comms._mesh import MeshComm as MeshComm
@@ -18,6 +17,7 @@ from lp_jax._comms._mpi import layer_slices as layer_slices
 from lp_jax._comms._workers import Workers as Workers
 from lp_jax._interpolate import interpolate as interpolate
 from lp_jax._levels._level import Level as Level
+from lp_jax._levels._level import sum_of_squares as sum_of_squares
 from lp_jax._levels._relax import c_relax as c_relax
 from lp_jax._levels._relax import f_relax as f_relax
 from lp_jax._levels._relax import residual as residual

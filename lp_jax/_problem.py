@@ -8,16 +8,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._types import CPoints, PyTree, State
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, State
 from lp_jax._comms._comm import OneDevice
 from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
 from lp_jax._programs._network import Network
-from lp_jax._programs._program import partitions, seen_of
+from lp_jax._programs._program import Output, Program, seen_of
 from lp_jax._programs._traced import prepare, trace
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
@@ -121,7 +121,7 @@ class Problem(Network):
             3
         """
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
-        specs = functools.partial(partitions, program, arrays)
+        specs = functools.partial(_partitions, program, arrays)
         arrays = program.refuse_forward_mode(arrays)
         y1, aux, (stats, trajectory) = self.comm.call(program.solve, arrays, specs)
         return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
@@ -168,6 +168,27 @@ class Problem(Network):
             return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
 
         return Solution(y1, *rest, aux), pullback
+
+
+def _partitions(program: Program, arrays: Arrays) -> Output:
+    """Partitions of the outputs of a solve: those of ``y0`` for states, and for aux of the same shape."""
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        sharding = jax.typeof(x).sharding
+        return PartitionSpec() if sharding.mesh.empty else sharding.spec
+
+    def one(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
+    first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
+    _, aux = jax.eval_shape(dict(program.steps)[0].advance, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
+    nowhere: PyTree = PartitionSpec()
+    return (
+        jax.tree.map(spec, arrays.y0),
+        jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
+        (Stats(nowhere, nowhere, nowhere), jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), arrays.y0)),
+    )
 
 
 _RESTART = (

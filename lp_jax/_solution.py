@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lp_jax._arrays._types import PyTree, State
-from lp_jax._levels._result import DONE, FELL_BACK, RESULTS
+from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS, SERIAL
 from lp_jax._solvers._solver import Stats
 
 
@@ -58,7 +59,7 @@ class Solution(NamedTuple):
 
         stats, result = "traced", "traced"
         if not isinstance(self.result, jax.core.Tracer) and jnp.ndim(self.result) == 0:
-            stats, result = repr(self.stats), f"{int(self.result)} ({RESULTS[int(self.result)].partition('.')[0]})"
+            stats, result = repr(self.stats), f"{int(self.result)} ({self._reason(int(self.result)).partition('.')[0]})"
         return (
             f"Solution(y1={shapes(self.y1)}, stats={stats}, result={result}, trajectory={shapes(self.trajectory)}, "
             f"aux={shapes(self.aux)})"
@@ -73,9 +74,22 @@ class Solution(NamedTuple):
             raise SolveError(
                 "raise_if_failed() was called under jit or another transformation; call it on what they return."
             )
-        codes = {int(code) for code in jnp.ravel(self.result)} - {DONE, FELL_BACK}
+        codes = {int(code) for code in jnp.ravel(self.result)} - {DONE, SERIAL, FELL_BACK}
         if codes:
             norms = ", ".join("–" if r < 0 else f"{float(r):.3g}" for r in jnp.ravel(self.stats.residual_norms)[:12])
-            reasons = "; ".join(RESULTS[code] for code in sorted(codes))
-            raise SolveError(f"{reasons}. Residual norms: [{norms}].")
+            reasons = "; ".join(map(self._reason, sorted(codes)))
+            raise SolveError(f"{reasons}. Residual norms: [{norms}]." if norms else f"{reasons}.")
         return self
+
+    def _reason(self, code: int) -> str:
+        """The message of a result code; if the state is not finite, with the first layer whose output is not."""
+        if code != NON_FINITE or jnp.ndim(self.result):
+            return RESULTS[code]
+        leaves = [np.asarray(x, complex).reshape(len(x), -1) for x in jax.tree.leaves(self.trajectory)]
+        bad = np.flatnonzero(~np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1))
+        if not len(bad):
+            return RESULTS[code]
+        where = f"layer {bad[0]} (counted from 0) is the first whose output is not finite"
+        if jax.tree.leaves(self.aux) and len(jax.tree.leaves(self.aux)[0]) > len(leaves[0]):
+            where = f"interval {bad[0]} (counted from 0) of {len(leaves[0])} is the first with a layer whose output is not finite"
+        return f"{where}: {RESULTS[code]}"

@@ -21,4 +21,4 @@ class Relaxation(lp_jax.Solver):
 
     def improve(self, levels, u):
         relaxed = lp_jax.c_relax(levels[0], u)
-        return relaxed, lp_jax.sum_of_squares(jax.tree.map(lambda a, b: a - b, relaxed, u))
+        return relaxed, lp_jax.sum_of_squares(levels[0], jax.tree.map(lambda a, b: a - b, relaxed, u))

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import functools
 import math
-import warnings
 from pathlib import Path
 
 import chex
@@ -98,17 +97,6 @@ def test_more_layers_than_there_are_is_refused():
     params, y0 = problem()
     with pytest.raises(ValueError, match=r"at_once=15\).*14 layers.*math.inf"):
         lp_jax.solve(step, params, y0, solver=lp_jax.Picard(at_once=15))
-
-
-def test_the_old_name_warns_and_means_the_same():
-    with pytest.warns(DeprecationWarning, match=r"interval_map='vmap'.*at_once=inf"):
-        assert lp_jax.MGRIT(interval_map="vmap") == lp_jax.MGRIT(at_once=math.inf)
-    with pytest.warns(DeprecationWarning):
-        assert lp_jax.MGRIT(interval_map="loop") == lp_jax.MGRIT(at_once=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(ValueError, match="interval_map"):
-            lp_jax.MGRIT(interval_map="scan")
 
 
 @pytest.mark.parametrize("n, most, size", [(12, 12, 12), (12, 20, 12), (12, 5, 4), (13, 4, 4), (14, 5, 5), (7, 1, 1)])
@@ -245,7 +233,7 @@ def test_most_alive_of_a_program():
 MEASURED = {
     "lp_jax/_arrays/_at_once.py": 1,  # the numbers of a processor and of an accelerator: docs/internals.md has their tables
     "lp_jax/nn/_convolution.py": 1,
-    "lp_jax/planning/_plan.py": 1,
+    "lp_jax/planning/_measure.py": 1,
 }
 
 

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 import lp_jax
 from benchmarks import diagnosis
 from lp_jax import planning
+from lp_jax.planning import _diagnose
 
 N, D, BATCH = 24, 3, 6
 
@@ -55,6 +58,45 @@ def test_a_scalar_chain_has_its_exponent(rate):
     assert f"This chain {word}" in found.verdict
 
 
+@pytest.mark.parametrize(
+    ("growth", "word", "advice"),
+    [
+        (1e-3, "forgets: a disturbance is 1.0e-03 times", "pays on an accelerator"),
+        (0.099, "forgets: a disturbance is 9.9e-02 times", "Newton's method mostly converges"),
+        (0.101, "keeps disturbances", "Sweeps and cycles mostly converge"),
+        (9.9, "keeps disturbances", "Sweeps and cycles mostly converge"),
+        (10.1, "amplifies: a disturbance is 10.1 times", "Sweeps and cycles mostly converge"),
+        (41.5, "amplifies: a disturbance is 41.5 times", "Sweeps and cycles mostly converge"),
+        (999.0, "amplifies", "Sweeps and cycles mostly converge"),
+        (1001.0, "amplifies: a disturbance is 1.0e+03 times", "take Serial()"),
+    ],
+)
+def test_the_behaviour_is_that_of_the_numbers(growth, word, advice):
+    found = planning.Diagnosis(layers=24, examples=4, lipschitz=1.0, lyapunov=math.log(growth) / 24, rehearsals=())
+    assert found.behaviour.startswith(f"This chain {word}")
+    assert found.verdict.startswith(found.behaviour) and advice in found.verdict
+
+
+def test_no_rehearsal_starts_when_time_is_over(monkeypatch):
+    now, asked = [5.0], []
+
+    def rehearse(problem, cotangent, solver, adjoint_solver):
+        asked.append(solver)
+        now[0] += 1.0
+        return planning.Rehearsal(solver, adjoint_solver, 3, 3, 0, 0)
+
+    monkeypatch.setattr(_diagnose, "_rehearse", rehearse)
+    monkeypatch.setattr(_diagnose, "_numbers", lambda problem: (1.0, 0.0))
+    monkeypatch.setattr(_diagnose, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for seconds, names in ((0.0, "Picard, MGRIT, Newton"), (1.0, "MGRIT, Newton"), (2.5, ""), (math.inf, "")):
+        found = planning.diagnose(network(1.0), seconds=seconds)
+        assert ", ".join(type(solver).__name__ for solver in found.left_out) == names
+        assert [r.solver for r in found.rehearsals] == asked and len(asked) + len(found.left_out) == 3
+        asked.clear()
+        text = f"Left out for lack of time: {names}."
+        assert str(found).endswith(text) if names else "Left out" not in str(found)
+
+
 @jax.custom_vjp
 def damped(y):
     return 0.5 * y
@@ -83,7 +125,7 @@ def network(t1):
     return lp_jax.Problem(dense, params, states(), t1=t1)
 
 
-PROBLEMS = {"T = 6": network(6.0), "recurrent": recurrent()}
+PROBLEMS = {"T = 4": network(4.0), "recurrent": recurrent()}
 OWN = [lp_jax.Picard(sweeps=20, rtol=1e-3), (lp_jax.MGRIT(iterations=20, rtol=1e-4), lp_jax.Serial())]
 
 
@@ -92,8 +134,8 @@ def diagnosis_of(name):
     """The cotangent of a loss, and what is found with it."""
     problem = PROBLEMS[name]
     cotangent = jnp.cos(problem.solve(solver=lp_jax.Serial()).y1)
-    given = {"solvers": OWN} if name == "T = 6" else {"rtol": 1e-4, "adjoint_rtol": 1e-3}
-    return cotangent, planning.diagnose(problem, cotangent=cotangent, **given)
+    given = {"solvers": OWN} if name == "T = 4" else {"rtol": 1e-4, "adjoint_rtol": 1e-3}
+    return cotangent, planning.diagnose(problem, cotangent=cotangent, seconds=math.inf, **given)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -101,7 +143,7 @@ def test_what_is_predicted_is_what_is_taken(name):
     """Within two, on the whole batch; what does not converge is not said to."""
     problem, (cotangent, found) = PROBLEMS[name], diagnosis_of(name)
     assert found.examples == 4
-    if name == "T = 6":
+    if name == "T = 4":
         picard, cycles = found.rehearsals
         assert (picard.solver, cycles.solver, cycles.adjoint_solver) == (OWN[0], *OWN[1])
         assert picard.iterations > 3 and picard.adjoint_iterations > 3
@@ -113,7 +155,7 @@ def test_what_is_predicted_is_what_is_taken(name):
         solution, pullback = problem.solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
         return solution, pullback(cotangent)[1]
 
-    for r in found.rehearsals[:: 1 if name == "T = 6" else 2]:
+    for r in found.rehearsals[:: 1 if name == "T = 4" else 2]:
         solution, stats = taken(r.solver, r.adjoint_solver)
         assert (r.result == 0) == (int(solution.result) == 0)
         assert (r.adjoint_result == 0) == (int(stats.result) == 0)
@@ -125,9 +167,9 @@ def test_what_is_predicted_is_what_is_taken(name):
 def test_a_recurrent_network_forgets_and_sweeps_do_not_converge():
     _, found = diagnosis_of("recurrent")
     assert [r.converges for r in found.rehearsals] == [False, False, True]
-    assert found.verdict.endswith("Converges: Newton. Does not: Picard, MGRIT.")
+    assert found.verdict.endswith("Converges: Newton (pays on an accelerator). Does not: Picard, MGRIT.")
     text = str(found)
-    assert repr(found) == text
+    assert repr(found) == text and text.startswith("64 layers, measured on 4 examples\n")
     assert "Lyapunov exponent       -" in text
     assert f"-        -  {lp_jax.planning.code(found.rehearsals[0].solver)}" in text
 
@@ -154,7 +196,7 @@ def test_examples_are_cut_where_the_step_takes_fewer():
 
 
 def test_a_plan_says_how_the_layers_behave():
-    plan = lp_jax.plan(network(1.0), seconds=0.1, machine=planning.estimate(network(1.0), device="H100"))
+    plan = lp_jax.plan(network(1.0), seconds=60.0, machine=planning.estimate(network(1.0), device="H100"))
     assert plan.diagnosis.lipschitz == pytest.approx(planning.diagnose(network(1.0), solvers=()).lipschitz)
     assert f"{plan.diagnosis.numbers}. {plan.diagnosis.behaviour}" in str(plan)
     assert plan.diagnosis.numbers.startswith("Lipschitz constant x T ")

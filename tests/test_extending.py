@@ -148,7 +148,7 @@ def outside():
         def improve(self, levels, state):
             relaxed = lp_jax.c_relax(levels[0], state["states"])
             change = jax.tree.map(jnp.subtract, relaxed, state["states"])
-            return {"states": relaxed}, lp_jax.sum_of_squares(change)
+            return {"states": relaxed}, lp_jax.sum_of_squares(levels[0], change)
 
         def c_points(self, levels, state):
             return state["states"]
@@ -247,77 +247,6 @@ def test_the_identity_is_no_sweep():
         said = [planning.training_step(solver, solver, 32, workers=workers) for solver in (identity, sweeps)]
         assert said[0] == said[1] and said[0].events == said[1].events
     assert viz.describe(identity, 32).title == "32 layers on 2 levels: the coarse solve is a prefix sum"
-
-
-# --- old names ------------------------------------------------------------------------------------------------------
-
-
-OLD = r"is called .* now\. The old name works in this release"
-
-
-@pytest.mark.parametrize("skip, start", [(True, "cascade"), (False, "guess")])
-def test_the_first_cycle_was_skipped(skip, start):
-    with pytest.warns(DeprecationWarning, match=rf"skip_downcycle={skip}\) is called MGRIT\(start=.{start}.\) now"):
-        old = lp_jax.MGRIT(skip_downcycle=skip)
-    new = lp_jax.MGRIT(start=start)
-    assert old == new and hash(old) == hash(new) and repr(old) == repr(new) and "skip_downcycle" not in repr(old)
-    assert dataclasses.replace(old, iterations=5) == lp_jax.MGRIT(start=start, iterations=5)
-    leaves, structure = jax.tree.flatten(old)
-    assert jax.tree.unflatten(structure, leaves) == new
-    with pytest.warns(DeprecationWarning, match=OLD):
-        assert dataclasses.replace(new, skip_downcycle=not skip).start != start
-
-
-def test_old_methods_are_functions(page):
-    solver = lp_jax.Picard(sweeps=3, rtol=1e-2)
-    for call, wanted in {
-        lambda: solver.with_effort(5): lp_jax.Picard(sweeps=5),
-        lambda: solver.summary(): planning.summary(solver),
-        lambda: lp_jax.Rediscretize().summary(): planning.summary(lp_jax.Rediscretize()),
-        lambda: solver.describe(32): viz.describe(solver, 32),
-    }.items():
-        with pytest.warns(DeprecationWarning, match=OLD):
-            assert call() == wanted
-    with pytest.raises(AttributeError, match="has no attribute 'summery'"):
-        solver.summery  # noqa: B018
-
-
-def test_old_methods_for_the_planner_are_registered(page):
-    with pytest.warns(DeprecationWarning, match=OLD) as warned:
-
-        @fields
-        class Counted(page["BlockJacobi"]):
-            def count(self, work):
-                work.steps(5, work.mine)
-
-            def summary(self):
-                return "in blocks"
-
-    assert [str(w.message).split(" is called")[0] for w in warned] == ["Counted.count", "Counted.summary"]
-    assert "test_extending" in warned[0].filename
-    assert planning.count(Counted(), 32).batches == {("forward", 32): 5}
-    assert planning.summary(Counted()) == "in blocks"
-
-
-def test_old_methods_of_a_solver_from_outside_are_called(page):
-    with pytest.warns(DeprecationWarning, match=OLD) as warned:
-
-        @fields
-        class Blocks(page["BlockJacobi"]):
-            def grid(self, steps):
-                return [(steps, min(8, steps))]
-
-            def start(self, levels, guess):
-                return jax.tree.map(lambda y: jnp.stack([2 * y] * levels[0].intervals), levels[0].y0), 1
-
-    assert [str(w.message).split(" is called")[0] for w in warned] == [
-        "Blocks.start(levels, guess)",
-        "Blocks.grid(steps)",
-    ]
-    assert Blocks().stride(32) == Blocks().unit(32) == 8
-    stats = lp_jax.solve(**vars(page["problem"]), solver=Blocks(iterations=5)).stats
-    assert stats.residual_norms[0] == -1 and stats.residual_norms.shape == (5,)
-    assert page["error"](Blocks(iterations=5)) < 1e-14
 
 
 def test_a_comm_counts_the_messages_of_a_program(page):

@@ -14,6 +14,7 @@ from problems import relative_error
 
 import lp_jax
 from lp_jax import nn, train
+from lp_jax._levels import _result
 from lp_jax._levels._result import DONE, FELL_BACK, NOT_CONVERGED
 
 ROUGH, SERIAL = lp_jax.Picard(sweeps=2), lp_jax.Serial()
@@ -184,7 +185,8 @@ def test_results_by_default_and_of_solves_nobody_differentiates():
     default = lp_jax.value_and_grad(lambda y: missing(WEIGHTS, y, None))
     frozen = lp_jax.value_and_grad(lambda y: jnp.sum(y**2) + jax.lax.stop_gradient(missing(WEIGHTS, y)))
     for found in jax.jit(lambda y: (default(y)[2], frozen(y)[2]))(Y):
-        assert [int(x) for x in found] == [DONE, DONE]
+        assert [int(x) for x in found] in ([_result.SERIAL] * 2, [DONE, DONE])
+    assert [int(x) for x in default(Y)[2]] == [_result.SERIAL] * 2  # nothing is faster for twelve layers
 
 
 def test_results_are_outputs_of_the_program():
@@ -236,7 +238,7 @@ def test_arguments_of_grad():
 
 def test_a_table_of_solvers():
     def loss(weights, y):
-        return jnp.sum(jnp.cos(lp_jax.solve(dense, weights, y, t1=2.0).y1))
+        return jnp.sum(jnp.cos(lp_jax.solve(dense, weights, y, t1=2.0, solver=lp_jax.Picard(sweeps=32, rtol=1e-3)).y1))
 
     solvers = {"own": None, "rough": ROUGH, "pair": (lp_jax.Picard(sweeps=6), ROUGH), "exact": SERIAL}
     table = lp_jax.compare(loss, solvers)(WEIGHTS, Y)

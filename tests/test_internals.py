@@ -14,13 +14,14 @@ import pytest
 
 import lp_jax
 from lp_jax._programs._step import LayerStep
+from lp_jax._solvers._default import SWEEPS
 
 PACKAGE = Path(lp_jax.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
 SOLVERS = {
     "serial": (lp_jax.Serial(), 1),
     "picard": (lp_jax.Picard(sweeps=2), 1),
-    "default": (None, 1),
+    "sweeps": (SWEEPS[0], 1),
     "mgrit": (lp_jax.MGRIT(), 2),
     "mgrit, 3 levels": (lp_jax.MGRIT(levels=3, coarsening=2), 3),
     "newton": (lp_jax.Newton(batch_axes=1), 1),
@@ -98,7 +99,7 @@ def test_the_drawing_is_the_traceback():
 @pytest.mark.parametrize(
     ("row", "solver", "coarse"),
     [
-        ("default solver", None, False),
+        ("`Picard` to a tolerance", SWEEPS[0], False),
         ("`MGRIT`, relaxation", lp_jax.MGRIT(), False),
         ("`MGRIT`, solve on the coarsest level", lp_jax.MGRIT(), True),
     ],
@@ -107,7 +108,7 @@ def test_calls_in_an_iteration(row, solver, coarse):
     """The longest way to the step's program in an iteration, and the call that runs its code where it runs."""
     (written,) = re.findall(rf"^\| {re.escape(row)} \| (\d+) \| (\d+) \|$", PAGE.read_text(), flags=re.MULTILINE)
     stacks = [stack for stack in evaluations(solver) if ("coarse_solve" in stack) == coarse]
-    relaxations = [s for s in stacks if coarse or solver is None or "MGRIT.pre_relax" in s]
+    relaxations = [s for s in stacks if coarse or solver is SWEEPS[0] or "MGRIT.pre_relax" in s]
     lengths = [max(len(s) + 2 for s in relaxations if s[0] == verb) for verb in ("solve", "Program.solve.<locals>.bwd")]
     assert lengths == list(map(int, written))
 

@@ -276,7 +276,7 @@ def chain(n):
     return matrices, vectors, states
 
 
-IN_TURN = dataclasses.replace(CPU, turn=0.0)
+IN_TURN = dataclasses.replace(CPU, chain_flops=0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Plans for models: Flax modules, classifiers, the command line."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -50,7 +49,7 @@ def test_the_problem_of_a_trunk_is_what_it_solves():
     layers, y = trunk(t1=3.0), jnp.ones((2, 4))
     problem = layers.problem(y)
     np.testing.assert_array_equal(problem.solve().y1, layers(y))
-    found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5, seconds=0.0)
+    found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5, seconds=60.0)
     got, exact = (np.asarray(layers.solve(y, solver=solver).y1) for solver in (found.solver, lp_jax.Serial()))
     assert isinstance(found.solver, lp_jax.Picard) and np.abs(got - exact).max() < 1e-5
 
@@ -65,32 +64,9 @@ def test_the_problem_of_a_recurrent_network_is_what_it_solves():
         lp_jax.calibrate(gru.problem(x).replace(comm=mesh(1)))
 
 
-def test_auto_is_decided_by_the_shapes_of_a_call(monkeypatch):
-    layers, y = trunk(solver="auto"), jnp.ones((2, 4))
-    exact = layers.solve(y, solver=lp_jax.Serial())
-    with pytest.warns(UserWarning, match="solver='auto' is Serial"):
-        solution = nnx.jit(lambda layers, y: layers.solve(y))(layers, y)
-    np.testing.assert_allclose(solution.y1, exact.y1, rtol=1e-14)
-    assert solution.stats.residual_norms.shape == (0,)
-    monkeypatch.setattr(planning, "auto", lambda problem: planning.RECOMMENDED)
-    assert layers.solve(y).stats.iterations > 1
-    assert layers.solve(y, solver=lp_jax.Serial()).stats.iterations == 0
-
-
-@pytest.mark.parametrize(("workers", "wins"), [(4, False), (8, True)])
-def test_auto_counts_the_workers(workers, wins):
-    """About 16 sweeps in all: eight workers make up for them, four do not."""
-    layers, y = trunk(solver="auto", comm=mesh(workers)), jnp.ones((2, 4))
-    with contextlib.nullcontext() if wins else pytest.warns(UserWarning, match=r"16 layers on 4 devices"):
-        solution = layers.solve(y)
-    assert (solution.stats.iterations > 1) == wins
-    exact = trunk().solve(y, solver=lp_jax.Serial()).y1
-    np.testing.assert_allclose(solution.y1, exact, rtol=1e-3 if wins else 1e-13)  # its sweeps end at 1e-3
-
-
-def test_auto_is_no_other_word():
-    with pytest.raises(TypeError, match=r"solver must be a solver.*got 'fast'"):
-        trunk(solver="fast")
+def test_a_solver_is_no_word():
+    with pytest.raises(TypeError, match=r"solver must be a solver.*got 'auto'"):
+        trunk(solver="auto")
 
 
 # --- classifiers ----------------------------------------------------------------------------------------------------
@@ -115,7 +91,7 @@ def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
     model = classifier(kind)
     loss_fn, params = train.classification(model)
     batch = random((12, 4)), np.arange(12, dtype="int32") % 3
-    found = train.plan(model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), seconds=0.0)
+    found = train.plan(model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), seconds=60.0)
     assert found.layers == 16 and isinstance(found.solver, lp_jax.Picard)
 
     def gradient(*solvers):
@@ -154,7 +130,7 @@ def test_a_recurrent_classifier_is_planned(monkeypatch):
 def test_a_plan_is_a_picture(tmp_path, workers):
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
     problem = lp_jax.Problem(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4)))
-    found = lp_jax.plan(problem, machine=UNFILLED, workers=workers, seconds=0.0)
+    found = lp_jax.plan(problem, machine=UNFILLED, workers=workers, seconds=60.0)
     viz.plan(found).savefig(tmp_path / "plan.png")
     assert imread(tmp_path / "plan.png").std() > 0.05
     nothing = planning.choose(16, machine(1e-5, auto=1))
@@ -178,7 +154,7 @@ def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
 
 
 def test_training_takes_what_is_planned(capsys, tmp_path, monkeypatch):
-    planned = functools.partial(_train.make_plan, machine=machine(1e-5, auto=1), seconds=0.0)
+    planned = functools.partial(_train.make_plan, machine=machine(1e-5, auto=1), seconds=60.0)
     monkeypatch.setattr(_train, "make_plan", planned)
     args = ["train", "digits", *SMALL, "--epochs", 1, "--solver", "auto", "--no-pictures", "--out", tmp_path]
     code, _, err = run(capsys, *args)

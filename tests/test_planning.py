@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from problems import machine, relative_error
 
 import lp_jax
 from lp_jax import planning
-from lp_jax.planning import _calibrate, _candidates, _interconnect, _measure, _plan, _work
+from lp_jax.planning import _calibrate, _candidates, _diagnose, _interconnect, _measure, _plan, _work
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
 
@@ -124,7 +125,9 @@ def test_machines_are_saved_and_read(tmp_path):
         assert planning.Machine.load(tmp_path / "machine.json") == saved
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", '{"layers": [1]}', '{"cores": 2}', '{"layers": "all"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", '{"at_once": [1]}', '{"layers": [1]}', '{"cores": 2}', '{"at_once": "all"}']
+)
 def test_files_that_are_none_are_refused_in_one_line(tmp_path, text):
     path = tmp_path / "machine.json"
     path.write_text(text)
@@ -372,15 +375,178 @@ def test_what_diverges_is_never_chosen():
     probe, _ = told(lambda solver: math.nan)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
     assert isinstance(found.solver, lp_jax.Serial)
-    assert re.search(r"\d+ solvers are clearly faster, none with a gradient error", planning.reason(found))
-    assert "not looked at" not in planning.reason(found)
+    assert re.match(
+        r"\d+ solvers are predicted faster, none with a gradient error of at most 1e-02\. On", planning.reason(found)
+    )
+    assert all(
+        c.probed is not None for c in found.choices if isinstance(c.solver, lp_jax.Picard)
+    )  # the tightest are left out
 
 
-def test_what_nobody_had_time_to_look_at_is_told():
+def test_the_plan_counts_the_solvers_left_out_for_lack_of_time():
     probe, asked = told(lambda solver: 1.0)
-    found = planning.choose(1024, UNFILLED, probe=probe, seconds=-1.0)
-    assert found.unprobed > 0 and not any(isinstance(solver, lp_jax.MGRIT) for solver in asked)
-    assert f"and {found.unprobed} were not looked at" in planning.reason(found)
+    found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.0, solvers=[lp_jax.Picard(sweeps=3)])
+    assert found.unprobed > 2 and not asked
+    assert planning.reason(found).startswith(
+        f"{found.unprobed} solvers predicted faster were left out for lack of time. On 2 devices"
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of the planner that stands still: ``clock[0]`` is the time."""
+    now = [100.0]
+    for module, name in ((_plan, "clock"), (_calibrate, "time"), (_diagnose, "time")):
+        monkeypatch.setattr(module, name, SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_for_a_tenth_longer(clock):
+    asked = []
+
+    def probe(solver, adjoint_solver):
+        asked.append(solver)
+        clock[0] += 0.2 if len(asked) < 3 else 0.05
+        return planning.Probed(0.5, 3, 3)
+
+    own = lp_jax.Picard(sweeps=3)
+    found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.3, solvers=[own])
+    assert asked[0] == own and len(asked) == 3  # sweeps to a tolerance end at 0.4, and may run until 0.43
+    late = f"{found.unprobed} solvers predicted faster were left out for lack of time. "
+    assert planning.reason(found).startswith(
+        f"3 solvers are predicted faster, none with a gradient error of at most 1e-02. {late}"
+    )
+    chosen = planning.choose(1024, UNFILLED, probe=lambda *pair: planning.Probed(1e-3, 3, 3), seconds=1.0)
+    assert chosen.unprobed == 0 and planning.reason(chosen).endswith(
+        "times as fast as serial propagation on one worker."
+    )
+    text = planning.reason(dataclasses.replace(chosen, unprobed=1))
+    assert text.endswith("on one worker; 1 solver predicted faster was left out for lack of time.")
+
+
+def test_the_reason_says_whether_errors_were_measured_and_what_is_nearly_faster():
+    plan = planning.choose(64, UNFILLED)
+    faster = [c for c in plan.choices if c.time.seconds * 1.15 <= plan.serial.time.seconds]
+    assert (
+        planning.reason(plan) == f"{len(faster)} solvers are predicted faster. Their gradient errors were not measured."
+    )
+    none = planning.choose(64, LOOPED, probe=lambda *pair: planning.Probed(0.0, 3, 3))
+    assert planning.reason(none).startswith(
+        "No parallel solver is predicted faster than serial propagation, because layers run"
+    )
+    nearly = none.choices[-1]._replace(time=planning.Time(0.9 * none.serial.time.seconds, 0.0, 0.0, 0.0, 0.0))
+    text = planning.reason(dataclasses.replace(none, choices=(nearly, *none.choices)))
+    assert text.startswith("No parallel solver is predicted 1.15 times as fast as serial propagation, because")
+
+
+def test_a_plan_with_newton_names_the_accelerator():
+    machine = dataclasses.replace(UNFILLED, newton=(1e-6, 1e-6))
+    errors, _ = told(lambda solver: 0.0 if isinstance(solver, lp_jax.Newton) else 1.0)
+    found = planning.choose(1024, machine, probe=errors, seconds=1e9)
+    assert isinstance(found.solver, lp_jax.Newton)
+    assert planning.reason(found).endswith("serial propagation on one worker (pays on an accelerator).")
+
+
+@pytest.fixture
+def started(monkeypatch, clock):
+    """The measurements that `plan` starts. Each takes a second."""
+    names = []
+
+    def measured(name, value):
+        def measure(*args, **options):
+            names.append(name)
+            clock[0] += 1.0
+            return value
+
+        return measure
+
+    times = {
+        "serial": (1e-5, 2e-5),
+        "sweep": [2e-4, 3e-4, 4e-4],
+        "newton": 1e-4,
+        "adding": 1e-6,
+        "relaxation": np.full(3, 1e-5),
+    }
+    for name, value in times.items():
+        monkeypatch.setattr(_measure, name, measured(name, value))
+    monkeypatch.setattr(_plan, "_probe", lambda *args: measured("probe", planning.Probed(0.5, 3, 3)))
+    diagnosis = planning.Diagnosis(layers=64, examples=2, lipschitz=1.0, lyapunov=0.0, rehearsals=())
+    monkeypatch.setattr(_plan, "diagnose", measured("diagnose", diagnosis))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted", "left_out"),
+    [
+        (
+            0.0,
+            [],
+            "serial propagation (estimated), sweeps (estimated), intervals, Newton's method, sums of gradients, behaviour",
+        ),
+        (
+            2.0,
+            ["serial", "probe", "probe"],
+            "sweeps (estimated), intervals, Newton's method, sums of gradients, behaviour",
+        ),
+        (
+            4.0,
+            ["serial", "sweep", "probe", "probe"],
+            "shorter sweeps, intervals, Newton's method, sums of gradients, behaviour",
+        ),
+        (
+            12.0,
+            ["serial", "sweep", "sweep", "sweep", "relaxation", "newton", *["probe"] * 6],
+            "longer runs of Newton's method",
+        ),
+    ],
+)
+def test_no_measurement_starts_when_time_is_over(started, monkeypatch, seconds, wanted, left_out):
+    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 64)
+    found = lp_jax.plan(deep(64), seconds=seconds)
+    assert started == wanted
+    assert found.note.startswith(f"Left out for lack of time: {left_out}") and found.note in str(found)
+    assert found.diagnosis is None and isinstance(found.solver, lp_jax.Serial)
+
+
+def test_nothing_is_left_out_with_time_enough(started):
+    found = lp_jax.plan(deep(64), seconds=math.inf)
+    assert started[-1] == "diagnose" and found.diagnosis is not None and found.note == ""
+    assert {"serial", "sweep", "newton", "adding", "probe"} <= set(started)
+
+
+def test_layers_one_after_another_are_planned_without_time(started, monkeypatch):
+    """As many layers are measured as time allows; sweeps then take as long as serial propagation."""
+    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
+    machine, left_out = _calibrate.measure(deep(64), None, False, True, end=100.5)
+    assert started == ["serial"] and (machine.at_once, machine.forward) == ((1,), (1e-5,))
+    assert machine.serial == (1e-5, 2e-5) and machine.relaxation is None
+    assert left_out == ["longer serial propagation", "sweeps (estimated)", "intervals", "batches", "sums of gradients"]
+
+
+def test_sweeps_left_out_are_estimated_relative_to_serial_propagation(started):
+    machine, _ = _calibrate.measure(deep(64), None, False, end=100.5)
+    guess = planning.estimate(deep(64))
+    assert machine.at_once == guess.at_once and machine.serial == (1e-5, 2e-5)
+    for times in (machine.forward, machine.adjoint, machine.gradient):
+        assert times == pytest.approx([1e-5, *(1e-5 * x / guess.per_layer[0] for x in guess.forward[1:])])
+    unmeasured, _ = _calibrate.measure(deep(64), None, False, end=0.0)
+    assert unmeasured.serial == guess.per_layer and len(started) == 1
+
+
+def test_long_calls_have_few_samples(monkeypatch):
+    """Fifteen samples, or those that start in two seconds; a given number is always taken."""
+    monkeypatch.setattr(_measure, "_SAMPLES", 15)
+    for spent, options, wanted in ((1.5, {}, 2), (1e-3, {}, 15), (5.0, {"samples": 3, "repeats": 1}, 3)):
+        now, calls = [0.0], []
+        monkeypatch.setattr(_measure, "time", SimpleNamespace(perf_counter=lambda now=now: now[0]))
+        monkeypatch.setattr(_measure, "_SAMPLE", 1e-9)
+
+        def call(now=now, calls=calls, spent=spent):
+            calls.append(1)
+            now[0] += spent
+
+        assert _measure.seconds([call], **options) == [pytest.approx(spent)]
+        assert len(calls) - (1 if "repeats" in options else 2) == wanted  # compiled, and timed for the repeats
 
 
 def test_where_nothing_can_win_no_hierarchy_is_compiled_and_the_alternative_is_named():
@@ -388,6 +554,7 @@ def test_where_nothing_can_win_no_hierarchy_is_compiled_and_the_alternative_is_n
     found = planning.choose(64, LOOPED, probe=probe)
     assert isinstance(found.solver, lp_jax.Serial)
     assert all(isinstance(solver, lp_jax.Picard) for solver in asked)  # for the sake of more devices
+    assert "No parallel solver is predicted faster than serial propagation" in planning.reason(found)
     assert "layers run one after another" in planning.reason(found)
     assert "On 2 devices: along the examples, 2 times as fast" in planning.reason(found)
 
@@ -426,12 +593,13 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
     assert chosen.best.time == taken
 
 
-def test_a_scan_over_integers_is_planned_by_the_gradient_of_its_start():
+def test_a_scan_over_integers_is_planned_by_the_gradient_of_its_start(monkeypatch):
     def body(y, number):
         return y + 0.01 * jnp.tanh(y) * number.astype(y.dtype), None
 
     problem = lp_jax.scanned(body, jnp.ones((2, 3)), jnp.arange(8))
-    found = lp_jax.plan(problem, machine=UNFILLED, seconds=0.0)
+    monkeypatch.setattr(_plan, "cycles", lambda *args: [])  # each is a program
+    found = lp_jax.plan(problem, machine=UNFILLED, seconds=1e9)
     assert any(c.error is not None and 0 < c.error < 1 for c in found.choices)
 
 
@@ -446,7 +614,9 @@ def test_more_devices():
     for row in (one, *more[:2]):
         assert row.both <= min(x for x in (row.layers, row.data) if x is not None)
     text = str(found)
-    assert found.code in text and "2048" in text and "4096" not in text and "counted as nothing" in text
+    assert (
+        found.code in text and "2048" in text and "4096" not in text and "message times unknown, taken as zero" in text
+    )
 
 
 @pytest.mark.parametrize("workers", [3, 8])
@@ -493,7 +663,7 @@ def test_nonsense_is_refused(fields, message):
         planning.choose(**({"layers": 64, "machine": LOOPED} | fields))
 
 
-# --- estimates and "auto" -------------------------------------------------------------------------------------------
+# --- estimates -----------------------------------------------------------------------------------------------------
 
 
 def dense(width, layers=256):
@@ -509,24 +679,6 @@ def test_an_estimate_counts_operations():
     assert (machine.state_bytes, machine.layer_bytes) == (256 * 512 * 4, 512 * 512 * 4)
     reached = 9.0e11 * 2 / 3
     assert machine.adding == pytest.approx(3 * machine.layer_bytes / reached)
-
-
-def test_auto_sweeps_where_a_layer_leaves_the_device_idle_and_says_where_not():
-    step, params = dense(64)
-    problem = lp_jax.Problem(step, params, jnp.zeros((32, 64), "float32"))
-    assert planning.auto(problem, device="H100") == planning.RECOMMENDED
-    shapes = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 8192, 8192), (8192, 8192)))
-    wide = lp_jax.Problem(step, *shapes)
-    with pytest.warns(UserWarning, match=r"solver='auto' is Serial\(\).*a layer fills it"):
-        assert planning.auto(wide, device="H100") == (lp_jax.Serial(), lp_jax.Serial())
-
-
-def test_auto_goes_by_the_size_of_a_layer_on_a_cpu():
-    step, params = dense(16, layers=4096)
-    assert isinstance(planning.auto(lp_jax.Problem(step, params, jnp.zeros((4, 16), "float32")))[0], lp_jax.Picard)
-    step, params = dense(512, layers=64)
-    with pytest.warns(UserWarning, match="a layer fills it"):
-        assert planning.auto(lp_jax.Problem(step, params, jnp.zeros((64, 512), "float32")))[0] == lp_jax.Serial()
 
 
 def test_wires_are_measured_between_the_devices_that_there_are():
@@ -618,7 +770,7 @@ def test_shapes_are_enough_for_an_estimate():
 
 
 def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
-    """And one for workers that are not at hand says that messages count as nothing."""
+    """And one for workers that are not at hand says that message times are unknown."""
     from lp_jax.planning import _plan
 
     measured = planning.Interconnect(latency=1e-3, bandwidth=1e9, sum_bandwidth=1e9)
@@ -630,11 +782,12 @@ def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
     slow = machine(1e-5, 1e-5, at_once=(1, 64), state_bytes=64)
     found = lp_jax.plan(problem, comm=mesh, machine=slow, seconds=0.0)
     assert seen == [2] and found.workers == 2 and found.machine.latency == 1e-3
-    assert "not measured" not in str(found)
+    assert "message times unknown" not in str(found)
     of_problem = lp_jax.plan(dataclasses.replace(problem, comm=mesh), machine=slow, seconds=0.0)
     assert seen == [2, 2] and of_problem.solver == found.solver
-    apart = lp_jax.plan(problem, workers=2, machine=slow, seconds=0.0)
-    assert seen == [2, 2] and "messages not measured and counted as nothing" in str(apart)
+    monkeypatch.setattr(_plan, "cycles", lambda *args: [])  # each is a program
+    apart = lp_jax.plan(problem, workers=2, machine=dataclasses.replace(UNFILLED, examples=2), seconds=1e9)
+    assert seen == [2, 2] and "message times unknown, taken as zero: plan(comm=mesh)" in planning.reason(apart)
     with pytest.raises(ValueError, match=r"workers=4 and a comm of 2"):
         lp_jax.plan(problem, comm=mesh, workers=4, machine=slow, seconds=0.0)
 

@@ -17,7 +17,7 @@ from jax.extend import core
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._products import cost_of, inside, most_alive, opaque
+from lp_jax._arrays._products import array_type, cost_of, elementwise, inside, most_alive, opaque, switches
 from lp_jax._arrays._types import PyTree
 
 
@@ -30,6 +30,9 @@ class Footprint(NamedTuple):
         flops: flops of its products.
         counted: whether these numbers are known; not with a callback or a foreign call in the program.
         few: whether it has a product of a few rows, at least two: see `with_few_terms`.
+        numbers: numbers that its other operations compute; a convolution counts its products.
+        kernels: number of its products and reductions, with those operations that fuse with them.
+        branches: work in a batch of layers relative to this, as a batch evaluates all branches of a switch.
     """
 
     operands: int
@@ -37,6 +40,9 @@ class Footprint(NamedTuple):
     flops: float
     counted: bool = True
     few: bool = False
+    numbers: float = 0.0
+    kernels: int = 1
+    branches: float = 1.0
 
 
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
@@ -46,63 +52,128 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
         flops = cost_of(program).work
     except ValueError:  # a loop whose length is data
         return Footprint(nbytes, 0, math.inf, counted=False)
-    return Footprint(
-        nbytes, most_alive(program), flops, counted=not opaque(program), few=has_few(program, terms, least=2)
-    )
+    counted, few = not opaque(program), has_few(program, terms, least=2)
+    numbers, kernels = elementwise(program)
+    branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches(program) else 1.0
+    return Footprint(nbytes, most_alive(program), flops, counted, few, numbers, kernels, branches)
+
+
+def _at_once_cost(program: core.Jaxpr) -> float:
+    """Flops of products and numbers of other operations of a layer in a batch."""
+
+    def layers(*arguments: jax.Array) -> list[jax.Array]:
+        consts, operands = arguments[: len(program.constvars)], arguments[len(program.constvars) :]
+        return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
+
+    def shape(v: core.Var, *more: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)
+
+    batched = jax.make_jaxpr(layers)(*map(shape, program.constvars), *(shape(v, 2) for v in program.invars)).jaxpr
+    return (cost_of(batched).work + elementwise(batched)[0]) / 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor:
-    """Limits of a device, by which programs for the same numbers are chosen.
+    """Numbers of a device: its times, and the limits by which programs for the same numbers are chosen.
 
     Attributes:
-        whole: bytes that all layers may hold to be evaluated at once; None for any.
-        part: bytes of the layers evaluated at once, where they are not all.
-        copied: flops per byte of a layer's operands below which the layers are not split, as copying the operands would
-            cost more.
-        short: most turns of a loop over layers at once that is unrolled as a whole.
-        some: turns of a longer loop that are unrolled; 1 for none.
-        small: most bytes of a layer for which serial propagation is unrolled; None for any. Layers with products of a few
-            rows are not: the sums of outer products would be unrolled too, and are then slower.
-        tiny: least flops of a layer for which it is unrolled: a CPU's compiler makes one kernel of a smaller loop.
-        terms: most terms for which the gradient of a weight is a sum of outer products: see `with_few_terms`.
-        turn: flops in the time of one turn of a loop; None where a turn is never worth its time.
+        flops: flops per second of products, in the precision that JAX uses by default for float32.
+        bandwidth: bytes per second of its memory.
+        cache_bytes: bytes of parameters that stay in a cache between two sweeps.
+        cache_bandwidth: bytes per second of this cache.
+        kernel: seconds to start a kernel in a loop over layers.
+        backward: kernels of a layer's gradient, relative to those of its evaluation.
+        launch: seconds to start a kernel that evaluates several layers.
+        few_rows: further seconds of each kernel of a layer in a batch, where products have a few rows.
+        latency: seconds of a message to another worker.
+        max_bytes: bytes that all layers may hold to be evaluated at once; None for any.
+        chunk_bytes: bytes of the layers evaluated at once, where they are not all.
+        min_intensity: flops per byte of a layer's operands below which the layers are not split, as copying the operands
+            would cost more.
+        full_unroll: most turns of a loop over layers at once that is unrolled as a whole.
+        partial_unroll: turns of a longer loop that are unrolled; 1 for none.
+        unroll_bytes: most bytes of a layer for which serial propagation is unrolled; None for any. Layers with products of a
+            few rows are not: the sums of outer products would be unrolled too, and are then slower.
+        unroll_flops: least flops of a layer for which it is unrolled: a CPU's compiler makes one kernel of a smaller loop.
+        outer_terms: most terms for which the gradient of a weight is a sum of outer products: see `with_few_terms`.
+        chain_flops: flops in the time of one turn of a loop; None where a turn is never worth its time.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> here: planning.Processor = planning.processor("cpu")
+        >>> here.launches
+        False
     """
 
-    whole: int | None
-    part: int
-    copied: float
-    short: int
-    some: int
-    small: int | None
-    tiny: int
-    terms: int
-    turn: float | None
+    flops: float
+    bandwidth: float
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = math.inf
+    kernel: float
+    backward: float
+    launch: float
+    few_rows: float = 0.0
+    latency: float
+    max_bytes: int | None
+    chunk_bytes: int
+    min_intensity: float
+    full_unroll: int
+    partial_unroll: int
+    unroll_bytes: int | None
+    unroll_flops: int
+    outer_terms: int
+    chain_flops: float | None
 
     def at_once(self, layer: Footprint, steps: int) -> int:
         """Number of ``steps`` layers that are evaluated at once."""
         if not layer.counted:
             return 1
         each = max(1, layer.operands + 2 * layer.working)  # working memory is written and read
-        if self.whole is None or steps * each <= self.whole or layer.flops < self.copied * layer.operands:
+        if (
+            self.max_bytes is None
+            or steps * each <= self.max_bytes
+            or layer.flops < self.min_intensity * layer.operands
+        ):
             return max(steps, 1)
-        return max(1, min(steps, self.part // each))
+        return max(1, min(steps, self.chunk_bytes // each))
+
+    def one(self, layer: Footprint, *, steps: int) -> float:
+        """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels."""
+        cached = steps * layer.operands <= self.cache_bytes
+        read = layer.operands / (self.cache_bandwidth if cached else self.bandwidth)
+        return max(layer.flops / self.flops, read + _BYTES * layer.numbers / self.bandwidth)
+
+    def serial(self, layer: Footprint, steps: int) -> tuple[float, float]:
+        """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient."""
+        started = self.kernel * layer.kernels if layer.flops >= self.unroll_flops or self.launches else 0.0
+        one = self.one(layer, steps=steps)
+        return steps * (started + one), steps * (self.backward * started + 2 * one)
+
+    def batch(self, layer: Footprint, steps: int) -> float:
+        """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
+        starts = (layer.kernels + _OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
+        one = layer.branches * self.one(layer, steps=steps) + self.few_rows * layer.few * layer.kernels
+        return self.launch * starts + steps * one
+
+    def jacobians(self, matrices: int, numbers: int) -> float:
+        """Seconds of a layer in the chain of an iteration of Newton's method, with Jacobians of ``numbers`` columns."""
+        return matrices * (_PASSES * 4 * numbers**2 / self.bandwidth + 2 * numbers**3 / self.flops)
 
     @property
     def launches(self) -> bool:
         """Whether each turn of a loop is launched anew, so that few long turns are cheap, wasted work included."""
-        return self.some > 1
+        return self.partial_unroll > 1
 
     def serial_unroll(self, layer: Footprint) -> int:
         """Number of turns of serial propagation to unroll."""
-        if self.small is None:
+        if self.unroll_bytes is None:
             return _SOME
-        fits = layer.counted and not layer.few and layer.operands + layer.working <= self.small
-        return _SOME if fits and layer.flops >= self.tiny else 1
+        fits = layer.counted and not layer.few and layer.operands + layer.working <= self.unroll_bytes
+        return _SOME if fits and layer.flops >= self.unroll_flops else 1
 
     def multiplies(self, flops: float) -> bool:
         """Whether to solve a chain of linear maps by products of maps, of ``flops`` each, and not map after map."""
-        return self.turn is None or flops <= self.turn
+        return self.chain_flops is None or flops <= self.chain_flops
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
         """Number of a loop's ``count`` turns to unroll.
@@ -112,11 +183,15 @@ class Processor:
         if not self.launches:
             return 1
         most = max(1, _MOST // _operations(jax.make_jaxpr(body)(*arguments).jaxpr))
-        if count > self.short:
-            return min(self.some, most)
+        if count > self.full_unroll:
+            return min(self.partial_unroll, most)
         return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
 
 
+_BYTES = 4  # per number that an operation other than a product computes: half of them are fused away
+_PASSES = 10  # over the Jacobians, in an iteration of Newton's method
+OF_NEWTON = 100  # kernels of such an iteration
+_OF_A_SUM = 6  # kernels of the sums of increments in a sweep
 _MOST = 2048  # operations of all turns that are unrolled
 
 
@@ -126,18 +201,71 @@ def _operations(jaxpr: core.Jaxpr) -> int:
 
 
 _SOME = 8
-CPU = Processor(whole=36_000_000, part=2**23, copied=1.0, short=1, some=1, small=2**13, tiny=256, terms=16, turn=1e5)
-ACCELERATOR = Processor(whole=None, part=0, copied=0.0, short=16, some=_SOME, small=None, tiny=0, terms=0, turn=None)
+CPU = Processor(
+    flops=6e10,
+    bandwidth=1e10,
+    cache_bytes=8e6,
+    cache_bandwidth=6e10,
+    kernel=2e-7,
+    backward=4.0,
+    launch=5e-7,
+    few_rows=3e-8,
+    latency=3e-5,
+    max_bytes=36_000_000,
+    chunk_bytes=2**23,
+    min_intensity=1.0,
+    full_unroll=1,
+    partial_unroll=1,
+    unroll_bytes=2**13,
+    unroll_flops=256,
+    outer_terms=16,
+    chain_flops=1e5,
+)
+ACCELERATOR = Processor(
+    flops=2e13,
+    bandwidth=7e11,
+    kernel=1e-6,
+    backward=1.5,
+    launch=1.4e-6,
+    latency=1e-5,
+    max_bytes=None,
+    chunk_bytes=0,
+    min_intensity=0.0,
+    full_unroll=16,
+    partial_unroll=_SOME,
+    unroll_bytes=None,
+    unroll_flops=0,
+    outer_terms=0,
+    chain_flops=None,
+)
+# From the vendors: dense TF32 products (bfloat16 on TPUs), and two thirds of the bandwidth of HBM, as measured on an H200.
+_SHEETS = {
+    "B200": (1.1e15, 5.3e12),
+    "H200": (4.9e14, 3.2e12),
+    "H100": (4.9e14, 2.2e12),
+    "A100": (1.56e14, 1.3e12),
+    "V100": (1.57e13, 6.0e11),
+    "TPU v4": (2.75e14, 8.0e11),
+    "TPU v5": (1.97e14, 5.4e11),
+}
 
 
-def processor(platform: str) -> Processor:
-    """Return the limits for a kind of device.
+def processor(platform: str, kind: str = "") -> Processor:
+    """Return the numbers of a device by its platform, "cpu" or another, and ``jax.Device.device_kind``.
 
-    For a CPU they are from the grid of the suite ``at_once`` on two cores with 32 MB of cache, jax 0.10.2 and 0.12
-    (docs/internals.md, "Layers at once on a CPU"); for an accelerator from an H200 (docs/gpu.md), on which sweeps over 256,
-    128 and 64 of 1,024 layers at a time took 1.6, 2.0 and 2.7 times as long as over all of them.
+    For a CPU they were measured on two cores with 32 MB of cache, jax 0.10.2 and 0.12 (docs/internals.md, "Layers at once on
+    a CPU" and "The default"); for an accelerator on an H200 (docs/gpu.md), on which sweeps over 256, 128 and 64 of 1,024 layers
+    at a time took 1.6, 2.0 and 2.7 times as long as over all of them. Other kinds have the flops and bytes of a data sheet.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> planning.processor("gpu", "NVIDIA H200").flops
+        490000000000000.0
     """
-    return CPU if platform == "cpu" else ACCELERATOR
+    if platform == "cpu":
+        return CPU
+    known = next((sheet for name, sheet in _SHEETS.items() if name.lower() in kind.lower()), None)
+    return ACCELERATOR if known is None else dataclasses.replace(ACCELERATOR, flops=known[0], bandwidth=known[1])
 
 
 def in_chunks(

@@ -232,6 +232,59 @@ def opaque(jaxpr: core.Jaxpr) -> bool:
     )
 
 
+def shares_weights(jaxpr: core.Jaxpr, varying: int) -> bool:
+    """Whether a product's operand depends on none of the first ``varying`` inputs: weights that all layers share."""
+    return _fixed_operands(jaxpr, [i < varying for i in range(len(jaxpr.invars))])[0]
+
+
+def _fixed_operands(jaxpr: core.Jaxpr, varying: Sequence[bool]) -> tuple[bool, list[bool]]:
+    """Whether a product has an operand that does not vary, and which outputs vary."""
+    vary = {v for v, flag in zip(jaxpr.invars, varying, strict=True) if flag}
+    found = False
+    for equation in jaxpr.eqns:
+        flags = [v in vary for v in equation.invars if not isinstance(v, core.Literal)]
+        program = _callee(equation) if len(flags) == len(equation.invars) else None
+        out = [any(flags)] * len(equation.outvars)
+        if is_product(equation):
+            found |= any(flags) and not all(flags)
+        elif program is not None:
+            within, out = _fixed_operands(program, flags)
+            found |= within
+        vary.update(v for v, flag in zip(equation.outvars, out, strict=True) if flag)
+    return found, [v in vary for v in jaxpr.outvars if not isinstance(v, core.Literal)] + [False] * sum(
+        isinstance(v, core.Literal) for v in jaxpr.outvars
+    )
+
+
+def elementwise(jaxpr: core.Jaxpr) -> tuple[float, int]:
+    """Numbers that operations other than products compute, and the number of kernels: products and reductions, and one more.
+
+    A convolution counts each of its products as a number. Loops count once for each turn.
+    """
+    numbers, kernels = 0.0, 1
+    for equation in jaxpr.eqns:
+        name, turns = (
+            equation.primitive.name,
+            equation.params.get("length", 1) if equation.primitive.name == "scan" else 1,
+        )
+        programs = inside(equation)
+        within = [elementwise(program) for program in programs[:1] if not name.startswith("reduce")]
+        if is_product(equation):
+            kernels += 2
+        elif within and name not in ("scatter-add", "scatter_add"):
+            numbers += turns * within[0][0]
+            kernels += turns * (within[0][1] - (turns == 1))
+        elif name == "conv_general_dilated":
+            shape = array_type(equation.invars[1]).shape
+            out = equation.params["dimension_numbers"].rhs_spec[0]
+            numbers += math.prod(array_type(equation.outvars[0]).shape) * math.prod(shape) / shape[out]
+            kernels += 2
+        else:
+            numbers += sum(math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars)
+            kernels += name.startswith(("reduce", "arg", "cum", "sort"))
+    return numbers, kernels
+
+
 def most_alive(jaxpr: core.Jaxpr) -> int:
     """Most bytes of arrays that are alive at the same time in a program. Inputs do not count."""
     last: dict[core.Var, int] = {}

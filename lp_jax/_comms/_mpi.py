@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
@@ -95,18 +94,6 @@ class MPIComm(Comm):
     def python_comm(self) -> "Intracomm":
         """Communicator for Python; compiled programs may still run and use `compiled_comm`."""
         return _duplicates(self.comm)[1]
-
-    @property
-    def device(self) -> "Intracomm":
-        """The old name of `compiled_comm`."""
-        warn_renamed("MPIComm.device", "MPIComm.compiled_comm")
-        return self.compiled_comm
-
-    @property
-    def host(self) -> "Intracomm":
-        """The old name of `python_comm`."""
-        warn_renamed("MPIComm.host", "MPIComm.python_comm")
-        return self.python_comm
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MPIComm) and self._key() == other._key()

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import CPU, Processor
-from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._comms import _wire
 
@@ -25,11 +23,6 @@ Run = Callable[[State], tuple[CPoints, PyTree]]
 """A worker's part of a sequential solve: from the state that enters to its points, and a tree of other results."""
 
 SEQUENTIAL = ("auto", "relay", "gather")
-
-
-def _map_by_run(self: "Workers", body: Body) -> Body:
-    """`Workers.map` of a class with the old ``run``."""
-    return functools.partial(self.run, body)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +43,6 @@ class Workers(abc.ABC):
     held: tuple[int, ...]
     sequential: str
     processor: Processor = dataclasses.field(default=CPU, kw_only=True)
-
-    def __init_subclass__(cls, **keywords: object) -> None:
-        super().__init_subclass__(**keywords)
-        if "run" in vars(cls) and "map" not in vars(cls):
-            warn_renamed(
-                f"{cls.__name__}.run(body, stacked, common)", "map(body), which returns a function,", stacklevel=3
-            )
-            cls.map = _map_by_run  # type: ignore[method-assign]
-
-    def run(self, body: Body, stacked: Stacked, common: PyTree) -> tuple[Stacked, PyTree]:
-        """The old name: ``map(body)(stacked, common)``."""
-        warn_renamed("Workers.run(body, stacked, common)", "Workers.map(body)(stacked, common)")
-        maps = (vars(cls).get("map", _map_by_run) for cls in type(self).__mro__)
-        return next(each for each in maps if each is not _map_by_run)(self, body)(stacked, common)
 
     @abc.abstractmethod
     def index(self) -> int | jax.Array:

@@ -94,6 +94,7 @@ class Chain:
             factor=factor,
             workers=self.workers,
             at_once=at_once,
+            unroll=self.workers.processor.serial_unroll(self.footprint),
             transfer=transfer,
             single_example=self.single_example,
         )

@@ -13,14 +13,15 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._types import CPoints, Points, PyTree, SliceStep, State, Transfer
+from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar, SliceStep, State, Transfer
 from lp_jax._comms._workers import Local, Workers, select
 
 
-@register("xs", "shared", "y0", "rhs", "gathered")
+@register("xs", "shared", "y0", "rhs", "gathered", "unit")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
     """A chain of ``steps`` steps in ``steps / factor`` intervals; see the top of this module.
@@ -38,12 +39,14 @@ class Level:
         span: number of layers that one step stands for.
         reverse: whether the chain runs from the last step to the first.
         at_once: number of intervals whose steps are evaluated at once.
+        unroll: number of steps to unroll where they follow each other.
         transfer: (restrict, prolong) of the state between this level and the next coarser one, or None.
         expand: turns one interval's ``xs`` into operands of each step, ``(factor, ...)``; None where they already are.
         linearise_at: ``linearise_at(xs, states)`` puts the states of the last fine relaxation into the operands; None where
             the step does not need them.
         gathered: operands of all workers' steps, where the level is solved on every worker; else None.
         single_example: whether ``step`` also takes a single example.
+        unit: size of the states, in which residuals are squared; None for 1.
         origin: another step whose Jacobian replaces that of ``step``; None for none. On an adjoint level, the step that is
             transposed, ``origin(u, x, shared)``, with u and x from the operands ``(x, u, ...)``.
         has_sources: whether the steps are affine: an adjoint with sources.
@@ -68,11 +71,13 @@ class Level:
     rhs: Points | None = None
     reverse: bool = False
     at_once: int = 1
+    unroll: int = 1
     transfer: Transfer | None = None
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
     linearise_at: Callable[[PyTree, Points], PyTree] | None = None
     gathered: PyTree = None
     single_example: bool = False
+    unit: Scalar | None = None
     origin: SliceStep | None = None
     has_sources: bool = False
 
@@ -163,9 +168,33 @@ class Level:
             return self
         return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
 
+    def norm(self, squares: jax.Array) -> Scalar:
+        """Return the 2-norm, from every worker's sum of squares in units of the level."""
+        return self.in_units(self.workers.sum(squares))
+
+    def in_units(self, squares: jax.Array) -> jax.Array:
+        """Return the square roots of sums of squares of this level, undoing its unit."""
+        root = jnp.sqrt(squares)
+        return root if self.unit is None else root * self.unit.astype(root.dtype)
+
     def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
         """The step as an `Advance` that emits nothing."""
         return self.step(u, x, shared), None
+
+
+def sum_of_squares(level: Level, tree: PyTree) -> jax.Array:
+    """Sum of squared magnitudes over all leaves, in at least single precision, in units of the level's states.
+
+    In these units squares neither overflow nor vanish, however large or small the states are. `Level.norm` undoes them.
+
+    Args:
+        level: the level whose `Solver.improve` returns the sum.
+        tree: residuals.
+    """
+    unit = level.unit
+    if unit is None:
+        return _tree.sum_of_squares(tree)
+    return _tree.sum_of_squares(jax.tree.map(lambda x: jnp.abs(x) / unit.astype(jnp.finfo(x.dtype).dtype), tree))
 
 
 def identity(u: State, x: PyTree, shared: PyTree) -> State:

@@ -5,27 +5,28 @@ import jax.numpy as jnp
 
 from lp_jax._arrays._types import State
 
-DONE, FELL_BACK, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(5)  # from best to worst
+DONE, SERIAL, FELL_BACK, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(6)  # from best to worst
 
 RESULTS = {
     DONE: "done as asked",
+    SERIAL: "one layer after another, as nothing is predicted to be faster here; the result is exact",
     FELL_BACK: (
         "the residual norm did not come down to the tolerance, and the layers were propagated one after another instead: the "
-        "result is right, but took longer than lp_jax.Serial() alone. Take a solver that converges on this network "
+        "result is right, but took longer than with lp_jax.Serial(). Take a solver that converges on this network "
         "(lp_jax.plan tries them), or Serial()"
     ),
     NOT_CONVERGED: (
-        "the residual norm did not come down to the tolerance within `iterations` cycles. Allow more iterations, relax more "
-        '(relaxation="FCF"), use a coarse step closer to the layers (coarse_step=Picard(sweeps=2)), loosen rtol/atol, or set '
-        "fallback=True"
+        "the residual norm did not come down to the tolerance within `iterations` cycles. Allow more iterations, loosen "
+        'rtol/atol, or set fallback=True. In MGRIT also relax more (relaxation="FCF") or use a coarse step closer to the layers '
+        "(coarse_step=Picard(sweeps=2))"
     ),
     NON_FINITE: (
-        "the state is not finite. If the serial network's is (solver=Serial()), the iteration diverged: use more relaxation, a "
-        "coarse step closer to the layers (coarse_step=Picard(sweeps=2)) or a smaller t1; otherwise the network itself overflows"
+        "the state is not finite. If the serial network's is (solver=Serial()), the iteration diverged: set a tolerance and "
+        "fallback=True, or a smaller t1; otherwise the network itself overflows"
     ),
     NOT_FALLING: (
-        "the last residual norm is larger than the first, so that more iterations do not help. Use more relaxation "
-        '(relaxation="FCF"), a coarse step closer to the layers (coarse_step=Picard(sweeps=2)) or a smaller t1'
+        "the last residual norm is larger than the first, so that more iterations do not help. Use Serial(), or a smaller t1; in "
+        'MGRIT also more relaxation (relaxation="FCF") or a coarse step closer to the layers (coarse_step=Picard(sweeps=2))'
     ),
 }
 """Result codes and what they mean."""

@@ -153,7 +153,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     def march_from(y0: State) -> tuple[CPoints, PyTree]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
-        unroll = level.workers.processor.loop_unroll(level.intervals, body, y0, first)
+        unroll = max(level.unroll, level.workers.processor.loop_unroll(level.intervals, body, y0, first))
         return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
 
     return march_from

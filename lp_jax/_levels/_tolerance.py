@@ -1,20 +1,37 @@
-"""When iterations end: rounding, divergence, and how large a first residual norm can be."""
+"""When iterations end: rounding, divergence, and how large the error of a solve can be."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import Scalar
-from lp_jax._levels._level import Level
+from lp_jax._arrays._types import CPoints, Points, Scalar, State
+from lp_jax._levels._level import Level, sum_of_squares
+
+
+def unit_of(level: Level) -> Scalar:
+    """Size of the states: the largest number of ``y0``, if there is a finite one that is not zero."""
+    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
+    sizes = [jnp.max(_finite(x), initial=0).astype(dtype) for x in jax.tree.leaves(level.y0)]
+    size = jnp.max(jnp.stack(sizes))
+    return jnp.where(size > jnp.finfo(dtype).tiny, size, 1)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
 
 
 def rounding(level: Level) -> jax.Array:
     """Residual norm from rounding, for states about as large as ``y0``. No solve gets below it."""
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    each = [(float(jnp.finfo(x.dtype).eps) * _tree.norm(x)).astype(dtype) for x in jax.tree.leaves(level.y0)]
-    return jnp.sqrt(level.workers.total(level.interval_span) * sum(x**2 for x in each))
+    squares = [jnp.square(_eps(x)) * sum_of_squares(level, _finite(x)).astype(dtype) for x in jax.tree.leaves(level.y0)]
+    return level.in_units(level.workers.total(level.interval_span) * jnp.sum(jnp.stack(squares)))
+
+
+def _eps(x: jax.Array) -> float:
+    return float(jnp.finfo(x.dtype).eps)
 
 
 ROUNDING = 10  # times the rounding norm: smaller residual norms may go up and down
@@ -27,12 +44,89 @@ def largest_reference(level: Level) -> Scalar:
 
     It is the norm of changes as large as ``y0`` in every interval. Coarse steps that diverge lead to larger states.
     """
-    size = _tree.norm(level.y0) * math.sqrt(level.workers.total(level.interval_span))
+    size = level.in_units(sum_of_squares(level, level.y0)) * math.sqrt(level.workers.total(level.interval_span))
     return jnp.where(size > 0, size, jnp.inf)
 
 
-def hopeless(norms: jax.Array, k: jax.Array) -> jax.Array:
-    """Whether ``k`` residual norms show that the iteration diverges or stalls."""
-    last = norms[k - 1]
-    stalled = (k > _STALLED) & (last < norms[0] / 10) & (last > norms[k - 1 - _STALLED] / 2)
-    return (last > _GROWN * norms[0]) | stalled
+def changed_unseen(level: Level, before: CPoints, after: CPoints) -> jax.Array:
+    """How many numbers of the last C-point here an iteration changed, of those too small for squares of residuals, ``(1,)``."""
+
+    def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
+        seen = math.sqrt(jnp.finfo(a.dtype).tiny) / _eps(a) * level.in_units(jnp.ones((), jnp.finfo(a.dtype).dtype))
+        return jnp.sum((a[-1:] != b[-1:]) & (jnp.abs(b[-1:]) < seen), dtype=jnp.int32)
+
+    return sum(jax.tree.leaves(jax.tree.map(leaf, before, after)), jnp.int32(0))[None]
+
+
+def measure_corrections(level: Level, before: tuple[Points, State], after: tuple[Points, State]) -> jax.Array:
+    """Squares by leaves of the state, ``(leaves, 4)``.
+
+    They are those of the correction of all states, of the states, of the correction of the state that leaves the chain, and of
+    that state. ``before`` and ``after`` hold the states, and the one that leaves this worker.
+    """
+    ends = level.workers.index() == level.workers.first(not level.reverse)
+
+    def leaf(old: jax.Array, new: jax.Array, old_last: jax.Array, new_last: jax.Array) -> jax.Array:
+        parts = [sum_of_squares(level, x) for x in (new - old, new, new_last - old_last, new_last)]
+        vanished = (parts[3] == 0) & jnp.any(new_last != 0)  # then a correction may not be seen either
+        return jnp.stack(
+            [jnp.where(vanished, jnp.inf, parts[0]), parts[1], *(jnp.where(ends, x, 0) for x in parts[2:])]
+        )
+
+    return jnp.stack(
+        jax.tree.leaves(jax.tree.map(leaf, *(x for pair in zip(before, after, strict=True) for x in pair)))
+    )
+
+
+def relative_error(
+    level: Level, norms: jax.Array, count: jax.Array, first: jax.Array, errors: jax.Array
+) -> tuple[Scalar, Scalar, jax.Array]:
+    """Estimate the relative error of a sweep's states, the largest of all leaves, from the norms of its corrections.
+
+    A residual can be small where the error is large: layers that remember add up their residuals. The correction is this sum.
+    All states are compared with the first correction, or with the states where these are smaller; the state that leaves the
+    chain, from which the gradient of ``y0`` comes, with itself. Rounding of the sum counts as error there.
+
+    Args:
+        level: the level that is solved.
+        norms: ``(leaves, 4)``, see `measure_corrections`.
+        count: number of sweeps before this one.
+        first: norms of the first correction, ``(leaves,)``.
+        errors: errors of the sweeps before, ``(sweeps,)``.
+
+    Returns:
+        The last correction as a relative error, the error that is left, and ``first``.
+    """
+    leaves = jax.tree.leaves(level.y0)
+    dtype = norms.dtype
+    eps = jnp.asarray([2 * _eps(x) for x in leaves], dtype)
+    summed = jnp.asarray([_eps(x) for x in jax.tree.leaves(jax.eval_shape(_tree.wide, level.y0))], dtype)
+    change, size, last_change, last = norms.T
+    first = jnp.where(count == 0, change, first)
+
+    def ratio(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(a == 0, 0, a / b)
+
+    of_all = ratio(jnp.where(change <= eps * size, 0, change), jnp.minimum(first, size))
+    of_last = ratio(jnp.where(last_change <= eps * last, 0, last_change) + jnp.where(last == 0, 0, summed * size), last)
+    error = jnp.max(jnp.concatenate([of_all, of_last]))
+    rate = error / jnp.where(count == 0, jnp.inf, errors[count - 1])
+    # corrections that shrink by the rate from here on are a geometric series
+    left = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
+    return error, jnp.where(rate > 0.5, error * left, error), first
+
+
+def hopeless(errors: jax.Array, k: jax.Array, sweeps_to: float | jax.Array | None) -> jax.Array:
+    """Whether ``k`` errors show that the iteration diverges, stalls, or misses a tolerance of sweeps, ``sweeps_to``.
+
+    Errors of sweeps fall like ``(L T)^s / s!``. The last two give ``L T``, and so the error after all sweeps.
+    """
+    last, most = errors[k - 1], len(errors)
+    stalled = (k > _STALLED) & (last < errors[0] / 10) & (last > errors[k - 1 - _STALLED] / 2)
+    given_up = (last > _GROWN * errors[0]) | stalled
+    if sweeps_to is None:
+        return given_up
+    factorial = jnp.asarray(np.cumsum(np.log(np.arange(1, most + 1))), errors.dtype)
+    growth = jnp.log(k.astype(errors.dtype) * last / errors[k - 2])
+    predicted = jnp.log(last) + (most - k).astype(errors.dtype) * growth - (factorial[-1] - factorial[k - 1])
+    return given_up | ((k > 1) & (predicted > jnp.log(jnp.asarray(sweeps_to, errors.dtype))))

@@ -4,14 +4,16 @@ It is part of the keys of ``jax.jit``'s caches, so that a function is traced ane
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lp_jax._arrays._at_once import Processor
 from lp_jax._arrays._types import PyTree
-from lp_jax._levels._result import RESULTS
+from lp_jax._levels._result import DONE, RESULTS, SERIAL
 from lp_jax._solvers._solver import Solver, Stats
 
 
@@ -29,11 +31,13 @@ class Asked(NamedTuple):
         solvers: forward and adjoint solver for all solves; None keeps those of each solve.
         report: ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve.
         watch: counts the solves that are differentiated; None for no count.
+        processor: numbers of the devices; None for those that are known of their kind.
     """
 
     solvers: tuple[Solver, Solver | None] | None = None
     report: Callable[[str, Solver, int], Callable[[Stats], None]] | None = None
     watch: Watch | None = None
+    processor: Processor | None = None
 
 
 asked = jax.make_user_context(Asked())
@@ -49,6 +53,8 @@ def report_stats(direction: str, solver: Solver, layers: int, stats: Stats) -> N
 class Results(NamedTuple):
     """Outcome of the solves inside a gradient: the worst code of `lp_jax.RESULTS` in each direction; 0 is done as asked.
 
+    Call `warn` on them in a training loop: Python shows the same warning once.
+
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> loss = lambda rate: lp_jax.solve(lambda y, layer: y + layer.dt * rate * y, None, jnp.ones(()), data=jnp.ones(8)).y1
@@ -60,10 +66,29 @@ class Results(NamedTuple):
     forward: jax.Array
     adjoint: jax.Array
 
+    def warn(self) -> "Results":
+        """Warn of solves that did not do what was asked or fell back, once for each line of code. Not under jit."""
+        for direction, codes in self._asdict().items():
+            code = int(jnp.max(codes))
+            if code not in (DONE, SERIAL):
+                warnings.warn(f"{direction} solve: {RESULTS[code]}.", stacklevel=2)
+        return self
+
 
 def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
     """Count one solve by its result codes: ``(2, len(RESULTS))``."""
     return jax.nn.one_hot(jnp.stack([forward, adjoint]), len(RESULTS), dtype=jnp.float32)
+
+
+@jax.custom_vjp
+def count_ends(counts: jax.Array, result: jax.Array, y1: PyTree) -> PyTree:
+    """Return ``y1``; the cotangent of ``counts`` counts a solve that JAX differentiates itself."""
+    return y1
+
+
+count_ends.defvjp(
+    lambda counts, result, y1: (y1, result), lambda result, cotangent: (counts_of(result, result), None, cotangent)
+)
 
 
 def count_results(loss: Callable[..., PyTree]) -> Callable[..., PyTree]:

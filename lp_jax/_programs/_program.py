@@ -7,7 +7,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
-from jax.sharding import PartitionSpec
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
@@ -15,9 +14,9 @@ from lp_jax._arrays._gradient import reverse_only, without_gradient
 from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices, skip_padding
-from lp_jax._levels._result import DONE, if_finite
+from lp_jax._levels._result import DONE, SERIAL, if_finite
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
-from lp_jax._programs._asked import counts_of, report_stats
+from lp_jax._programs._asked import count_ends, counts_of, report_stats
 from lp_jax._programs._step import LayerStep
 from lp_jax._solvers._serial import propagate
 from lp_jax._solvers._solver import Stats, iterate
@@ -58,8 +57,10 @@ class Program:
             network. Their gradient is then one contraction over all steps.
         footprint: cost and memory of a layer.
         single_example: whether the step also takes a single example, for a solver that averages examples.
+        shares_weights: whether a product has the same weights in all layers.
         zeros: whether both solves start from zeros.
         scan: whether the solve is a ``lax.scan`` that JAX differentiates.
+        done: result code of a solve that did what was asked.
     """
 
     steps: tuple[tuple[Which, LayerStep], ...]
@@ -69,8 +70,14 @@ class Program:
     recurrent: bool
     footprint: Footprint
     single_example: bool
+    shares_weights: bool = False
     zeros: bool = False
     scan: bool = False
+    done: int = DONE
+
+    def ended(self, result: jax.Array) -> jax.Array:
+        """The result code of a solve; `SERIAL` for `DONE` where nothing else was tried."""
+        return result if self.done == DONE else jnp.where(result == DONE, self.done, result).astype(jnp.int32)
 
     @functools.cached_property
     def solve(self) -> Callable[[Arrays], Output]:
@@ -155,7 +162,7 @@ class Program:
 
         def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
             of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
-            return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent)
+            return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent, self.done)
 
         return out, pullback
 
@@ -188,7 +195,12 @@ def _scan(program: Program, arrays: Arrays) -> Output:
     stride = solver.stride(workers.layers)
     y1, (states, aux) = propagate(program.chain(arrays), None if solver.keeps_states else stride)
     c_points = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
-    return y1, aux, (_no_stats(y1), workers.trim(c_points, stride))
+    stats = _no_stats(y1, program.done)
+    if program.done == SERIAL:
+        report_stats("forward", solver, workers.layers, stats)
+    if arrays.watch is not None:
+        y1 = count_ends(arrays.watch.astype(jnp.float32), stats.result, y1)
+    return y1, aux, (stats, workers.trim(c_points, stride))
 
 
 def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
@@ -208,7 +220,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         entered = entered_in_final_sweep(levels[0], iterated, u) if keep and not keep_states else None
         y1 = levels[0].last(u)
-        stats = stats._replace(result=if_finite(stats.result, y1))
+        stats = stats._replace(result=program.ended(if_finite(stats.result, y1)))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
     used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
@@ -237,7 +249,7 @@ def _backward(
     mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
     spread, (common, stats) = workers.map(body)((mine, left, workers.pad(seen)), (others, cotangent))
     report_stats("adjoint", solver, workers.layers, stats)
-    gradient = Arrays.join(spread, common)
+    gradient, stats = Arrays.join(spread, common), stats._replace(result=program.ended(stats.result))
     ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
     return gradient._replace(slices=workers.trim(gradient.slices), adjoint_guess=ended), stats
 
@@ -260,30 +272,9 @@ def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> ja
     return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
 
 
-def _no_stats(y1: State) -> Stats:
+def _no_stats(y1: State, done: int) -> Stats:
     norms = jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32))
-    return Stats(jnp.int32(0), norms, if_finite(jnp.int32(DONE), y1))
-
-
-def partitions(program: Program, arrays: Arrays) -> Output:
-    """Partitions of the outputs of a solve: those of ``y0`` for states, and for aux of the same shape."""
-
-    def spec(x: jax.Array) -> PartitionSpec:
-        sharding = jax.typeof(x).sharding
-        return PartitionSpec() if sharding.mesh.empty else sharding.spec
-
-    def one(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
-    first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
-    _, aux = jax.eval_shape(dict(program.steps)[0].advance, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
-    nowhere: PyTree = PartitionSpec()
-    return (
-        jax.tree.map(spec, arrays.y0),
-        jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
-        (Stats(nowhere, nowhere, nowhere), jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), arrays.y0)),
-    )
+    return Stats(jnp.int32(0), norms, if_finite(jnp.int32(done), y1))
 
 
 def seen_of(aux: PyTree, cotangents: PyTree) -> Seen:

@@ -11,16 +11,19 @@ from jax.extend import core
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import footprint, processor
 from lp_jax._arrays._outer import has_few
+from lp_jax._arrays._products import shares_weights
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Transfer, Which
 from lp_jax._comms._comm import common_unit
+from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
 from lp_jax._programs._network import Network
 from lp_jax._programs._program import Program, first_equal
 from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
+from lp_jax._solvers._coupling import examples_apart
+from lp_jax._solvers._default import SWEEPS, Layers, choose
 from lp_jax._solvers._jacobians import mean_example, own_operands
-from lp_jax._solvers._picard import or_default
-from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._solver import Needs, Solver
 
 
 def prepare(
@@ -33,11 +36,15 @@ def prepare(
     """Make the program and the arrays of a solve."""
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    solver, adjoint_solver = or_default(solver, adjoint_solver)
+    by_default, traced = solver is None, None
+    if solver is None:
+        ((solver, adjoint_default), _), traced = default(problem)
+        adjoint_solver = adjoint_default if adjoint_solver is None else adjoint_solver
     _inputs.solver("solver", solver)
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     _inputs.solver("adjoint_solver", adjoint_solver)
-    program, arrays = trace(problem, (solver, adjoint_solver))
+    pair = solver, adjoint_solver
+    program, arrays = trace(problem, pair) if traced is None or not _suits(traced[0], pair) else traced
     workers, layers = program.workers, program.workers.layers
     solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
     intervals, of_adjoint = (-(-workers.rows[0] // each.stride(layers)) for each in (solver, adjoint_solver))
@@ -61,7 +68,35 @@ def prepare(
         adjoint_guess=adjoint_guess,
         watch=asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)),
     )
-    return first_equal(dataclasses.replace(program, zeros=not warm and guess == "zeros", scan=scan)), arrays
+    done = SERIAL if by_default and solver.exact else DONE
+    return first_equal(dataclasses.replace(program, zeros=not warm and guess == "zeros", scan=scan, done=done)), arrays
+
+
+def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
+    """The solvers that stand for None and their seconds; and the program and arrays from which a layer's cost was read."""
+    program, arrays = trace(problem, SWEEPS)
+    workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
+    examples, numbers = 0, sum(leaf.size for leaf in jax.tree.leaves(y))
+    recurrent = workers.processor.launches and workers.size == 1 and program.shares_weights
+    if recurrent:
+        examples = examples_apart(program.chain(arrays).step(0), y, x, arrays.shared)
+    at = Layers(
+        footprint=program.footprint,
+        layers=workers.layers,
+        workers=workers.size,
+        processor=workers.processor,
+        state=_tree.nbytes(y),
+        examples=examples,
+        numbers=numbers // max(1, examples),
+        recurrent=recurrent,
+    )
+    return choose(at), (program, arrays)
+
+
+def _suits(program: Program, solvers: Sequence[Solver]) -> bool:
+    """Whether a program traced for sweeps serves these solvers: no layers stay together, and nothing else is evaluated."""
+    n = program.workers.layers
+    return all(s.resolve(n).unit(n) == 1 and s.resolve(n).needs(n) == Needs() for s in solvers)
 
 
 def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
@@ -72,7 +107,9 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
     workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
-    workers = dataclasses.replace(workers, processor=processor(comm.platform))
+    workers = dataclasses.replace(
+        workers, processor=asked.value.processor or processor(comm.platform, _kind(comm.platform))
+    )
     slots = workers.fit(common_unit([solver.resolve(steps) for solver in solvers], steps))
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     if traced_times:
@@ -98,7 +135,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         for u, own in filter(None, (whole, single)):
             tracing.add(which, other, 0, u, own)
 
-    terms, seen_by_all = workers.processor.terms, (shared, tuple(tracing.closed_over))
+    terms, seen_by_all = workers.processor.outer_terms, (shared, tuple(tracing.closed_over))
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
     program = Program(
         steps=tracing.steps(terms),
@@ -108,6 +145,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
         footprint=footprint(tracing.programs[0], x, terms=terms),
         single_example=single is not None,
+        shares_weights=shares_weights(tracing.programs[0], len(jax.tree.leaves((y0, x)))),
     )
     return program, Arrays(slices, y0, seen_by_all)
 
@@ -192,6 +230,14 @@ def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes
     except Exception:
         return None
     return (u, x) if signature(out) == signature(u) else None
+
+
+def _kind(platform: str) -> str:
+    """The kind of the devices of a platform; empty where there are none, as when compiling for another machine."""
+    try:
+        return str(jax.devices(platform)[0].device_kind)
+    except RuntimeError:
+        return ""
 
 
 def _is_inexact(x: jax.Array) -> bool:

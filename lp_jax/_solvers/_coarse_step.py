@@ -3,11 +3,10 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._renamed import old_methods, register_old_methods
 from lp_jax._arrays._types import Layer, Points, PyTree, Slices, SliceStep, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import identity
@@ -27,10 +26,6 @@ class Coarse(NamedTuple):
     linearise_at: Callable[[PyTree, Points], PyTree] | None = None
 
 
-OLD_METHODS = {name: f"lp_jax.planning.{name}" for name in ("count_steps", "held", "summary", "with_effort")}
-OLD_METHODS |= {"count": "lp_jax.planning.count_work"}
-
-
 class CoarseStep(abc.ABC):
     """A step of a coarse level of `MGRIT`; it replaces the layers of an interval.
 
@@ -48,17 +43,6 @@ class CoarseStep(abc.ABC):
         >>> bool(jnp.allclose(problem.solve(solver=solver).y1, problem.solve(solver=lp_jax.Serial()).y1))
         True
     """
-
-    if not TYPE_CHECKING:
-        __getattr__ = old_methods(OLD_METHODS | {"describe": "lp_jax.viz.describe", "run": "lp_jax.solve_levels"})
-
-    def __init_subclass__(cls, **keywords: object) -> None:
-        super().__init_subclass__(**keywords)
-        cls._adapt_old_methods()
-
-    @classmethod
-    def _adapt_old_methods(cls) -> None:
-        register_old_methods(cls, OLD_METHODS)
 
     @property
     def stretches_dt(self) -> bool:

@@ -40,6 +40,22 @@ def couples_examples(linear: Linear, state: State, axes: int) -> bool:
     return COUPLED in example_axes(linear, (), state, axes)
 
 
+def examples_apart(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> int:
+    """Number of examples along the first axis of a state, if a step's program keeps them apart; else 0."""
+    leading = {leaf.shape[0] if leaf.ndim > 1 else 0 for leaf in jax.tree.leaves(y)}
+    if len(leading) > 1 or 0 in leading:
+        return 0
+
+    def linear(y: State, x: PyTree, shared: PyTree, v: State) -> State:
+        return jax.jvp(lambda y: step(y, x, shared), (y,), (v,))[1]
+
+    try:
+        apart = all(axes == (0,) for axes in example_axes(linear, (y, x, shared), y, 1))
+    except Exception:  # a step that has no derivative in forward mode
+        return 0
+    return leading.pop() if apart else 0
+
+
 def example_axes(linear: Callable[..., PyTree], fixed: Sequence[PyTree], state: State, axes: int) -> list[Property]:
     """Follow the first axes of a state's leaves, those of examples, to the leaves of ``linear(*fixed, state)``.
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import CPoints, Points, Scalar
-from lp_jax._levels._level import Level
+from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._relax import Relaxed, f_relax
 from lp_jax._levels._sweep import sweep
 from lp_jax._levels._transfer import coarse_rhs, correct, prolong, restrict
@@ -45,7 +45,7 @@ def cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, *, kind: str | 
         The corrected C-points, and the residual norm over the C-points after pre-relaxation, before correction.
     """
     u, squares = fas_cycle(mgrit, levels, u, kind or mgrit.cycle)
-    return u, levels[0].workers.norm(squares)
+    return u, levels[0].norm(squares)
 
 
 def fas_cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, kind: str) -> tuple[CPoints, Scalar]:
@@ -56,7 +56,7 @@ def fas_cycle(mgrit: Multigrid, levels: Sequence[Level], u: CPoints, kind: str) 
     v = restrict(fine, u)
     rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
     w = coarse_solve(mgrit, [coarse.with_rhs(rhs), *coarser], v, kind)
-    return correct(fine, u, w, v), _tree.sum_of_squares(r)
+    return correct(fine, u, w, v), sum_of_squares(fine, r)
 
 
 def coarse_solve(mgrit: Multigrid, levels: Sequence[Level], v: Points, kind: str) -> Points:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, cast
 
@@ -11,7 +10,6 @@ import jax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State, Transfer
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
@@ -65,8 +63,6 @@ class MGRIT(Solver):
             layer is evaluated again).
         at_once: number of independent layers that a worker evaluates at once, `math.inf` for all, or "auto": by the memory of
             a layer. Numbers change by rounding only.
-        interval_map: the old name; "vmap" is ``at_once=math.inf``, "loop" is ``at_once=1``.
-        skip_downcycle: the old name; True is ``start="cascade"``, False is ``start="guess"``.
 
     Raises:
         ValueError: for a value out of range, naming the field.
@@ -101,18 +97,8 @@ class MGRIT(Solver):
     spatial: Transfer | tuple[Transfer | None, ...] | None = None
     storage: str = "c_points"
     at_once: int | float | str = "auto"
-    interval_map: dataclasses.InitVar[str | None] = None
-    skip_downcycle: dataclasses.InitVar[bool | None] = None
 
-    def __post_init__(self, interval_map: str | None, skip_downcycle: bool | None) -> None:
-        if skip_downcycle is not None:
-            start = "cascade" if skip_downcycle else "guess"
-            warn_renamed(f"MGRIT(skip_downcycle={skip_downcycle})", f"MGRIT(start={start!r})", stacklevel=4)
-            object.__setattr__(self, "start", start)
-        if interval_map is not None:
-            _check.one_of("interval_map", interval_map, _INTERVAL_MAPS)
-            warnings.warn(_RENAMED.format(interval_map, _INTERVAL_MAPS[interval_map]), DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "at_once", _INTERVAL_MAPS[interval_map])
+    def __post_init__(self) -> None:
         if callable(self.coarse_step) and not isinstance(self.coarse_step, type | CoarseStep):
             object.__setattr__(self, "coarse_step", PerInterval(self.coarse_step))
         _check.integer("levels", self.levels, least=1)
@@ -255,10 +241,6 @@ class MGRIT(Solver):
     @property
     def _coarse(self) -> CoarseStep:
         return cast(CoarseStep, self.coarse_step)
-
-
-_INTERVAL_MAPS: dict[str, int | float | str] = {"vmap": math.inf, "loop": 1, "auto": "auto"}
-_RENAMED = "MGRIT(interval_map={!r}) is now MGRIT(at_once={!r}), the number of layers that are evaluated at once."
 
 
 def _per_level(setting: T | tuple[T, ...]) -> tuple[T, ...]:

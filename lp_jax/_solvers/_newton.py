@@ -14,7 +14,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._levels._chain import Chain
-from lp_jax._levels._level import Level
+from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._sweep import each, sweep
 from lp_jax._solvers import _affine
 from lp_jax._solvers._affine import Maps
@@ -255,8 +255,12 @@ class Newton(Solver):
             kind = self._shared(level) if self.jacobian == "shared" else self._own(level)
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
             change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
-        new = jax.tree.map(_finite_or_old, _tree.add(old, change), old)
-        return u._replace(states=new), _tree.sum_of_squares(residuals)
+        new = _tree.add(old, change)
+        set_back = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
+        squares = sum_of_squares(level, residuals)
+        squares = jnp.where(set_back, jnp.inf, squares)  # what was set back is no solution
+        new = jax.tree.map(_finite_or_old, new, old)
+        return u._replace(states=new), squares
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _check, _tree
@@ -13,10 +12,18 @@ from lp_jax._arrays._at_once import chunk
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, State
 from lp_jax._levels._chain import Chain
-from lp_jax._levels._level import Level
+from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._coarse_step import Coarse, Identity
-from lp_jax._solvers._picard_sweeps import Swept, from_points, secant_sweep, sweep_by_chunks, sweep_interval, with_slope
+from lp_jax._solvers._picard_sweeps import (
+    Swept,
+    corrections,
+    from_points,
+    secant_sweep,
+    sweep_by_chunks,
+    sweep_interval,
+    with_slope,
+)
 from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort, solve_intervals
 from lp_jax._solvers._windows import slide
 
@@ -122,13 +129,13 @@ class Picard(Solver):
         level = levels[0]
         if self.windows == 1:
             begin = Swept(constant(level, None), level.y0) if guess is None else from_points(level, guess)
-            return Start(with_slope(begin) if self.secant else begin)
+            return Start(with_slope(begin) if self.secant else begin, corrections=functools.partial(corrections, level))
         if level.number > 0:
             raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Leave windows out.")
         if self.has_tolerance:
             size = self.unit(level.workers.total(level.span))
             points, sweeps, first = slide(level, size, (self.sweeps - 1) * self.windows, self.rtol, self.atol)
-            return Start(from_points(level, points), self.sweeps - 1, sweeps, jnp.sqrt(first))
+            return Start(from_points(level, points), self.sweeps - 1, sweeps, first)
         return Start(from_points(level, self._march(level)), self.sweeps - 1)
 
     def _march(self, level: Level) -> Points:
@@ -158,7 +165,7 @@ class Picard(Solver):
             return sweep_by_chunks(level, u)
         stepped, _ = sweep(level, u.entering)
         entering, last = level.workers.prefix_sums(_tree.sub(stepped, u.entering), level.y0, reverse=level.reverse)
-        return Swept(entering, last), _tree.sum_of_squares(_tree.sub(stepped, u.points(level)))
+        return Swept(entering, last), sum_of_squares(level, _tree.sub(stepped, u.points(level)))
 
     def c_points(self, levels: Sequence[Level], u: Swept) -> CPoints:
         return u.points(levels[0])
@@ -181,15 +188,3 @@ class Picard(Solver):
 
         through = functools.partial(sweep_interval, step, self.sweeps, at_once)
         return Coarse(through, (xs, None), linearise_at if self.around == "trajectory" else None)
-
-
-DEFAULT = Picard(sweeps=32, rtol=1e-3, fallback=True)
-ADJOINT_DEFAULT = Picard(sweeps=32, rtol=1e-2, fallback=True)
-"""Default solvers: sweeps to a tolerance, and serial propagation where they do not meet it."""
-
-
-def or_default(solver: Solver | None, adjoint_solver: Solver | None) -> tuple[Solver, Solver | None]:
-    """Replace missing solvers by the defaults."""
-    if solver is None:
-        return DEFAULT, ADJOINT_DEFAULT if adjoint_solver is None else adjoint_solver
-    return solver, adjoint_solver

@@ -9,8 +9,9 @@ from jax import lax
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._types import Points, PyTree, Scalar, SliceStep, State
-from lp_jax._levels._level import Level
+from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._sweep import single, sweep
+from lp_jax._levels._tolerance import measure_corrections
 
 
 class Swept(NamedTuple):
@@ -33,6 +34,11 @@ class Swept(NamedTuple):
     def points(self, level: Level) -> Points:
         """The states that leave the layers."""
         return _tree.push(self.entering, self.last, reverse=not level.reverse)
+
+
+def corrections(level: Level, before: Swept, after: Swept) -> jax.Array:
+    """`measure_corrections` of a sweep."""
+    return measure_corrections(level, (before.entering, before.last), (after.entering, after.last))
 
 
 def from_points(level: Level, points: Points) -> Swept:
@@ -59,7 +65,8 @@ def sweep_by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
         """Squares of the state after each layer's predecessor, minus the state that enters the layer."""
         one = before[None]
         left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
-        squares = jnp.square(jnp.abs(left - entering)).astype(dtype)
+        size = jnp.abs(left - entering).astype(dtype)
+        squares = jnp.square(size if level.unit is None else size / level.unit.astype(dtype))
         return total + _tree.pad_zeros(squares, len(total) - len(left))
 
     def layers(
@@ -78,7 +85,7 @@ def sweep_by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     carry = start, squares, entered
     (total, squares, stepped), entering = in_chunks(layers, carry, operands, size, reverse=level.reverse)
     squares = [jnp.sum(x) for x in jax.tree.leaves(squares)]
-    squares.append(_tree.sum_of_squares(_tree.sub(stepped, u.last)).astype(dtype))
+    squares.append(sum_of_squares(level, _tree.sub(stepped, u.last)).astype(dtype))
     if not first:
         before = _tree.add(_tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse))
         entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
@@ -101,7 +108,7 @@ def secant_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     workers = level.workers
     stepped, _ = sweep(level, u.entering)
     residuals = _tree.sub(stepped, u.points(level))
-    along, squared = workers.sum((_tree.inner(residuals, u.change), _tree.sum_of_squares(u.change)))
+    along, squared = workers.sum((_tree.inner(residuals, u.change), _tree.inner(u.change, u.change)))
     slope = jnp.clip(u.slope + along / jnp.where(squared > 0, squared, 1), -1, 0)
     slope = jnp.where(jnp.isfinite(slope), slope, 0)
     factor = 1 + slope
@@ -110,7 +117,7 @@ def secant_sweep(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     change = _tree.sub(entering, u.entering)
     if workers.padded and not level.reverse and level.steps:
         entering, last, change = _fix_padding(level, entering, last, change)
-    return Swept(entering, last, change, slope), _tree.sum_of_squares(residuals)
+    return Swept(entering, last, change, slope), sum_of_squares(level, residuals)
 
 
 def _fix_padding(level: Level, entering: Points, last: State, change: Points) -> tuple[Points, State, Points]:

@@ -4,7 +4,7 @@ A method from outside subclasses `Solver` or `CoarseStep`, as the built-in ones 
 """
 
 import abc
-import math
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._renamed import register_old_methods, warn_renamed
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._result import DONE, FELL_BACK, of_norms
 from lp_jax._levels._sweep import march, sweep
-from lp_jax._levels._tolerance import ROUNDING, hopeless, largest_reference, rounding
-from lp_jax._solvers._coarse_step import OLD_METHODS, Coarse, CoarseStep
+from lp_jax._levels._tolerance import (
+    ROUNDING,
+    changed_unseen,
+    hopeless,
+    largest_reference,
+    relative_error,
+    rounding,
+    unit_of,
+)
+from lp_jax._solvers._coarse_step import Coarse, CoarseStep
 
 
 class Start(NamedTuple):
@@ -32,6 +39,8 @@ class Start(NamedTuple):
         taken: number of iterations to report for it, where that depends on the data.
         first: first residual norm, if the start measured it; None for that of the first iteration.
         recovers: whether iterations continue after a residual norm that is not finite.
+        corrections: ``corrections(before, after)`` squares the corrections of an iteration, by leaves of the state, ``(leaves,
+            4)``, for the test of ``rtol``; None tests residual norms.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -47,6 +56,7 @@ class Start(NamedTuple):
     taken: jax.Array | None = None
     first: Scalar | None = None
     recovers: bool = False
+    corrections: Callable[[PyTree, PyTree], jax.Array] | None = None
 
 
 class Needs(NamedTuple):
@@ -77,7 +87,8 @@ class Solver(CoarseStep):
     `CoarseStep`.
 
     Attributes:
-        rtol: stop when the residual norm is at most this times the first one that was measured; None: no such test.
+        rtol: stop when the residual norm is at most this times the first one that was measured, or, with `Start.corrections`,
+            when the last change of the states is at most this times their size; None: no such test.
         atol: stop when the residual norm is at most this; None: no such test.
         fallback: whether the layers are propagated serially where the tolerance is not met.
         at_once: number of layers that a worker evaluates at once, or "auto".
@@ -87,19 +98,6 @@ class Solver(CoarseStep):
     atol: float | jax.Array | None = None
     fallback: bool = False
     at_once: int | float | str = "auto"
-
-    @classmethod
-    def _adapt_old_methods(cls) -> None:
-        register_old_methods(cls, OLD_METHODS)
-        target: Any = cls
-        own = vars(target)
-        if callable(own.get("start")) and "init" not in own:
-            warn_renamed(f"{cls.__name__}.start(levels, guess)", "init, which returns a lp_jax.Start,", stacklevel=4)
-            target.init = lambda self, levels, guess: Start(*self.start(levels, guess))
-        if callable(own.get("grid")) and "stride" not in own:
-            warn_renamed(f"{cls.__name__}.grid(steps)", "stride(steps)", stacklevel=4)
-            target.stride = lambda self, steps: self.grid(steps)[0][1]
-            target.unit = lambda self, steps: math.prod(factor for _, factor in self.grid(steps))
 
     @property
     @abc.abstractmethod
@@ -231,7 +229,7 @@ class Stats(NamedTuple):
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> stats = problem.solve(solver=lp_jax.Picard(sweeps=32, rtol=1e-3)).stats
         >>> int(stats.iterations), lp_jax.RESULTS[int(stats.result)]
-        (7, 'done as asked')
+        (6, 'done as asked')
     """
 
     iterations: jax.Array
@@ -286,11 +284,12 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     Returns:
         The C-points and the stats. Their result does not check that the states are finite.
     """
-    workers, dtype = levels[0].workers, _tree.real_dtype(levels[0].y0, at_least=jnp.float32)
-    state, spent, reported, first, recovers = solver.init(levels, guess)
+    fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
+    levels, workers, dtype = (fine, *levels[1:]), fine.workers, _tree.real_dtype(fine.y0, at_least=jnp.float32)
+    state, spent, reported, first, recovers, corrections = solver.init(levels, guess)
     taken = spent if reported is None else reported
     cycles = solver.iterations - spent
-    least, floor = rounding(levels[0]), ROUNDING * rounding(levels[0])
+    least, floor = rounding(fine), ROUNDING * rounding(fine)
 
     def stats(iterations: jax.Array | int, norms: jax.Array, met: jax.Array | bool) -> Stats:
         norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
@@ -300,43 +299,83 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         u, measured = solver.c_points(levels, state), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
         if not solver.fallback:
             return u, measured
-        return march(levels[0])[0], measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
+        return march(fine)[0], measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
     if not solver.has_tolerance:
         state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
-        norms = workers.norm(squares).astype(dtype)  # once, not in every cycle
+        norms = fine.norm(squares).astype(dtype)  # once, not in every cycle
         return solver.c_points(levels, state), stats(solver.iterations, norms, True)
 
-    atol = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
+    most = largest_reference(fine).astype(dtype) if spent and first is None else jnp.inf
+    by_corrections = solver.rtol is not None and corrections is not None
 
-    most = largest_reference(levels[0]).astype(dtype) if spent and first is None else jnp.inf
-
-    def tolerance(norms: jax.Array) -> jax.Array:
+    def limit(norms: jax.Array) -> jax.Array:
+        """The largest residual norm that meets a tolerance."""
         reference = jnp.minimum(norms[0] if first is None else first, most)
-        asked = atol if solver.rtol is None else jnp.maximum(atol, jnp.asarray(solver.rtol, dtype) * reference)
+        asked = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
+        if solver.rtol is not None and not by_corrections:
+            asked = jnp.maximum(asked, jnp.asarray(solver.rtol, dtype) * reference)
         return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
-    def unfinished(carry: tuple[PyTree, jax.Array, jax.Array]) -> jax.Array:
-        _, k, norms = carry
-        last, limit = norms[k - 1], tolerance(norms)
-        # a NaN ends a solve that cannot recover from it
-        wanted = ~(last <= limit) if recovers and not solver.fallback else last > limit
+    def unfinished(at: Progress) -> jax.Array:
+        last = at.errors[at.done - 1]
+        wanted = ~at.met if recovers and not solver.fallback else ~at.met & ~jnp.isnan(last)  # else a NaN ends it
         if solver.fallback:
-            wanted &= ~hopeless(norms, k)
-        return (k < cycles) & ((k == 0) | wanted)
+            wanted &= ~hopeless(at.errors, at.done, solver.rtol if by_corrections else None)
+        return (at.done < cycles) & ((at.done == 0) | wanted)
 
-    def body(carry: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, jax.Array, jax.Array]:
-        state, k, norms = carry
-        state, squares = solver.improve(levels, state)
-        return state, k + 1, norms.at[k].set(workers.norm(squares).astype(dtype))
+    def body(at: Progress) -> Progress:
+        state, squares = solver.improve(levels, at.state)
+        if corrections is not None and by_corrections:
+            parts = corrections(at.state, state)
+        else:
+            parts = changed_unseen(fine, *(solver.c_points(levels, u) for u in (at.state, state)))
+        summed = workers.sum(jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)]))
+        norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
+        last = norms[at.done]
+        met = jnp.isfinite(last) & (last <= limit(norms))
+        if not by_corrections:  # zero does not count where squares vanished
+            return Progress(state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0)))
+        error, left, first = relative_error(
+            fine, fine.in_units(summed[1:].reshape(parts.shape)), at.done, at.first, at.errors
+        )
+        errors = at.errors.at[at.done].set(error)
+        return Progress(state, at.done + 1, norms, errors, first, met | (left <= jnp.asarray(solver.rtol, dtype)))
 
-    begin = jnp.int32(0), jnp.full((cycles,), NOT_MEASURED, dtype)
-    state, k, norms = lax.while_loop(unfinished, body, (state, *_tree.varying(begin, (state, levels[0].y0))))
-    u, met = solver.c_points(levels, state), norms[k - 1] <= tolerance(norms)
+    none = jnp.full((cycles,), NOT_MEASURED, dtype)
+    begin = Progress(
+        state, jnp.int32(0), none, none, jnp.zeros((len(jax.tree.leaves(fine.y0)),), dtype), jnp.asarray(False)
+    )
+    begin = Progress(state, *_tree.varying(begin[1:], (state, fine.y0)))
+    end = lax.while_loop(unfinished, body, begin)
+    u, met = solver.c_points(levels, end.state), end.met
     if not solver.fallback:
-        return u, stats(k + taken, norms, met)
-    met |= norms[k - 1] <= floor
+        return u, stats(end.done + taken, end.norms, met)
+    if not by_corrections:
+        last = end.norms[end.done - 1]
+        met |= (last > 0) & (last <= floor)
     # a loop of at most one turn: under vmap a cond would always propagate serially
     u, _ = lax.while_loop(
-        lambda carry: ~carry[1], lambda _: (march(levels[0])[0], _tree.varying(jnp.asarray(True), met)), (u, met)
+        lambda carry: ~carry[1], lambda _: (march(fine)[0], _tree.varying(jnp.asarray(True), met)), (u, met)
     )
-    return u, stats(k + taken, norms, met)._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
+    measured = stats(end.done + taken, end.norms, met)
+    return u, measured._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
+
+
+class Progress(NamedTuple):
+    """State of the iterations of a solver with a tolerance.
+
+    Attributes:
+        state: the solver's state.
+        done: number of iterations.
+        norms: residual norms.
+        errors: what is compared with the tolerance: residual norms, or relative errors from the solver's corrections.
+        first: size of the first correction, by leaves of the state.
+        met: whether the tolerance is met.
+    """
+
+    state: PyTree
+    done: jax.Array
+    norms: jax.Array
+    errors: jax.Array
+    first: jax.Array
+    met: jax.Array

@@ -1,5 +1,6 @@
 """Picard sweeps to a tolerance, over a window of layers that slides."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Points, PyTree, Scalar, State
-from lp_jax._levels._level import Level
+from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._sweep import sweep
 
 Tolerance = float | jax.Array | None
@@ -23,7 +24,7 @@ def slide(level: Level, size: int, most: int, rtol: Tolerance, atol: Tolerance) 
     from the state that left the window before.
 
     Returns:
-        The states after every step, the number of sweeps, and the squared first residual norm.
+        The states after every step, the number of sweeps, and the first residual norm.
 
     Source: Shih, Belkhale, Ermon, Sadigh, Anari, "Parallel sampling of diffusion models", 2023, algorithm 1.
     """
@@ -32,7 +33,7 @@ def slide(level: Level, size: int, most: int, rtol: Tolerance, atol: Tolerance) 
         return _slide(level, y0, size, most, rtol, atol)
 
     points, (sweeps, first) = level.workers.relay(run, level.y0, reverse=level.reverse)
-    return points, level.workers.sum(sweeps), level.workers.sum(first)
+    return points, level.workers.sum(sweeps), level.norm(first)
 
 
 class _Window(NamedTuple):
@@ -64,11 +65,13 @@ def _slide(
     dtype = _tree.real_dtype(y0, at_least=jnp.float32)
     if not n:
         return _tree.repeat(y0, 0), (jnp.int32(0), jnp.zeros((), dtype))
+    squares: Callable[[Points], jax.Array] = jax.vmap(functools.partial(sum_of_squares, level))  # of each row
     order = jnp.arange(size, dtype=jnp.int32)[:: -1 if level.reverse else 1]
 
     def limit(at: _Window) -> Scalar:
         """Largest squared change of a converged entering state."""
-        limit = jnp.zeros((), dtype) if atol is None else jnp.square(jnp.asarray(atol, dtype)) / total
+        unit = 1 if level.unit is None else level.unit.astype(dtype)
+        limit = jnp.zeros((), dtype) if atol is None else jnp.square(jnp.asarray(atol, dtype) / unit) / total
         if rtol is not None:
             each = at.first / jnp.maximum(at.reached, 1).astype(dtype)
             limit = jnp.maximum(limit, jnp.square(jnp.asarray(rtol, dtype)) * each)
@@ -85,11 +88,11 @@ def _slide(
         inside = level.window(xs, rhs, y)
         stepped, _ = sweep(inside, old)
         new, after = inside.workers.prefix_sums(_tree.sub(stepped, old), y, reverse=level.reverse)
-        residuals = _squares(_tree.sub(stepped, _tree.push(old, at.after, reverse=not level.reverse)))
+        residuals = squares(_tree.sub(stepped, _tree.push(old, at.after, reverse=not level.reverse)))
         first = at.first + jnp.sum(jnp.where(seen, 0, residuals))
         reached = jnp.maximum(at.reached, begin + size)
         at = at._replace(after=after, reached=reached, sweeps=at.sweeps + 1, first=first.astype(dtype))
-        kept = _squares(_tree.sub(new, old)) <= limit(at)
+        kept = squares(_tree.sub(new, old)) <= limit(at)
         kept = jnp.cumprod((kept[::-1] if level.reverse else kept).astype(jnp.int32))
         entering = jax.tree.map(
             lambda x, w: lax.dynamic_update_slice(x, w, _tree.start(x, (row,)), allow_negative_indices=False),
@@ -114,9 +117,3 @@ def _rows(tree: PyTree, first: jax.Array, size: int) -> PyTree:
         return lax.dynamic_slice(x, _tree.start(x, (first,)), (size, *x.shape[1:]), allow_negative_indices=False)
 
     return jax.tree.map(leaf, tree)
-
-
-def _squares(states: Points) -> jax.Array:
-    """Squared norm of each row."""
-    squared: Callable[[State], jax.Array] = _tree.sum_of_squares
-    return jax.vmap(squared)(states)

@@ -4,7 +4,6 @@ Everything is NumPy; nothing here downloads or unpickles. docs/data.md lists the
 `lp_jax.data.contrib` has data sets of single problems.
 """
 
-from lp_jax._arrays._renamed import old_names as _old_names
 from lp_jax.data._arrays import arrays as arrays
 from lp_jax.data._batches import Sequences as Sequences
 from lp_jax.data._batches import batches as batches
@@ -25,15 +24,3 @@ from lp_jax.data._timeseries import Series as Series
 from lp_jax.data._timeseries import read_ts as read_ts
 from lp_jax.data._timeseries import timeseries as timeseries
 from lp_jax.data._timeseries import uci_har as uci_har
-
-__getattr__ = _old_names(
-    __name__,
-    {
-        "Mesh": "lp_jax.data.contrib.Mesh",
-        "indian_pines": "lp_jax.data.contrib.indian_pines",
-        "modelnet": "lp_jax.data.contrib.modelnet",
-        "read_off": "lp_jax.data.contrib.read_off",
-        "tiny_imagenet": "lp_jax.data.contrib.tiny_imagenet",
-        "voxelize": "lp_jax.data.contrib.voxelize",
-    },
-)

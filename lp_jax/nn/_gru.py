@@ -181,7 +181,7 @@ class GRU(Solved):
             ValueError: if the sequences or the lengths have a wrong shape.
         """
         problem = self.problem(x)
-        solvers = solvers_of(self, solver, adjoint_solver, problem)
+        solvers = solvers_of(self, solver, adjoint_solver)
         return problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
 
     def solve_vjp(
@@ -195,7 +195,7 @@ class GRU(Solved):
             adjoint_solver: as for `solve`.
         """
         problem = self.problem(x)
-        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver))
         return solution, lambda cotangent: (None, pullback(cotangent)[1])
 
     def problem(self, x: Sequences) -> Problem:

@@ -12,7 +12,7 @@ from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.nn._solved import AUTO, Solved, placing_solvers, solvers_of
+from lp_jax.nn._solved import Solved, placing_solvers, solvers_of
 from lp_jax.nn._spline import Spline, coefficients, expand
 from lp_jax.nn._stack import MakeModule, PerCall, PerLayer, TrunkStep, stacked_module, trunk_step
 
@@ -31,9 +31,8 @@ class LayerParallel(Solved):
         num_layers: number of layers N.
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends, each layer spanning (t1 - t0) / N; or N + 1 increasing times.
-        solver: `MGRIT`, `Picard`, `Newton` or `Serial`. "auto" chooses by the shapes of a call and the devices: sweeps to a
-            tolerance, or `Serial` with a warning if sweeps cannot be faster (`planning.auto`). `lp_jax.plan` measures times
-            and the gradient's error.
+        solver: `MGRIT`, `Picard`, `Newton` or `Serial`; None is the default of `lp_jax.solve`, which goes by the shapes of
+            a call and the device.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
         weights: None if each layer has its own parameters; or a `Spline`, whose coefficients are the parameters. Each
             worker computes the weights of its layers from them. Not for layers with running statistics.
@@ -65,7 +64,7 @@ class LayerParallel(Solved):
         *,
         t0: float = 0.0,
         t1: float | Sequence[float] | np.ndarray = 1.0,
-        solver: Solver | str | None = None,
+        solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
         weights: Spline | None = None,
         comm: Comm | Mesh | None = None,
@@ -73,7 +72,7 @@ class LayerParallel(Solved):
     ):
         self.t0 = float(t0)
         self.t1 = end_times(t1)
-        super().__init__(solver, adjoint_solver, comm, others=(None, AUTO))
+        super().__init__(solver, adjoint_solver, comm, others=(None,))
         self.weights = nnx.static(weights)
         if weights is None:
             kinds = (nnx.Param, nnx.BatchStat)
@@ -134,7 +133,7 @@ class LayerParallel(Solved):
             True
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solvers = solvers_of(self, solver, adjoint_solver, problem)
+        solvers = solvers_of(self, solver, adjoint_solver)
         solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
@@ -174,7 +173,7 @@ class LayerParallel(Solved):
             3
         """
         problem = self.problem(y, shared=shared, data=data, key=key)
-        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver, problem))
+        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver))
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)

@@ -137,7 +137,7 @@ def _options(
 
 
 def _exact(part: object) -> bool:
-    return bool(getattr(getattr(part, "solver", None), "exact", False))  # neither "auto" nor a Network is
+    return bool(getattr(getattr(part, "solver", None), "exact", False))  # None and a Network are not
 
 
 def _combined_solution(y: State, solutions: Sequence[Solution]) -> Solution:

@@ -102,7 +102,7 @@ class _Cell(Solved, abc.ABC):
             ValueError: if the sequences have a wrong shape.
         """
         problem = self.problem(x, y0)
-        return problem.solve(**solvers_of(self, solver, adjoint_solver, problem))
+        return problem.solve(**solvers_of(self, solver, adjoint_solver))
 
     def problem(self, x: jax.Array, y0: State | None = None) -> Problem:
         """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.

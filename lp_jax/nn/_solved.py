@@ -7,20 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from lp_jax import planning
 from lp_jax._comms._comm import Comm
-from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-
-AUTO = "auto"
 
 
 class Solved(nnx.Module):
     """A module with solvers and workers, which are static."""
 
-    solver: Any  # a `Solver`; None for the default, or "auto"
+    solver: Any  # a `Solver`; None for the default
     adjoint_solver: Any  # a `Solver`; None for the settings of ``solver``
 
     def __init__(
@@ -43,22 +39,17 @@ def _static(name: str, solver: object) -> Any:
     return nnx.static(jax.tree.map(float, solver))
 
 
-def solvers_of(
-    module: Solved, solver: Solver | None, adjoint_solver: Solver | None, problem: Problem
-) -> dict[str, Any]:
-    """Return the solvers of a call: its arguments or the module's; "auto" is decided by the shapes of the problem."""
+def solvers_of(module: Solved, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
+    """Return the solvers of a call: its arguments or the module's."""
     if solver is None:
         solver = module.solver
         adjoint_solver = module.adjoint_solver if adjoint_solver is None else adjoint_solver
-    if solver == AUTO:
-        solver, adjoint = planning.auto(problem)
-        adjoint_solver = adjoint if adjoint_solver is None else adjoint_solver
     return {"solver": solver, "adjoint_solver": adjoint_solver}
 
 
 def placing_solvers(module: Solved) -> tuple[Solver, Solver]:
     """Return the forward and adjoint solver that decide which layers live where."""
-    solver = Serial() if module.solver in (None, AUTO) else module.solver  # sweeps suit any placement
+    solver = module.solver or Serial()  # the default suits any placement
     return solver, module.adjoint_solver or solver
 
 

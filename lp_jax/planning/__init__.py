@@ -1,5 +1,7 @@
 """Predict the time and memory of a training step before it is run."""
 
+from lp_jax._arrays._at_once import Processor as Processor
+from lp_jax._arrays._at_once import processor as processor
 from lp_jax.planning import _solvers as _solvers
 from lp_jax.planning._calibrate import calibrate as calibrate
 from lp_jax.planning._candidates import RECOMMENDED as RECOMMENDED
@@ -11,13 +13,16 @@ from lp_jax.planning._cost import predict as predict
 from lp_jax.planning._diagnose import Diagnosis as Diagnosis
 from lp_jax.planning._diagnose import Rehearsal as Rehearsal
 from lp_jax.planning._diagnose import diagnose as diagnose
-from lp_jax.planning._estimate import auto as auto
 from lp_jax.planning._estimate import estimate as estimate
 from lp_jax.planning._interconnect import Interconnect as Interconnect
 from lp_jax.planning._interconnect import interconnect as interconnect
 from lp_jax.planning._machine import Machine as Machine
 from lp_jax.planning._plan import choose as choose
 from lp_jax.planning._plan import plan as plan
+from lp_jax.planning._processor import Default as Default
+from lp_jax.planning._processor import assume as assume
+from lp_jax.planning._processor import default as default
+from lp_jax.planning._processor import measure_processor as measure_processor
 from lp_jax.planning._result import Choice as Choice
 from lp_jax.planning._result import Devices as Devices
 from lp_jax.planning._result import Plan as Plan

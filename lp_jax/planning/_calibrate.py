@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from lp_jax._problem import Problem
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._serial import Serial
 from lp_jax.planning import _measure
+from lp_jax.planning._estimate import estimate
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import examples_of, kept_bytes, layers_at_once
 
@@ -22,6 +24,7 @@ _BATCHES = (4, 16)  # layers at once, besides all intervals
 _FEW, _ENOUGH = 8, 0.03  # layers of a first timing; seconds that the timed layers should take
 
 _Times = tuple[float, float, float]
+_Check = Callable[[str], bool]  # whether a measurement of this name may start
 
 
 def calibrate(
@@ -45,9 +48,9 @@ def calibrate(
 
     Args:
         problem: the network, on one device.
-        fewer: ``y0``, ``shared`` and ``data``, as far as they depend on the examples, for a quarter of the examples, say. How a
-            layer's time falls with the examples decides the gain of data parallelism. None assumes that it falls like the time
-            of many layers at once; in proportion where one layer is evaluated at a time.
+        fewer: the arrays among ``y0``, ``shared`` and ``data`` that depend on the examples, for fewer examples, e.g. a quarter.
+            How a layer's time falls with the examples decides the gain of data parallelism. None assumes that it falls like the
+            time of many layers at once; in proportion where one layer is evaluated at a time.
         newton: whether to measure Newton's method with full Jacobians too. The first axis of the state must be that of the
             examples, and the state small: a Jacobian has the square of its size.
         batched: whether to measure layers at once also where "auto" evaluates one at a time, for solvers with another
@@ -68,48 +71,73 @@ def calibrate(
         >>> machine.state_bytes, machine.layer_bytes, machine.seconds("forward", 32) > 0
         (128, 256, True)
     """
+    return dataclasses.replace(measure(problem, fewer, newton, batched)[0], name=name)
+
+
+def measure(
+    problem: Problem, fewer: Mapping[str, PyTree] | None, newton: bool, batched: bool = False, end: float = math.inf
+) -> tuple[Machine, list[str]]:
+    """Return the machine of `calibrate`, and the names of the measurements left out: none starts after ``end``.
+
+    Serial propagation comes first, then the longest sweep. `estimate` replaces the times of serial propagation, and the ratio
+    of a sweep's times to them, where these were left out. Other times are then None or 0.
+    """
     if problem.comm != OneDevice():
         raise ValueError("calibrate got a problem with a comm; it measures one device. Leave the comm out.")
+    left_out: dict[str, None] = {}
+
+    def on_time(what: str) -> bool:
+        late = time.monotonic() >= end
+        left_out.update({what: None} if late else {})
+        return not late
+
     count, auto = problem.layers, layers_at_once(problem)
     looped = auto == 1 < count
-    most = _enough(problem) if looped else count
-    sizes = [most] if looped else sorted({max(2, auto // 64), max(2, auto // 8), auto})
-    serial = forward, backward = _measure.serial(_first(problem, most))
+    most, serial = _serial(problem, looped, on_time)
+    forward, backward = serial
     rows = {1: [forward, backward / 2, backward / 2]}
-    rows |= {size: _sweep(problem, size, 1 if looped else size) for size in sizes}
+    sizes = [most] if looped else sorted({max(2, auto // 64), max(2, auto // 8), auto})
+    for size in reversed(sizes):
+        if on_time("shorter sweeps" if len(rows) > 1 else "sweeps (estimated)"):
+            rows[size] = _sweep(problem, size, 1 if looped else size)
+    if not looped and len(rows) == 1:
+        guess = estimate(problem)
+        ratios = zip(guess.at_once[1:], np.divide(guess.forward[1:], guess.per_layer[0]).tolist(), strict=True)
+        rows |= {size: [x * ratio for x in rows[1]] for size, ratio in ratios}
     relaxation = interval = None
     if looped:  # batches are counted as single layers there
-        rows = {1: [seconds / most for seconds in rows[most]]}
-        if most >= 2 * _SHORT:
+        rows = {1: [seconds / most for seconds in rows[most]] if most in rows else rows[1]}
+        if most >= 2 * _SHORT and on_time("intervals"):
             relaxation, interval = _intervals(_first(problem, most // _SHORT * _SHORT), serial)
         for size in sorted({*_BATCHES, most // _SHORT}) if batched else ():
-            if most >= size * _SHORT:
+            if most >= size * _SHORT and on_time("batches"):
                 rows[size] = _batch(_first(problem, most // size * size), size)
-    across = None if looped else _across(problem, min(auto, count // _SPAN), rows)
+    rows = dict(sorted(rows.items()))
+    across = None if looped or not on_time("intervals") else _across(problem, min(auto, count // _SPAN), rows)
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
-    overhead = 0.0 if looped else _overhead(sizes, forwards)
-    if fewer is not None:
+    overhead = 0.0 if looped or len(rows) == 1 else _overhead([*rows][1:], forwards)
+    if fewer is not None and on_time("fewer examples"):
         overhead = _overhead_of(problem, most, fewer, sum(serial))
-    return Machine(
+    machine = Machine(
         at_once=tuple(rows),
         forward=forwards,
         linearise=forwards,
         adjoint=adjoints,
         gradient=gradients,
-        newton=_newton(problem, sizes, tuple(rows), looped, sum(serial)) if newton else None,
+        newton=_newton(problem, sizes, tuple(rows), looped, sum(serial), on_time) if newton else None,
         serial=serial,
         relaxation=relaxation,
         interval=interval,
         across=across,
         auto=None if auto == count else auto,
-        adding=_measure.adding(problem.params) / count,
+        adding=_measure.adding(problem.params) / count if on_time("sums of gradients") else 0.0,
         state_bytes=_tree.nbytes(problem.y0),
         layer_bytes=_tree.nbytes(problem.params) // count,
         kept_bytes=kept_bytes(*trace(problem, (Serial(),))),
         examples=examples_of(problem.y0),
         overhead=overhead,
-        name=name,
     )
+    return machine, [*left_out]
 
 
 _CHUNKS = 4
@@ -128,12 +156,19 @@ def _first(problem: Problem, layers: int) -> Problem:
     return dataclasses.replace(problem, params=params, data=data, t1=times[: layers + 1])
 
 
-def _enough(problem: Problem) -> int:
-    """Number of layers whose serial propagation takes 30 ms: enough where layers run one after another."""
-    if problem.layers <= _FEW:
-        return problem.layers
-    whole = math.ceil(_ENOUGH / sum(_measure.serial(_first(problem, _FEW))) / _SHORT)
-    return min(problem.layers, max(_FEW, whole * _SHORT))
+def _serial(problem: Problem, looped: bool, on_time: _Check) -> tuple[int, tuple[float, float]]:
+    """Number of layers to measure, and the times of a layer in serial propagation through them.
+
+    Where layers run one after another, as many are enough as take 30 ms.
+    """
+    few = min(_FEW, problem.layers) if looped else problem.layers
+    if not on_time("serial propagation (estimated)"):
+        return few, estimate(problem).per_layer
+    times = _measure.serial(_first(problem, few))
+    most = min(problem.layers, max(few, math.ceil(_ENOUGH / sum(times) / _SHORT) * _SHORT))
+    if most > few and on_time("longer serial propagation"):
+        times = _measure.serial(_first(problem, most))
+    return most, times
 
 
 def _overhead(sizes: Sequence[int], times: Sequence[float]) -> float:
@@ -151,17 +186,20 @@ def _overhead_of(problem: Problem, layers: int, fewer: Mapping[str, PyTree], who
 
 
 def _newton(
-    problem: Problem, sizes: Sequence[int], at_once: Sequence[int], looped: bool, serial: float
-) -> tuple[float, ...]:
-    """Seconds of a Newton iteration on each number of layers at once.
+    problem: Problem, sizes: Sequence[int], at_once: Sequence[int], looped: bool, serial: float, on_time: _Check
+) -> tuple[float, ...] | None:
+    """Seconds of a Newton iteration on each number of layers at once; None if time is over.
 
-    Larger numbers are extrapolated once an iteration takes longer than serial propagation through all layers.
+    Larger numbers are extrapolated once an iteration takes longer than serial propagation through all layers, or time is over.
     """
+    if not on_time("Newton's method"):
+        return None
     times = {1: _measure.newton(_first(problem, 2)) / 2}
     for size in sizes:
         largest = max(times)
         hopeless = largest > 1 and times[largest] > serial
-        times[size] = times[largest] * size / largest if hopeless else _measure.newton(_first(problem, size))
+        measured = not hopeless and on_time("longer runs of Newton's method (extrapolated)")
+        times[size] = _measure.newton(_first(problem, size)) if measured else times[largest] * size / largest
     return tuple(times[sizes[-1]] / sizes[-1] * size if looped else times[size] for size in at_once)
 
 

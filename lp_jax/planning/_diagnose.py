@@ -1,7 +1,9 @@
 """Diagnose convergence: two numbers of a chain of layers, and solvers rehearsed on a few examples."""
 
 import dataclasses
+import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import Pair, as_pair
-from lp_jax.planning._measure import arrays, examples_of, small
+from lp_jax.planning._measure import arrays, compile_fast, examples_of, small
 from lp_jax.planning._words import align, code
 
 
@@ -67,14 +69,15 @@ class Diagnosis:
         lyapunov: largest Lyapunov exponent, per layer: a disturbance grows by ``exp(lyapunov)`` from one layer to the next, on
             average. Below zero, layers forget.
         rehearsals: iterations of each pair of solvers, and how they ended.
+        left_out: solvers that were not rehearsed for lack of time.
 
     Example:
         >>> from lp_jax import planning
         >>> diagnosis = planning.Diagnosis(layers=64, examples=4, lipschitz=2.0, lyapunov=-0.1, rehearsals=())
         >>> f"{diagnosis.growth:.4f}"
         '0.0017'
-        >>> print(diagnosis.verdict.partition(". ")[0])
-        This chain forgets: 1.7e-03 of a disturbance is left after the last layer
+        >>> print(diagnosis.behaviour)
+        This chain forgets: a disturbance is 1.7e-03 times as large after the last layer.
     """
 
     layers: int
@@ -82,6 +85,7 @@ class Diagnosis:
     lipschitz: float
     lyapunov: float
     rehearsals: tuple[Rehearsal, ...]
+    left_out: tuple[Solver, ...] = ()
 
     @property
     def growth(self) -> float:
@@ -90,49 +94,38 @@ class Diagnosis:
 
     @property
     def numbers(self) -> str:
-        """Both numbers, in a line."""
+        """Both numbers, on one line."""
         return f"Lipschitz constant x T {self.lipschitz:.3g}, Lyapunov exponent {self.lyapunov:+.2g} a layer"
 
     @property
     def behaviour(self) -> str:
-        """The fate of a small disturbance, in a sentence."""
+        """One sentence: the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it."""
         return self._sentences()[0]
 
     @property
     def verdict(self) -> str:
         """The behaviour, and which solvers converge: by rehearsal, or as is usual on such chains."""
         behaviour, advice = self._sentences()
-        return f"{behaviour} {self._outcome() if self.rehearsals else advice}"
+        text = f"{behaviour} {self._outcome() if self.rehearsals else advice}"
+        names = ", ".join(type(solver).__name__ for solver in self.left_out)
+        return f"{text} Left out for lack of time: {names}." if names else text
 
     def _sentences(self) -> tuple[str, str]:
-        growth = f"{self.growth:.1e}" if not 0.01 <= self.growth < 100 else f"{self.growth:.1f}"
-        if self.growth < _FORGOTTEN:
-            return (
-                f"This chain forgets: {growth} of a disturbance is left after the last layer.",
-                "Newton's method mostly converges on such chains, however long. Sweeps do where Lipschitz constant x T is small.",
-            )
-        if self.growth > _AMPLIFIED:
-            return (
-                f"This chain amplifies: a disturbance is {growth} times as large after the last layer.",
-                "Iterations mostly take nearly as many turns as layers on such chains, or fail: take Serial().",
-            )
-        return (
-            f"This chain keeps what enters it: a disturbance is {growth} times as large after the last layer.",
-            "Sweeps and cycles mostly converge on such chains where Lipschitz constant x T is a few dozen at most.",
-        )
+        growth = f"{self.growth:.1e}" if not _KEPT <= self.growth < 100 else f"{self.growth:.1f}"
+        verb, advice = next((verb, advice) for most, verb, advice in _BEHAVIOURS if self.growth <= most)
+        return f"This chain {verb}: a disturbance is {growth} times as large after the last layer.", advice
 
     def _outcome(self) -> str:
         """Return which of the rehearsed solvers converge, in words."""
-        names = [type(r.solver).__name__ for r in self.rehearsals]
-        good = [name for name, r in zip(names, self.rehearsals, strict=True) if r.converges]
-        bad = [name for name, r in zip(names, self.rehearsals, strict=True) if not r.converges]
+        good = [f"{type(r.solver).__name__}{where_it_pays(r.solver)}" for r in self.rehearsals if r.converges]
+        bad = [type(r.solver).__name__ for r in self.rehearsals if not r.converges]
         if not good:
-            return "None of the solvers converges: take Serial()."
+            return f"No rehearsed solver converges{'' if self.left_out else ': take Serial()'}."
         return f"Converges: {', '.join(good)}." + (f" Does not: {', '.join(bad)}." if bad else "")
 
     def __str__(self) -> str:
         lines = [
-            f"{self.layers} layers, looked at with {self.examples} example{'s' * (self.examples != 1)}",
+            f"{self.layers} layers, measured on {self.examples} example{'s' * (self.examples != 1)}",
             "",
             f"  Lipschitz constant x T  {self.lipschitz:.3g}",
             f"  Lyapunov exponent       {self.lyapunov:+.2g} a layer",
@@ -148,8 +141,26 @@ class Diagnosis:
         return str(self)
 
 
-_FORGOTTEN, _AMPLIFIED = 0.1, 1e3  # growth through all layers
+_KEPT = 0.1  # growth through all layers
+_SWEEPS = "Sweeps and cycles mostly converge on such chains where Lipschitz constant x T is a few dozen at most."
+_BEHAVIOURS = (  # growth at most, verb, advice
+    (_KEPT, "forgets", "Newton's method mostly converges on such chains, and pays on an accelerator. " + _SWEEPS),
+    (10.0, "keeps disturbances", _SWEEPS),
+    (1e3, "amplifies", _SWEEPS),
+    (math.inf, "amplifies", "Iterations mostly fail on such chains, or are nearly as many as layers: take Serial()."),
+)
 _LARGEST = 700.0  # of an exponent
+
+
+@functools.singledispatch
+def where_it_pays(solver: Solver) -> str:
+    """Return where a solver pays, in brackets; empty for no restriction."""
+    return ""
+
+
+@where_it_pays.register
+def _(solver: Newton) -> str:
+    return " (pays on an accelerator)" if solver.jacobian == "full" else ""
 
 
 def _taken(r: Rehearsal) -> tuple[str, str]:
@@ -167,6 +178,7 @@ def diagnose(
     adjoint_rtol: float = 1e-2,
     examples: int = 4,
     solvers: Sequence[Solver | Pair] | None = None,
+    seconds: float = 10.0,
 ) -> Diagnosis:
     """Estimate how fast solvers converge on a network, before it is solved or trained.
 
@@ -184,6 +196,8 @@ def diagnose(
         solvers: solvers to rehearse, or pairs (solver, adjoint solver), with tolerances of their own. None means sweeps, cycles
             of two levels and, where an example's state has at most 256 numbers, Newton's method, each with at most 32
             iterations. With an empty list nothing is rehearsed; this takes a second.
+        seconds: time after which no rehearsal starts. One that has begun is finished, its compilation included. The two numbers
+            are always computed. The text names the solvers left out.
 
     Returns:
         The `Diagnosis`.
@@ -211,13 +225,15 @@ def diagnose(
         if not value > 0:
             raise ValueError(f"{name} must be positive; got {value!r}.")
     _check.integer("examples", examples, least=1)
+    end = time.monotonic() + seconds
     problem = _few(problem.replace(comm=None), examples)
     if cotangent is not None:
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
     pairs = _usual(problem, rtol, adjoint_rtol) if solvers is None else list(map(as_pair, solvers))
     lipschitz, lyapunov = _numbers(problem)
-    rehearsals = tuple(_rehearse(problem, cotangent, *pair) for pair in pairs)
-    return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, rehearsals)
+    rehearsals = [_rehearse(problem, cotangent, *pair) for pair in pairs if time.monotonic() < end]
+    left_out = tuple(solver for solver, _ in pairs[len(rehearsals) :])
+    return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, tuple(rehearsals), left_out)
 
 
 _MOST = 32  # iterations, as of the default solver
@@ -267,14 +283,14 @@ def _few(problem: Problem, count: int) -> Problem:
 def _numbers(problem: Problem) -> tuple[float, float]:
     """Lipschitz constant times T, and the largest Lyapunov exponent per layer."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compile_fast())
     def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, jax.Array]:
         program, operands = trace(problem.replace(**arrays), (Serial(),))
         chain = program.chain(operands)
         step, shared = chain.step(0), chain.shared
 
         def transposed(y: State, x: Slices) -> Callable[[State], State]:
-            """The transposed Jacobian. A step with a custom derivative may have no other."""
+            """The transposed Jacobian; a step with a custom derivative may have no forward mode."""
             pull = jax.vjp(lambda y: step(y, x, shared), y)[1]
             return lambda w: pull(w)[0]
 
@@ -323,7 +339,7 @@ def _noise(like: State) -> State:
 def _rehearse(problem: Problem, cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Rehearsal:
     """Run both solvers on these examples, to their tolerances."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compile_fast())
     def both(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
         solution, pullback = problem.replace(**arrays).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
         stats = pullback(solution.y1 if cotangent is None else cotangent)[1]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._arrays._types import PyTree
-from lp_jax._levels._result import RESULTS
+from lp_jax._levels._result import RESULTS, SERIAL
 from lp_jax._programs._asked import Asked, asked
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
@@ -88,10 +88,8 @@ class GradientErrors(NamedTuple):
         for s in self.solves:
             times = f"{s.solves} solves, " if s.solves > 1 else ""
             residual = "" if math.isnan(s.residual) else f", residual {s.residual:.1e} of the first"
-            lines.append(
-                f"  {s.direction}, {s.layers} layers: {times}{numbered(s.iterations, s.iteration)}{residual}; "
-                f"{RESULTS[s.result].partition('.')[0]}"
-            )
+            taken = "" if s.result == SERIAL else f"{numbered(s.iterations, s.iteration)}{residual}; "
+            lines.append(f"  {s.direction}, {s.layers} layers: {times}{taken}{RESULTS[s.result].partition('.')[0]}")
         if not self.solves:
             lines.append("  no iterative solve of lp_jax inside: this gradient is exact")
         return "\n".join(lines)

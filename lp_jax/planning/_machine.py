@@ -197,10 +197,6 @@ class Machine:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(stored, dict):
                 raise ValueError("it holds no object")
-            if "layers" in stored:  # an old name
-                stored["at_once"] = stored.pop("layers")
-            if stored.pop("looped", False):  # another one
-                stored["auto"] = 1
             fields: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in stored.items()}
             return cls(**fields)
         except (ValueError, TypeError) as error:

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lp_jax._arrays._types import PyTree, State
-from lp_jax._comms._comm import Comm, OneDevice, default_platform
+from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._calibrate import calibrate
+from lp_jax.planning._calibrate import measure
 from lp_jax.planning._candidates import Pair, as_pair, cycles, newton, sweeps
 from lp_jax.planning._cost import memory, predict
 from lp_jax.planning._diagnose import diagnose
 from lp_jax.planning._interconnect import Interconnect
 from lp_jax.planning._interconnect import interconnect as measure_messages
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays, has_counts, small
+from lp_jax.planning._measure import arrays, compile_fast, has_counts, small
 from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, fix_iterations
 
 Probe = Callable[[Solver, Solver], Probed]
@@ -49,13 +49,14 @@ def plan(
         error: largest relative error of the gradient, in the 2-norm.
         workers: number of workers that the layers will be spread over. All runs here use one.
         comm: the workers themselves, if they are at hand; by default those of the problem. The times of their messages are
-            measured. On MPI ranks all call this together.
+            always measured. On MPI ranks all call this together.
         machine: times of the layers; None measures them (`calibrate`).
         interconnect: times of messages, by `planning.interconnect`. None measures ``comm``, or takes those of ``machine``.
-        seconds: time after which no further gradient is compiled. The plan says how many were left out.
+        seconds: bound of the whole call: calibration, which has half of it, then probes and `diagnose`. A measurement that has
+            begun is finished, its compilations included. None starts after that time. The plan names those left out.
         fewer: as for `calibrate`.
         solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
-            always probed.
+            probed first.
 
     Returns:
         The `Plan`. It recommends serial propagation if no solver that is exact enough is predicted to be 15 % faster.
@@ -75,6 +76,7 @@ def plan(
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
+    begin = clock.monotonic()
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = problem.replace(comm=None)
     if there != OneDevice():
@@ -83,18 +85,22 @@ def plan(
         workers = there.size
         if workers > 1 and interconnect is None:
             interconnect = measure_messages(there)
+    left_out: list[str] = []
     if machine is None:
-        machine = calibrate(problem, fewer=fewer, newton=small(problem.y0))
+        machine, left_out = measure(problem, fewer, small(problem.y0), end=begin + seconds / 2)
     if interconnect is not None:
         machine = dataclasses.replace(machine, **interconnect._asdict())
-    probe = _probe(problem, cotangent)
-    best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=seconds, solvers=solvers)
-    note = "" if has_counts(problem) else _UNCOUNTED
-    return dataclasses.replace(best, note=note, diagnosis=diagnose(problem, solvers=()))
+    probe, left = _probe(problem, cotangent), begin + seconds - clock.monotonic()
+    best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=left, solvers=solvers)
+    diagnosis = diagnose(problem, solvers=()) if clock.monotonic() < begin + seconds else None
+    left_out += [] if diagnosis else ["behaviour of the layers"]
+    late = f"Left out for lack of time: {', '.join(left_out)}. " if left_out else ""
+    note = late if has_counts(problem) else late + _UNCOUNTED
+    return dataclasses.replace(best, note=note.strip(), diagnosis=diagnosis)
 
 
 _UNCOUNTED = (
-    'A layer has a callback, a foreign call or a loop of unknown length in it: at_once="auto" evaluates one at a time.'
+    'A layer has a callback, a foreign call or a loop of unknown length: at_once="auto" evaluates one at a time.'
 )
 
 
@@ -111,7 +117,8 @@ def choose(
     """Recommend solvers as `plan` does, from the number of layers and their times.
 
     ``probe(solver, adjoint_solver)`` measures the error of a gradient. Without a probe only serial propagation is known to be
-    exact enough, and the other solvers are sorted by their times. The other arguments, and errors, are those of `plan`.
+    exact enough, and the other solvers are sorted by their times. The other arguments, and errors, are those of `plan`;
+    ``seconds`` bounds the probes.
     """
     _refuse(layers, workers, error)
 
@@ -120,32 +127,42 @@ def choose(
         return Choice(*pair, spent, memory(pair[0], layers, machine, workers=workers), probed)
 
     serial = choice(SERIAL)
-    limit, end = serial.time.seconds / WORTH, clock.monotonic() + seconds
+    limit, end, unprobed = serial.time.seconds / WORTH, clock.monotonic() + seconds, 0
 
     def look(pairs: list[Pair], *, scales: bool = False) -> list[Choice]:
-        """Probe solvers of one program, loosest tolerance first. They may be slow here if they are fast on more devices."""
-        family = [choice(pair) for pair in pairs]
-        if probe is None or not (scales or any(c.time.seconds < limit for c in family)):
-            return family
-        for number, pair in enumerate(pairs):
-            family[number] = choice(pair, probe(*pair))
-            reached = family[number].error
-            if reached is None or not math.isfinite(reached) or (reached <= error and clock.monotonic() > end):
-                break
-        return family
+        """Probe solvers of one program, loosest tolerance first. They may be slow here if they are fast on more devices.
 
-    choices = [serial, *look(sweeps(), scales=True)]
+        A program that is compiled when time is over is run until one is exact enough, for a tenth of that time at most.
+        """
+        nonlocal unprobed
+        family = [choice(pair) for pair in pairs]
+        faster = any(c.time.seconds < limit for c in family)
+        if probe is None or not (scales or faster):
+            return family
+        if clock.monotonic() >= end:
+            unprobed += faster
+            return family
+        probed, last = [], math.inf
+        for pair in pairs:
+            probed.append(choice(pair, probe(*pair)))
+            now, reached = clock.monotonic(), probed[-1].error
+            last = min(last, now + seconds / 10)  # the first call compiles
+            if reached is None or not math.isfinite(reached) or (now >= end and (reached <= error or now >= last)):
+                break
+        return probed
+
+    choices = [serial]
+    for pair in map(as_pair, solvers):
+        choices += look([pair], scales=True)
+    choices += look(sweeps(), scales=True)
     if machine.newton is not None:
         choices += look(newton())
     if probe is not None and clock.monotonic() < end and not any(c.within(error) for c in choices[1:]):
         choices += look(sweeps(secant=True))
-    for pair in map(as_pair, solvers):
-        choices.append(choice(pair, None if probe is None else probe(*pair)))
     limit = min([limit, *(c.time.seconds for c in choices if c.within(error))])
-    unprobed = 0
     for candidate in sorted(map(choice, cycles(layers, workers)), key=lambda c: c.time.seconds):
         if probe is not None and candidate.time.seconds < limit:
-            if clock.monotonic() > end:
+            if clock.monotonic() >= end:
                 unprobed += 1
             else:
                 candidate = choice(candidate[:2], probe(candidate.solver, candidate.adjoint_solver))
@@ -174,10 +191,8 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
 
     Where there are none, as in a scan over integers, it compares the gradient of the initial state.
     """
-    # compile fast on a CPU, as the programs run a few times: 2.8 instead of 6.1 s for 256 dense layers of 64 on two cores
-    fast = {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None
 
-    @functools.partial(jax.jit, compiler_options=fast)
+    @functools.partial(jax.jit, compiler_options=compile_fast())
     def gradient(values: dict[str, PyTree], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> PyTree:
         solution, pullback = problem.replace(**values).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
         gradients, stats = pullback(solution.y1 if cotangent is None else cotangent)

@@ -6,19 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import Pair, exact_cycles
 from lp_jax.planning._cost import Memory, Time, pipeline, predict
-from lp_jax.planning._diagnose import Diagnosis
+from lp_jax.planning._diagnose import Diagnosis, where_it_pays
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._words import align, as_arguments, milliseconds, numbered, pair, times
 from lp_jax.planning._work import with_effort
 
 SERIAL = (Serial(), Serial())
 DEVICES = tuple(2**exponent for exponent in range(13))
-# A solver is recommended if it is this many times as fast as serial propagation; predictions are no better.
+# A solver is recommended if it is predicted this many times as fast as serial propagation; predictions err by as much.
 WORTH = 1.15
 
 _MOST = 8  # lines of a table
@@ -42,8 +41,8 @@ class Probed(NamedTuple):
 class Choice(NamedTuple):
     """A pair of solvers, its predicted time, and its measured error if it was probed.
 
-    The time is that of a training step; a solver with a tolerance counts with the iterations of the probe. The memory is that
-    of a worker. Both are predicted. ``probed`` is the result of the probe, if there was one.
+    ``time`` predicts a training step; a solver with a tolerance counts with the iterations of the probe. ``memory`` predicts
+    the bytes on a worker. ``probed`` is the result of the probe, if there was one.
 
     Example:
         >>> from lp_jax import planning
@@ -114,7 +113,8 @@ class Plan:
         layers: number of layers.
         workers: number of workers that they are spread over.
         error: largest error of the gradient that is allowed.
-        unprobed: number of solvers that would be faster than ``best`` and were not probed for lack of time.
+        unprobed: number of solvers predicted faster than ``best`` and not probed for lack of time. One solver with several
+            tolerances counts once.
         note: a further remark; may be empty.
         diagnosis: behaviour of the layers, by `diagnose`; None if only their times are known.
 
@@ -152,12 +152,6 @@ class Plan:
     def serial_seconds(self) -> float:
         """Predicted seconds of a training step with serial propagation on one worker."""
         return predict(*SERIAL, self.layers, self.machine).seconds
-
-    @property
-    def alone(self) -> float:
-        """The old name of `serial_seconds`."""
-        warn_renamed("Plan.alone", "Plan.serial_seconds")
-        return self.serial_seconds
 
     @property
     def speedup(self) -> float:
@@ -216,7 +210,7 @@ class Plan:
 
 
 def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
-    """Return the solvers with the iterations that the probe took to their tolerances; with few if there was no probe."""
+    """Return the solvers with the probed numbers of iterations instead of tolerances; with three if there was no probe."""
     taken = (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
     forward, adjoint = (
         with_effort(solver, max(1, iterations)) if solver.has_tolerance else solver
@@ -232,30 +226,35 @@ def reason(plan: Plan) -> str:
         >>> from lp_jax import planning
         >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> print(planning.reason(planning.choose(64, gpu)))
-        faster solvers are listed. Their gradient errors were not measured.
+        >>> print(planning.reason(planning.choose(64, gpu)).partition(" ")[2])
+        solvers are predicted faster. Their gradient errors were not measured.
     """
+    were = "was" if plan.unprobed == 1 else "were"
+    late = f"{numbered(plan.unprobed, 'solver')} predicted faster {were} left out for lack of time."
     if not plan.solver.exact:
-        text = f"predicted {times(plan.speedup)} times as fast as serial propagation on one worker"
+        text = f"predicted {times(plan.speedup)} times as fast as serial propagation on one worker{where_it_pays(plan.solver)}"
         if plan.speedup < 1:
             text += ", which is the better place for all layers"
         if plan.workers > 1 and plan.machine.message(plan.machine.state_bytes) == 0:
-            text += ", messages not measured and counted as nothing: plan(comm=mesh) measures them"
-        return text + (f"; {plan.unprobed} faster ones were not looked at" if plan.unprobed else "") + "."
+            text += ", message times unknown, taken as zero: plan(comm=mesh) measures them"
+        return f"{text}; {late}" if plan.unprobed else f"{text}."
     faster = [c for c in plan.choices if c.time.seconds * WORTH <= plan.serial.time.seconds]
-    looked_at = sum(c.error is not None for c in faster)
-    if looked_at:
-        left = f", and {plan.unprobed} were not looked at" if plan.unprobed else ""
-        text = f"{numbered(looked_at, 'solver')} {'are' if looked_at > 1 else 'is'} clearly faster, none with a gradient error"
-        return f"{text} of at most {plan.error:.0e}{left}. {_instead(plan)}"
-    if faster:
-        return "faster solvers are listed. Their gradient errors were not measured."
-    why = (
-        "layers run one after another there"
-        if plan.machine.auto == 1
-        else "a layer fills the device, or there are few of them"
-    )
-    return f"nothing that does more work is clearly faster, as {why}. {_instead(plan)}"
+    measured = sum(c.error is not None for c in faster)
+    count = measured or len(faster)
+    text = f"{numbered(count, 'solver')} {'is' if count == 1 else 'are'} predicted faster"
+    if measured:
+        text += f", none with a gradient error of at most {plan.error:.0e}. "
+    elif plan.unprobed:
+        text = ""
+    elif faster:
+        return f"{text}. Their gradient errors were not measured."
+    else:
+        nearly = any(c.time.seconds < plan.serial.time.seconds for c in plan.choices)
+        than = f"{WORTH} times as fast as" if nearly else "faster than"
+        looped = "layers run one after another on this machine"
+        why = looped if plan.machine.auto == 1 else "a layer fills the device, or there are few of them"
+        text = f"No parallel solver is predicted {than} serial propagation, because {why}. "
+    return text + (f"{late} " if plan.unprobed else "") + _instead(plan)
 
 
 def _instead(plan: Plan) -> str:
@@ -295,14 +294,14 @@ def _more_devices(plan: Plan) -> list[str]:
     for d in many:
         spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
         rows.append((f"{d.devices}", *spent, "{} x {}".format(*d.split), ""))
-    unknown = "" if plan.machine.latency else "; what messages take is not known, and counted as nothing"
+    unknown = "" if plan.machine.latency else "; message times unknown, taken as zero"
     lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, align(rows))]
     layers = [(d.layers, d.devices) for d in many if d.layers is not None]
     crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.serial_seconds), None)
     if crossing is None:
         none = "no number of devices is faster than one with serial propagation, with the solvers compared here."
-        return [*lines, f"Along the layers alone: {none}"]
+        return [*lines, f"Along the layers only: {none}"]
     seconds, devices = min(layers)
     text = f"faster than serial propagation from {numbered(crossing, 'device')} on"
     most = f"at most {times(plan.serial_seconds / seconds)} times, at {devices}."
-    return [*lines, f"Along the layers alone: {text}, {most}"]
+    return [*lines, f"Along the layers only: {text}, {most}"]

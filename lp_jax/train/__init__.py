@@ -12,7 +12,6 @@ except ModuleNotFoundError as error:
         f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
-from lp_jax._arrays._renamed import old_names as _old_names
 from lp_jax.train._average import average_gradients as average_gradients
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
@@ -60,19 +59,3 @@ from lp_jax.train._types import Metrics as Metrics
 from lp_jax.train._types import Restart as Restart
 from lp_jax.train._types import StepFn as StepFn
 from lp_jax.train._types import TrainState as TrainState
-
-__getattr__ = _old_names(
-    __name__,
-    {
-        "Batch": "typing.Any",
-        "Doubling": "lp_jax.train.contrib.Doubling",
-        "bfloat16": "lp_jax.train.contrib.bfloat16",
-        "eight_bits": "lp_jax.train.contrib.eight_bits",
-        "flat": "lp_jax.train._log.flat",
-        "measured": "lp_jax.train._log.measured",
-        "read_rows": "lp_jax.train._log.read_rows",
-        "unflat": "lp_jax.train._log.unflat",
-        "mgopt": "lp_jax.train.contrib.mgopt",
-        "top_k": "lp_jax.train.contrib.top_k",
-    },
-)

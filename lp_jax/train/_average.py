@@ -3,23 +3,15 @@
 For use within a `jax.shard_map` over the data axis of a mesh, where every copy has a share of the batch.
 """
 
-from collections.abc import Callable
-
-import jax
 import optax
 from jax import lax
 
-from lp_jax._arrays._renamed import warn_renamed
 
-
-def average_gradients(
-    axis: str, send: Callable[[jax.Array, str], tuple[jax.Array, jax.Array]] | None = None
-) -> optax.GradientTransformation:
+def average_gradients(axis: str) -> optax.GradientTransformation:
     """Average gradients over an axis of a mesh: the first link of an optimizer's chain.
 
     Args:
         axis: name of the mesh's axis; it must be manual, as in `jax.shard_map` over it.
-        send: deprecated; use `lp_jax.train.contrib.average_compressed`.
 
     Example:
         >>> import functools, jax, jax.numpy as jnp, optax
@@ -34,11 +26,4 @@ def average_gradients(
         [[5.  2.5]
          [5.  2.5]]
     """
-    if send is not None:
-        warn_renamed(
-            "lp_jax.train.average_gradients(axis, send)", "lp_jax.train.contrib.average_compressed(axis, send)"
-        )
-        from lp_jax.train.contrib._codecs import average_compressed
-
-        return average_compressed(axis, send)
     return optax.stateless(lambda gradient, _: lax.pmean(gradient, axis))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,7 +14,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import DONE
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.train._ranks import Ranks, ranks_of, total
+from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._types import Batch, LossFn
 
 Pair = tuple[Solver, Solver]
@@ -137,11 +137,8 @@ class Controller:
     least: float = 1e-6
     most: float = 0.5
     ranks: Ranks | None = None
-    global_sums: dataclasses.InitVar[Callable[[PyTree], PyTree] | None] = None  # the old name
 
-    def __post_init__(self, global_sums: Callable[[PyTree], PyTree] | None) -> None:
-        if global_sums is not None:
-            object.__setattr__(self, "ranks", ranks_of(global_sums, stacklevel=3))
+    def __post_init__(self) -> None:
         _check.integer("probe_every", self.probe_every, least=1)
         _check.one_of("of", self.of, ("noise", "gradient"))
         if not self.bound > 0:

@@ -9,7 +9,7 @@ from jax import lax
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax.train._ranks import Ranks, takes_global_sums, total
+from lp_jax.train._ranks import Ranks, total
 
 
 class LBFGSState(NamedTuple):
@@ -37,7 +37,6 @@ class LBFGSState(NamedTuple):
     changes: PyTree
 
 
-@takes_global_sums
 def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> optax.GradientTransformation:
     """`optax.scale_by_lbfgs` for parameters that are split over processes.
 

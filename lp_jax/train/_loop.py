@@ -15,7 +15,7 @@ import jax
 from lp_jax._arrays import _check
 from lp_jax._levels._result import DONE
 from lp_jax._programs import _inputs
-from lp_jax._solvers._picard import or_default
+from lp_jax._solvers._default import SWEEPS
 from lp_jax._solvers._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Rule
@@ -201,7 +201,7 @@ def fit(
     record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints, batch_of=batch_of)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
-    forward, adjoint = or_default(solver, adjoint_solver)
+    forward, adjoint = (SWEEPS[0], adjoint_solver or SWEEPS[1]) if solver is None else (solver, adjoint_solver)
     pair = forward, forward.for_adjoint() if adjoint is None else adjoint
     if controller is not None:
         state = state._replace(control=controller.begin(*pair)) if state.control is None else state

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.train._ranks import Ranks, all_sums, takes_global_sums
+from lp_jax.train._ranks import Ranks, all_sums
 from lp_jax.train._types import Batch, LossFn
 
 
@@ -32,7 +32,6 @@ class GradientError(NamedTuple):
     groups: dict[str, jax.Array]
 
 
-@takes_global_sums
 def gradient_error(
     loss_fn: LossFn,
     params: PyTree,

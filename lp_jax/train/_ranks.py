@@ -8,13 +8,12 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import MPIComm
 from lp_jax._programs._asked import asked, count_results
@@ -23,7 +22,6 @@ from lp_jax.train._checkpoint import CheckpointError, Checkpoints
 from lp_jax.train._types import Batch, Info, LossFn, TrainState
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +140,6 @@ class Ranks:
         summed = iter(self.layers.sum(spread))
         return self._leaf_by_leaf(lambda x, in_trunk: next(summed) if in_trunk else x, sums)
 
-    def global_sums(self, sums: PyTree) -> PyTree:
-        """The old name of `sums`."""
-        warn_renamed("lp_jax.train.Ranks.global_sums", "lp_jax.train.Ranks.sums")
-        return self.sums(sums)
-
     def agree(self, signal: int | None) -> int | None:
         """Return the signal that any rank received: ``agree`` of `fit`."""
         return max(self.world.python_comm.allgather(signal or 0)) or None
@@ -209,33 +202,6 @@ def all_sums(ranks: Ranks | None, sums: PyTree) -> PyTree:
 def total(ranks: Ranks | None, sums: PyTree) -> jax.Array:
     """Return the sum over all parameters, of all processes."""
     return jax.tree.reduce(jnp.add, all_sums(ranks, sums))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """A stand-in for ranks that has only their sums."""
-
-    sums: Callable[[PyTree], PyTree]
-
-
-def ranks_of(global_sums: Callable[[PyTree], PyTree], *, stacklevel: int = 2) -> Any:
-    """Return the ranks whose method was passed as the old argument ``global_sums``, with a warning."""
-    warn_renamed("global_sums=ranks.global_sums", "ranks=ranks", stacklevel=stacklevel + 1)
-    owner = getattr(global_sums, "__self__", None)
-    return owner if isinstance(owner, Ranks) else _Sums(global_sums)
-
-
-def takes_global_sums(f: Callable[P, T]) -> Callable[P, T]:
-    """Let a function with an argument ``ranks`` take it by its old name as well, for one release."""
-
-    @functools.wraps(f)
-    def either(*args: P.args, **kwargs: P.kwargs) -> T:
-        named: Any = kwargs
-        if (global_sums := named.pop("global_sums", None)) is not None:
-            named["ranks"] = ranks_of(global_sums)
-        return f(*args, **kwargs)
-
-    return either
 
 
 def done_once(

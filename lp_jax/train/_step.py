@@ -15,7 +15,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._programs._asked import value_and_grad
 from lp_jax._solvers._solver import Solver
 from lp_jax.train._line_search import Backtracking
-from lp_jax.train._ranks import Ranks, takes_global_sums, total
+from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._types import Batch, Info, LossFn, Metrics, Restart, StepFn, TrainState
 
 
@@ -60,7 +60,6 @@ def map_slots(f: Callable[[jax.Array, PyTree], PyTree], opt_state: PyTree, param
     return jax.tree.map_with_path(leaf, opt_state)
 
 
-@takes_global_sums
 def make_train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,

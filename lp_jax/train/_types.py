@@ -1,11 +1,10 @@
 """The records of training: its state, what a loss returns, the metrics of a step."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 
-from lp_jax._arrays._renamed import warn_renamed
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Stats
 
@@ -61,18 +60,7 @@ class TrainState(NamedTuple):
     control: PyTree = None
 
 
-class _Info(NamedTuple):
-    total: jax.Array
-    stats: Stats
-    result: jax.Array
-    correct: jax.Array | None = None
-    scale: jax.Array | float = 0.0
-    replace: PyTree = None
-    trajectory: PyTree = None
-    outside: jax.Array | int = 0
-
-
-class Info(_Info):
+class Info(NamedTuple):
     """The auxiliary output of a loss function.
 
     Attributes:
@@ -87,18 +75,14 @@ class Info(_Info):
         outside: number of labels outside the classes. Check these first if a loss is not finite.
     """
 
-    __slots__ = ()
-
-    if not TYPE_CHECKING:  # for one release, the old order too
-
-        def __new__(cls, *args: object, **kwargs: object) -> Self:
-            """Take the fields in their order, or in the old one, which began with ``correct``."""
-            if len(args) > 2 and isinstance(args[2], Stats):
-                new = "lp_jax.train.Info(total, stats, result, correct=correct)"
-                warn_renamed("lp_jax.train.Info(correct, total, stats, result)", new)
-                kwargs |= dict(zip(("correct", "total", "stats", "result", *cls._fields[4:]), args, strict=False))
-                args = ()
-            return super().__new__(cls, *args, **kwargs)
+    total: jax.Array
+    stats: Stats
+    result: jax.Array
+    correct: jax.Array | None = None
+    scale: jax.Array | float = 0.0
+    replace: PyTree = None
+    trajectory: PyTree = None
+    outside: jax.Array | int = 0
 
 
 class Metrics(NamedTuple):

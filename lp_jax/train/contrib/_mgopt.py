@@ -18,7 +18,7 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.nn._refine import staying
 from lp_jax.train._line_search import Backtracking
 from lp_jax.train._nested import on_trunk
-from lp_jax.train._ranks import Ranks, takes_global_sums, total
+from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._step import finish_step, init_state, replicate_rest
 from lp_jax.train._supervised import classification
 from lp_jax.train._types import Batch, Info, LossFn, Metrics, StepFn, TrainState
@@ -60,7 +60,6 @@ class Spent(NamedTuple):
 _NOTHING = Spent(0.0, 0, False)
 
 
-@takes_global_sums
 def mgopt(
     model: nn.Classifier,
     optimizer: optax.GradientTransformation,

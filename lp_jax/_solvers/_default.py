@@ -1,0 +1,132 @@
+"""The solvers that stand for None: the fastest pair by the cost of a layer, read from its program, and a device's times."""
+
+import dataclasses
+import math
+from typing import NamedTuple, cast
+
+from lp_jax._arrays._at_once import OF_NEWTON, Footprint, Processor
+from lp_jax._solvers._coarse_step import Identity
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
+
+Pair = tuple[Solver, Solver]
+"""A forward and an adjoint solver."""
+
+SERIAL: Pair = Serial(), Serial()
+SWEEPS: Pair = Picard(sweeps=32, rtol=1e-3, fallback=True), Picard(sweeps=32, rtol=1e-2, fallback=True)
+"""Sweeps to a tolerance, and serial propagation where they do not meet it: gradient errors below 1e-2."""
+
+_TYPICAL = 5, 3  # sweeps to these tolerances on networks near an ODE, forward and adjoint
+_LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradient
+_GAIN = 0.7  # most of the time of serial propagation that another pair may be predicted to take
+_EXACT_GAIN = 0.9  # the same for exact pairs on devices that share no cores, as accelerators do not
+_ITERATIONS, _RELAXATIONS = 10, 16
+_MOST_NUMBERS = 256  # of an example's state, for Jacobians
+
+
+class Layers(NamedTuple):
+    """What the choice depends on: all of it is known when a network is traced.
+
+    Attributes:
+        footprint: cost and memory of a layer.
+        layers: number of layers.
+        workers: number of workers.
+        processor: numbers of their devices.
+        state: bytes of the state.
+        examples: number of examples along the first axis of the state, if the layer's program keeps them apart; else 0.
+        numbers: numbers of an example's state.
+        recurrent: whether all layers have the same weights.
+    """
+
+    footprint: Footprint
+    layers: int
+    workers: int
+    processor: Processor
+    state: int
+    examples: int
+    numbers: int
+    recurrent: bool
+
+
+def choose(layers: Layers) -> tuple[Pair, float]:
+    """Return the pair that is predicted to be fastest, and its seconds of value and gradient.
+
+    Serial propagation, unless another pair is predicted to take at most 0.7 of its time. Sweeps get a budget: they
+    may cost as much as serial propagation, so that on a network on which they fail they at most double its time.
+    """
+    forward, backward = _serial(layers)
+    serial = forward + backward
+    if not layers.footprint.counted:
+        return SERIAL, serial
+    options = [(_GAIN, *_newton(layers)), (_EXACT_GAIN if layers.processor.launches else _GAIN, *_intervals(layers))]
+    if options[0][1] > _GAIN * serial:  # networks for which Newton's method is meant seldom suit sweeps
+        options.append((_GAIN, *_sweeps(layers)))
+    faster = [(seconds, pair) for gain, seconds, pair in options if seconds <= gain * serial]
+    seconds, pair = min([*faster, (serial, SERIAL)], key=lambda option: option[0])
+    return pair, seconds
+
+
+def _serial(at: Layers) -> tuple[float, float]:
+    """Seconds of serial propagation: forward, and of the gradient."""
+    relayed = (at.workers - 1) * _message(at)
+    forward, backward = at.processor.serial(at.footprint, at.layers)
+    return forward + relayed, backward + relayed
+
+
+def _message(at: Layers) -> float:
+    return at.processor.latency + at.state / at.processor.bandwidth
+
+
+def _sweeps(at: Layers) -> tuple[float, Pair]:
+    """Sweeps over all layers, as many as cost what serial propagation costs."""
+    mine = math.ceil(at.layers / at.workers)
+    messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
+    one = at.processor.batch(at.footprint, mine) + messages * _message(at)
+    typical = [min(sweeps, at.layers) for sweeps in _TYPICAL]
+    budget = int(min(sum(_serial(at)) / one, 1000)) - _LAST
+    shares = [budget * sweeps // sum(typical) for sweeps in typical]
+    if any(share < sweeps for share, sweeps in zip(shares, typical, strict=True)):
+        return math.inf, SERIAL
+    pair = tuple(
+        dataclasses.replace(s, sweeps=min(s.sweeps, n))
+        for s, n in zip(cast(tuple[Picard, Picard], SWEEPS), shares, strict=True)
+    )
+    return one * (sum(typical) + _LAST), cast(Pair, pair)
+
+
+def _intervals(at: Layers) -> tuple[float, Pair]:
+    """One interval for each worker, and as many cycles: exact. The adjoint's gradient is formed once, in the last one."""
+    factor = math.ceil(at.layers / at.workers)
+    if at.workers == 1 or factor == at.layers or factor * at.workers != at.layers:
+        return math.inf, SERIAL
+    cycles = math.ceil(at.layers / factor)
+    solver = MGRIT(coarsening=factor, iterations=cycles, coarse_step=Identity(), storage="all")
+    forward, backward = at.processor.serial(at.footprint, factor)
+    each = 2 * _message(at)
+    return cycles * (forward + each) + (cycles + 1) / 2 * backward + cycles * each, (solver, solver)
+
+
+def _newton(at: Layers) -> tuple[float, Pair]:
+    """Newton's method on a recurrent network with a small state, on a device that a layer does not fill."""
+    if not (at.recurrent and at.examples and at.numbers <= _MOST_NUMBERS and at.processor.launches and at.workers == 1):
+        return math.inf, SERIAL
+    d, p = at.numbers, at.processor
+    relaxed = _RELAXATIONS * p.batch(at.footprint, at.layers)
+    options = []
+    for kind, matrices, tolerance, most in (("full", at.examples, 1e-3, _ITERATIONS), ("shared", 1, 1e-2, 16)):
+        evaluated = d * at.processor.one(at.footprint, steps=at.layers) * matrices / at.examples
+        each = p.launch * OF_NEWTON + at.layers * (evaluated + p.jacobians(matrices, d))
+        forward = Newton(
+            jacobian=kind,
+            iterations=most,
+            relaxations=_RELAXATIONS if kind == "full" else 0,
+            batch_axes=1,
+            rtol=tolerance,
+            fallback=True,
+        )
+        half, adjoint = (most // 2, 1) if kind == "full" else (5, 5)
+        options.append((each * (half + adjoint) + (relaxed if kind == "full" else 0), (forward, forward.for_adjoint())))
+    return min(options, key=lambda option: option[0])

@@ -1,0 +1,113 @@
+"""Measure the numbers of a device by which the default chooses, and use them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays._at_once import Processor, processor
+from lp_jax._arrays._types import PyTree
+from lp_jax._comms._comm import default_platform
+from lp_jax._problem import Problem
+from lp_jax._programs import _traced
+from lp_jax._programs._asked import asked
+from lp_jax._solvers._solver import Solver
+from lp_jax.planning._measure import arrays, seconds
+
+_LAYERS, _WIDTH, _PRODUCT, _NUMBERS = 2048, 8, 512, 1 << 24
+
+
+def measure_processor() -> Processor:
+    """Measure the device that JAX computes on: the start of a kernel, products, and memory. It takes some seconds.
+
+    The other numbers are those known of its kind.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> here = planning.measure_processor()
+        >>> with planning.assume(here):
+        ...     pass  # solves that are traced here go by what was measured
+    """
+    known = processor(default_platform(), jax.devices(default_platform())[0].device_kind)
+    weights, y = jnp.zeros((_LAYERS, _WIDTH, _WIDTH), jnp.float32), jnp.zeros((1, _WIDTH), jnp.float32)
+    square, numbers = jnp.ones((_PRODUCT, _PRODUCT), jnp.float32), jnp.zeros(_NUMBERS, jnp.float32)
+    propagate = jax.jit(lambda w, y: lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y, w)[0])
+    calls = [
+        functools.partial(propagate, weights, y),
+        functools.partial(jax.jit(jnp.matmul), square, square),
+        functools.partial(jax.jit(jnp.add), numbers, numbers),
+    ]
+    in_turn, product, moved = seconds(calls, samples=5)
+    kernels = 3  # of a layer with a product
+    return dataclasses.replace(
+        known,
+        kernel=in_turn / _LAYERS / kernels,
+        flops=2 * _PRODUCT**3 / product,
+        bandwidth=3 * numbers.nbytes / moved,
+    )
+
+
+class Default(NamedTuple):
+    """What the default takes for a problem.
+
+    Attributes:
+        solver: the forward solver.
+        adjoint_solver: the adjoint solver.
+        seconds: predicted seconds of value and gradient.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from lp_jax import planning
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(8), jnp.ones(()))
+        >>> taken: planning.Default = planning.default(problem)
+        >>> taken.solver
+        Serial(checkpoint_every=None)
+    """
+
+    solver: Solver
+    adjoint_solver: Solver
+    seconds: float
+
+
+def default(problem: Problem) -> Default:
+    """Return the solvers that ``solver=None`` stands for, from shapes only. Within `assume`, for another device.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> from lp_jax import planning
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
+        >>> problem = lp_jax.Problem(step, jax.ShapeDtypeStruct((512, 64, 64), "float32"), jnp.zeros((32, 64), "float32"))
+        >>> with planning.assume(planning.processor("gpu", "H200")):
+        ...     print(planning.code(planning.default(problem).solver))
+        Picard(sweeps=32, rtol=0.001, fallback=True)
+    """
+    found: list[Default] = []
+
+    def look(arrays: dict[str, PyTree]) -> None:
+        pair, seconds = _traced.default(problem.replace(**arrays))[0]
+        found.append(Default(*pair, seconds))
+
+    jax.eval_shape(look, arrays(problem))
+    return found[0]
+
+
+@contextlib.contextmanager
+def assume(numbers: Processor) -> Iterator[None]:
+    """Let the default choose by these numbers in solves that are traced in the ``with`` block, on any device.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from lp_jax import planning
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> with planning.assume(planning.processor("gpu", "H200")):
+        ...     solution = lp_jax.solve(step, jnp.ones(4096), jnp.ones((8, 64)))
+        >>> int(solution.stats.iterations) > 0
+        True
+    """
+    with asked(asked.value._replace(processor=numbers)):
+        yield

@@ -1,0 +1,409 @@
+"""The default: what it chooses by the cost of a layer, what it says, and that what it chooses is right."""
+
+import functools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import mesh
+
+import lp_jax
+from lp_jax import planning
+from lp_jax._arrays._at_once import CPU, Footprint, processor
+from lp_jax._levels import _result
+from lp_jax._solvers._default import SERIAL, SWEEPS, Layers, choose
+
+H200 = processor("gpu", "NVIDIA H200")
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def dense(width, layers, batch):
+    def body(y, w):
+        return y + jnp.tanh(y @ w) / layers, None
+
+    return body, normal(1, batch, width), normal(0, layers, width, width) * width**-0.5
+
+
+def attention(width, layers, batch, tokens=32):
+    def body(y, p):
+        q, k, v = jnp.split(y @ p[0], 3, axis=-1)
+        y = y + jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k), axis=-1) @ v
+        return y + jax.nn.gelu(y @ p[1]) @ p[1].T, None
+
+    weights = normal(0, layers, width, 3 * width) * width**-0.5, normal(2, layers, width, 4 * width) * width**-0.5
+    return body, normal(1, batch, tokens, width), weights
+
+
+def gru(width, layers, batch):
+    weights, inward = normal(0, width, 3 * width) * width**-0.5, normal(2, 8, 3 * width) * 8**-0.5
+
+    def body(h, x):
+        a, g = jnp.split(h @ weights, 3, axis=-1), jnp.split(x @ inward, 3, axis=-1)
+        z, r = jax.nn.sigmoid(a[0] + g[0]), jax.nn.sigmoid(a[1] + g[1])
+        h = (1 - z) * h + z * jnp.tanh(r * a[2] + g[2])
+        return h, h
+
+    return body, jnp.zeros((batch, width), jnp.float32), normal(1, layers, batch, 8)
+
+
+def average(rate, layers=500, width=32, batch=4):
+    def body(h, x):
+        h = (1 - rate) * h + rate * jnp.tanh(x)
+        return h, h
+
+    return body, normal(3, batch, width), normal(1, layers, batch, width)
+
+
+def linear(rate, layers=300, width=8):
+    matrix = rate * (0.5 * normal(5, width, width) * width**-0.5 - jnp.eye(width, dtype=jnp.float32))
+    return (lambda h, x: (h + h @ matrix + 0.1 * x, None)), normal(3, 4, width), normal(1, layers, 4, width)
+
+
+def nearly_shut(bias, layers=300, width=8):
+    weights, inward = normal(0, width, 2 * width) * width**-0.5, normal(2, 8, 2 * width) * 8**-0.5
+
+    def body(h, x):
+        a, g = jnp.split(h @ weights, 2, axis=-1), jnp.split(x @ inward, 2, axis=-1)
+        z = jax.nn.sigmoid(a[0] + g[0] - bias)
+        h = (1 - z) * h + z * jnp.tanh(a[1] + g[1])
+        return h, h
+
+    return body, normal(4, 4, width), normal(1, layers, 4, 8)
+
+
+def chosen(network, device=CPU):
+    body, init, xs = network
+    with planning.assume(device):
+        return planning.default(lp_jax.scanned(body, init, xs))[:2]
+
+
+ORDINARY = {
+    "dense": dense(96, 64, 32),
+    "few layers": dense(64, 8, 16),
+    "attention": attention(64, 24, 2),
+    "gru": gru(24, 300, 16),
+    "average": average(0.01),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_networks_are_propagated_serially_on_a_cpu(name):
+    """And give the numbers of `lax.scan`, to the bit."""
+    network = ORDINARY[name]
+    assert chosen(network) == SERIAL
+    if name in ("few layers", "average"):
+        body, init, xs = network
+        solution = jax.jit(lambda xs: lp_jax.scanned(body, init, xs).solve())(xs)
+        assert int(solution.result) == _result.SERIAL
+        np.testing.assert_array_equal(
+            solution.raise_if_failed().y1, jax.jit(lambda xs: jax.lax.scan(body, init, xs)[0])(xs)
+        )
+
+
+@pytest.mark.parametrize("sizes", [(8, 4096, 4), (16, 4096, 1), (32, 1024, 1)])
+def test_deep_narrow_networks_are_swept_on_a_cpu(sizes):
+    forward, adjoint = chosen(dense(*sizes))
+    assert isinstance(forward, lp_jax.Picard) and forward.fallback and adjoint.fallback
+    assert (forward.rtol, adjoint.rtol) == (1e-3, 1e-2)
+
+
+def test_an_accelerator_sweeps_and_takes_newtons_method_for_recurrent_networks():
+    assert chosen(dense(64, 1024, 64), H200) == SWEEPS
+    assert chosen(attention(64, 24, 2), H200)[0].sweeps <= 32
+    forward, _ = chosen(gru(16, 1024, 64), H200)
+    assert isinstance(forward, lp_jax.Newton) and forward.fallback and forward.batch_axes == 1
+    assert chosen(dense(8192, 8, 1), H200) == SERIAL  # a layer fills it
+    mixes = (
+        (lambda h, x: (jnp.tanh(h - h.mean(axis=0, keepdims=True) + x), None)),
+        *gru(16, 1024, 64)[1:2],
+        normal(1, 1024, 64, 16),
+    )
+    assert not isinstance(chosen(mixes, H200)[0], lp_jax.Newton)  # its examples are not independent
+
+
+def test_workers_take_an_interval_each_where_a_layer_fills_them():
+    layer = Footprint(10**6, 10**6, 1e12, kernels=3)
+    at = Layers(layer, 64, 2, H200, state=10**6, examples=0, numbers=10**6, recurrent=False)
+    (forward, _), seconds = choose(at)
+    assert isinstance(forward, lp_jax.MGRIT) and (forward.coarsening, forward.iterations) == (32, 2)
+    serial = sum(H200.serial(layer, 64))
+    assert 0.82 * serial < seconds < 0.9 * serial  # 5/6, and messages
+    assert choose(at._replace(workers=4))[0][0].coarsening == 16
+    assert choose(at._replace(layers=63))[0] == SERIAL  # intervals would not be those of even slices
+    assert choose(at._replace(processor=CPU))[0] == SERIAL  # workers may share its cores
+    assert choose(at._replace(footprint=layer._replace(counted=False)))[0] == SERIAL
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_default_is_right_over_workers(workers):
+    body, init, xs = dense(8, 64, 4)
+    wanted = jax.grad(lambda xs: jnp.sum(jax.lax.scan(body, init, xs)[0] ** 2))(xs)
+    found = jax.jit(jax.grad(lambda xs: jnp.sum(lp_jax.scan(body, init, xs, comm=mesh(workers))[0] ** 2)))(xs)
+    assert jnp.linalg.norm(found - wanted) < 1e-2 * jnp.linalg.norm(wanted)
+
+
+def test_a_solver_that_is_named_is_never_overridden():
+    body, init, xs = dense(96, 16, 32)
+    problem = lp_jax.scanned(body, init, xs)
+    assert int(problem.solve(solver=lp_jax.Picard(sweeps=3)).stats.iterations) == 3
+    assert int(problem.solve(solver=lp_jax.Serial()).result) == _result.DONE
+
+
+@pytest.mark.parametrize("device", [CPU, H200], ids=["cpu", "gpu"])
+def test_budgets_at_most_double_the_time(device):
+    """Of all sizes: the sweeps that are allowed, the evaluations besides, and serial propagation after them."""
+    swept = 0
+    for flops in (32, 512, 4096, 1e6, 1e9):
+        for layers in (4, 64, 1024, 16384):
+            for few in (False, True):
+                layer = Footprint(int(flops) // 2, 256, flops, few=few, numbers=flops / 8, kernels=3)
+                at = Layers(layer, layers, 1, device, state=256, examples=0, numbers=64, recurrent=False)
+                pair, seconds = choose(at)
+                serial, one = sum(device.serial(layer, layers)), device.batch(layer, layers)
+                assert seconds <= serial
+                if pair != SERIAL:
+                    swept += 1
+                    assert sum(s.sweeps for s in pair) * one + 3 * one + serial <= 2 * serial
+    assert swept > 2
+
+
+def failing(kind, layers=256):
+    """Sweeps over these layers stall just above the tolerance, or diverge late."""
+
+    def body(y, x):
+        if kind == "stalls":  # a layer in the middle that sweeps approach slowly
+            push = jnp.where(x == layers // 2, 40.0, 1.0)
+            return y + push * jnp.tanh(y - 0.3) / layers * jnp.array([[1.0, 30.0]]), None
+        return y + jnp.sin(8.0 * y) * jnp.where(x > layers // 2, 0.4, 1.0 / layers), None
+
+    return body, jnp.ones((2, 2)) / 3, jnp.arange(float(layers))
+
+
+@pytest.mark.parametrize("kind", ["stalls", "diverges late"])
+def test_sweeps_that_fail_are_given_up_within_their_budget(kind):
+    body, init, xs = failing(kind)
+    evaluated = []
+
+    def counted(y, x):
+        jax.debug.callback(lambda: evaluated.append(1))
+        return body(y, x)
+
+    budget = 12
+    forward, adjoint = (lp_jax.Picard(sweeps=budget, rtol=s.rtol, fallback=True) for s in SWEEPS)
+    solution, pullback = lp_jax.scanned(body, init, xs).solve_vjp(solver=forward, adjoint_solver=adjoint)
+    gradients, _ = pullback(jnp.ones_like(solution.y1))
+    exact, pull = lp_jax.scanned(body, init, xs).solve_vjp(solver=lp_jax.Serial())
+    np.testing.assert_allclose(solution.y1, exact.y1, rtol=1e-10)
+    np.testing.assert_allclose(gradients.y0, pull(jnp.ones_like(solution.y1))[0].y0, rtol=1e-2)
+    assert int(solution.result) == _result.FELL_BACK and int(solution.stats.iterations) <= budget
+    lp_jax.scanned(counted, init, xs).solve(solver=forward)
+    jax.effects_barrier()
+    assert len(evaluated) <= (budget + 3) * len(xs)
+
+
+def test_sweeps_that_will_miss_their_tolerance_stop_after_two():
+    """The fall of two corrections gives L T = 6, with which eight sweeps do not reach a thousandth."""
+    problem = lp_jax.Problem(lambda y, layer: y + layer.dt * 6.0 * y, None, jnp.ones(()), data=jnp.zeros(512))
+    for sweeps, result in ((8, _result.FELL_BACK), (32, _result.DONE)):
+        solution = problem.solve(solver=lp_jax.Picard(sweeps=sweeps, rtol=1e-3, fallback=True))
+        assert int(solution.result) == result
+        assert (int(solution.stats.iterations) <= 3) == (sweeps == 8)
+
+
+def loss_of(network, seen="all"):
+    body, init, xs = network
+
+    def loss(init, xs, **solvers):
+        last, ys = lp_jax.scan(body, init, xs, **solvers)
+        return jnp.sum(jnp.cos(last)) + (0 if ys is None or seen == "last" else jnp.mean(ys**2))
+
+    return loss, (init, xs)
+
+
+REMEMBER = {
+    **{f"average, rate {rate}": average(rate) for rate in (0.1, 0.01, 0.001)},
+    "average from zero": (average(0.01)[0], jnp.zeros((4, 32), jnp.float32), average(0.01)[2]),
+    "linear": linear(0.01),
+    "linear, forgets": linear(0.05),
+    "gate nearly shut": nearly_shut(7.0),
+    "gate rather shut": nearly_shut(4.0),
+}
+
+
+@pytest.mark.parametrize("seen", ["all", "last"])
+@pytest.mark.parametrize("name", REMEMBER)
+def test_chains_that_remember(name, seen):
+    """A small residual is a large error there. The gradient of every argument by itself is right, or exact by a fallback."""
+    loss, arguments = loss_of(REMEMBER[name], seen)
+    solver, adjoint_solver = SWEEPS
+    swept = functools.partial(loss, solver=solver, adjoint_solver=adjoint_solver)
+    _, found, results = jax.jit(lp_jax.value_and_grad(swept, argnums=(0, 1)))(*arguments)
+    exact = jax.jit(jax.grad(functools.partial(loss, solver=lp_jax.Serial()), argnums=(0, 1)))(*arguments)
+    assert max(map(int, results)) <= _result.FELL_BACK
+    for got, wanted in zip(found, exact, strict=True):
+        assert jnp.linalg.norm(got - wanted) <= 1e-2 * jnp.linalg.norm(wanted)
+
+
+W, X = (normal(0, 12, 6, 6) / 4, normal(1, 3, 6))
+
+
+def scaled(w, scale, solver=None, adjoint_solver=None):
+    last, _ = lp_jax.scan(
+        lambda y, w: (y + 0.3 * jnp.sin(y @ w), None), X, w, solver=solver, adjoint_solver=adjoint_solver
+    )
+    return scale * jnp.sum(last)
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-19, 1e-15, 1e15, 1e19, 1e22])
+@pytest.mark.parametrize(
+    "pair",
+    [SWEEPS, (lp_jax.MGRIT(iterations=8, rtol=1e-4, fallback=True), None)],
+    ids=["sweeps", "cycles"],
+)
+def test_a_loss_in_any_unit(pair, scale):
+    exact = jax.grad(scaled)(W, 1.0, lp_jax.Serial())
+    _, gradient, results = lp_jax.value_and_grad(scaled)(W, jnp.float32(scale), *pair)
+    assert jnp.linalg.norm(gradient / scale - exact) < 5e-3 * jnp.linalg.norm(exact)
+    assert [int(x) for x in results] == [_result.DONE] * 2
+
+
+@pytest.mark.parametrize("unit", [1e-22, 1.0, 1e22])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        lp_jax.Picard(sweeps=64, rtol=1e-6, fallback=True),
+        lp_jax.Picard(sweeps=64, rtol=1e-6, fallback=True, at_once=4),
+        lp_jax.MGRIT(iterations=4, rtol=1e-6, fallback=True),
+        lp_jax.Newton(iterations=8, rtol=1e-6, fallback=True, batch_axes=1),
+        lp_jax.Picard(sweeps=8, windows=3, rtol=1e-6, fallback=True),
+    ],
+    ids=["sweeps", "some at once", "cycles", "Newton", "windows"],
+)
+def test_a_state_in_any_unit(solver, unit):
+    """A residual norm is that of the state in units of 1, times the unit: no sum of squares leaves the range."""
+
+    def norms(unit):
+        body = lambda y, w: (y + 0.3 * unit * jnp.sin((y / unit) @ w), None)  # noqa: E731
+        solution = lp_jax.scanned(body, unit * X, W).solve(solver=solver)
+        exact, _ = jax.lax.scan(body, unit * X, W)
+        np.testing.assert_allclose(solution.y1 / unit, exact / unit, rtol=1e-5)
+        return solution.stats
+
+    got, plain = norms(jnp.float32(unit)), norms(jnp.float32(1.0))
+    assert int(got.result) == int(plain.result) and int(got.iterations) == int(plain.iterations)
+    first = int(np.argmax(np.asarray(plain.residual_norms) >= 0))
+    if plain.residual_norms[first] > 1e-6:  # else it is rounding, after windows
+        np.testing.assert_allclose(got.residual_norms[first] / unit, plain.residual_norms[first], rtol=1e-4)
+
+
+def test_a_state_from_zero_in_a_unit_far_from_one_is_not_done_early():
+    """No size is known before the first iteration, so squares may vanish or overflow: that meets no tolerance."""
+    for unit in (1e-30, 1e30):
+        body = lambda y, w, unit=unit: (y + 0.3 * unit * jnp.cos((y / unit) @ w), None)  # noqa: E731
+        exact, _ = jax.lax.scan(body, 0 * X, W)
+        for solver in (SWEEPS[0], lp_jax.MGRIT(iterations=2, rtol=1e-3, fallback=True)):
+            solution = lp_jax.scanned(body, 0 * X, W).solve(solver=solver)
+            np.testing.assert_allclose(solution.y1 / unit, exact / unit, rtol=1e-2)
+
+
+TRANSITIONS = jax.nn.log_softmax(normal(0, 4, 4))
+OBSERVED = jax.nn.log_softmax(normal(2, 20, 4))
+
+
+def filtered(transitions, solver=None):
+    """The forward algorithm in log space, from a state that is known."""
+
+    def body(a, o):
+        return jax.nn.logsumexp(a[:, None] + transitions, axis=0) + o, None
+
+    init = jnp.array([0.0, -jnp.inf, -jnp.inf, -jnp.inf], jnp.float32)
+    return jax.nn.logsumexp(lp_jax.scan(body, init, OBSERVED, solver=solver)[0])
+
+
+@pytest.mark.parametrize(
+    ("solver", "falls_back"),
+    [
+        (None, True),
+        (SWEEPS[0], True),
+        (lp_jax.Newton(iterations=16, batch_axes=0, rtol=1e-4, fallback=True), True),
+        (lp_jax.MGRIT(iterations=8, rtol=1e-4, fallback=True), True),
+        (lp_jax.Newton(iterations=16, batch_axes=0), False),
+        (lp_jax.Picard(sweeps=8), False),
+    ],
+    ids=["default", "sweeps", "Newton", "cycles", "Newton, 16 iterations", "8 sweeps"],
+)
+def test_infinite_numbers_in_the_carry(solver, falls_back):
+    """Their differences are no numbers: serial propagation decides; what was set back is never done."""
+    value, gradient, results = lp_jax.value_and_grad(filtered)(TRANSITIONS, solver)
+    exact, wanted = jax.value_and_grad(filtered)(TRANSITIONS, lp_jax.Serial())
+    if falls_back:
+        np.testing.assert_allclose((value, *jnp.ravel(gradient)), (exact, *jnp.ravel(wanted)), rtol=1e-5, atol=1e-6)
+        assert int(results.forward) in (_result.SERIAL, _result.FELL_BACK)
+    else:
+        assert int(results.forward) == _result.NON_FINITE
+
+
+@pytest.mark.parametrize("solver", [None, lp_jax.Serial(), SWEEPS[0], lp_jax.Picard(sweeps=3)], ids=repr)
+def test_the_first_layer_whose_output_is_not_finite_is_named(solver):
+    step = lambda y, layer: y + 0.1 / (5.0 - layer.data)  # noqa: E731
+    solution = lp_jax.solve(step, None, jnp.ones(3), data=jnp.arange(12.0), solver=solver)
+    assert int(solution.result) == _result.NON_FINITE and "layer 5" in repr(solution)
+    with pytest.raises(lp_jax.SolveError, match=r"layer 5 \(counted from 0\) is the first whose output is not finite"):
+        solution.raise_if_failed()
+
+
+def test_the_first_interval_is_named_where_only_those_are_known():
+    step = lambda y, layer: (y + 0.1 / (5.0 - layer.data), y)  # noqa: E731
+    solver = lp_jax.MGRIT(coarsening=4, iterations=3)
+    solution = lp_jax.solve(step, None, jnp.ones(3), data=jnp.arange(12.0), solver=solver, has_aux=True)
+    assert "interval 1 (counted from 0) of 3" in repr(solution)
+
+
+def test_all_say_that_nothing_is_faster():
+    body, init, xs = dense(8, 12, 2)
+    loss = lambda xs: jnp.sum(lp_jax.scan(body, init, xs)[0])  # noqa: E731
+    _, gradient, results = jax.jit(lp_jax.value_and_grad(loss))(xs)
+    assert [int(x) for x in results] == [_result.SERIAL] * 2
+    np.testing.assert_array_equal(gradient, jax.jit(jax.grad(loss))(xs))
+    errors = lp_jax.gradient_error(loss)(xs)
+    assert errors.relative == 0 and "one layer after another, as nothing is predicted to be faster" in str(errors)
+    _, pullback = lp_jax.scanned(body, init, xs).solve_vjp()
+    assert int(pullback(init)[1].result) == _result.SERIAL
+
+
+def test_a_loop_hears_of_a_fallback_once():
+    step = lambda y, layer: 2.0 * y  # noqa: E731
+    loss = lambda y: lp_jax.solve(step, None, y, data=jnp.zeros(32), solver=SWEEPS[0]).y1  # noqa: E731
+    gradient = jax.jit(lp_jax.value_and_grad(loss))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            gradient(jnp.ones(()))[2].warn()
+    assert len(heard) == 2 and "propagated one after another" in str(heard[0].message)  # forward and adjoint
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lp_jax.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()
+
+
+def test_a_measured_device_decides():
+    """Kernels that start in no time leave nothing to gain."""
+    network = dense(8, 4096, 4)
+    assert isinstance(chosen(network)[0], lp_jax.Picard)
+    quick = planning.Processor(**{**vars(CPU), "kernel": 0.0})
+    body, init, xs = network
+    with planning.assume(quick):
+        assert int(lp_jax.scanned(body, init, xs[:8]).solve().result) == _result.SERIAL
+        assert planning.default(lp_jax.scanned(body, init, xs))[:2] == SERIAL
+
+
+def test_measured_numbers_of_this_device():
+    found = planning.measure_processor()
+    for name in ("kernel", "flops", "bandwidth"):
+        assert 0 < getattr(found, name) < math.inf
+    assert vars(found).keys() == vars(CPU).keys()
