@@ -47,8 +47,10 @@ def solve(
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends; layer n spans ``[t0 + n h, t0 + (n+1) h]``, ``h = (t1 - t0) / N``. Or an
             array of N + 1 increasing times (then ``t0`` is not used). Differentiated where it is a JAX value.
-        solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None works for any network: sweeps of `Picard` to a tolerance of
-            1e-3, the adjoint to 1e-2, and serial propagation where 32 sweeps do not meet it or residuals grow.
+        solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None is for any network: the method that is predicted to be fastest by
+            the cost of a layer on the device (`planning.default` says which), and serial propagation where nothing is faster.
+            Sweeps go to a tolerance of 1e-3, of the adjoint to 1e-2, and may cost as much as serial propagation, which then
+            decides.
         adjoint_solver: the same for the adjoint system; None means the settings of ``solver`` (and a single iteration of
             `Newton`, as that system is linear).
         guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a cascade

@@ -154,7 +154,7 @@ def hand_over(params):
 # The solver is the simplest one. A Picard *sweep* evaluates all layers at the same time, each with the state that the
 # sweep before left it, and adds up what they changed. We compare three ways to the gradient, at the moments that we
 # kept: four sweeps over all layers; four sweeps over the layers behind the buffer; and as many sweeps over all layers
-# as it takes until the residual is a hundredth of the first.
+# as it takes until a sweep changes the states by a hundredth.
 
 # %%
 four, many = lp_jax.Picard(sweeps=4), lp_jax.Picard(sweeps=DEPTH, rtol=1e-2)

@@ -15,6 +15,7 @@ from test_published import UNIT
 import lp_jax
 from benchmarks import (
     at_once,
+    default,
     dense,
     harness,
     hlo,
@@ -273,6 +274,15 @@ def test_quick_suite_end_to_end(suite, options, name, tmp_path, capsys):
     assert all(text in table and text in said for text in contenders)
     assert (tmp_path / f"{suite.name}.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.usefixtures("one_thread", "standard_promotion")
+def test_the_default_says_what_it_took(tmp_path, capsys):
+    _, result = quick(capsys, default.SUITE, tmp_path)
+    (row,) = result["rows"]
+    names = [contender["name"] for contender in row["contenders"]]
+    assert names == ["lax.scan", "lax.scan again", "Serial", "the default: Serial"]
+    assert all(contender["gradient_error"] < 1e-6 for contender in row["contenders"])
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
         return Footprint(nbytes, 0, math.inf, counted=False)
     counted, few = not opaque(program), has_few(program, terms, least=2)
     numbers, kernels = elementwise(program)
+    kernels = max(2, kernels)  # without products and reductions, too, some operations are not fused
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches(program) else 1.0
     return Footprint(nbytes, most_alive(program), flops, counted, few, numbers, kernels, branches)
 
@@ -224,7 +225,7 @@ CPU = Processor(
 ACCELERATOR = Processor(
     flops=2e13,
     bandwidth=7e11,
-    kernel=1e-6,
+    kernel=1.4e-6,
     backward=1.5,
     launch=1.4e-6,
     latency=1e-5,

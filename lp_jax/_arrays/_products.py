@@ -232,30 +232,6 @@ def opaque(jaxpr: core.Jaxpr) -> bool:
     )
 
 
-def shares_weights(jaxpr: core.Jaxpr, varying: int) -> bool:
-    """Whether a product's operand depends on none of the first ``varying`` inputs: weights that all layers share."""
-    return _fixed_operands(jaxpr, [i < varying for i in range(len(jaxpr.invars))])[0]
-
-
-def _fixed_operands(jaxpr: core.Jaxpr, varying: Sequence[bool]) -> tuple[bool, list[bool]]:
-    """Whether a product has an operand that does not vary, and which outputs vary."""
-    vary = {v for v, flag in zip(jaxpr.invars, varying, strict=True) if flag}
-    found = False
-    for equation in jaxpr.eqns:
-        flags = [v in vary for v in equation.invars if not isinstance(v, core.Literal)]
-        program = _callee(equation) if len(flags) == len(equation.invars) else None
-        out = [any(flags)] * len(equation.outvars)
-        if is_product(equation):
-            found |= any(flags) and not all(flags)
-        elif program is not None:
-            within, out = _fixed_operands(program, flags)
-            found |= within
-        vary.update(v for v, flag in zip(equation.outvars, out, strict=True) if flag)
-    return found, [v in vary for v in jaxpr.outvars if not isinstance(v, core.Literal)] + [False] * sum(
-        isinstance(v, core.Literal) for v in jaxpr.outvars
-    )
-
-
 def elementwise(jaxpr: core.Jaxpr) -> tuple[float, int]:
     """Numbers that operations other than products compute, and the number of kernels: products and reductions, and one more.
 

@@ -34,6 +34,7 @@ def _eps(x: jax.Array) -> float:
     return float(jnp.finfo(x.dtype).eps)
 
 
+_LOST = 1e-2  # of a state: largest rounding error
 ROUNDING = 10  # times the rounding norm: smaller residual norms may go up and down
 _GROWN = 10  # times the first residual norm: sweeps that converge stay below 3 on the way, others pass 10
 _STALLED = 4  # iterations that do not halve a residual norm that had fallen tenfold: rounding, or a limit
@@ -85,7 +86,7 @@ def relative_error(
 
     A residual can be small where the error is large: layers that remember add up their residuals. The correction is this sum.
     All states are compared with the first correction, or with the states where these are smaller; the state that leaves the
-    chain, from which the gradient of ``y0`` comes, with itself. Rounding of the sum counts as error there.
+    chain, from which the gradient of ``y0`` comes, with itself. The error is infinite where that is lost in the rounding of sums.
 
     Args:
         level: the level that is solved.
@@ -99,17 +100,19 @@ def relative_error(
     """
     leaves = jax.tree.leaves(level.y0)
     dtype = norms.dtype
-    eps = jnp.asarray([2 * _eps(x) for x in leaves], dtype)
     summed = jnp.asarray([_eps(x) for x in jax.tree.leaves(jax.eval_shape(_tree.wide, level.y0))], dtype)
+    eps = 2 * jnp.asarray([_eps(x) for x in leaves], dtype) + 8 * summed
     change, size, last_change, last = norms.T
     first = jnp.where(count == 0, change, first)
 
-    def ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(a == 0, 0, a / b)
+    def ratio(a: jax.Array, floor: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(a <= floor, 0, jnp.where(b > 0, a / jnp.where(b > 0, b, 1), jnp.inf))
 
-    of_all = ratio(jnp.where(change <= eps * size, 0, change), jnp.minimum(first, size))
-    of_last = ratio(jnp.where(last_change <= eps * last, 0, last_change) + jnp.where(last == 0, 0, summed * size), last)
-    error = jnp.max(jnp.concatenate([of_all, of_last]))
+    of_all = ratio(change, eps * size, jnp.minimum(first, size))
+    of_last = ratio(last_change, eps * last + summed * size, last)
+    lost = (last > 0) & (summed * size > _LOST * last)  # in the rounding of the sum
+    error = jnp.max(jnp.concatenate([of_all, jnp.where(lost, jnp.inf, of_last)]))
+    error = jnp.where(jnp.isnan(norms).any(), jnp.nan, error)
     rate = error / jnp.where(count == 0, jnp.inf, errors[count - 1])
     # corrections that shrink by the rate from here on are a geometric series
     left = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)

@@ -57,7 +57,6 @@ class Program:
             network. Their gradient is then one contraction over all steps.
         footprint: cost and memory of a layer.
         single_example: whether the step also takes a single example, for a solver that averages examples.
-        shares_weights: whether a product has the same weights in all layers.
         zeros: whether both solves start from zeros.
         scan: whether the solve is a ``lax.scan`` that JAX differentiates.
         done: result code of a solve that did what was asked.
@@ -70,7 +69,6 @@ class Program:
     recurrent: bool
     footprint: Footprint
     single_example: bool
-    shares_weights: bool = False
     zeros: bool = False
     scan: bool = False
     done: int = DONE

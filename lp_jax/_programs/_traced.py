@@ -11,7 +11,6 @@ from jax.extend import core
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._products import shares_weights
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Transfer, Which
 from lp_jax._comms._comm import common_unit
 from lp_jax._levels._result import DONE, SERIAL
@@ -20,7 +19,7 @@ from lp_jax._programs._asked import asked
 from lp_jax._programs._network import Network
 from lp_jax._programs._program import Program, first_equal
 from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
-from lp_jax._solvers._coupling import examples_apart
+from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Layers, choose
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._solver import Needs, Solver
@@ -76,10 +75,11 @@ def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tupl
     """The solvers that stand for None and their seconds; and the program and arrays from which a layer's cost was read."""
     program, arrays = trace(problem, SWEEPS)
     workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
-    examples, numbers = 0, sum(leaf.size for leaf in jax.tree.leaves(y))
-    recurrent = workers.processor.launches and workers.size == 1 and program.shares_weights
+    examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
+    layer = program.chain(arrays).step(0), y, x, arrays.shared
+    recurrent = workers.processor.launches and workers.size == 1 and shares_weights(*layer)
     if recurrent:
-        examples = examples_apart(program.chain(arrays).step(0), y, x, arrays.shared)
+        examples, in_place = couplings(*layer)
     at = Layers(
         footprint=program.footprint,
         layers=workers.layers,
@@ -89,6 +89,7 @@ def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tupl
         examples=examples,
         numbers=numbers // max(1, examples),
         recurrent=recurrent,
+        in_place=in_place,
     )
     return choose(at), (program, arrays)
 
@@ -145,7 +146,6 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         recurrent=weights and not any(jax.tree.leaves(mask.params)),
         footprint=footprint(tracing.programs[0], x, terms=terms),
         single_example=single is not None,
-        shares_weights=shares_weights(tracing.programs[0], len(jax.tree.leaves((y0, x)))),
     )
     return program, Arrays(slices, y0, seen_by_all)
 

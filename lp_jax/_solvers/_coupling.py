@@ -40,20 +40,40 @@ def couples_examples(linear: Linear, state: State, axes: int) -> bool:
     return COUPLED in example_axes(linear, (), state, axes)
 
 
-def examples_apart(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> int:
-    """Number of examples along the first axis of a state, if a step's program keeps them apart; else 0."""
-    leading = {leaf.shape[0] if leaf.ndim > 1 else 0 for leaf in jax.tree.leaves(y)}
-    if len(leading) > 1 or 0 in leading:
-        return 0
+def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> bool:
+    """Whether a step multiplies by arrays that depend neither on the state nor on the layer: weights that all layers share."""
+    found = []
+
+    def rule(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
+        numbers = equation.primitive.name == "mul" and all(array_type(v).ndim for v in equation.invars)
+        found.append((numbers or is_product(equation)) and None in inputs)
+        return True
+
+    program = jax.make_jaxpr(step)(y, x, shared).jaxpr
+    varying = len(jax.tree.leaves((y, x)))
+    _follow(program, [True] * varying + [None] * (len(program.invars) - varying), rule)
+    return any(found)
+
+
+def couplings(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> tuple[int, int]:
+    """What a step's program shows of the numbers that it combines.
+
+    Returns:
+        Number of examples along the first axis of the state, if they are kept apart, else 0; and number of leaves of the state,
+        if only numbers at equal positions of them are combined, else 0.
+    """
+    shapes = {leaf.shape for leaf in jax.tree.leaves(y)}
+    leading = {shape[0] if len(shape) > 1 else 0 for shape in shapes}
 
     def linear(y: State, x: PyTree, shared: PyTree, v: State) -> State:
         return jax.jvp(lambda y: step(y, x, shared), (y,), (v,))[1]
 
     try:
-        apart = all(axes == (0,) for axes in example_axes(linear, (y, x, shared), y, 1))
+        axes = example_axes(linear, (y, x, shared), y, 1) if len(leading) == 1 else [None]
+        in_place = len(shapes) == 1 and acts_in_place(lambda v: linear(y, x, shared, v), y)
     except Exception:  # a step that has no derivative in forward mode
-        return 0
-    return leading.pop() if apart else 0
+        return 0, 0
+    return leading.pop() if all(each == (0,) for each in axes) else 0, in_place * len(jax.tree.leaves(y))
 
 
 def example_axes(linear: Callable[..., PyTree], fixed: Sequence[PyTree], state: State, axes: int) -> list[Property]:

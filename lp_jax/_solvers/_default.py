@@ -39,6 +39,7 @@ class Layers(NamedTuple):
         examples: number of examples along the first axis of the state, if the layer's program keeps them apart; else 0.
         numbers: numbers of an example's state.
         recurrent: whether all layers have the same weights.
+        in_place: number of leaves of the state, if a layer combines only numbers at equal positions of them; else 0.
     """
 
     footprint: Footprint
@@ -49,6 +50,7 @@ class Layers(NamedTuple):
     examples: int
     numbers: int
     recurrent: bool
+    in_place: int = 0
 
 
 def choose(layers: Layers) -> tuple[Pair, float]:
@@ -114,19 +116,18 @@ def _newton(at: Layers) -> tuple[float, Pair]:
     if not (at.recurrent and at.examples and at.numbers <= _MOST_NUMBERS and at.processor.launches and at.workers == 1):
         return math.inf, SERIAL
     d, p = at.numbers, at.processor
-    relaxed = _RELAXATIONS * p.batch(at.footprint, at.layers)
+    solver = Newton(iterations=_ITERATIONS, batch_axes=1, rtol=1e-3, fallback=True)
+    kinds = {
+        "full": (dataclasses.replace(solver, relaxations=_RELAXATIONS), at.examples, d, (5, 1)),
+        "shared": (dataclasses.replace(solver, jacobian="shared", iterations=16, rtol=1e-2), 1, d, (5, 5)),
+    }
+    if at.in_place:
+        of_places = at.examples * d // at.in_place
+        kinds = {"diagonal": (dataclasses.replace(solver, jacobian="diagonal"), of_places, at.in_place, (4, 2))}
     options = []
-    for kind, matrices, tolerance, most in (("full", at.examples, 1e-3, _ITERATIONS), ("shared", 1, 1e-2, 16)):
-        evaluated = d * at.processor.one(at.footprint, steps=at.layers) * matrices / at.examples
-        each = p.launch * OF_NEWTON + at.layers * (evaluated + p.jacobians(matrices, d))
-        forward = Newton(
-            jacobian=kind,
-            iterations=most,
-            relaxations=_RELAXATIONS if kind == "full" else 0,
-            batch_axes=1,
-            rtol=tolerance,
-            fallback=True,
-        )
-        half, adjoint = (most // 2, 1) if kind == "full" else (5, 5)
-        options.append((each * (half + adjoint) + (relaxed if kind == "full" else 0), (forward, forward.for_adjoint())))
+    for forward, matrices, columns, typical in kinds.values():
+        evaluated = min(matrices, at.examples) / at.examples * columns * p.one(at.footprint, steps=at.layers)
+        each = p.launch * OF_NEWTON + at.layers * (evaluated + p.jacobians(matrices, columns))
+        relaxed = forward.relaxations * p.batch(at.footprint, at.layers)
+        options.append((sum(typical) * each + relaxed, (forward, forward.for_adjoint())))
     return min(options, key=lambda option: option[0])

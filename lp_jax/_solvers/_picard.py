@@ -48,10 +48,13 @@ class Picard(Solver):
             sweeps are enough, and 1/W of the layers, which are evaluated at once. W (sweeps - 1) + 1 evaluations wait for
             each other, also on several workers. With a tolerance one window of 1/W of the layers slides: converged layers
             leave it, later ones enter, in W (sweeps - 1) sweeps at most.
-        rtol: stop when the residual norm is at most this times the first one.
+        rtol: stop when the last sweep has changed all states by at most this times what the first one did, or times the states
+            where these are smaller, and the state that leaves the chain by at most this times itself. A residual can be small
+            where the error is large; a change adds the residuals up. With windows: when the residual norm is at most this
+            times the first one.
         atol: stop when the residual norm is at most this.
-        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
-            grown by ten) or stalls is given up at once.
+        fallback: propagate the layers serially if the tolerance is not met. Sweeps that diverge or stall are given up at once,
+            and those whose first two changes show that the others will miss the tolerance.
         secant: whether a sweep also estimates how the layers respond to a change: :math:`y_{n+1} \leftarrow \Phi_n(u_n) +
             (1 + a) (y_n - u_n)` for the states u of the sweep before, with one slope a in [-1, 0] for all layers, from the last
             two sweeps. Plain sweeps have a = 0. Chains that contract, such as a GRU, take a quarter of the sweeps; others

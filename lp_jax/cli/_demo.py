@@ -42,10 +42,10 @@ EXPLAINED = """\
 Times are those of training steps; compilation and evaluation are left out. The gradient error is relative to the exact
 gradient, in the first step and after the last one. The sizes were chosen: depth is what limits a network of many small layers
 and a small batch.
-  exact           one layer after another, on one device
+  exact           Serial(): one layer after another, on one device
   data parallel   the same, each device with its share of every batch
   nested          exact; a quarter of the layers first, then half, then all
-  layer-parallel  every device evaluates all of its layers at once, in {} sweeps forward and {} backward; rough: {} and {}
+  layer-parallel  Picard(sweeps={}), adjoint Picard(sweeps={}): every device evaluates all of its layers at once; rough: {} and {}
 """
 _MOST_WORKERS = 8
 

@@ -19,7 +19,6 @@ from lp_jax.planning._interconnect import interconnect as interconnect
 from lp_jax.planning._machine import Machine as Machine
 from lp_jax.planning._plan import choose as choose
 from lp_jax.planning._plan import plan as plan
-from lp_jax.planning._processor import Default as Default
 from lp_jax.planning._processor import assume as assume
 from lp_jax.planning._processor import default as default
 from lp_jax.planning._processor import measure_processor as measure_processor

@@ -53,21 +53,7 @@ def measure_processor() -> Processor:
 
 
 class Default(NamedTuple):
-    """What the default takes for a problem.
-
-    Attributes:
-        solver: the forward solver.
-        adjoint_solver: the adjoint solver.
-        seconds: predicted seconds of value and gradient.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import planning
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(8), jnp.ones(()))
-        >>> taken: planning.Default = planning.default(problem)
-        >>> taken.solver
-        Serial(checkpoint_every=None)
-    """
+    """Solvers, and predicted seconds of value and gradient."""
 
     solver: Solver
     adjoint_solver: Solver
