@@ -24,9 +24,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     network = NETWORKS[name](width, layers, batch, **({"size": 8} if name == "conv" else {}))
     weights, x = jax.tree.map(jax.numpy.asarray, (network.weights, network.x))
     taken = planning.default(lp_jax.Problem(**network.problem(weights, x, SERIAL)))
-    about = type(taken.solver).__name__
-    if isinstance(taken.solver, lp_jax.Picard) and isinstance(taken.adjoint_solver, lp_jax.Picard):
-        about = f"at most {taken.solver.sweeps}/{taken.adjoint_solver.sweeps} sweeps"
+    about = planning.summary(taken.solver) + (" at most" if taken.solver.has_tolerance else "")
     entries = [
         Entry("lax.scan", network),
         Entry("lax.scan again", network),

@@ -281,7 +281,7 @@ def test_the_default_says_what_it_took(tmp_path, capsys):
     _, result = quick(capsys, default.SUITE, tmp_path)
     (row,) = result["rows"]
     names = [contender["name"] for contender in row["contenders"]]
-    assert names == ["lax.scan", "lax.scan again", "Serial", "the default: Serial"]
+    assert names == ["lax.scan", "lax.scan again", "Serial", "the default: serial"]
     assert all(contender["gradient_error"] < 1e-6 for contender in row["contenders"])
 
 

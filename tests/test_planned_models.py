@@ -91,7 +91,9 @@ def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
     model = classifier(kind)
     loss_fn, params = train.classification(model)
     batch = random((12, 4)), np.arange(12, dtype="int32") % 3
-    found = train.plan(model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), seconds=60.0)
+    found = train.plan(
+        model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), error=1e-4, seconds=60.0
+    )
     assert found.layers == 16 and isinstance(found.solver, lp_jax.Picard)
 
     def gradient(*solvers):

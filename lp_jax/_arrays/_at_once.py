@@ -7,6 +7,7 @@ measured numbers. No other module depends on the device.
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Footprint(NamedTuple):
         flops: flops of its products.
         counted: whether these numbers are known; not with a callback or a foreign call in the program.
         few: whether it has a product of a few rows, at least two: see `with_few_terms`.
+        one_row: whether all of its products have one row.
         numbers: numbers that its other operations compute; a convolution counts its products.
         kernels: number of its products and reductions, with those operations that fuse with them.
         branches: work in a batch of layers relative to this, as a batch evaluates all branches of a switch.
@@ -40,6 +42,7 @@ class Footprint(NamedTuple):
     flops: float
     counted: bool = True
     few: bool = False
+    one_row: bool = False
     numbers: float = 0.0
     kernels: int = 1
     branches: float = 1.0
@@ -56,7 +59,8 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
     numbers, kernels = elementwise(program)
     kernels = max(2, kernels)  # without products and reductions, too, some operations are not fused
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches(program) else 1.0
-    return Footprint(nbytes, most_alive(program), flops, counted, few, numbers, kernels, branches)
+    one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
+    return Footprint(nbytes, most_alive(program), flops, counted, few, one_row, numbers, kernels, branches)
 
 
 def _at_once_cost(program: core.Jaxpr) -> float:
@@ -83,6 +87,7 @@ class Processor:
         cache_bytes: bytes of parameters that stay in a cache between two sweeps.
         cache_bandwidth: bytes per second of this cache.
         kernel: seconds to start a kernel in a loop over layers.
+        row_kernel: the same for products of one row.
         backward: kernels of a layer's gradient, relative to those of its evaluation.
         launch: seconds to start a kernel that evaluates several layers.
         few_rows: further seconds of each kernel of a layer in a batch, where products have a few rows.
@@ -111,6 +116,7 @@ class Processor:
     cache_bytes: float = 0.0
     cache_bandwidth: float = math.inf
     kernel: float
+    row_kernel: float
     backward: float
     launch: float
     few_rows: float = 0.0
@@ -146,7 +152,8 @@ class Processor:
 
     def serial(self, layer: Footprint, steps: int) -> tuple[float, float]:
         """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient."""
-        started = self.kernel * layer.kernels if layer.flops >= self.unroll_flops or self.launches else 0.0
+        each = self.row_kernel if layer.one_row else self.kernel
+        started = each * layer.kernels if layer.flops >= self.unroll_flops or self.launches else 0.0
         one = self.one(layer, steps=steps)
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
@@ -169,7 +176,8 @@ class Processor:
         """Number of turns of serial propagation to unroll."""
         if self.unroll_bytes is None:
             return _SOME
-        fits = layer.counted and not layer.few and layer.operands + layer.working <= self.unroll_bytes
+        fused = layer.few or (layer.one_row and self.row_kernel < self.kernel)
+        fits = layer.counted and not fused and layer.operands + layer.working <= self.unroll_bytes
         return _SOME if fits and layer.flops >= self.unroll_flops else 1
 
     def multiplies(self, flops: float) -> bool:
@@ -208,6 +216,7 @@ CPU = Processor(
     cache_bytes=8e6,
     cache_bandwidth=6e10,
     kernel=2e-7,
+    row_kernel=2e-7 if jax.__version_info__ < (0, 11) else 1e-8,  # the newer compiler fuses them
     backward=4.0,
     launch=5e-7,
     few_rows=3e-8,
@@ -226,6 +235,7 @@ ACCELERATOR = Processor(
     flops=2e13,
     bandwidth=7e11,
     kernel=1.4e-6,
+    row_kernel=1.4e-6,
     backward=1.5,
     launch=1.4e-6,
     latency=1e-5,

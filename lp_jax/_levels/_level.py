@@ -168,7 +168,7 @@ class Level:
             return self
         return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
 
-    def norm(self, squares: jax.Array) -> Scalar:
+    def norm(self, squares: jax.Array) -> jax.Array:
         """Return the 2-norm, from every worker's sum of squares in units of the level."""
         return self.in_units(self.workers.sum(squares))
 
@@ -194,7 +194,7 @@ def sum_of_squares(level: Level, tree: PyTree) -> jax.Array:
     unit = level.unit
     if unit is None:
         return _tree.sum_of_squares(tree)
-    return _tree.sum_of_squares(jax.tree.map(lambda x: jnp.abs(x) / unit.astype(jnp.finfo(x.dtype).dtype), tree))
+    return _tree.sum_of_squares(jax.tree.map(lambda x: jnp.abs(x) * (1 / unit).astype(jnp.finfo(x.dtype).dtype), tree))
 
 
 def identity(u: State, x: PyTree, shared: PyTree) -> State:

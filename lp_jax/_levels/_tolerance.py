@@ -80,7 +80,7 @@ def measure_corrections(level: Level, before: tuple[Points, State], after: tuple
 
 
 def relative_error(
-    level: Level, norms: jax.Array, count: jax.Array, first: jax.Array, errors: jax.Array
+    level: Level, norms: jax.Array, count: jax.Array, first: jax.Array, errors: jax.Array, *, warm: bool
 ) -> tuple[Scalar, Scalar, jax.Array]:
     """Estimate the relative error of a sweep's states, the largest of all leaves, from the norms of its corrections.
 
@@ -94,6 +94,7 @@ def relative_error(
         count: number of sweeps before this one.
         first: norms of the first correction, ``(leaves,)``.
         errors: errors of the sweeps before, ``(sweeps,)``.
+        warm: whether sweeps started from a guess: its correction is no measure, and the states are one.
 
     Returns:
         The last correction as a relative error, the error that is left, and ``first``.
@@ -103,7 +104,7 @@ def relative_error(
     summed = jnp.asarray([_eps(x) for x in jax.tree.leaves(jax.eval_shape(_tree.wide, level.y0))], dtype)
     eps = 2 * jnp.asarray([_eps(x) for x in leaves], dtype) + 8 * summed
     change, size, last_change, last = norms.T
-    first = jnp.where(count == 0, change, first)
+    first = jnp.where(count == 0, size if warm else change, first)
 
     def ratio(a: jax.Array, floor: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(a <= floor, 0, jnp.where(b > 0, a / jnp.where(b > 0, b, 1), jnp.inf))

@@ -59,7 +59,7 @@ class Results(NamedTuple):
         >>> import jax.numpy as jnp, lp_jax
         >>> loss = lambda rate: lp_jax.solve(lambda y, layer: y + layer.dt * rate * y, None, jnp.ones(()), data=jnp.ones(8)).y1
         >>> value, gradient, results = lp_jax.value_and_grad(loss)(jnp.ones(()))
-        >>> results == lp_jax.Results(forward=0, adjoint=0)
+        >>> results == lp_jax.Results(forward=1, adjoint=1)  # eight layers, one after another: nothing is faster
         True
     """
 

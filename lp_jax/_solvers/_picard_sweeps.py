@@ -66,7 +66,7 @@ def sweep_by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
         one = before[None]
         left = jnp.concatenate([stepped[1:], one] if level.reverse else [one, stepped[:-1]])
         size = jnp.abs(left - entering).astype(dtype)
-        squares = jnp.square(size if level.unit is None else size / level.unit.astype(dtype))
+        squares = jnp.square(size if level.unit is None else size * (1 / level.unit).astype(dtype))
         return total + _tree.pad_zeros(squares, len(total) - len(left))
 
     def layers(

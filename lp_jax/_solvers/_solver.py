@@ -331,13 +331,13 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
             parts = changed_unseen(fine, *(solver.c_points(levels, u) for u in (at.state, state)))
         summed = workers.sum(jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)]))
         norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
-        last = norms[at.done]
-        met = jnp.isfinite(last) & (last <= limit(norms))
+        met, last = jnp.asarray(False), norms[at.done]
+        if not by_corrections or solver.atol is not None:  # else XLA drops residual norms that nobody reads
+            met = jnp.isfinite(last) & (last <= limit(norms))
         if not by_corrections:  # zero does not count where squares vanished
             return Progress(state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0)))
-        error, left, first = relative_error(
-            fine, fine.in_units(summed[1:].reshape(parts.shape)), at.done, at.first, at.errors
-        )
+        sizes = fine.in_units(summed[1:].reshape(parts.shape))
+        error, left, first = relative_error(fine, sizes, at.done, at.first, at.errors, warm=guess is not None)
         errors = at.errors.at[at.done].set(error)
         return Progress(state, at.done + 1, norms, errors, first, met | (left <= jnp.asarray(solver.rtol, dtype)))
 

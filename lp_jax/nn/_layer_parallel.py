@@ -167,7 +167,7 @@ class LayerParallel(Solved):
             >>> from flax import nnx
             >>> from lp_jax import nn
             >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
-            >>> solution, pullback = trunk.solve_vjp(jnp.ones((4, 8), "float32"))
+            >>> solution, pullback = trunk.solve_vjp(jnp.ones((4, 8), "float32"), solver=lp_jax.Picard(sweeps=3))
             >>> y_cotangent, adjoint_stats = pullback(solution.y1)
             >>> int(adjoint_stats.iterations)
             3

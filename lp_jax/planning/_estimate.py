@@ -48,7 +48,7 @@ def _machine(program: Program, arrays: Arrays, known: Processor) -> Machine:
     y, params = arrays.y0, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays.slices.params)
     sizes = tuple(sorted({1, max(1, layers // 16), layers}))
     started, single = known.launch * layer.kernels, known.one(layer, steps=layers)
-    times = tuple(started + single if n == 1 else known.batch(layer, n) for n in sizes)
+    times = tuple(known.batch(layer, n) for n in sizes)
     examples, auto = examples_of(y), known.at_once(layer, layers)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
     newton = tuple(
