@@ -407,3 +407,15 @@ def test_measured_numbers_of_this_device():
     for name in ("kernel", "flops", "bandwidth"):
         assert 0 < getattr(found, name) < math.inf
     assert vars(found).keys() == vars(CPU).keys()
+
+
+@pytest.mark.parametrize("name", ["linear", "gate rather shut"])
+def test_chains_that_remember_on_an_accelerator(name):
+    """There the default is Newton's method."""
+    loss, arguments = loss_of(REMEMBER[name])
+    with planning.assume(H200):
+        _, found, results = jax.jit(lp_jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
+    exact = jax.jit(jax.grad(functools.partial(loss, solver=lp_jax.Serial()), argnums=(0, 1)))(*arguments)
+    assert isinstance(chosen(REMEMBER[name], H200)[0], lp_jax.Newton) and max(map(int, results)) <= _result.FELL_BACK
+    for got, wanted in zip(found, exact, strict=True):
+        assert jnp.linalg.norm(got - wanted) <= 1e-2 * jnp.linalg.norm(wanted)

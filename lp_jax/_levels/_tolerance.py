@@ -107,7 +107,8 @@ def relative_error(
     first = jnp.where(count == 0, size if warm else change, first)
 
     def ratio(a: jax.Array, floor: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(a <= floor, 0, jnp.where(b > 0, a / jnp.where(b > 0, b, 1), jnp.inf))
+        small = (a <= floor) & jnp.isfinite(a)
+        return jnp.where(small, 0, jnp.where(b > 0, a / jnp.where(b > 0, b, 1), jnp.inf))
 
     of_all = ratio(change, eps * size, jnp.minimum(first, size))
     of_last = ratio(last_change, eps * last + summed * size, last)

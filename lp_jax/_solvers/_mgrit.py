@@ -196,6 +196,7 @@ class MGRIT(Solver):
                     number=number,
                     span=finer.interval_span,
                     at_once=max(1, at_once // finer.interval_span),
+                    unroll=1,
                     transfer=fit_transfer(transfer[number], y0),
                     linearise_at=linearise_at,
                 )
