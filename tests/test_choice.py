@@ -1,5 +1,6 @@
 """The default: what it chooses by the cost of a layer, what it says, and that what it chooses is right."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -108,9 +109,12 @@ def test_ordinary_networks_are_propagated_serially_on_a_cpu(name):
 
 @pytest.mark.parametrize("sizes", [(8, 4096, 4), (16, 4096, 1), (32, 1024, 1)])
 def test_deep_narrow_networks_are_swept_on_a_cpu(sizes):
-    forward, adjoint = chosen(dense(*sizes))
+    device = dataclasses.replace(CPU, row_kernel=CPU.kernel)
+    forward, adjoint = chosen(dense(*sizes), device)
     assert isinstance(forward, lp_jax.Picard) and forward.fallback and adjoint.fallback
     assert (forward.rtol, adjoint.rtol) == (1e-3, 1e-2)
+    fuses = dataclasses.replace(CPU, row_kernel=1e-8)  # as jax 0.12: the scan over single examples is fast
+    assert (chosen(dense(*sizes), fuses) == SERIAL) == (sizes[2] == 1)
 
 
 def test_an_accelerator_sweeps_and_takes_newtons_method_for_recurrent_networks():
