@@ -56,7 +56,7 @@ def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTr
 
 
 def couplings(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> tuple[int, int]:
-    """What a step's program shows of the numbers that it combines.
+    """Read from a step's program which numbers it combines.
 
     Returns:
         Number of examples along the first axis of the state, if they are kept apart, else 0; and number of leaves of the state,

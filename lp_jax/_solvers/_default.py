@@ -28,7 +28,7 @@ _MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
 class Layers(NamedTuple):
-    """What the choice depends on: all of it is known when a network is traced.
+    """A network and its device, as the choice sees them: known when the network is traced.
 
     Attributes:
         footprint: cost and memory of a layer.
