@@ -241,13 +241,16 @@ class OnMesh(Workers):
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         first, by = self.first(reverse), -1 if reverse else 1
         out = _tree.zeros_like(jax.eval_shape(run, y0))
+        # Where kernels are launched, idle devices would wait anyway, and the loop's length is known. Over other axes of the mesh
+        # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
+        everyone = self.processor.launches or self.mesh.size > self.size
 
         def turn(entry: State, out: tuple[CPoints, PyTree], number: jax.Array | int) -> tuple[CPoints, PyTree]:
             mine = self.index() == first + by * number
-            if self.processor.launches:  # all devices run: idle ones would wait anyway, and the loop's length is known
+            if everyone:
                 return cast(tuple[CPoints, PyTree], _tree.where(mine, run(entry), out))
             # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
-            return lax.fori_loop(0, mine.astype(jnp.int32), lambda _, __: run(entry), out)
+            return lax.fori_loop(0, mine.astype(jnp.int32), lambda _, out: run(entry, out), out)
 
         def body(carry: tuple[State, PyTree], number: jax.Array) -> tuple[tuple[State, PyTree], None]:
             out = turn(*carry, number)

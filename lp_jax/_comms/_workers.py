@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,15 @@ Compose = Callable[[PyTree, PyTree], PyTree]
 Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]
 """A worker's part of a solve: ``body(stacked, common) -> (stacked, common)``."""
 
-Run = Callable[[State], tuple[CPoints, PyTree]]
-"""A worker's part of a sequential solve: from the state that enters to its points, and a tree of other results."""
+
+class Run(Protocol):
+    """A worker's part of a sequential solve: from the state that enters to its points, and a tree of other results.
+
+    ``out`` has arrays of that shape that may be overwritten, which saves the copies of a result within a loop.
+    """
+
+    def __call__(self, y0: State, out: tuple[CPoints, PyTree] | None = None, /) -> tuple[CPoints, PyTree]: ...
+
 
 SEQUENTIAL = ("auto", "relay", "gather")
 

@@ -137,7 +137,7 @@ def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, PyT
 
 
 def _marcher(level: Level, advance: Advance | None) -> Run:
-    """`march` through the intervals of ``level``, as a function of the state that enters."""
+    """`march` through the intervals of ``level``."""
 
     def interval(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, PyTree]:
         xs, rhs = operands
@@ -150,11 +150,20 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    def march_from(y0: State) -> tuple[CPoints, PyTree]:
+    def march_from(y0: State, out: tuple[CPoints, PyTree] | None = None) -> tuple[CPoints, PyTree]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
         unroll = max(level.unroll, level.workers.processor.loop_unroll(level.intervals, body, y0, first))
-        return lax.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
+        scan = functools.partial(lax.scan, reverse=level.reverse, unroll=unroll)
+        if out is None:
+            return scan(body, y0, operands)[1]
+
+        def write(carry: tuple[State, PyTree], x: PyTree) -> tuple[tuple[State, PyTree], None]:
+            (u, out), (k, operands) = carry, x
+            u, new = body(u, operands)
+            return (u, _tree.put(out, new, k)), None
+
+        return scan(write, (y0, out), (jnp.arange(level.intervals, dtype=jnp.int32), operands))[0][1]
 
     return march_from
 

@@ -154,7 +154,7 @@ class Picard(Solver):
 
         windows = _tree.split((level.xs, level.rhs), size)
 
-        def run(y0: State) -> tuple[CPoints, Points]:
+        def run(y0: State, _: PyTree = None, /) -> tuple[CPoints, Points]:
             return lax.scan(window, y0, windows, reverse=level.reverse)[1]
 
         _, points = level.workers.relay(run, level.y0, reverse=level.reverse)

@@ -29,7 +29,7 @@ def slide(level: Level, size: int, most: int, rtol: Tolerance, atol: Tolerance) 
     Source: Shih, Belkhale, Ermon, Sadigh, Anari, "Parallel sampling of diffusion models", 2023, algorithm 1.
     """
 
-    def run(y0: State) -> tuple[Points, tuple[jax.Array, Scalar]]:
+    def run(y0: State, _: PyTree = None, /) -> tuple[Points, tuple[jax.Array, Scalar]]:
         return _slide(level, y0, size, most, rtol, atol)
 
     points, (sweeps, first) = level.workers.relay(run, level.y0, reverse=level.reverse)
