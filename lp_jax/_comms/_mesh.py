@@ -245,20 +245,19 @@ class OnMesh(Workers):
         # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
         everyone = self.processor.launches or self.mesh.size > self.size
 
-        def turn(entry: State, out: tuple[CPoints, PyTree], number: jax.Array | int) -> tuple[CPoints, PyTree]:
-            mine = self.index() == first + by * number
-            if everyone:
-                return cast(tuple[CPoints, PyTree], _tree.where(mine, run(entry), out))
-            # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
-            return lax.fori_loop(0, mine.astype(jnp.int32), lambda _, out: run(entry, out), out)
-
         def body(carry: tuple[State, PyTree], number: jax.Array) -> tuple[tuple[State, PyTree], None]:
-            out = turn(*carry, number)
+            (entry, out), mine = carry, self.index() == first + by * number
+            if everyone:
+                out = _tree.where(mine, run(entry), out)
+            else:  # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
+                out = lax.fori_loop(0, mine.astype(jnp.int32), lambda _, out: run(entry, out), out)
             edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
-            return (self.shift(edge, by), out), None
+            # the last turn by a condition: outside of the loop a second copy of the run would be compiled
+            edge = lax.cond(number < self.active - 1, lambda edge: self.shift(edge, by), lambda edge: edge, edge)
+            return (edge, out), None
 
-        carry, _ = lax.scan(body, (y0, out), jnp.arange(self.active - 1, dtype=jnp.int32))
-        return without_gradient(turn(*carry, self.active - 1), _RELAYED)
+        (_, out), _ = lax.scan(body, (y0, out), jnp.arange(self.active, dtype=jnp.int32))
+        return without_gradient(out, _RELAYED)
 
 
 _RELAYED = (
