@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +244,9 @@ class OnMesh(Workers):
         # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
         everyone = self.processor.launches or self.mesh.size > self.size
 
+        def send(edge: State) -> State:
+            return self.shift(edge, by)
+
         def body(carry: tuple[State, PyTree], number: jax.Array) -> tuple[tuple[State, PyTree], None]:
             (entry, out), mine = carry, self.index() == first + by * number
             if everyone:
@@ -252,9 +254,9 @@ class OnMesh(Workers):
             else:  # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
                 out = lax.fori_loop(0, mine.astype(jnp.int32), lambda _, out: run(entry, out), out)
             edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
-            # the last turn by a condition: outside of the loop a second copy of the run would be compiled
-            edge = lax.cond(number < self.active - 1, lambda edge: self.shift(edge, by), lambda edge: edge, edge)
-            return (edge, out), None
+            if everyone:  # the last message, which nobody needs, is cheaper than a condition
+                return (send(edge), out), None
+            return (lax.cond(number < self.active - 1, send, lambda edge: edge, edge), out), None
 
         (_, out), _ = lax.scan(body, (y0, out), jnp.arange(self.active, dtype=jnp.int32))
         return without_gradient(out, _RELAYED)

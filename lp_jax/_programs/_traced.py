@@ -89,6 +89,7 @@ def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tupl
         examples=examples,
         numbers=numbers // max(1, examples),
         recurrent=recurrent,
+        driven=any(map(_is_inexact, jax.tree.leaves((arrays.slices.params, arrays.slices.data)))),
         in_place=in_place,
     )
     return choose(at), (program, arrays)

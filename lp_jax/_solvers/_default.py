@@ -21,7 +21,7 @@ SWEEPS: Pair = Picard(sweeps=32, rtol=1e-3, fallback=True), Picard(sweeps=32, rt
 
 _TYPICAL = 5, 3  # sweeps to these tolerances on networks near an ODE, forward and adjoint
 _LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradient
-_GAIN = 0.7  # most of the time of serial propagation that another pair may be predicted to take
+_GAIN = 0.55  # most of the time of serial propagation that another pair may be predicted to take
 _EXACT_GAIN = 0.9  # the same for exact pairs on devices that share no cores, as accelerators do not
 _ITERATIONS, _RELAXATIONS = 10, 16
 _MOST_NUMBERS = 256  # of an example's state, for Jacobians
@@ -39,6 +39,7 @@ class Layers(NamedTuple):
         examples: number of examples along the first axis of the state, if the layer's program keeps them apart; else 0.
         numbers: numbers of an example's state.
         recurrent: whether all layers have the same weights.
+        driven: whether each layer has arrays of its own all the same: the inputs of a recurrent network.
         in_place: number of leaves of the state, if a layer combines only numbers at equal positions of them; else 0.
     """
 
@@ -50,13 +51,14 @@ class Layers(NamedTuple):
     examples: int
     numbers: int
     recurrent: bool
+    driven: bool = False
     in_place: int = 0
 
 
 def choose(layers: Layers) -> tuple[Pair, float]:
     """Return the pair that is predicted to be fastest, and its seconds of value and gradient.
 
-    Serial propagation, unless another pair is predicted to take at most 0.7 of its time. Sweeps get a budget: they
+    Serial propagation, unless another pair is predicted to take at most 0.55 of its time. Sweeps get a budget: they
     may cost as much as serial propagation, so that on a network on which they fail they at most double its time.
     """
     forward, backward = _serial(layers)
@@ -64,7 +66,7 @@ def choose(layers: Layers) -> tuple[Pair, float]:
     if not layers.footprint.counted:
         return SERIAL, serial
     options = [(_GAIN, *_newton(layers)), (_EXACT_GAIN if layers.processor.launches else _GAIN, *_intervals(layers))]
-    if options[0][1] > _GAIN * serial:  # networks for which Newton's method is meant seldom suit sweeps
+    if not (layers.recurrent and layers.driven):  # their states move as far in a step as they are large: sweeps fail
         options.append((_GAIN, *_sweeps(layers)))
     faster = [(seconds, pair) for gain, seconds, pair in options if seconds <= gain * serial]
     seconds, pair = min([*faster, (serial, SERIAL)], key=lambda option: option[0])

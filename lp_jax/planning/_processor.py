@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,8 @@ from lp_jax._programs._asked import asked
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._measure import arrays, seconds
 
-_LAYERS, _WIDTH, _PRODUCT, _NUMBERS = 2048, 8, 512, 1 << 24
+_LAYERS, _WIDTH = 2048, 16
+_LEAST, _MOST, _LONG = 512, 8192, 2e-3  # size of the arrays, and seconds that are long beside the start of a call
 
 
 def measure_processor() -> Processor:
@@ -34,22 +35,35 @@ def measure_processor() -> Processor:
         ...     pass  # solves that are traced here go by what was measured
     """
     known = processor(default_platform(), jax.devices(default_platform())[0].device_kind)
-    weights, y = jnp.zeros((_LAYERS, _WIDTH, _WIDTH), jnp.float32), jnp.zeros((1, _WIDTH), jnp.float32)
-    square, numbers = jnp.ones((_PRODUCT, _PRODUCT), jnp.float32), jnp.zeros(_NUMBERS, jnp.float32)
-    propagate = jax.jit(lambda w, y: lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y, w)[0])
-    calls = [
-        functools.partial(propagate, weights, y),
-        functools.partial(jax.jit(jnp.matmul), square, square),
-        functools.partial(jax.jit(jnp.add), numbers, numbers),
-    ]
-    in_turn, product, moved = seconds(calls, samples=5)
+    weights, y = jnp.zeros((_LAYERS, _WIDTH, _WIDTH), jnp.float32), jnp.zeros((_WIDTH, _WIDTH), jnp.float32)
+    propagate = jax.jit(
+        lambda w, y: lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y, w, unroll=known.partial_unroll)[0]
+    )
+    in_turn = _median(functools.partial(propagate, weights, y))
     kernels = 3  # of a layer with a product
     return dataclasses.replace(
         known,
         kernel=in_turn / _LAYERS / kernels,
-        flops=2 * _PRODUCT**3 / product,
-        bandwidth=3 * numbers.nbytes / moved,
+        flops=_rate(jax.jit(jnp.matmul), lambda n: (n, n), lambda n: 2 * n**3),
+        bandwidth=_rate(
+            jax.jit(jnp.add), lambda n: (n * n, 16), lambda n: 2 * 16 * n * n * 4
+        ),  # read once, written once
     )
+
+
+def _rate(call: Callable[..., jax.Array], shape: Callable[[int], tuple[int, int]], work: Callable[[int], int]) -> float:
+    """Work per second of ``call(x, x)``, with arrays so large that the start of the call does not count."""
+    size = _LEAST
+    while True:
+        x = jnp.ones(shape(size), jnp.float32)
+        taken = _median(functools.partial(call, x, x))
+        if taken > _LONG or size == _MOST:
+            return work(size) / taken
+        size *= 2
+
+
+def _median(call: Callable[[], jax.Array]) -> float:
+    return seconds([call], samples=5)[0]
 
 
 class Default(NamedTuple):
