@@ -593,3 +593,20 @@ def test_a_tolerance_outlasts_states_that_overflow():
     assert not np.isfinite(norms[:taken]).all()
     assert int(solution.result) == 0
     np.testing.assert_allclose(solution.y1, jax.lax.scan(euler, begin, None, length=steps)[0], rtol=1e-7)
+
+
+def test_a_tolerance_below_bfloat16_is_met_by_rounding():
+    """From a state of zeros, which has no rounding errors of its own: without the states' no solve would ever be done."""
+    rng = np.random.default_rng(0)
+    gates = jnp.asarray(rng.normal(size=(256, 4, 3)), jnp.bfloat16)
+
+    def body(h, x):
+        rate = jax.nn.sigmoid(x + 0.5 * h)
+        return (1 - rate) * h + rate * jnp.tanh(x - h), None
+
+    problem = lp_jax.scanned(body, jnp.zeros((4, 3), jnp.bfloat16), gates)
+    solver = lp_jax.Newton(jacobian="diagonal", batch_axes=1, iterations=10, rtol=1e-3, fallback=True)
+    solution = problem.solve(solver=solver)
+    assert solution.result == 0 and solution.stats.iterations < 6
+    wanted = jax.lax.scan(body, jnp.zeros((4, 3)), gates.astype(float))[0]
+    np.testing.assert_allclose(solution.y1.astype(float), wanted, atol=0.02)
