@@ -1,8 +1,9 @@
 """Whole trainings and gradients on one GPU: seconds to an accuracy, by the fastest exact program and by the default.
 
-The tasks run in the order of their worth, within so many seconds; each row is written when it is measured, and a second run
-goes on where the first one stopped. --quick runs tiny ones on any machine, to see that all works.
-The baselines are a scan of eight layers to a turn, all layers written out, and for a GRU cuDNN's, by PyTorch, if it is installed.
+The most useful tasks run first. No task begins that the seconds left are too few for. Each row is written when it is measured,
+and a second run goes on where the first one stopped. --quick runs tiny tasks on any machine, to see that all works.
+The baseline is a scan with eight layers to a turn. Others are all layers written out and, for a GRU, that of cuDNN by PyTorch,
+if it is installed.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import numpy as np
 import optax
 from jax import lax
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 import lp_jax
 from benchmarks import report
@@ -79,6 +81,20 @@ Rows = Iterator[dict[str, Any]]
 Task = Callable[[Context], Rows]
 
 
+def network(name: str, width: int, layers: int, unit: str = "steps") -> str:
+    """A network in words; ``unit`` is what a recurrent network goes through."""
+    if name == "dense":
+        return f"dense, {width} wide, {layers:,} layers"
+    if name == "blocks":
+        return f"{layers} blocks of four dense layers, {width} wide"
+    if name == "encoder":
+        return f"encoder, {width} wide, {layers} blocks"
+    return f"{_CELLS[name]}, {width} units, {layers:,} {unit}"
+
+
+_CELLS = {"gru": "GRU", "paragru": "ParaGRU", "paralstm": "ParaLSTM"}
+
+
 def scans(name: str, layers: int) -> dict[str, Scan]:
     """The scans that a network is computed by."""
     found: dict[str, Scan] = {"lax.scan, unroll=8": UNROLLED, "default": lp_jax.scan}
@@ -94,7 +110,8 @@ def taken(model: Model, x: Any) -> dict[str, Any]:
     """What the default takes, and the seconds that it predicts for value and gradient."""
     body, init, xs = model.parts(jax.tree.map(jnp.asarray, model.weights), jnp.asarray(x))
     default = planning.default(lp_jax.scanned(body, init, xs))
-    return {"took": planning.summary(default.solver), "predicted": default.seconds}
+    about = planning.summary(default.solver) + (" at most" if default.solver.has_tolerance else "")
+    return {"took": about, "predicted": default.seconds}
 
 
 def gradients(name: str, width: int, layers: int, batch: int, context: Context, dtype: Any = jnp.float32) -> Rows:
@@ -103,7 +120,7 @@ def gradients(name: str, width: int, layers: int, batch: int, context: Context, 
     rng = np.random.default_rng(1)
     shape = (batch, layers, 1) if name in RECURRENT else (batch, 64)
     x, labels = jnp.asarray(rng.normal(size=shape), jnp.float32), jnp.asarray(rng.integers(0, 10, batch))
-    weights, title = jax.tree.map(jnp.asarray, model.weights), f"{name} {width}, {layers}, {batch} examples"
+    weights, title = jax.tree.map(jnp.asarray, model.weights), f"{network(name, width, layers)}, {batch} examples"
     title += "" if dtype == jnp.float32 else f", {jnp.dtype(dtype).name}"
     programs = {}
     for each, scan in {**scans(name, layers), EXACT: UNROLLED}.items():
@@ -263,14 +280,15 @@ def cudnn() -> Any:
 
 
 def _dense_training(context: Context) -> Rows:
-    layers, limits = context.size(4096, 32), Limits(2e-3, 64, 10, 200, 15.0, 0.95)
-    yield from training(f"dense 64, {layers} layers", "dense", dense(64, layers), digits(), limits, layers, context)
+    width, layers = context.size(64, 8), context.size(4096, 8)
+    title, limits = network("dense", width, layers), Limits(2e-3, 64, 10, 200, 15.0, 0.95)
+    yield from training(title, "dense", dense(width, layers), digits(), limits, layers, context)
 
 
 def _blocks_training(context: Context) -> Rows:
     for layers in (context.size(64, 4), context.size(256, 8)):
         width, limits = context.size(256, 16), Limits(1e-4, 256, 20, 200, 15.0, 2.0)
-        title = f"blocks {width}, {layers} of four layers"
+        title = network("blocks", width, layers)
         yield from training(title, "blocks", blocks(width, layers), digits(), limits, layers, context)
 
 
@@ -279,7 +297,7 @@ def _recurrent_training(side: int) -> Task:
         steps, limits = context.size(side**2, 16), Limits(3e-3, 64, 20, 400, 15.0, 0.9)
         data = in_time(digits(context.size(side, 4)))
         for name, model in (("gru", gru(64)), ("paragru", diagonal(nn.ParaGRU, 64))):
-            yield from training(f"{name} 64, {steps} pixels", name, model, data, limits, steps, context)
+            yield from training(network(name, 64, steps, "pixels"), name, model, data, limits, steps, context)
 
     return task
 
@@ -291,7 +309,7 @@ def _encoder_training(context: Context) -> Rows:
     data, sizes, classes = tagging(context.data, context.size(48, 8))
     limits = Limits(1e-3, 16, 20, 300, 20.0, 0.9)
     model = encoder(width, layers, sizes, classes)
-    yield from training(f"encoder {width}, {layers} blocks, GUM", "encoder", model, data, limits, layers, context)
+    yield from training(f"{network('encoder', width, layers)}, GUM", "encoder", model, data, limits, layers, context)
 
 
 def _gradients(*rows: tuple[str, int, int, int], dtypes: Sequence[Any] = (jnp.float32,)) -> Task:
@@ -332,8 +350,11 @@ def _sweeps(context: Context) -> Rows:
                 sweeps = Picard(sweeps=number)
                 scan = functools.partial(lp_jax.scan, solver=sweeps, adjoint_solver=sweeps)
                 given = weights, x, labels
-                calls[f"{number} sweeps, {kind}"] = jax.jit(jax.value_and_grad(model.loss(scan))), given
-            yield from _programs(f"{name} {width}, {layers}, {batch} examples", calls, context)
+                calls[f"{number} {'sweep' if number == 1 else 'sweeps'} each way, {kind}"] = (
+                    jax.jit(jax.value_and_grad(model.loss(scan))),
+                    given,
+                )
+            yield from _programs(f"fixed sweeps: {network(name, width, layers)}, {batch} examples", calls, context)
 
 
 def _in_turn(square: jax.Array, y: jax.Array) -> jax.Array:
@@ -354,7 +375,8 @@ def _programs(title: str, calls: Mapping[str, tuple[Any, Any]], context: Context
 
 def _sums(context: Context) -> Rows:
     """Sums along the layers, forward and from the end."""
-    x = jnp.ones((context.size(4096, 8), 64, 64))
+    layers = context.size(4096, 8)
+    x = jnp.ones((layers, 64, 64))
     calls = {
         "cumsum": (jax.jit(lambda x: jnp.cumsum(x, 0)), (x,)),
         "cumsum from the end": (jax.jit(lambda x: lax.cumsum(x, 0, reverse=True)), (x,)),
@@ -362,12 +384,13 @@ def _sums(context: Context) -> Rows:
         "associative scan": (jax.jit(lambda x: lax.associative_scan(jnp.add, x)), (x,)),
         "copy": (jax.jit(lambda x: x + 1), (x,)),
     }
-    yield from _programs("sums along 4,096 layers of 64 x 64", calls, context)
+    yield from _programs(f"sums along {layers:,} layers of 64 x 64", calls, context)
 
 
 def _loops_in_graphs(context: Context) -> Rows:
     """Loops as CUDA graphs, by an option of each program."""
-    model = dense(64, context.size(1024, 8))
+    layers = context.size(1024, 8)
+    model = dense(64, layers)
     given = jax.tree.map(jnp.asarray, model.weights), jnp.ones((64, 64)), jnp.zeros(64, jnp.int32)
     options = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,WHILE"} if _here()[0] == "gpu" else {}
     contenders = []
@@ -375,7 +398,7 @@ def _loops_in_graphs(context: Context) -> Rows:
         for title, more in ((name, {}), (f"{name}, loops in graphs", options)):
             program, _ = _compiled(jax.jit(jax.value_and_grad(model.loss(scan))).lower(*given), more)
             contenders.append(Contender(name=title, call=functools.partial(program, *given)))
-    yield from timed("loops in CUDA graphs, dense 64, 1,024 layers", contenders, context)
+    yield from timed(f"loops in CUDA graphs: {network('dense', 64, layers)}", contenders, context)
 
 
 TASKS: dict[str, tuple[int, Task]] = {
@@ -412,51 +435,138 @@ TASKS: dict[str, tuple[int, Task]] = {
 """By name: seconds that a task takes on an H100, roughly, and what it does. In the order of their worth."""
 
 
+def _once(row: dict[str, Any]) -> float:
+    """Seconds of an update or of a call."""
+    return float(row["update"] if "update" in row else row["seconds"]["median"])
+
+
+def _name(row: dict[str, Any], first: dict[str, Any]) -> str:
+    return f"{row['name']}: {row['took']}" if "took" in row else str(row["name"])
+
+
+def _ratio(row: dict[str, Any], first: dict[str, Any]) -> str:
+    return report.number(_once(row) / _once(first), 3) if first["name"].startswith("lax.scan") else "–"
+
+
+_UNITS = {"kernel": "s", "flops": "1/s", "bandwidth": "bytes/s"}
+_TIMES: list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]] = [
+    ("ratio", _ratio),
+    ("predicted ms", lambda row, _: report.number(1e3 * row["predicted"], 3) if "predicted" in row else "–"),
+    ("compile s", lambda row, _: report.number(row.get("compile_seconds"))),
+]
+COLUMNS: dict[str, tuple[str, list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]]]] = {
+    "curve": (
+        "Trainings",
+        [
+            ("", _name),
+            ("ms an update", lambda row, _: report.number(1e3 * _once(row), 3)),
+            *_TIMES,
+            ("updates", lambda row, _: str(row["curve"][-1][0])),
+            ("accuracy", lambda row, _: report.number(row["accuracy"], 3)),
+            ("s to the accuracy", lambda row, _: report.number(row["reached"], 3)),
+        ],
+    ),
+    "seconds": (
+        "Loss and gradient, and other programs",
+        [
+            ("", _name),
+            ("ms", lambda row, _: report.number(1e3 * _once(row), 3)),
+            ("IQR", lambda row, _: report.number(1e3 * (row["seconds"]["q3"] - row["seconds"]["q1"]))),
+            *_TIMES,
+            ("error", lambda row, _: report.scientific(row.get("error"))),
+            ("result", lambda row, _: ", ".join(map(str, row.get("codes") or "–"))),
+        ],
+    ),
+    "measured": (
+        "The processor",
+        [
+            ("", lambda row, _: f"{row['name']}, {_UNITS[row['name']]}"),
+            ("measured", lambda row, _: report.scientific(row["measured"])),
+            ("taken by the default", lambda row, _: report.scientific(row["known"])),
+        ],
+    ),
+}
+"""By the key that a row of the kind has: its heading and its columns, from a row and the first one of its table."""
+
+LEGEND = (
+    "Same weights and batches in each table. ms an update: seconds of all updates over their number; evaluations do not "
+    "count. ms: median, and interquartile range. ratio: to the first line. predicted: by the default, for value and gradient. "
+    "accuracy: on held-out examples, at the end. s to the accuracy: seconds of updates until it ended the training, at 95 % "
+    "of dense layers and 90 % of recurrent networks and encoders. error: relative 2-norm error of the gradient, against a scan "
+    "with products in full float32; the scan's own is that of TF32 or bfloat16. result: forward, adjoint: 0 to the "
+    "tolerance, 1 one layer after another as nothing is predicted to be faster, 2 the same as the tolerance was not met, 3 not "
+    'converged, 4 not finite. "Newton, shared" and "sweeps, secant" have no fallback. cuDNN: by PyTorch, which starts each '
+    "operation from Python and is waited for after each gradient; its gradient was not compared."
+)
+
+
+def _by_title(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows of each task and title."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["task"], row["title"]), []).append(row)
+    return list(groups.values())
+
+
 def table(result: dict[str, Any]) -> str:
-    """A table for each title."""
-    parts = []
-    for title in dict.fromkeys(row["title"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["title"] == title]
-        cells = [["", "ms", "IQR", "s to the accuracy", "accuracy", "error", "result", "predicted, ms", "compile, s"]]
-        for row in rows:
-            if "measured" in row:
-                cells.append([f"{row['name']}: {row['measured']:.3g} measured, {row['known']:.3g} taken", *["–"] * 8])
-                continue
-            seconds = row.get("seconds")
-            once = seconds["median"] if seconds else row["update"]
-            name = f"{row['name']}: {row['took']}" if "took" in row else row["name"]
-            cells.append([
-                name,
-                report.number(1e3 * once, 3),
-                report.number(1e3 * (seconds["q3"] - seconds["q1"])) if seconds else "–",
-                report.number(row.get("reached"), 3),
-                report.number(row.get("accuracy"), 3),
-                report.scientific(row.get("error")),
-                "/".join(map(str, row["codes"])) if row.get("codes") else "–",
-                report.number(1e3 * row["predicted"], 3) if "predicted" in row else "–",
-                report.number(row.get("compile_seconds")),
-            ])  # fmt: skip
-        parts += [f"## {title}", report.pipes(cells)]
-    return report.page(result, *parts)
+    """A table for each title, without columns of dashes; trainings first."""
+    parts = list(result.get("notes", []))
+    runs = {row["manifest"]["date"]: report.origin(row) for row in result["rows"] if "manifest" in row}
+    for kind, (heading, columns) in COLUMNS.items():
+        groups = _by_title(row for row in result["rows"] if kind in row)
+        parts += [f"## {heading}"] * bool(groups)
+        for rows in groups:
+            lines = [[head, *(text(row, rows[0]) for row in rows)] for head, text in columns]
+            shown = [line for line in lines if any(cell != "–" for cell in line[1:])]
+            parts += [f"### {rows[0]['title']}"] * (kind != "measured") + [report.pipes(list(zip(*shown, strict=True)))]
+            for date in dict.fromkeys(row["manifest"]["date"] for row in rows if "manifest" in row):
+                parts.append(f"Run of {date[:16].replace('T', ' ')}, [below](#earlier-runs).")
+    parts += [LEGEND, *(f"Left out: {left['name']} ({left['reason']})." for left in result["left_out"])]
+    return report.page(result, *parts, *(["## Earlier runs", *(runs[date] for date in sorted(runs))] if runs else []))
+
+
+COLOURS = {
+    "lax.scan, unroll=8": report.COLOURS["scan"],
+    "written out": report.COLOURS["other scan"],
+    "default": report.COLOURS["iterated"],
+    "Newton, shared": report.COLOURS["exact"],
+    "sweeps, secant": report.COLOURS["ranks"],
+    "cuDNN": report.COLOURS["torch"],
+}
+
+
+_BROAD: dict[str, Any] = {"linewidth": 5.0, "alpha": 0.35}  # below the default's line, which may lie on it
+_NARROW: dict[str, Any] = {"linewidth": 1.8, "marker": ".", "markersize": 5}
 
 
 def draw(result: dict[str, Any]) -> Figure:
     """Accuracy over seconds, a panel for each training."""
-    trained = [row for row in result["rows"] if "curve" in row]
-    titles = list(dict.fromkeys(row["title"] for row in trained)) or [""]
-    columns = min(3, len(titles))
-    figure = Figure(figsize=(5 * columns, 3.4 * -(-len(titles) // columns)), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(-(-len(titles) // columns), columns)).ravel()
-    for panel in panels[len(titles) :]:
-        panel.set_axis_off()
-    for panel, title in zip(panels, titles, strict=False):
-        panel.set(title=title, xlabel="seconds of training", ylabel="accuracy", xscale="log")
-        for row in trained:
-            if row["title"] == title:
-                _, seconds, _, accuracy = zip(*row["curve"], strict=True)
-                panel.plot(seconds, accuracy, marker=".", label=row["name"])
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize="small", frameon=False)
+    trained = _by_title(row for row in result["rows"] if "curve" in row)
+    columns, lines = min(4, len(trained)), -(-len(trained) // 4)
+    about = f"Accuracy over seconds of training, one {result['manifest']['device']['kind']}"
+    figure = report.figure(result | {"title": about}, width=max(9, 4.8 * columns), height=1.7 + 3.3 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    for number, panel in enumerate(panels.flat):
+        if number >= len(trained):
+            panel.set_visible(False)
+            continue
+        for row in trained[number]:
+            _, seconds, _, accuracy = zip(*row["curve"], strict=True)
+            look = _BROAD if row["name"].startswith("lax.scan") else _NARROW
+            panel.plot(seconds, [100 * x for x in accuracy], color=COLOURS[row["name"]], label=row["name"], **look)
+        report.dress(
+            panel,
+            title=trained[number][0]["title"],
+            x="seconds of training" if number + columns >= len(trained) else "",
+            y="accuracy, %" if number % columns == 0 else "",
+        )
+        panel.set(xscale="log", ylim=(0, 102))
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=12))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        panel.xaxis.set_minor_locator(NullLocator())
+    named = {line.get_label(): line for panel in panels.flat for line in panel.lines}
+    shown = {name: named[name] for name in COLOURS if name in named}
+    figure.legend(shown.values(), shown, loc="outside lower right", ncols=6, fontsize=12, frameon=False)
     return figure
 
 
@@ -474,7 +584,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = new_result("gpu", f"Trainings and gradients on one {_here()[1]}", arguments, settings)
     earlier = {"rows": []} if options.fresh else report.kept(folder, "gpu")
     done = {row["task"] for row in earlier["rows"] if row.get("last")}
-    result["rows"] = [row for row in earlier["rows"] if row["task"] in done]
+    result["rows"] = [{"manifest": earlier["manifest"], **row} for row in earlier["rows"] if row["task"] in done]
     with ThreadPoolExecutor(cores()) as pool:
         context = Context(options.quick, options.data, pool, progress)
         for name, (about, task) in TASKS.items():
@@ -486,20 +596,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             try:
                 for row in task(context):
+                    progress.clear()
                     print(json.dumps({k: v for k, v in row.items() if k != "curve"}), flush=True)
                     result["rows"].append({"task": name, **row})
-                    report.save(result, folder, draw, table)
+                    _save(result, folder)
             except Exception as error:  # of one task: the others are worth their time
                 result["left_out"].append({"name": name, "reason": f"{type(error).__name__}: {error}"[:400]})
                 continue
             if result["rows"] and result["rows"][-1]["task"] == name:
                 result["rows"][-1]["last"] = True
-            report.save(result, folder, draw, table)
+            else:
+                result["left_out"].append({"name": name, "reason": "needs --data FOLDER"})
     progress.clear()
+    _save(result, folder)
     for left in result["left_out"]:
         print(f"Left out: {left['name']} ({left['reason']}).")
     print(table(result))
     return 0
+
+
+def _save(result: dict[str, Any], folder: Path) -> None:
+    report.save(result, folder, draw if any("curve" in row for row in result["rows"]) else None, table)
 
 
 _EXAMPLES = [

@@ -96,6 +96,14 @@ def at_once():
     return draw(json.loads((ROOT / "benchmarks" / "results" / "cpu" / "at_once.json").read_text()))
 
 
+def gpu_trainings():
+    """Return the file of the picture of the trainings that benchmarks/gpu.py keeps."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import gpu, report
+
+    return report.picture(gpu.draw(json.loads((ROOT / "benchmarks" / "results" / "gpu" / "gpu.json").read_text())))
+
+
 def data(figure):
     """Return the texts and the numbers that a picture shows."""
     axes = []
@@ -130,5 +138,6 @@ if __name__ == "__main__":
         "at_once.png": at_once(),
     }.items():
         figure.savefig(IMAGES / name)
+    (IMAGES / "gpu_trainings.png").write_bytes(gpu_trainings())
     if "--measure" in sys.argv[1:]:
         measure()

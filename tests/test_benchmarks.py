@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks import (
     at_once,
     default,
     dense,
+    gpu,
     harness,
     hlo,
     memory,
@@ -429,6 +431,71 @@ def test_profile_end_to_end(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         profile.main(["--only", "nonsense"])
     assert "no contender has nonsense in its name" in capsys.readouterr().err
+
+
+# --- one GPU --------------------------------------------------------------------------------------------------------
+
+
+def test_gpu_end_to_end(tmp_path, capsys):
+    """Tiny tasks anywhere; a second call goes on, and a task that does not fit the seconds left is not begun."""
+
+    def call(*options):
+        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            assert gpu.main(["--out", str(tmp_path), *options]) == 0
+        return capsys.readouterr().out, json.loads((tmp_path / "gpu.json").read_text())
+
+    only = "--only", "training: dense", "sums", "processor"
+    out, result = call("--quick", *only)
+    rows = {name: [row for row in result["rows"] if row["task"] == name] for name in (*only[1:], "gradients")}
+    assert [row["name"] for row in rows["training: dense"]] == ["lax.scan, unroll=8", "default"]
+    for row in rows["training: dense"]:
+        assert row["curve"][-1][0] == 2 and 0 <= row["accuracy"] <= 1 and row["update"] > 0
+    assert [row["name"] for row in rows["processor"]] == ["kernel", "flops", "bandwidth"]
+    assert len(rows["sums"]) == 5 and not rows["gradients"] and not result["left_out"]
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    heads = [cells(line) for line, rule in itertools.pairwise(lines) if rule.startswith("| -")]
+    assert heads == [
+        ["", "ms an update", "ratio", "predicted ms", "compile s", "updates", "accuracy"],
+        ["", "ms", "IQR"],
+        ["", "measured", "taken by the default"],
+    ]
+    assert "### dense, 8 wide, 8 layers" in lines and "\n".join(lines) in out
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+
+    _, again = call("--quick", *only)
+    assert [row | {"manifest": None} for row in again["rows"]] == [row | {"manifest": None} for row in result["rows"]]
+    assert all(row["manifest"] == result["manifest"] for row in again["rows"])
+
+    out, short = call("--seconds", "1", "--only", "lengths", "encoder")
+    assert [left["name"] for left in short["left_out"]] == ["training: encoder", "lengths"]
+    assert short["rows"] == again["rows"] and "Left out: lengths (takes some 80 s; " in out
+
+
+def test_gpu_tasks_that_fail_or_have_no_data_are_left_out(tmp_path, capsys, monkeypatch):
+    def fails(context):
+        yield {"title": "a", "name": "b", "seconds": spread([1.0])}
+        raise ValueError("no memory")
+
+    monkeypatch.setitem(gpu.TASKS, "sums", (1, fails))
+    assert gpu.main(["--quick", "--out", str(tmp_path), "--only", "sums", "encoder"]) == 0
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(left["name"], left["reason"]) for left in result["left_out"]] == [
+        ("sums", "ValueError: no memory"),
+        ("training: encoder", "needs --data FOLDER"),
+    ]
+    assert len(result["rows"]) == 1 and "last" not in result["rows"][0]  # the task begins anew in the next call
+    assert not (tmp_path / "gpu.png").exists() and "Left out: sums" in capsys.readouterr().out
+
+
+def test_the_kept_gpu_result_is_what_its_page_and_pictures_show():
+    folder = ROOT / "benchmarks" / "results" / "gpu"
+    result = json.loads((folder / "gpu.json").read_text())
+    assert (folder / "gpu.md").read_text() == gpu.table(result)
+    keys = [(row["title"], row["name"]) for row in result["rows"]]
+    assert len(keys) == len(set(keys))
+    trained = {row["title"] for row in result["rows"] if "curve" in row}
+    assert {panel.get_title(loc="left") for panel in gpu.draw(result).axes} == trained
+    assert (folder / "gpu.png").read_bytes() == (ROOT / "docs" / "images" / "gpu_trainings.png").read_bytes()
 
 
 # --- predictions ----------------------------------------------------------------------------------------------------
