@@ -59,6 +59,7 @@ from lp_jax.nn._network import Classifier as Classifier
 from lp_jax.nn._network import Network as Network
 from lp_jax.nn._para import ParaGRU as ParaGRU
 from lp_jax.nn._para import ParaLSTM as ParaLSTM
+from lp_jax.nn._parallel import parallel as parallel
 from lp_jax.nn._refine import coarsen as coarsen
 from lp_jax.nn._refine import refine as refine
 from lp_jax.nn._residual import BatchNorm as BatchNorm

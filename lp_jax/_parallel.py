@@ -1,0 +1,369 @@
+"""`parallel`: a function whose scans are solved; `scans`: the scans that a function has."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core, source_info_util
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import footprint
+from lp_jax._arrays._types import PyTree
+from lp_jax._comms._comm import Comm
+from lp_jax._problem import Problem
+from lp_jax._programs import _inputs, _traced
+from lp_jax._scan import scan, scanned
+from lp_jax._solvers._solver import Solver
+
+Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]
+"""Says of a scan whether it is solved, and by what."""
+
+_WALKED = ("jit", "pjit", "closed_call", "remat2", "remat", "checkpoint", "cond", "while", "shard_map", "scan")
+_REFUSED = TypeError, ValueError, NotImplementedError, NameError
+
+
+class Scan(NamedTuple):
+    """A scan inside a function.
+
+    Attributes:
+        length: number of its steps, the layers.
+        reverse: whether it goes from the last entry of its operands to the first.
+        carry: shapes and dtypes of the carry's arrays.
+        flops: flops of the products of one step.
+        name: named scopes that it stands in.
+        source: file, line and function that call it.
+        problem: what `plan`, `diagnose` and `gradient_error` take; None if it cannot be solved. Its arrays have values where
+            `scans` was called with values, and the scan does not stand in a loop.
+        takes: what `parallel` does with it.
+        seconds: predicted seconds of value and gradient, where the default decides.
+    """
+
+    length: int
+    reverse: bool
+    carry: tuple[jax.ShapeDtypeStruct, ...]
+    flops: float
+    name: str
+    source: str
+    problem: Problem | None = None
+    takes: str = ""
+    seconds: float | None = None
+
+
+class Scans(tuple[Scan, ...]):
+    """The scans of a function, in the order in which they run; printed, a line for each."""
+
+    def __str__(self) -> str:
+        lines = []
+        for one in self:
+            carry = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in one.carry)
+            seconds = "" if one.seconds is None else f", {1e3 * one.seconds:.3g} ms predicted"
+            back = ", from the end" if one.reverse else ""
+            lines.append(f"{one.source}: {one.length} steps{back}, carry {carry}: {one.takes}{seconds}")
+        return "\n".join(lines) or "no scan"
+
+
+def parallel(
+    f: Callable[..., PyTree],
+    *,
+    solver: Solver | None = None,
+    adjoint_solver: Solver | None = None,
+    comm: Comm | None = None,
+    where: Where | None = None,
+) -> Callable[..., PyTree]:
+    """Return ``f`` with its scans solved: ``jax.lax.scan``, however it got there, becomes `lp_jax.scan`.
+
+    ``linen.scan``, ``nnx.scan``, stacked modules of Equinox and Haliax, and loops of a known length all end in a scan. The
+    function is traced as under ``jax.jit``; arrays are its variables, other arguments constants. A gradient goes outside:
+    ``jax.grad(lp_jax.parallel(loss))``. For functions of NNX modules, whose state is updated, see `lp_jax.nn.parallel`.
+
+    The outermost scans are solved, those with floating-point numbers in the carry. Scans in a step that is solved stay as they
+    are. So does what cannot be solved: steps with side effects, functions with derivatives of their own, a carry whose
+    integers follow from its floating-point numbers. Without ``solver`` the default decides for every scan, and leaves it
+    alone where nothing is faster. `scans` tells what is done with each.
+
+    Args:
+        f: any function that can be traced.
+        solver: solver of all scans, as for `lp_jax.scan`.
+        adjoint_solver: its adjoint solver.
+        comm: as for `lp_jax.scan`.
+        where: ``where(scan)`` with a `Scan`: whether it is solved, or its solver, or its two solvers. Where it is not, scans in
+            its step are looked at.
+
+    Returns:
+        A function with the arguments and results of ``f``.
+
+    Raises:
+        TypeError: for solvers that are none.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> def loss(weights):
+        ...     body = lambda y, w: (y + 0.1 * jnp.tanh(w * y), None)
+        ...     return jnp.sum(jax.lax.scan(body, jnp.ones(4), weights)[0])
+        >>> gradient = jax.grad(lp_jax.parallel(loss, solver=lp_jax.Picard(sweeps=6)))(jnp.ones(64))
+        >>> bool(jnp.allclose(gradient, jax.grad(loss)(jnp.ones(64)), rtol=1e-2))
+        True
+    """
+    rules = _Rules(solver, adjoint_solver, comm, where)
+
+    @functools.wraps(f)
+    def solved(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return rules.call(f, args, kwargs)
+
+    return solved
+
+
+def scans(
+    f: Callable[..., PyTree],
+    *,
+    solver: Solver | None = None,
+    adjoint_solver: Solver | None = None,
+    comm: Comm | None = None,
+    where: Where | None = None,
+) -> Callable[..., Scans]:
+    """Return a function of the same arguments that tells which scans ``f`` has and what `parallel` does with each.
+
+    It evaluates ``f`` once. The arguments are those of `parallel`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> f = lambda w: jax.lax.scan(lambda y, w: (y + 0.1 * jnp.tanh(w * y), None), jnp.ones(4), w)[0]
+        >>> (one,) = lp_jax.scans(f)(jnp.ones(64))
+        >>> one.length, one.takes
+        (64, 'left as it is: nothing is faster')
+        >>> one.problem.layers
+        64
+    """
+
+    def found(*args: PyTree, **kwargs: PyTree) -> Scans:
+        seen: list[Scan] = []
+        _Rules(solver, adjoint_solver, comm, where, seen.append).call(f, args, kwargs)
+        return Scans(seen)
+
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """What is done with the scans of a program.
+
+    Attributes:
+        tell: is given every scan. A program that is looked at is evaluated operation by operation, without ``jit``, so that
+            the arrays of its scans have values.
+    """
+
+    solver: Solver | None
+    adjoint_solver: Solver | None
+    comm: Comm | None
+    where: Where | None
+    tell: Callable[[Scan], object] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("solver", "adjoint_solver"):
+            if getattr(self, name) is not None:
+                _inputs.solver(name, getattr(self, name))
+
+    def call(self, f: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        at = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
+
+        def flat(*arrays: jax.Array) -> PyTree:
+            filled = list(leaves)
+            for i, x in zip(at, arrays, strict=True):
+                filled[i] = x
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            return f(*args, **kwargs)
+
+        arrays = [leaves[i] for i in at]
+        closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        return jax.tree.unflatten(jax.tree.structure(shape), self.run(closed.jaxpr, closed.consts, arrays))
+
+    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Evaluate a program, its scans solved."""
+        return _evaluate(jaxpr, consts, args, lambda eqn, ins: (self._equation if _has_scan(eqn) else _bind)(eqn, ins))
+
+    def _equation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate an operation with scans inside: the same operation, of programs whose scans are solved."""
+        name, p = eqn.primitive.name, eqn.params
+        if name == "scan":
+            return self._scan(eqn, ins)
+        if name in ("jit", "pjit"):
+            if self.tell is not None:
+                return self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, ins)
+            avals = [v.aval for v in eqn.invars]
+            program = jax.make_jaxpr(lambda *args: self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, args))(*avals)
+            return eqn.primitive.bind(*ins, **{**p, "jaxpr": program})
+        if name == "closed_call":
+            return self.run(p["call_jaxpr"].jaxpr, p["call_jaxpr"].consts, ins)
+        if name == "cond":
+            branches = [self._function(branch.jaxpr, branch.consts) for branch in p["branches"]]
+            return lax.switch(ins[0], branches, *ins[1:])
+        if name == "while":
+            return self._while(p, ins)
+        inside = self._function(p["jaxpr"], ())
+        if name == "shard_map":
+            keys = "mesh", "in_specs", "out_specs", "check_vma"
+            return jax.shard_map(inside, **{key: p[key] for key in keys}, axis_names=p["newly_manual_axes"])(*ins)
+        return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
+
+    def _function(self, jaxpr: core.Jaxpr, consts: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+        return lambda *args: tuple(self.run(jaxpr, consts, args))
+
+    def _while(self, p: dict[str, Any], ins: list[Any]) -> Sequence[Any]:
+        of_condition, of_body = p["cond_nconsts"], p["body_nconsts"]
+        first, second = ins[:of_condition], ins[of_condition : of_condition + of_body]
+        condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
+        return lax.while_loop(
+            lambda carry: condition(*first, *carry)[0],
+            lambda carry: tuple(self.run(body.jaxpr, body.consts, [*second, *carry])),
+            tuple(ins[of_condition + of_body :]),
+        )
+
+    def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        parts = _Parts.of(eqn, ins)
+        about, solvers = self._decide(eqn, parts)
+        if self.tell is not None:
+            self.tell(about)
+        if solvers is not None:
+            given = parts.body, parts.init, parts.xs, about.length, about.reverse
+            try:
+                carry, ys = scan(*given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
+                return [*carry, *ys]
+            except _REFUSED:  # not all is known before it is traced: a step that cannot be batched
+                pass
+        if about.problem is not None and about.seconds is not None:  # the default leaves it
+            return _bind(eqn, ins)
+        if not any(map(_has_scan, parts.program.jaxpr.eqns)):
+            return _bind(eqn, ins)
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            return parts.split(self.run(parts.program.jaxpr, parts.program.consts, [*parts.consts, *carry, *x]))
+
+        given = body, parts.init, parts.xs, about.length, about.reverse
+        carry, ys = lax.scan(*given, unroll=eqn.params["unroll"])
+        return [*carry, *ys]
+
+    def _decide(self, eqn: core.JaxprEqn, parts: "_Parts") -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
+        """What is known of a scan; and its solvers, or None where it is left as it is."""
+        init = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jnp.asarray, parts.init)]
+        about = Scan(
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            carry=tuple(init),
+            flops=footprint(parts.program.jaxpr, [], terms=0).flops,
+            name=str(eqn.source_info.name_stack),
+            source=_source(eqn),
+        )
+
+        def left(why: str, **more: Any) -> tuple[Scan, None]:
+            return about._replace(takes=f"left as it is: {why}", **more), None
+
+        if parts.program.jaxpr.effects:
+            return left("its step has side effects")
+        if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in init):
+            return left("no floating-point numbers in the carry")
+        if "transpose(" in about.name:
+            warnings.warn(
+                "lp_jax.parallel got a function that takes a gradient, and leaves its scans as they are. Take the gradient of "
+                "the parallel function: jax.grad(lp_jax.parallel(loss)).",
+                stacklevel=2,
+            )
+            return left("part of a gradient; lp_jax.parallel goes inside")
+        wanted = True if self.where is None else self.where(about)
+        if wanted is False:
+            return left("where(scan) is False")
+        solvers = self.solver, self.adjoint_solver
+        if wanted is not True:
+            solvers = wanted if isinstance(wanted, tuple) else (wanted, None)
+        try:
+            problem = scanned(parts.body, parts.init, parts.xs, about.length, about.reverse, comm=self.comm)
+            if solvers[0] is not None:
+                return about._replace(takes=str(solvers[0]), problem=problem), solvers
+            (taken, seconds), (program, _) = _traced.default(problem)
+        except _REFUSED as error:
+            return left(str(error).split("\n")[0])
+        if taken[0].exact and self.comm is None and not program.workers.processor.launches:  # there it is unrolled
+            return left("nothing is faster", problem=problem, seconds=seconds)
+        return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
+
+
+class _Parts(NamedTuple):
+    """The parts of a scan: its step's program, what the step closes over, the first carry, and its operands."""
+
+    program: Any
+    consts: list[Any]
+    init: list[Any]
+    xs: list[Any]
+
+    @classmethod
+    def of(cls, eqn: core.JaxprEqn, ins: list[Any]) -> "_Parts":
+        """Tell them apart by their shapes: operands and outputs of the steps have a leading axis more than within a step."""
+        program = eqn.params["jaxpr"]
+        inside = program.jaxpr.invars
+        of_steps = sum(_rank(v) > _rank(w) for v, w in zip(eqn.invars, inside, strict=True))
+        outputs = sum(_rank(v) > _rank(w) for v, w in zip(eqn.outvars, program.jaxpr.outvars, strict=True))
+        first = len(ins) - of_steps
+        consts = first - (len(eqn.outvars) - outputs)
+        return cls(program, ins[:consts], ins[consts:first], ins[first:])
+
+    def split(self, out: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        n = len(self.init)
+        return list(out[:n]), list(out[n:])
+
+    def body(self, carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = _evaluate(self.program.jaxpr, self.program.consts, [*self.consts, *carry, *x], _bind)
+        return self.split(out)
+
+
+def _rank(v: Any) -> int:
+    return len(v.aval.shape)
+
+
+def _source(eqn: core.JaxprEqn) -> str:
+    """File, line and function of the caller that is in no installed package."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    own = [
+        f for f in frames if "site-packages" not in f.file_name and Path(f.file_name).parent != Path(__file__).parent
+    ]
+    if not own:
+        return source_info_util.summarize(eqn.source_info)
+    return f"{own[0].file_name}:{own[0].line_num} ({own[0].function_name})"
+
+
+def _has_scan(eqn: core.JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    return name == "scan" or (
+        name in _WALKED and any(_has_scan(e) for j in core.jaxprs_in_params(eqn.params) for e in j.eqns)
+    )
+
+
+Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation) -> list[Any]:
+    """Evaluate a program, with each operation's scopes and place in the source."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+            env.update(zip(eqn.outvars, operation(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+    """The operation as it was."""
+    if eqn.primitive.name == "pvary" and _tree.varying_axes(ins[0]) >= set(eqn.params["axes"]):
+        return ins  # within a solve all arrays vary between the devices of a shard_map
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]

@@ -1,0 +1,307 @@
+"""`lp_jax.parallel`: scans inside any function, solved; all else as it was."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from problems import relative_error
+
+import lp_jax
+from lp_jax import nn
+
+N, WIDTH = 12, 4
+SERIAL = lp_jax.Serial()
+EXACT = lp_jax.Picard(sweeps=N)  # as many sweeps as layers
+W = 0.3 * np.random.default_rng(0).normal(size=(N, WIDTH, WIDTH))
+X = np.random.default_rng(1).normal(size=(3, WIDTH))
+
+
+def body(y, w):
+    return y + jnp.tanh(y @ w), jnp.sum(y)
+
+
+def plain(w, x):
+    return lax.scan(body, x, w)
+
+
+def total(out):
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(out))
+
+
+def solved(f, *args, **options):
+    """Programs of solves in ``f``, and whether scans outside of them are left."""
+    text = str(jax.make_jaxpr(lp_jax.parallel(f, solver=EXACT, **options))(*args))
+    return text.count("custom_vjp_call")
+
+
+def same(f, *args, solver=EXACT, tolerance=1e-12, **options):
+    """Value and gradient of ``f`` and of its parallel form, under jit; returns those of the latter."""
+    wanted = jax.jit(jax.value_and_grad(lambda *args: total(f(*args)), argnums=(0, 1)))(*args)
+    wrapped = lp_jax.parallel(f, solver=solver, **options)
+    got = jax.jit(jax.value_and_grad(lambda *args: total(wrapped(*args)), argnums=(0, 1)))(*args)
+    assert relative_error(got, wanted) < tolerance
+    return got
+
+
+@jax.custom_vjp
+def own_gradient(w, x):
+    return plain(w, x)[0]
+
+
+own_gradient.defvjp(lambda w, x: (own_gradient(w, x), (w, x)), lambda res, g: (res[0] * 2, res[1] * 3))
+
+
+def in_a_while(w, x):
+    return lax.while_loop(lambda c: c[1] < 2, lambda c: (plain(w, c[0])[0], c[1] + 1), (x, 0))[0]
+
+
+PROGRAMS = {
+    "a scan": (plain, 1),
+    "two": (lambda w, x: plain(w, plain(w, x)[0]), 2),
+    "reversed": (lambda w, x: lax.scan(body, x, w, reverse=True), 1),
+    "jit": (jax.jit(plain, inline=True), 1),
+    "checkpoint": (jax.checkpoint(lambda w, x: jax.jit(plain)(w, x)), 1),
+    "step with checkpoint": (lambda w, x: lax.scan(jax.checkpoint(body), x, w), 1),
+    "a condition": (lambda w, x: lax.cond(x[0, 0] > 0, plain, lambda w, x: (2 * x, w[:, 0, 0]), w, x), 1),
+    "fori_loop": (lambda w, x: lax.fori_loop(0, N, lambda i, y: body(y, w[i])[0], x), 1),
+    "vmap outside": (lambda w, x: jax.vmap(plain, (None, 0))(w, x), 1),
+    "a sum over the batch": (lambda w, x: jax.vmap(functools.partial(averaged, w), axis_name="batch")(x), 1),
+    "a scan within the step": (
+        lambda w, x: lax.scan(lambda y, w: (lax.scan(lambda y, v: (y + 0.1 * v[None], None), y, w)[0], None), x, w),
+        1,
+    ),
+    "a counter outside": (lambda w, x: lax.scan(lambda i, w: (i + 1, plain(w, x)), 0, jnp.stack([w, w]))[1], 1),
+}
+
+
+def averaged(w, x):
+    return lax.scan(lambda y, w: (y + jnp.tanh(y @ w) - lax.pmean(y, "batch"), None), x, w)[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_scans_are_found_wherever_they_stand(name):
+    f, number = PROGRAMS[name]
+    assert solved(f, W, X) == number
+    same(f, W, X)
+
+
+@pytest.mark.parametrize(
+    ("f", "why"),
+    [
+        (own_gradient, None),
+        (lambda w, x: lax.scan(lambda y, w: (jax.debug.callback(lambda: None), body(y, w))[1], x, w), "side effects"),
+        (lambda w, x: (lax.scan(lambda i, w: (i + 1, w), 0, w), x), "no floating-point"),
+        (
+            lambda w, x: lax.scan(lambda c, w: ((body(c[0], w)[0], jnp.int32(c[0][0, 0])), None), (x, jnp.int32(0)), w)[
+                0
+            ][0],
+            "int32",
+        ),
+    ],
+    ids=["own gradient", "callback", "integers", "integers from floats"],
+)
+def test_what_cannot_be_solved_is_left_as_it_is(f, why):
+    assert solved(f, W, X) == (1 if f is own_gradient else 0)  # its own, which stays
+    np.testing.assert_array_equal(total(lp_jax.parallel(f, solver=EXACT)(W, X)), total(f(W, X)))
+    found = lp_jax.scans(f, solver=EXACT)(W, X)
+    assert [why in one.takes for one in found] == ([] if why is None else [True])
+    assert why is None or found[0].takes.startswith("left as it is")
+
+
+def test_a_function_without_reverse_mode_keeps_its_loop():
+    np.testing.assert_allclose(lp_jax.parallel(in_a_while, solver=EXACT)(W, X), in_a_while(W, X), rtol=1e-12)
+    assert solved(in_a_while, W, X) == 1
+
+
+def test_the_default_leaves_what_nothing_is_faster_than():
+    """To the bit, and differentiable in forward mode."""
+    got = jax.jit(jax.value_and_grad(lambda w: total(lp_jax.parallel(plain)(w, X))))(W)
+    wanted = jax.jit(jax.value_and_grad(lambda w: total(plain(w, X))))(W)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    jax.jvp(lambda w: lp_jax.parallel(plain)(w, X)[0], (W,), (W,))
+    (one,) = lp_jax.scans(plain)(W, X)
+    assert one.takes == "left as it is: nothing is faster" and 0 < one.seconds < 1e-3
+
+
+def test_the_default_solves_where_that_is_faster():
+    rng = np.random.default_rng(0)
+    deep = jnp.asarray(rng.normal(size=(4096, 16, 16)) / 4, jnp.float32)
+    (one,) = lp_jax.scans(thin)(deep)
+    assert "Picard" in one.takes and one.problem.layers == 4096
+    assert relative_error(jax.grad(lp_jax.parallel(thin))(deep), jax.grad(thin)(deep)) < 1e-2
+
+
+def thin(w):
+    step = jnp.float32(1 / len(w))
+    return jnp.sum(lax.scan(lambda y, w: (y + step * jnp.tanh(y @ w), None), jnp.ones((1, 16), w.dtype), w)[0] ** 2)
+
+
+def test_where_sees_each_scan_and_picks():
+    seen = []
+
+    def f(w, x):
+        with jax.named_scope("first"):
+            y = plain(w, x)[0]
+        return lax.scan(body, y, w[:5], reverse=True)[0]
+
+    def where(scan):
+        seen.append(scan)
+        return scan.length > 5 and (SERIAL, SERIAL)
+
+    assert solved(f, W, X, where=where) == 0  # a serial scan is differentiated by JAX
+    first, second = seen[:2]
+    assert (first.length, first.reverse, first.name) == (N, False, "first")
+    assert (second.length, second.reverse, second.name) == (5, True, "")
+    assert first.flops == 2 * 3 * WIDTH**2 and first.carry[0].shape == (3, WIDTH)
+    assert "test_parallel.py" in first.source and "(plain)" in first.source
+    for choice in (True, EXACT, (EXACT, EXACT)):
+        assert solved(f, W, X, where=lambda scan, choice=choice: choice) == 2
+    table = str(lp_jax.scans(f, where=lambda scan: scan.length > 5)(W, X))
+    assert len(table.splitlines()) == 2 and "where(scan) is False" in table
+
+
+def test_scans_bring_an_unchanged_model_to_the_planner():
+    (one,) = lp_jax.scans(jax.jit(plain))(W, X)
+    np.testing.assert_allclose(one.problem.solve(solver=SERIAL).y1[0], plain(W, X)[0], rtol=1e-12)
+    assert str(lp_jax.scans(lambda x: x)(X)) == "no scan"
+
+
+def test_a_function_jitted_already_keeps_its_name_donation_and_shardings():
+    named = jax.jit(plain, donate_argnums=1, keep_unused=True)
+    (before,), (after,) = (
+        [e for e in jax.make_jaxpr(f)(W, X).eqns if e.primitive.name in ("jit", "pjit")]
+        for f in (named, lp_jax.parallel(named, solver=EXACT))
+    )
+    changed = {key for key in before.params if str(before.params[key]) != str(after.params[key])}
+    assert changed == {"jaxpr"} and after.params["name"] == "plain"
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
+    spread = jax.device_put(np.concatenate([X, X])[:4], NamedSharding(mesh, PartitionSpec("batch")))
+    with jax.set_mesh(mesh):
+        out = jax.jit(lp_jax.parallel(plain, solver=EXACT))(jnp.asarray(W), spread)[0]
+    assert jax.typeof(out).sharding.spec == jax.typeof(spread).sharding.spec
+    np.testing.assert_allclose(out, plain(W, np.concatenate([X, X])[:4])[0], rtol=1e-12)
+
+
+def test_within_a_shard_map():
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("batch")), "out_specs": PartitionSpec("batch")}
+    f = jax.shard_map(lambda w, x: plain(w, x)[0], mesh=mesh, **specs)
+    four = np.concatenate([X, X])[:4]
+    assert solved(f, W, four) == 1
+    same(f, W, four)
+
+
+def test_scopes_and_places_are_kept():
+    def f(w, x):
+        with jax.named_scope("network"):
+            return jnp.sin(plain(w, x)[0])
+
+    text = jax.jit(lp_jax.parallel(f, solver=EXACT)).lower(W, X).as_text(debug_info=True)
+    assert "network/sin" in text and "test_parallel.py" in text
+
+
+def test_a_function_that_takes_a_gradient_says_where_to_go():
+    gradient = jax.grad(lambda w: total(plain(w, X)))
+    with pytest.warns(UserWarning, match=r"jax.grad\(lp_jax.parallel\(loss\)\)"):
+        got = jax.jit(lp_jax.parallel(gradient, solver=EXACT))(W)
+    np.testing.assert_allclose(got, gradient(W), rtol=1e-12)
+
+
+def test_arguments_that_are_no_arrays_are_constants():
+    def f(w, x, *, train, name):
+        return plain(w, x)[0] if train and name == "a" else x
+
+    np.testing.assert_allclose(lp_jax.parallel(f, solver=EXACT)(W, X, train=True, name="a"), plain(W, X)[0], rtol=1e-12)
+    with pytest.raises(TypeError, match="solver must be a solver"):
+        lp_jax.parallel(f, solver=3)
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        h = linen.Dense(8)(linen.LayerNorm()(x))
+        return x + 0.1 * linen.Dropout(0.1, deterministic=not train)(linen.Dense(WIDTH)(linen.gelu(h))), None
+
+
+class Net(linen.Module):
+    def setup(self):
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}}
+        self.blocks = linen.scan(linen.remat(Block, static_argnums=(2,)), in_axes=linen.broadcast, length=N, **axes)()
+
+    def __call__(self, x, train):
+        return self.blocks(x, train)[0]
+
+
+def test_linen_unchanged():
+    """A scan of rematerialised blocks in ``setup``, with dropout."""
+    x, key = jnp.asarray(X, jnp.float32), jax.random.key(3)
+    params = Net().init(jax.random.key(0), x, False)
+
+    def f(params, x):
+        return Net().apply(params, x, True, rngs={"dropout": key})
+
+    assert solved(f, params, x) == 1
+    same(f, params, x, tolerance=1e-5)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, momentum=0.5)
+        self.dense, self.dropout = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return x + 0.1 * self.dropout(self.dense(self.norm(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.vmap(lambda key: Normed(nnx.Rngs(key)))(jax.random.split(rngs(), N))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+
+@pytest.mark.parametrize("solver", [SERIAL, EXACT, None])
+def test_nnx_unchanged(solver):
+    """Batch statistics, a counter and dropout's streams reach the caller's modules, under ``nnx.jit``."""
+    models = [Model(nnx.Rngs(0)) for _ in range(2)]
+    losses = [lambda m, x: jnp.mean(m(x) ** 2)] * 2
+    losses[1] = nn.parallel(losses[1], solver=solver)
+    steps = [nnx.jit(lambda m, x, loss=loss: nnx.value_and_grad(loss)(m, x)) for loss in losses]
+    x = jnp.asarray(X, jnp.float32)
+    for _ in range(2):
+        outs = [step(model, x) for step, model in zip(steps, models, strict=True)]
+    assert int(models[1].calls[...]) == 2
+    for a, b in ((outs[1], outs[0]), tuple(nnx.state(m) for m in models[::-1])):
+        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        for p, q in pairs:
+            if jnp.issubdtype(p.dtype, jax.dtypes.prng_key):
+                p, q = map(jax.random.key_data, (p, q))
+            np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_like_a_scan_by_hand():
+    """The same operations, whether the function calls `lp_jax.scan` or is transformed."""
+
+    def by_hand(w, x):
+        return lp_jax.scan(body, x, w, solver=EXACT)
+
+    sizes = []
+    for f in (by_hand, lp_jax.parallel(plain, solver=EXACT)):
+        text = jax.jit(jax.grad(lambda w, f=f: total(f(w, X)))).lower(W).compile().as_text()
+        sizes.append(text.count(" = "))
+    assert abs(sizes[1] - sizes[0]) < 0.1 * sizes[0], sizes
+
+
+def test_nothing_is_said_of_ordinary_functions():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(jax.grad(lambda w: total(lp_jax.parallel(plain, solver=EXACT)(w, X))))(W)
