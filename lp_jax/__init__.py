@@ -25,8 +25,6 @@ from lp_jax._levels._result import RESULTS as RESULTS
 from lp_jax._levels._transfer import coarse_rhs as coarse_rhs
 from lp_jax._levels._transfer import correct as correct
 from lp_jax._levels._transfer import restrict as restrict
-from lp_jax._parallel import Scan as Scan
-from lp_jax._parallel import Scans as Scans
 from lp_jax._parallel import parallel as parallel
 from lp_jax._parallel import scans as scans
 from lp_jax._problem import Gradients as Gradients

@@ -93,8 +93,8 @@ def parallel(
         solver: solver of all scans, as for `lp_jax.scan`.
         adjoint_solver: its adjoint solver.
         comm: as for `lp_jax.scan`.
-        where: ``where(scan)`` with a `Scan`: whether it is solved, or its solver, or its two solvers. Where it is not, scans in
-            its step are looked at.
+        where: ``where(scan)``: whether a scan is solved, or its solver, or its two solvers; ``scan`` has the fields that `scans`
+            lists. If it is not solved, the scans in its step are looked at.
 
     Returns:
         A function with the arguments and results of ``f``.
@@ -130,7 +130,11 @@ def scans(
 ) -> Callable[..., Scans]:
     """Return a function of the same arguments that tells which scans ``f`` has and what `parallel` does with each.
 
-    It evaluates ``f`` once. The arguments are those of `parallel`.
+    It evaluates ``f`` once, and returns a tuple that prints as a list. Each entry has ``length``, ``reverse``, ``carry`` (shapes
+    and dtypes), ``flops`` of a step, ``name`` (its scopes), ``source`` (file, line and function), ``takes``, ``seconds``
+    (predicted, where the default decides) and ``problem``, which `plan`, `diagnose` and `gradient_error` take.
+
+    The arguments are those of `parallel`.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
