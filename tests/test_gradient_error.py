@@ -13,7 +13,7 @@ from networks import F64, mesh, normal
 from problems import relative_error
 
 import lp_jax
-from lp_jax import nn, train
+from lp_jax import train
 from lp_jax._levels import _result
 from lp_jax._levels._result import DONE, FELL_BACK, NOT_CONVERGED
 
@@ -41,14 +41,15 @@ def modules(solver=ROUGH):
             self.blocks = nnx.split_rngs(splits=10)(make)(rngs)
 
         def __call__(self, y):
-            @nn.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, solver=solver)
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
             def forward(block, y):
                 return y + 0.1 * nnx.tanh(block(y))
 
             return forward(self.blocks, y)
 
     graphdef, state = nnx.split(Model(nnx.Rngs(0)))
-    return lambda state, y: jnp.mean(jnp.square(nnx.merge(graphdef, state)(y))), (state, Y)
+    loss = lambda state, y: jnp.mean(jnp.square(nnx.merge(graphdef, state)(y)))  # noqa: E731
+    return lp_jax.parallel(loss, solver=solver), (state, Y)
 
 
 def under_shard_map(params, y, solver=ROUGH):

@@ -1,144 +1,309 @@
-"""Models with scanned layers, of five libraries: one call is changed, and the numbers are the same."""
+"""Models of other libraries, as their users write them: `lp_jax.parallel` solves their scans, and the numbers are the same."""
 
-import functools
-import importlib
-
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scanned_models
-from flax import nnx
+from flax import linen, nnx
+from jax import lax
+from networks import mesh
 from problems import relative_error
 
 import lp_jax
 from lp_jax import nn
 
-NEEDS = {"Equinox": "equinox", "Haliax": "haliax"}
+WIDTH, HIDDEN, LAYERS = 6, 8, 10
+EXACT = lp_jax.Picard(sweeps=30)  # at least as many sweeps as layers
+JAX = jax.jit, jax.value_and_grad, lp_jax.parallel
+NNX = nnx.jit, nnx.value_and_grad, nn.parallel
+EQUINOX = eqx.filter_jit, eqx.filter_value_and_grad, lp_jax.parallel
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*static_field")  # haliax
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
-@pytest.fixture(params=scanned_models.LOSSES)
-def library(request):
-    if needed := NEEDS.get(request.param):
-        try:
-            importlib.import_module(needed)
-        except ImportError as error:  # haliax 1.3 wants what jax 0.10 no longer has
-            pytest.skip(f"{needed} cannot be imported: {error}")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield request.param
+X, KEYS = normal(0, 3, WIDTH), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
-def test_one_call_is_changed(library):
-    """By sweeps over devices and, where test_clients has no such model, by the default."""
-    run = scanned_models.LOSSES[library]
-    exact, exact_gradient = run(scanned_models.own(library))
-    workers = 3 if library in ("nnx", "Equinox") else 8
-    mesh = jax.make_mesh((workers,), ("layers",), devices=jax.devices()[:workers])
-    sweeps = {"solver": lp_jax.Picard(sweeps=scanned_models.LAYERS), "comm": mesh}
-    for options, tolerance in ((sweeps, 1e-12), ({}, 1e-2))[: 2 if library in ("MaxText", "Haliax") else 1]:
-        loss, gradient = run(scanned_models.ours(library, **options))
-        np.testing.assert_allclose(loss, exact, rtol=tolerance)
-        assert relative_error(jax.tree.leaves(gradient), jax.tree.leaves(exact_gradient)) < tolerance
+def double(tree):
+    """In double precision."""
+    return jax.tree.map(lambda x: x.astype(float) if getattr(x, "dtype", None) == jnp.float32 else x, tree)
+
+
+def total(tree):
+    return sum(jnp.mean(jnp.sin(x)) for x in jax.tree.leaves(tree))
+
+
+# --- NNX ------------------------------------------------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    """The axes of a kernel have names, as for sharding by logical rules."""
+
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"), eager_sharding=False)
+        self.norm = nnx.LayerNorm(WIDTH, param_dtype=float, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, param_dtype=float, kernel_init=init, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, param_dtype=float, rngs=rngs)
+
+    def __call__(self, x, scale):
+        return x + scale * self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Stack(nnx.Module):
+    """Blocks that are stacked along an axis of their parameters, and computed again for the gradient."""
+
+    def __init__(self, axis):
+        self.options = nnx.static({"transform_metadata": {nnx.PARTITION_NAME: "layers"}})
+        self.axes = nnx.static(nnx.StateAxes({nnx.Param: axis, ...: 0}))
+        make = nnx.vmap(Block, in_axes=0, out_axes=self.axes, **self.options)
+        self.blocks = nnx.split_rngs(splits=LAYERS)(make)(nnx.Rngs(0))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(self.axes, nnx.Carry, None), out_axes=nnx.Carry, **self.options)
+        @nnx.remat
+        def forward(block, x, scale):
+            return block(x, scale)
+
+        return forward(self.blocks, x, 0.1)
+
+
+def stack(axis):
+    return lambda: (NNX, lambda model: total(model(X)), Stack(axis))
 
 
 class Noisy(nnx.Module):
-    """A layer with running statistics and a stream of random numbers."""
+    """A layer with running statistics and dropout."""
 
     def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, momentum=0.8, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.8, rngs=rngs)
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
 
     def __call__(self, x):
         return x + 0.2 * self.dropout(nnx.tanh(self.norm(self.linear(x))))
 
 
-@nnx.jit
-def noisy_layers():
-    create = nnx.split_rngs(splits=6)(nnx.vmap(Noisy, in_axes=0, out_axes=0))
-    return create(nnx.Rngs(0, dropout=1))
+# --- Linen ----------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_and_random_streams_go_on_as_under_nnx_scan(standard_promotion):
+class LinenBlock(linen.Module):
+    """With batch statistics, dropout and outputs."""
+
+    @linen.compact
+    def __call__(self, x, scale):
+        y = linen.BatchNorm(use_running_average=False)(linen.Dense(WIDTH)(x))
+        x = x + scale * linen.Dropout(0.5, deterministic=False)(jnp.tanh(y))
+        return x, {"state": x, "mean": jnp.mean(x)}
+
+
+class LinenModel(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "in_axes": linen.broadcast}
+        axes |= {"split_rngs": {"params": True, "dropout": True}, "out_axes": {"state": 1, "mean": 0}}
+        return linen.scan(LinenBlock, length=LAYERS, reverse=True, **axes)(name="blocks")(x, 0.1)
+
+
+def batch_statistics():
+    variables = double(jax.jit(LinenModel().init)(KEYS, X))
+    return JAX, lambda v: total(LinenModel().apply(v, X, rngs=KEYS, mutable="batch_stats")), variables
+
+
+class EncoderBlock(linen.Module):
+    """Half of a vision transformer's block, as Big Vision scans it."""
+
+    @linen.compact
+    def __call__(self, x, deterministic):
+        y = linen.LayerNorm()(x)
+        y = linen.MultiHeadDotProductAttention(num_heads=2)(y, y, deterministic=deterministic)
+        return x + linen.Dropout(0.1)(y, deterministic), None
+
+
+class Encoder(linen.Module):
+    @linen.compact
+    def __call__(self, x, deterministic):
+        return linen.scan(
+            linen.remat(EncoderBlock, static_argnums=(2,), prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=linen.broadcast,
+            length=4,
+        )(name="encoderblock")(x, deterministic)[0]
+
+
+def vision_transformer():
+    x = normal(0, 2, 9, 8)
+    params = double(jax.jit(Encoder().init, static_argnums=2)(KEYS, x, True))
+    return JAX, lambda params: total(Encoder().apply(params, x, False, rngs=KEYS)), params
+
+
+class Group(linen.Module):
+    """A pattern of two blocks."""
+
+    @linen.compact
+    def __call__(self, x, positions):
+        for name in ("local", "global"):
+            x = x + 0.3 * linen.Dense(8, name=name)(jnp.tanh(linen.RMSNorm(name=f"{name}_norm")(x + positions)))
+        return x, jnp.mean(x)
+
+
+class Patterned(linen.Module):
+    """Scans the pattern and names the parent in the call, as Gemma does."""
+
+    @linen.compact
+    def __call__(self, x, positions):
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": (linen.broadcast,)}
+        return linen.scan(Group, length=5, **axes)(name="blocks", parent=self)(x, positions)
+
+
+def block_pattern():
+    x, positions = normal(0, 3, 7, 8), jnp.sin(jnp.arange(7.0))[:, None]
+    params = double(jax.jit(Patterned().init)(KEYS, x, positions))
+    return JAX, lambda params: total(Patterned().apply(params, x, positions)), params
+
+
+class GRU(linen.Module):
+    """A recurrent network over the second axis of (batch, time, features)."""
+
+    @linen.compact
+    def __call__(self, x):
+        axes = {"variable_broadcast": "params", "split_rngs": {"params": False}, "in_axes": 1, "out_axes": 1}
+        return linen.scan(linen.GRUCell, **axes)(8)(jnp.zeros((len(x), 8)), x)
+
+
+def recurrent():
+    x = normal(0, 3, 24, 5)
+    return JAX, lambda params: total(GRU().apply(params, x)), double(jax.jit(GRU().init)(KEYS, x))
+
+
+# --- Equinox, Haliax, JAX -------------------------------------------------------------------------------------------
+
+
+class EquinoxModel(eqx.Module):
+    blocks: eqx.nn.MLP
+
+    def __init__(self, key):
+        make = eqx.filter_vmap(lambda key: eqx.nn.MLP(WIDTH, WIDTH, HIDDEN, 1, key=key))
+        self.blocks = double(make(jax.random.split(key, LAYERS)))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        return lax.scan(lambda x, layer: (x + 0.1 * eqx.combine(layer, static)(x), None), x, arrays)[0]
+
+
+def equinox():
+    return EQUINOX, lambda model: total(jax.vmap(model)(X)), EquinoxModel(jax.random.key(0))
+
+
+def haliax():
+    hax = pytest.importorskip("haliax", reason="marin-haliax is not installed", exc_type=ImportError)
+    layers, embed, mlp = hax.make_axes(layers=LAYERS, embed=WIDTH, mlp=HIDDEN)
+
+    class Block(eqx.Module):
+        up: hax.NamedArray
+        down: hax.NamedArray
+
+        @staticmethod
+        def init(*, key):
+            return Block(hax.random.normal(key, (embed, mlp)), hax.random.normal(key, (mlp, embed)))
+
+        def __call__(self, x, scale):
+            return x + 0.1 * scale * hax.dot(hax.tanh(hax.dot(x, self.up, axis=embed)), self.down, axis=mlp)
+
+    stacked = double(hax.nn.Stacked.init(layers, Block)(key=jax.random.split(jax.random.key(0), LAYERS)))
+    x, scales = hax.named(X, ("batch", "embed")), hax.named(normal(1, LAYERS), "layers")
+    return EQUINOX, lambda stacked: total(stacked.fold(x, scales)), stacked
+
+
+def linear_recurrence():
+    """Diagonal, over time, with gates that depend on the input."""
+    x = normal(0, 20, 3, 8)
+
+    def body(h, gated):
+        decay, x = gated
+        h = decay * h + jnp.sqrt(1 - decay**2) * x
+        return h, h
+
+    def loss(weights):
+        return total(lax.scan(body, jnp.zeros((3, 8)), (jax.nn.sigmoid(x @ weights[0] + 2.0), x @ weights[1])))
+
+    return JAX, loss, normal(1, 2, 8, 8) / 3
+
+
+def one_at_a_time():
+    """A recurrent cell for one example, which ``jax.vmap`` takes over the batch."""
+    x = normal(0, 4, 20, 3)
+
+    def cell(weights, h, x):
+        update, reset = jax.nn.sigmoid(weights[0] @ h + weights[1, :, :3] @ x), jax.nn.sigmoid(weights[2] @ h)
+        return update * h + (1 - update) * jnp.tanh(weights[3] @ (reset * h) + weights[4, :, :3] @ x)
+
+    def loss(weights):
+        return total(jax.vmap(lambda x: lax.scan(lambda h, x: (cell(weights, h, x), None), jnp.zeros(8), x)[0])(x))
+
+    return JAX, loss, normal(1, 5, 8, 8) / 2
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "NNX": stack(0),
+    "MaxText, layers along axis 1": stack(1),
+    "Linen, batch statistics": batch_statistics,
+    "Linen, vision transformer": vision_transformer,
+    "Linen, block pattern": block_pattern,
+    "Linen, recurrent": recurrent,
+    "Equinox": equinox,
+    "Haliax": haliax,
+    "linear recurrence": linear_recurrence,
+    "cell for one example": one_at_a_time,
+}
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:jax.core.is_constant_dim:DeprecationWarning")  # haliax
+@pytest.mark.parametrize("name", MODELS)
+def test_value_and_gradient(name):
+    """One after another, and by sweeps over devices; dropout has its masks."""
+    (jit, value_and_grad, parallel), loss, model = MODELS[name]()
+    wanted = jit(value_and_grad(loss))(model)
+    (one,) = lp_jax.scans(loss, solver=EXACT)(model)
+    assert one.takes == str(EXACT) and one.problem.layers == one.length >= 4
+    for options in ({"solver": lp_jax.Serial()}, {"solver": EXACT, "comm": mesh(3)}):
+        value, gradient = jit(value_and_grad(parallel(loss, **options)))(model)
+        np.testing.assert_allclose(value, wanted[0], rtol=1e-12)
+        assert relative_error(gradient, wanted[1]) < 1e-12
+
+
+def test_state_in_any_argument_goes_on():
+    """Batch statistics and streams of modules in a tree, and a stream for itself."""
+
+    def forward(tree, rngs, x):
+        @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry)
+        def step(tree, rngs, x):
+            return tree["in"][0](x) + 0.1 * jax.random.normal(rngs(), x.shape, x.dtype)
+
+        return step(tree, rngs, x)
+
     results = []
-    for scan in (nnx.scan, nn.scan):
-
-        @scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def forward(layer, x):
-            return layer(x)
-
-        layers = noisy_layers()
-        x = jax.random.normal(jax.random.key(2), (8, 4), "float32")
-        with jax.numpy_rank_promotion("allow"):
-            outputs = [forward(layers, x), forward(layers, x)]
-        results.append((outputs, nnx.to_pure_dict(nnx.state(layers, nnx.BatchStat))))
-    (wanted, statistics), (got, got_statistics) = results
-    assert jnp.abs(got[0] - wanted[0]).max() < 1e-3
-    assert jnp.abs(wanted[0] - wanted[1]).max() > 1e-2  # another mask
-    assert jnp.abs(got[1] - wanted[1]).max() < 1e-3
-    assert relative_error(jax.tree.leaves(got_statistics), jax.tree.leaves(statistics)) < 1e-3
+    for f in (forward, nn.parallel(forward, solver=EXACT)):
+        tree, rngs = {"in": [nnx.split_rngs(splits=LAYERS)(nnx.vmap(Noisy))(nnx.Rngs(0))]}, nnx.Rngs(0)
+        nnx.split_rngs(rngs, splits=LAYERS)
+        outputs = [f(tree, rngs, X.astype("float32")) for _ in range(2)]
+        results.append((outputs, nnx.to_pure_dict(nnx.state(tree, nnx.BatchStat))))
+    assert relative_error(*results) < 1e-5
+    assert jnp.abs(outputs[0] - outputs[1]).max() > 1e-2  # other masks
 
 
-def test_trees_that_hold_modules_are_updated_as_under_nnx_scan(standard_promotion):
-    results = []
-    for scan in (nnx.scan, functools.partial(nn.scan, solver=lp_jax.Serial())):
-
-        @scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def forward(given, x):
-            return given["in"][0](x)
-
-        layers = noisy_layers()
-        given, x = (
-            {"in": [layers, jnp.ones((6, 4), "float32")]},
-            jax.random.normal(jax.random.key(2), (8, 4), "float32"),
-        )
-        with jax.numpy_rank_promotion("allow"):
-            outputs = [forward(given, x), forward(given, x)]
-        results.append((*outputs, *jax.tree.leaves(nnx.to_pure_dict(nnx.state(layers, nnx.BatchStat)))))
-    for wanted, got in zip(*results, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-6)
-    assert jnp.abs(results[0][0] - results[0][1]).max() > 1e-2  # another mask
-
-
-def test_random_streams_alone_go_on(standard_promotion):
-    draws = []
-    for scan in (nnx.scan, functools.partial(nn.scan, solver=lp_jax.Serial())):
-
-        @scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def forward(rngs, x):
-            return x + jax.random.normal(rngs(), x.shape, x.dtype)
-
-        rngs = nnx.Rngs(0)
-        nnx.split_rngs(rngs, splits=6)
-        draws.append([forward(rngs, jnp.zeros(3)) for _ in range(2)])
-    for wanted, got in zip(*draws, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-12)
-    assert jnp.abs(draws[1][0] - draws[1][1]).max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"in_axes": (5, nnx.Carry)}, "axis of the layers, 5, is out of range"),
-        ({"in_axes": (0, 0)}, "one nnx.Carry"),
-        ({"in_axes": (0,)}, "1 entries for 2 arguments"),
-        ({"in_axes": ({"kernel": 0}, nnx.Carry)}, "give each argument one axis"),
-        ({"out_axes": (nnx.Carry, 0)}, "an entry for every output"),
-    ],
-)
-def test_axes_that_do_not_fit_are_refused(options, message):
-    layers = nnx.vmap(lambda key: nnx.Linear(4, 4, param_dtype=float, rngs=nnx.Rngs(key)))(
-        jax.random.split(jax.random.key(0), 4)
-    )
-    given = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry} | options
-    with pytest.raises(ValueError, match=message):
-        nn.scan(lambda layer, x: layer(x), **given)(layers, jnp.ones((2, 4)))
-
-
-def test_a_layer_without_time_is_told_how():
+def test_a_layer_without_time_is_shown_the_way():
     trunk = nn.LayerParallel(lambda rngs: nnx.Linear(4, 4, param_dtype=float, rngs=rngs), 8, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"Linear.__call__\(.*A layer without time .*lp_jax.nn.scan"):
+    with pytest.raises(TypeError, match=r"Linear.__call__\(.*A layer without time .*lp_jax.nn.parallel"):
         trunk(jnp.ones((2, 4)))

@@ -36,10 +36,6 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'lp_jax.nn needs Flax, which is not installed ({error}): pip install "lp_jax[nn]".') from error
 
-from lp_jax.nn._adapters._haliax import haliax_fold as haliax_fold
-from lp_jax.nn._adapters._linen import linen_scan as linen_scan
-from lp_jax.nn._adapters._nnx import apply_scanned_layers as apply_scanned_layers
-from lp_jax.nn._adapters._nnx import scan as scan
 from lp_jax.nn._convolution import Conv as Conv
 from lp_jax.nn._convolution import convolve as convolve
 from lp_jax.nn._ends import ConvOpening as ConvOpening

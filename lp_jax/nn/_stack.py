@@ -68,7 +68,8 @@ def _call(
         raise TypeError(
             f"{name}.__call__{signature} is called with (y, t, dt), the state, the time and its step. A layer without time is a "
             "step of length 1: let it be __call__(self, y, t, dt) and ignore both, with t1 = the number of layers and a coarse "
-            "step that needs no dt, the default; or stack it by nnx.vmap and apply it with lp_jax.nn.scan."
+            "step that needs no dt, the default; or stack it by nnx.vmap, apply it with nnx.scan and wrap "
+            "the function in lp_jax.nn.parallel."
         ) from None
     if data is not None and "data" not in keywords and "key" in keywords:  # data are the layers' keys
         if key is not None:
