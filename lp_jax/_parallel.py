@@ -26,6 +26,7 @@ Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]
 """Says of a scan whether it is solved, and by what."""
 
 _WALKED = ("jit", "pjit", "closed_call", "remat2", "remat", "checkpoint", "cond", "while", "shard_map", "scan")
+_LEFT = "left as it is: "
 _REFUSED = TypeError, ValueError, NotImplementedError, NameError
 
 
@@ -232,19 +233,18 @@ class _Rules:
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         parts = _Parts.of(eqn, ins)
+        if not all(hasattr(v.aval, "shape") for v in eqn.invars):  # references, and types of other libraries
+            return _bind(eqn, ins)
         about, solvers = self._decide(eqn, parts)
+        out, why = (None, "") if solvers is None else self._solve(eqn, parts, solvers)
+        if why:
+            about = about._replace(takes=_LEFT + why)
         if self.tell is not None:
             self.tell(about)
-        if solvers is not None:
-            given = parts.body, parts.init, parts.xs, about.length, about.reverse
-            try:
-                carry, ys = scan(*given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
-                return [*carry, *ys]
-            except _REFUSED:  # not all is known before it is traced: a step that cannot be batched
-                pass
-        if about.problem is not None and about.seconds is not None:  # the default leaves it
-            return _bind(eqn, ins)
-        if not any(map(_has_scan, parts.program.jaxpr.eqns)):
+        if out is not None:
+            return out
+        chosen = about.problem is not None and about.seconds is not None  # by the default
+        if chosen or not any(map(_has_scan, parts.program.jaxpr.eqns)):
             return _bind(eqn, ins)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -253,6 +253,23 @@ class _Rules:
         given = body, parts.init, parts.xs, about.length, about.reverse
         carry, ys = lax.scan(*given, unroll=eqn.params["unroll"])
         return [*carry, *ys]
+
+    def _solve(
+        self, eqn: core.JaxprEqn, parts: "_Parts", solvers: tuple[Solver | None, Solver | None]
+    ) -> tuple[list[Any] | None, str]:
+        """The outputs of a scan that is solved; or None, and why it cannot be: not all is known before it is traced."""
+        given = parts.body, parts.init, parts.xs, eqn.params["length"], eqn.params["reverse"]
+        try:
+            carry, ys = scan(*given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
+        except _REFUSED as error:
+            return None, _first_line(error)
+        out = [*carry, *ys]
+        if any(not _tree.varying_axes(x) <= _tree.varying_axes(v.aval) for x, v in zip(out, eqn.outvars, strict=True)):
+            return (
+                None,
+                "its step sums over devices of a shard_map, and the result of a solve counts as different on each",
+            )
+        return out, ""
 
     def _decide(self, eqn: core.JaxprEqn, parts: "_Parts") -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
         """What is known of a scan; and its solvers, or None where it is left as it is."""
@@ -267,7 +284,7 @@ class _Rules:
         )
 
         def left(why: str, **more: Any) -> tuple[Scan, None]:
-            return about._replace(takes=f"left as it is: {why}", **more), None
+            return about._replace(takes=_LEFT + why, **more), None
 
         if parts.program.jaxpr.effects:
             return left("its step has side effects")
@@ -292,7 +309,7 @@ class _Rules:
                 return about._replace(takes=str(solvers[0]), problem=problem), solvers
             (taken, seconds), (program, _) = _traced.default(problem)
         except _REFUSED as error:
-            return left(str(error).split("\n")[0])
+            return left(_first_line(error))
         if taken[0].exact and self.comm is None and not program.workers.processor.launches:  # there it is unrolled
             return left("nothing is faster", problem=problem, seconds=seconds)
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
@@ -327,7 +344,7 @@ class _Parts(NamedTuple):
 
 
 def _rank(v: Any) -> int:
-    return len(v.aval.shape)
+    return len(getattr(v.aval, "shape", ()))
 
 
 def _source(eqn: core.JaxprEqn) -> str:
@@ -346,6 +363,10 @@ def _has_scan(eqn: core.JaxprEqn) -> bool:
     return name == "scan" or (
         name in _WALKED and any(_has_scan(e) for j in core.jaxprs_in_params(eqn.params) for e in j.eqns)
     )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
 
 
 Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]

@@ -197,6 +197,19 @@ def test_within_a_shard_map():
     same(f, W, four)
 
 
+def test_a_step_that_sums_over_devices_within_a_checked_shard_map():
+    """Its result is the same on every device, which the type of a solve does not say: it stays a scan."""
+    mesh, spec = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,)), PartitionSpec
+    specs = {"in_specs": (spec(None, None, "model"), spec()), "out_specs": spec()}
+
+    def split(w, x):
+        return lax.scan(lambda y, w: (y + lax.psum(jnp.tanh(y @ w) @ w.T, "model"), None), x, w)[0]
+
+    f = jax.shard_map(split, mesh=mesh, **specs)
+    same(f, W, X)
+    assert solved(f, W, X) == 0
+
+
 def test_scopes_and_places_are_kept():
     def f(w, x):
         with jax.named_scope("network"):
@@ -286,6 +299,26 @@ def test_nnx_unchanged(solver):
             if jnp.issubdtype(p.dtype, jax.dtypes.prng_key):
                 p, q = map(jax.random.key_data, (p, q))
             np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", [SERIAL, EXACT, None, lp_jax.MGRIT(), lp_jax.Newton(iterations=N, batch_axes=1)])
+def test_symbolic_dimensions(solver):
+    """A program exported once for all sizes of the batch."""
+    (batch,) = jax.export.symbolic_shape("batch")
+    f = jax.jit(lambda x: jax.grad(lambda x: total(lp_jax.scan(body, x, W, solver=solver)[0]))(x))
+    exported = jax.export.export(f)(jax.ShapeDtypeStruct((batch, WIDTH), X.dtype))
+    np.testing.assert_allclose(exported.call(X), f(X), rtol=1e-10)
+
+
+def test_an_axis_of_a_vmap_is_explained():
+    def loss(w):
+        solve = functools.partial(lp_jax.scan, solver=EXACT)
+        return total(
+            jax.vmap(lambda x: solve(lambda y, w: (y @ w - lax.pmean(y, "a"), None), x, w)[0], axis_name="a")(X)
+        )
+
+    with pytest.raises(NameError, match=r"lp_jax\.parallel"):
+        jax.grad(loss)(W)
 
 
 def test_compiled_like_a_scan_by_hand():

@@ -51,6 +51,8 @@ class Footprint(NamedTuple):
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
     """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few."""
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
+    if not all(isinstance(size, int) for v in program.invars for size in array_type(v).shape):  # of `jax.export`
+        return Footprint(0, 0, math.inf, counted=False)
     try:
         flops = cost_of(program).work
     except ValueError:  # a loop whose length is data
@@ -182,7 +184,9 @@ class Processor:
 
     def multiplies(self, flops: float) -> bool:
         """Whether to solve a chain of linear maps by products of maps, of ``flops`` each, and not map after map."""
-        return self.chain_flops is None or flops <= self.chain_flops
+        if self.chain_flops is None:
+            return True
+        return isinstance(flops, int | float) and flops <= self.chain_flops  # a symbolic number is not known
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
         """Number of a loop's ``count`` turns to unroll.

@@ -53,7 +53,8 @@ def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
     alike = x.dtype == w.dtype == out.dtype and x.dtype.itemsize >= 4
     mesh = out.sharding.mesh
     whole = not (mesh.explicit_axes or mesh.auto_axes)
-    return plain and alike and whole and least <= math.prod(x.shape[:-1]) <= terms
+    rows = math.prod(x.shape[:-1])  # a symbolic number of rows is not known to be few
+    return plain and alike and whole and isinstance(rows, int) and least <= rows <= terms
 
 
 def _evaluate(

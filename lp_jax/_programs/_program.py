@@ -34,6 +34,10 @@ _FORWARD_MODE = (
     "a gradient in reverse mode: take jax.grad, jax.vjp or jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and "
     "so does jax.hessian. solver=lp_jax.Serial() is differentiated in both modes."
 )
+_NO_AXIS = (
+    "In a gradient taken outside of a vmap, JAX does not know its axis name in a solve. Solve what the vmap makes of the layer: "
+    "jax.grad(lp_jax.parallel(function with the vmap and jax.lax.scan)); or take solver=lp_jax.Serial()."
+)
 _TWICE = (
     "Reverse mode was applied twice to lp_jax.solve with a tolerance, whose number of iterations is known only when it has "
     "run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), or leave rtol and atol out."
@@ -95,7 +99,10 @@ class Program:
         def bwd(residuals: tuple[Arrays, Forward, PyTree], cotangents: Output) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
             y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
-            gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+            try:
+                gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+            except NameError as error:
+                raise NameError(f"{error} {_NO_AXIS}") from error
             if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
                 ended = gradient.adjoint_guess
                 gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(adjoint_guess=ended)
