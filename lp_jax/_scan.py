@@ -26,17 +26,17 @@ Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 def scan(
     body: Body,
     init: PyTree,
-    xs: Stacked,
+    xs: Stacked = None,
     length: int | None = None,
     reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
     *,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
     adjoint_guess: CPoints | None = None,
     comm: Comm | None = None,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """``jax.lax.scan`` over layers, with a solver that evaluates all of them at once.
 
@@ -48,17 +48,17 @@ def scan(
         body: ``body(carry, x) -> (carry, y)``, a pure function. It may close over arrays, traced and differentiated ones too.
         init: the first carry. Its inexact leaves are the state that is solved for; without such leaves, this is ``jax.lax.scan``.
             Integers and keys are allowed where the body computes them from one another and from ``x`` only (a counter, a key
-            that is split).
+            that is split); elsewhere only layers one after another give them, as the default and `Serial` do.
         xs: operands of the layers, leaves ``(N, ...)``; or None, with a ``length``.
         length: number of layers, if ``xs`` has no leaves.
         reverse: whether to scan from the last entry of ``xs`` to the first.
+        unroll: for compatibility with ``jax.lax.scan``; the solver decides how layers are evaluated.
+        _split_transpose: as ``unroll``.
         solver: as for `solve`; a coarse step that stretches dt (`Rediscretize`) is refused, as a scan has no dt.
         adjoint_solver: as for `solve`.
         guess: as for `solve`, with states in the order in which they are computed.
         adjoint_guess: as for `solve`, in the same order.
         comm: as for `solve`. With `MPIComm` every rank passes its own run of ``xs`` and gets its own ``ys``.
-        unroll: for compatibility with ``jax.lax.scan``; the solver decides how layers are evaluated.
-        _split_transpose: as ``unroll``.
 
     Returns:
         The last carry, and the ``ys``, stacked; gradients flow through both.
@@ -83,9 +83,15 @@ def scan(
     solved_for = any(map(_is_inexact, jax.tree.leaves(init)))
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
+    plain = functools.partial(lax.scan, body, init, xs, length, reverse, unroll, _split_transpose)
     if not solved_for or not length:
-        return lax.scan(body, init, xs, length, reverse, unroll, _split_transpose)
-    problem, fixed = _as_problem(body, init, xs, length, reverse, comm)
+        return plain()
+    try:
+        problem, fixed = _as_problem(body, init, xs, length, reverse, comm)
+    except _IntegersFollow:
+        if comm is None and (solver is None or solver.exact):
+            return plain()
+        raise
     for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if value is not None and getattr(value, "stretches_dt", False):
             raise ValueError(
@@ -231,7 +237,7 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
         wanted = tuple(k == i for k in range(len(inexact))) + (False,) * others
         used = _products.used_inputs(closed.jaxpr, wanted)[: len(inexact)]
         if not inexact[i] and any(u and m for u, m in zip(used, inexact, strict=True)):
-            raise TypeError(
+            raise _IntegersFollow(
                 f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it from floating-point leaves of "
                 "the carry, which are solved for iteratively. Return it as y instead, or make it floating point."
             )
@@ -242,6 +248,10 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
 
     last, entering = lax.scan(advance, start, lax.stop_gradient(xs), length=length)
     return entering, last
+
+
+class _IntegersFollow(TypeError):
+    """Integers in the carry are computed from what is solved for: only one layer after another gives them."""
 
 
 def _refuse_split(comm: Comm | None, what: str) -> None:

@@ -177,7 +177,7 @@ def test_a_coarse_step_that_stretches_dt_is_refused(name):
             lambda c, w: ({"y": c["y"] + w, "hits": c["hits"] + (c["y"] > 0).sum()}, None),
             {"y": W[0], "hits": jnp.int64(0)},
             W,
-            {},
+            {"solver": lp_jax.Picard(sweeps=3)},
             TypeError,
             r"init\['hits'\] has dtype int64, and body computes it from floating-point leaves",
         ),

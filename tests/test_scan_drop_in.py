@@ -129,3 +129,24 @@ def test_weak_types_are_taken_and_refused_alike(name):
 
     got, wanted = dtypes(lambda *a: lp_jax.scan(*a, solver=lp_jax.Serial())), dtypes(lax.scan)
     assert got == wanted != []
+
+
+def test_integers_that_follow_from_the_state():
+    """One layer after another, as the default and `Serial` are; another solver cannot know them."""
+
+    def body(c, x):
+        y = c[0] + 0.1 * jnp.sin(x)
+        return (y, c[1] + jnp.int32(y > 0.5)), c[1]
+
+    start = jnp.zeros(()), jnp.int32(0)
+    wanted = lax.scan(body, start, XS)
+    for solver in (None, lp_jax.Serial()):
+        jax.tree.map(np.testing.assert_array_equal, lp_jax.scan(body, start, XS, solver=solver), wanted)
+    with pytest.raises(TypeError, match="body computes it from floating-point leaves"):
+        lp_jax.scan(body, start, XS, solver=lp_jax.Picard(sweeps=3))
+
+
+def test_positions_of_arguments_are_those_of_a_scan():
+    body = (lambda c, x: (c + x, None)), jnp.zeros(()), XS
+    np.testing.assert_array_equal(lp_jax.scan(*body, None, True, 2, False)[0], lax.scan(*body, None, True, 2, False)[0])
+    assert lp_jax.scan(lambda c, _: (c + 1, None), 0.0, length=3)[0] == 3

@@ -53,6 +53,8 @@ def note_on_call(step: Callable[..., PyTree], u: State, params: PyTree) -> str:
         f"lp_jax called {name}(y, layer), the state first, with y: {_describe(u)} and layer.params, one layer's slice: "
         f"{_describe(params)}."
     )
+    if isinstance(params, jax.Array):
+        note += " Where the array is meant, write layer.params, not layer."
     if isinstance(params, list) and len(params) > 1 and all(alike(params[0], other) for other in params[1:]):
         note += (
             f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
