@@ -206,9 +206,3 @@ def test_the_readme_is_short_and_begins_with_what_any_reader_can_run():
     assert places == sorted(places) and len(text.split()) < 800
     code = "\n".join(text for language, text in blocks("README.md") if language == "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 16
-
-
-def test_a_scanned_model_changes_one_line():
-    diffs = [text for language, text in blocks("docs/scanned.md") if language == "diff"]
-    assert len(diffs) == 5
-    assert all(len(re.findall(r"^[-+]", diff, flags=re.MULTILINE)) == 2 for diff in diffs)

@@ -8,6 +8,8 @@ All modules take ``rngs``, the source of their initial parameters, and ``param_d
 should be that of the state. Some take ``dtype``, the dtype of their products, for example `jax.numpy.bfloat16`; None means
 that of the state. The state keeps its dtype.
 
+A model that scans over its layers needs none of these: see `parallel`.
+
 Modules of other libraries need two lines. Flax Linen:
 
     >>> import flax.linen, jax, jax.numpy as jnp, lp_jax
