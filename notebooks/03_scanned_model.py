@@ -11,20 +11,16 @@
 # ---
 
 # %% [markdown]
-# # 3. From a scanned model
+# # 3. A scanned model, unchanged
 #
 # Many JAX models stack the parameters of equal layers and loop over them with a scan. Such a model needs no
-# rewriting.
+# rewriting: `lp_jax.parallel` takes its loss, and solves the scans inside.
 #
-# **Question.** What do I change in a model that I already have, and does it still learn the same?
+# **Question.** Does a model that I already have still learn the same?
 #
-# ## Plain JAX: one word
-#
-# `lp_jax.scan` takes and returns what `jax.lax.scan` does.
+# ## Plain JAX: one line
 
 # %%
-import functools
-
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -38,32 +34,35 @@ from lp_jax import data, nn
 plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
 
 
-def body(x, w):
-    x = x + 0.1 * jnp.tanh(x @ w)
-    return x, jnp.mean(x)  # what goes to the next layer, and an output of this layer
+def network(stack, x):
+    def body(x, w):
+        x = x + 0.1 * jnp.tanh(x @ w)
+        return x, jnp.mean(x)  # what goes to the next layer, and an output of this layer
+
+    return jax.lax.scan(body, x, stack)
 
 
 x = jnp.ones((4, 8))
 stack = jax.random.normal(jax.random.key(0), (32, 8, 8)) / 3
-last, means = jax.lax.scan(body, x, stack)
-last_too, means_too = lp_jax.scan(body, x, stack)  # the change
-print(f"largest difference {jnp.abs(last - last_too).max():.0e}, of the outputs {jnp.abs(means - means_too).max():.0e}")
+print(lp_jax.scans(network)(stack, x))
 
 # %% [markdown]
-# Without a solver, `lp_jax.scan` takes the way that is predicted to be fastest on your device: on a laptop mostly the
-# scan itself, and then there is no difference at all. To see all layers solved at once, we name a solver.
+# `lp_jax.scans` lists the scans and what `lp_jax.parallel` does with each. Without a solver, it takes the way that is
+# predicted to be fastest on your device: on a laptop mostly the scan itself. To see all layers solved at once, we name
+# a solver.
 
 # %%
 sweeps = lp_jax.Picard(sweeps=32, rtol=1e-3, fallback=True)
-last_too, means_too = lp_jax.scan(body, x, stack, solver=sweeps)
+last, means = network(stack, x)
+last_too, means_too = lp_jax.parallel(network, solver=sweeps)(stack, x)  # the change
 print(f"largest difference {jnp.abs(last - last_too).max():.0e}, of the outputs {jnp.abs(means - means_too).max():.0e}")
 
 # %% [markdown]
 # ## A Flax model: one line
 #
-# Here is a model as Flax users write it: 64 blocks with layer norm and a hidden layer, stacked by `nnx.vmap`. The
-# scan is an argument, so that we can compare; in a model of your own, `nnx.scan` becomes `lp_jax.nn.scan`, and
-# nothing else changes.
+# Here is a model as Flax users write it: 64 blocks with layer norm and a hidden layer, stacked by `nnx.vmap` and applied
+# by `nnx.scan`. Its loss is wrapped in `lp_jax.nn.parallel`, which also updates what a model changes in itself, such as
+# batch statistics.
 
 # %%
 DEPTH, WIDTH = 64, 16
@@ -90,20 +89,20 @@ class Model(nnx.Module):
         self.blocks = create(rngs)
         self.closing = nnx.Linear(WIDTH, 10, rngs=rngs)
 
-    def __call__(self, x, scan, scale):
-        @scan(in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)  # was: @nnx.scan(...), is: @lp_jax.nn.scan(...)
-        def forward(block, x, scale):
-            return block(x, scale)
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def forward(block, x):
+            return block(x, 0.1)
 
-        return self.closing(forward(self.blocks, self.opening(x), scale))
+        return self.closing(forward(self.blocks, self.opening(x)))
 
 
 digits = data.digits(seed=0)
 images, labels = digits.train_x.reshape(-1, 64), digits.train_y
 
 
-def loss_fn(model, x, y, scan, scale):
-    return optax.losses.softmax_cross_entropy_with_integer_labels(model(x, scan, scale), y).mean()
+def loss_fn(model, x, y):
+    return optax.losses.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
 
 
 # %% [markdown]
@@ -111,13 +110,13 @@ def loss_fn(model, x, y, scan, scale):
 
 
 # %%
-def train(scan, epochs=2, scale=0.1):
+def train(loss_fn, epochs=2):
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     @nnx.jit
     def train_step(model, optimizer, x, y):
-        loss, gradient = nnx.value_and_grad(loss_fn)(model, x, y, scan, scale)
+        loss, gradient = nnx.value_and_grad(loss_fn)(model, x, y)
         optimizer.update(model, gradient)
         return loss
 
@@ -128,12 +127,12 @@ def train(scan, epochs=2, scale=0.1):
     return model, np.array(losses)
 
 
-exact_model, exact_losses = train(nnx.scan)
-model, losses = train(functools.partial(nn.scan, solver=sweeps))
+exact_model, exact_losses = train(loss_fn)
+model, losses = train(nn.parallel(loss_fn, solver=sweeps))  # the change
 
 fig, ax = plt.subplots()
-ax.semilogy(exact_losses, linewidth=4, alpha=0.4, label="nnx.scan")
-ax.semilogy(losses, linewidth=1.2, color="black", label="lp_jax.nn.scan")
+ax.semilogy(exact_losses, linewidth=4, alpha=0.4, label="loss_fn")
+ax.semilogy(losses, linewidth=1.2, color="black", label="lp_jax.nn.parallel(loss_fn)")
 ax.set(xlabel="training step", ylabel="loss of the batch", title="The same model learns the same")
 ax.grid(alpha=0.3)
 ax.legend()
@@ -147,7 +146,7 @@ plt.show()
 #
 # A solver likes layers that change their input little. In this model `scale` says how much a block adds. We vary it,
 # and look at the residual after each cycle: the gap between what a block puts out and what the next one took in.
-# `lp_jax.scanned` makes a problem of the arguments of a scan, and `lp_jax.solve` tells how far it has come.
+# Each entry of `lp_jax.scans` has a problem, whose solution tells how far a solver has come.
 
 # %%
 graphdef, weights = nnx.split(exact_model.blocks)
@@ -155,12 +154,12 @@ graphdef, weights = nnx.split(exact_model.blocks)
 
 @jax.jit
 def residuals(scale):
-    def body(x, weights):
-        return nnx.merge(graphdef, weights)(x, scale), None
+    def blocks(weights, x):
+        return jax.lax.scan(lambda x, w: (nnx.merge(graphdef, w)(x, scale), None), x, weights)[0]
 
-    problem = lp_jax.scanned(body, exact_model.opening(images[:100]), weights)
+    (found,) = lp_jax.scans(blocks)(weights, exact_model.opening(images[:100]))
     solver = lp_jax.MGRIT(iterations=6, start="guess")
-    return problem.solve(solver=solver).stats.residual_norms
+    return found.problem.solve(solver=solver).stats.residual_norms
 
 
 fig, ax = plt.subplots()
@@ -176,5 +175,5 @@ plt.show()
 # **What it shows.** The more a block adds, the more cycles it takes. Models with many layers often have a small
 # factor in front of each block, or start with small projections; both help.
 #
-# The same change works in Linen (`lp_jax.nn.linen_scan`), MaxText, Equinox and Haliax. All take `solver=`,
-# `adjoint_solver=` and `comm=`.
+# The same line works with Linen, Equinox and Haliax, by `lp_jax.parallel`. It takes `solver=`, `adjoint_solver=`, `comm=`
+# and `where=`, which chooses among several scans.
