@@ -171,6 +171,7 @@ class _Rules:
     tell: Callable[[Scan], object] | None = None
 
     def __post_init__(self) -> None:
+        _inputs.comm(self.comm)
         for name in ("solver", "adjoint_solver"):
             if getattr(self, name) is not None:
                 _inputs.solver(name, getattr(self, name))
@@ -290,7 +291,9 @@ class _Rules:
             return left("its step has side effects")
         if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in init):
             return left("no floating-point numbers in the carry")
-        if "transpose(" in about.name:
+        if not about.length:
+            return left("no steps")
+        if "jvp(" in about.name:
             warnings.warn(
                 "lp_jax.parallel got a function that takes a gradient, and leaves its scans as they are. Take the gradient of "
                 "the parallel function: jax.grad(lp_jax.parallel(loss)).",
@@ -310,7 +313,7 @@ class _Rules:
             (taken, seconds), (program, _) = _traced.default(problem)
         except _REFUSED as error:
             return left(_first_line(error))
-        if taken[0].exact and self.comm is None and not program.workers.processor.launches:  # there it is unrolled
+        if taken[0].exact and problem.comm.size == 1 and not program.workers.processor.launches:  # there it is unrolled
             return left("nothing is faster", problem=problem, seconds=seconds)
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 

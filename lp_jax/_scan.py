@@ -79,7 +79,7 @@ def scan(
         >>> y.shape, means.shape
         ((4,), (32,))
     """
-    length = _length(xs, length)
+    length, comm = _length(xs, length), _inputs.comm(comm)
     solved_for = any(map(_is_inexact, jax.tree.leaves(init)))
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
@@ -89,7 +89,7 @@ def scan(
     try:
         problem, fixed = _as_problem(body, init, xs, length, reverse, comm)
     except _IntegersFollow:
-        if comm is None and (solver is None or solver.exact):
+        if comm.size == 1 and (solver is None or solver.exact):
             return plain()
         raise
     for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
@@ -133,7 +133,7 @@ def scanned(
         >>> bool(solution.stats.residual_norms[-1] < 1e-3)
         True
     """
-    return _as_problem(body, init, xs, length, reverse, comm)[0]
+    return _as_problem(body, init, xs, length, reverse, _inputs.comm(comm))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _of_body(solver: Solver | None) -> Solver | None:
 
 
 def _as_problem(
-    body: Body, init: PyTree, xs: Stacked, length: int | None, reverse: bool, comm: Comm | None
+    body: Body, init: PyTree, xs: Stacked, length: int | None, reverse: bool, comm: Comm
 ) -> tuple[Problem, PyTree]:
     """The problem, and the leaves of the last carry that are not solved for."""
     n = _length(xs, length)
@@ -167,8 +167,7 @@ def _as_problem(
         xs = _flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
     data = fixed, jnp.arange(n, dtype=jnp.int32)  # the layers' numbers are stacked even if nothing else is
-    where = _inputs.comm(comm)
-    return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=where, has_aux=True), last
+    return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=comm, has_aux=True), last
 
 
 def _length(xs: Stacked, length: Any) -> int:
@@ -224,7 +223,7 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     return init
 
 
-def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm | None) -> tuple[PyTree, PyTree]:
+def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm) -> tuple[PyTree, PyTree]:
     """The leaves of the carry that are not inexact: as they enter every layer, and as they leave the last one."""
     start = _others(init)
     if not jax.tree.leaves(start):
@@ -254,8 +253,8 @@ class _IntegersFollow(TypeError):
     """Integers in the carry are computed from what is solved for: only one layer after another gives them."""
 
 
-def _refuse_split(comm: Comm | None, what: str) -> None:
-    if comm is not None and comm.splits:
+def _refuse_split(comm: Comm, what: str) -> None:
+    if comm.splits:
         raise ValueError(
             f"{what} needs all layers in one place, and comm={comm!r} gives each process only its own. Use MeshComm, or one "
             "process."

@@ -223,7 +223,17 @@ def test_a_function_that_takes_a_gradient_says_where_to_go():
     gradient = jax.grad(lambda w: total(plain(w, X)))
     with pytest.warns(UserWarning, match=r"jax.grad\(lp_jax.parallel\(loss\)\)"):
         got = jax.jit(lp_jax.parallel(gradient, solver=EXACT))(W)
+        assert solved(gradient, W) == 0  # neither way
     np.testing.assert_allclose(got, gradient(W), rtol=1e-12)
+
+
+def test_a_reversed_scan_over_devices_and_one_without_steps():
+    mesh = jax.make_mesh((2,), ("layers",), axis_types=(AxisType.Auto,))
+    reverse = functools.partial(lax.scan, body, reverse=True)
+    got = lp_jax.parallel(reverse, solver=EXACT, comm=mesh)(X, W)[0]
+    np.testing.assert_allclose(got, reverse(X, W)[0], rtol=1e-10)
+    (none,) = lp_jax.scans(plain)(W[:0], X)
+    assert none.takes == "left as it is: no steps"
 
 
 def test_arguments_that_are_no_arrays_are_constants():
