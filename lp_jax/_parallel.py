@@ -106,7 +106,7 @@ def parallel(
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
         >>> def loss(weights):
-        ...     body = lambda y, w: (y + 0.1 * jnp.tanh(w * y), None)
+        ...     body = lambda y, w: (y + 0.01 * jnp.tanh(w * y), None)
         ...     return jnp.sum(jax.lax.scan(body, jnp.ones(4), weights)[0])
         >>> gradient = jax.grad(lp_jax.parallel(loss, solver=lp_jax.Picard(sweeps=6)))(jnp.ones(64))
         >>> bool(jnp.allclose(gradient, jax.grad(loss)(jnp.ones(64)), rtol=1e-2))
@@ -392,6 +392,6 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], ope
 def _bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
     """The operation as it was."""
     if eqn.primitive.name == "pvary" and _tree.varying_axes(ins[0]) >= set(eqn.params["axes"]):
-        return ins  # within a solve all arrays vary between the devices of a shard_map
+        return ins  # within a solve all states vary between the devices of a shard_map
     out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]

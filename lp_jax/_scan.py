@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from lp_jax._arrays import _check, _products
+from lp_jax._arrays import _check, _products, _tree
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
@@ -101,7 +101,14 @@ def scan(
             )
     solvers = {"solver": _of_body(solver), "adjoint_solver": _of_body(adjoint_solver)}
     solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
-    return _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
+    out = _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
+    if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
+        return out
+    kinds = jax.make_jaxpr(plain)().out_avals  # within a shard_map a solve's results vary between all devices
+    leaves, structure = jax.tree.flatten(out)
+    return jax.tree.unflatten(
+        structure, [_tree.same_over(x, _tree.varying_axes(kind)) for x, kind in zip(leaves, kinds, strict=True)]
+    )
 
 
 def scanned(

@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,10 @@ Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]
 """A worker's part of a solve: ``body(stacked, common) -> (stacked, common)``."""
 
 
-class Run(Protocol):
-    """A worker's part of a sequential solve: from the state that enters to its points, and a tree of other results.
+Run = Callable[..., tuple[CPoints, PyTree]]
+"""A worker's part of a sequential solve: ``run(y0)`` returns its points, and a tree of other results.
 
-    ``out`` has arrays of that shape that may be overwritten, which saves the copies of a result within a loop.
-    """
-
-    def __call__(self, y0: State, out: tuple[CPoints, PyTree] | None = None, /) -> tuple[CPoints, PyTree]: ...
-
+``run(y0, out)`` may overwrite ``out``, arrays of that shape, which saves the copies of a result within a loop."""
 
 SEQUENTIAL = ("auto", "relay", "gather")
 

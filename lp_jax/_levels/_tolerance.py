@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar, State
+from lp_jax._arrays._types import CPoints, Points, Scalar, State
 from lp_jax._levels._level import Level, sum_of_squares
 
 
@@ -25,14 +25,14 @@ def _finite(x: jax.Array) -> jax.Array:
 
 def rounding(level: Level) -> jax.Array:
     """Residual norm from rounding, for states about as large as ``y0``. No solve gets below it."""
-    return level.in_units(level.workers.total(level.interval_span) * rounded(level, level.y0))
+    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
+    squares = [jnp.square(_eps(x)) * sum_of_squares(level, _finite(x)).astype(dtype) for x in jax.tree.leaves(level.y0)]
+    return level.in_units(level.workers.total(level.interval_span) * jnp.sum(jnp.stack(squares)))
 
 
-def rounded(level: Level, states: PyTree) -> jax.Array:
-    """Sum of the squared rounding errors of ``states``. A recurrent network starts from zeros: `rounding` tells nothing there."""
-    dtype = _tree.real_dtype(states, at_least=jnp.float32)
-    squares = [jnp.square(_eps(x)) * sum_of_squares(level, _finite(x)).astype(dtype) for x in jax.tree.leaves(states)]
-    return jnp.sum(jnp.stack(squares))
+def smallest_rtol(level: Level) -> float:
+    """Relative tolerance that rounding meets. A network that starts from zeros has no other measure of it."""
+    return 2 * max(map(_eps, jax.tree.leaves(level.y0)))
 
 
 def _eps(x: jax.Array) -> float:

@@ -24,8 +24,8 @@ from lp_jax._levels._tolerance import (
     hopeless,
     largest_reference,
     relative_error,
-    rounded,
     rounding,
+    smallest_rtol,
     unit_of,
 )
 from lp_jax._solvers._coarse_step import Coarse, CoarseStep
@@ -309,12 +309,13 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     most = largest_reference(fine).astype(dtype) if spent and first is None else jnp.inf
     by_corrections = solver.rtol is not None and corrections is not None
 
-    def limit(norms: jax.Array, least: jax.Array) -> jax.Array:
-        """The largest residual norm that meets a tolerance; ``least`` is that of rounding."""
+    def limit(norms: jax.Array) -> jax.Array:
+        """The largest residual norm that meets a tolerance."""
         reference = jnp.minimum(norms[0] if first is None else first, most)
         asked = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
         if solver.rtol is not None and not by_corrections:
-            asked = jnp.maximum(asked, jnp.asarray(solver.rtol, dtype) * reference)
+            rtol = jnp.asarray(solver.rtol, dtype)
+            asked = jnp.maximum(asked, jnp.where(rtol < 0, rtol, jnp.maximum(rtol, smallest_rtol(fine))) * reference)
         return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
     def unfinished(at: Progress) -> jax.Array:
@@ -329,14 +330,12 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         if corrections is not None and by_corrections:
             parts = corrections(at.state, state)
         else:
-            before, after = (solver.c_points(levels, u) for u in (at.state, state))
-            parts = jnp.append(changed_unseen(fine, before, after).astype(dtype), rounded(fine, after).astype(dtype))
+            parts = changed_unseen(fine, *(solver.c_points(levels, u) for u in (at.state, state)))
         summed = workers.sum(jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)]))
         norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
         met, last = jnp.asarray(False), norms[at.done]
         if not by_corrections or solver.atol is not None:  # else XLA drops residual norms that nobody reads
-            lost = least if by_corrections else jnp.maximum(least, fine.in_units(summed[2]))
-            met = jnp.isfinite(last) & (last <= limit(norms, lost))
+            met = jnp.isfinite(last) & (last <= limit(norms))
         if not by_corrections:  # zero does not count where squares vanished
             return Progress(state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0)))
         sizes = fine.in_units(summed[1:].reshape(parts.shape))
