@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from lp_jax._arrays import _check, _products, _tree
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm
+from lp_jax._comms._mesh import same_over
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solvers._solver import Solver
@@ -107,7 +108,7 @@ def scan(
     kinds = jax.make_jaxpr(plain)().out_avals  # within a shard_map a solve's results vary between all devices
     leaves, structure = jax.tree.flatten(out)
     return jax.tree.unflatten(
-        structure, [_tree.same_over(x, _tree.varying_axes(kind)) for x, kind in zip(leaves, kinds, strict=True)]
+        structure, [same_over(x, _tree.varying_axes(kind)) for x, kind in zip(leaves, kinds, strict=True)]
     )
 
 

@@ -93,13 +93,6 @@ def varying_axes(x: object) -> frozenset[Hashable]:
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
-def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:
-    """Let an array that is equal along further axes of a ``shard_map`` vary over ``varying`` only, as far as its type tells."""
-    for axis in sorted(varying_axes(x) - varying, key=str):
-        x = lax.psum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
-    return x
-
-
 def sum_like(tree: PyTree, like: PyTree) -> PyTree:
     """Within a user's ``shard_map``, sum ``tree`` over the axes along which ``like`` is the same everywhere."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -260,6 +260,13 @@ class OnMesh(Workers):
 
         (_, out), _ = lax.scan(body, (y0, out), jnp.arange(self.active, dtype=jnp.int32))
         return without_gradient(out, _RELAYED)
+
+
+def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:
+    """Let an array that is equal along further axes of a ``shard_map`` vary over ``varying`` only, as far as its type tells."""
+    for axis in sorted(_tree.varying_axes(x) - varying, key=str):
+        x = lax.psum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
+    return x
 
 
 _RELAYED = (
