@@ -725,9 +725,11 @@ def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once()
         first, second = ((lambda y, w=w: y + layer.dt * jnp.tanh(y @ w)) for w in layer.params)
         return jax.lax.cond(layer.index % 2 == 0, first, second, y)
 
-    plain, switch = (planning.estimate(lp_jax.Problem(step, params, y0), device="H100") for step in (one, either))
+    device = dataclasses.replace(planning.processor("gpu", "H100"), launch=0.0)  # branches are no kernels more
+    with planning.assume(device):
+        plain, switch = (planning.estimate(lp_jax.Problem(step, params, y0)) for step in (one, either))
     alone, together = (s / p for s, p in zip(switch.forward[::2], plain.forward[::2], strict=True))
-    assert 0.95 < alone < 1.3 and 2 <= together < 2.6  # both, and the choice reads two states and writes one
+    assert 0.95 < alone < 1.3 and 2 <= together / alone < 2.1  # both, and the choice between their results
 
     def lowered(at_once):
         solve = jax.jit(lambda w: lp_jax.solve(either, w, y0, solver=lp_jax.Picard(sweeps=2, at_once=at_once)).y1)
