@@ -66,7 +66,7 @@ class Limits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What the tasks share."""
+    """Sizes, data, threads that compile, and progress: the same for all tasks."""
 
     quick: bool
     data: Path | None
@@ -107,7 +107,7 @@ def scans(name: str, layers: int) -> dict[str, Scan]:
 
 
 def taken(model: Model, x: Any) -> dict[str, Any]:
-    """What the default takes, and the seconds that it predicts for value and gradient."""
+    """The default's solver in words, and its predicted seconds of value and gradient."""
     body, init, xs = model.parts(jax.tree.map(jnp.asarray, model.weights), jnp.asarray(x))
     default = planning.default(lp_jax.scanned(body, init, xs))
     about = planning.summary(default.solver) + (" at most" if default.solver.has_tolerance else "")

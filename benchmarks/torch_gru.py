@@ -30,17 +30,24 @@ class _Network(torch.nn.Module):  # type: ignore[misc]
         return self.leave(self.gru(x)[1][0])
 
 
-def gradient(model: Model, x: Any, labels: Any) -> Callable[[], None]:
-    """A call that takes the gradient and waits."""
+def gradient(model: Model, x: Any, labels: Any) -> Callable[[], "Pending"]:
+    """A call that takes the gradient; what it returns is waited for as an array of JAX is."""
     network = _Network(model)
     x, labels = torch.tensor(np.asarray(x)).cuda(), torch.tensor(np.asarray(labels)).long().cuda()
 
-    def call() -> None:
+    def call() -> Pending:
         network.zero_grad()
         torch.nn.functional.cross_entropy(network(x), labels).backward()
-        torch.cuda.synchronize()
+        return Pending()
 
     return call
+
+
+class Pending:
+    """Work on the GPU that was begun."""
+
+    def block_until_ready(self) -> None:
+        torch.cuda.synchronize()
 
 
 class Training:

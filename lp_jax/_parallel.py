@@ -19,7 +19,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs, _traced
-from lp_jax._scan import scan, scanned
+from lp_jax._scan import refuse_stretched, scan, scanned
 from lp_jax._solvers._solver import Solver
 
 Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]
@@ -102,6 +102,7 @@ def parallel(
 
     Raises:
         TypeError: for solvers that are none.
+        ValueError: for solvers that stretch dt, as for `lp_jax.scan`.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -121,21 +122,16 @@ def parallel(
     return solved
 
 
-def scans(
-    f: Callable[..., PyTree],
-    *,
-    solver: Solver | None = None,
-    adjoint_solver: Solver | None = None,
-    comm: Comm | None = None,
-    where: Where | None = None,
-) -> Callable[..., Scans]:
+def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
     """Return a function of the same arguments that tells which scans ``f`` has and what `parallel` does with each.
 
     It evaluates ``f`` once, and returns a tuple that prints as a list. Each entry has ``length``, ``reverse``, ``carry`` (shapes
     and dtypes), ``flops`` of a step, ``name`` (its scopes), ``source`` (file, line and function), ``takes``, ``seconds``
     (predicted, where the default decides) and ``problem``, which `plan`, `diagnose` and `gradient_error` take.
 
-    The arguments are those of `parallel`.
+    Args:
+        f: as for `parallel`.
+        options: those of `parallel`.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -149,7 +145,7 @@ def scans(
 
     def found(*args: PyTree, **kwargs: PyTree) -> Scans:
         seen: list[Scan] = []
-        _Rules(solver, adjoint_solver, comm, where, seen.append).call(f, args, kwargs)
+        _Rules(**options, tell=seen.append).call(f, args, kwargs)
         return Scans(seen)
 
     return found
@@ -157,17 +153,17 @@ def scans(
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """What is done with the scans of a program.
+    """The options of `parallel`, and the evaluation of a program by them.
 
     Attributes:
         tell: is given every scan. A program that is looked at is evaluated operation by operation, without ``jit``, so that
             the arrays of its scans have values.
     """
 
-    solver: Solver | None
-    adjoint_solver: Solver | None
-    comm: Comm | None
-    where: Where | None
+    solver: Solver | None = None
+    adjoint_solver: Solver | None = None
+    comm: Comm | None = None
+    where: Where | None = None
     tell: Callable[[Scan], object] | None = None
 
     def __post_init__(self) -> None:
@@ -260,6 +256,7 @@ class _Rules:
     ) -> tuple[list[Any] | None, str]:
         """The outputs of a scan that is solved; or None, and why it cannot be: not all is known before it is traced."""
         given = parts.body, parts.init, parts.xs, eqn.params["length"], eqn.params["reverse"]
+        refuse_stretched(*solvers)  # the user's mistake, and none of the scan's
         try:
             carry, ys = scan(*given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
         except _REFUSED as error:
@@ -273,7 +270,7 @@ class _Rules:
         return out, ""
 
     def _decide(self, eqn: core.JaxprEqn, parts: "_Parts") -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
-        """What is known of a scan; and its solvers, or None where it is left as it is."""
+        """Describe a scan, and pick its solvers; None if it is left as it is."""
         init = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jnp.asarray, parts.init)]
         about = Scan(
             length=eqn.params["length"],

@@ -93,13 +93,7 @@ def scan(
         if comm.size == 1 and (solver is None or solver.exact):
             return plain()
         raise
-    for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-        if value is not None and getattr(value, "stretches_dt", False):
-            raise ValueError(
-                f"{name}={value!r} has a coarse step that takes one layer with a longer dt for several. A scan's body knows no "
-                "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as lp_jax.solve(step, ...), whose "
-                "step gets its dt."
-            )
+    refuse_stretched(solver, adjoint_solver)
     solvers = {"solver": _of_body(solver), "adjoint_solver": _of_body(adjoint_solver)}
     solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
     out = _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
@@ -255,6 +249,17 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
 
     last, entering = lax.scan(advance, start, lax.stop_gradient(xs), length=length)
     return entering, last
+
+
+def refuse_stretched(solver: Solver | None, adjoint_solver: Solver | None) -> None:
+    """Refuse solvers that take one layer with a longer dt for several."""
+    for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+        if value is not None and getattr(value, "stretches_dt", False):
+            raise ValueError(
+                f"{name}={value!r} has a coarse step that takes one layer with a longer dt for several. A scan's body knows no "
+                "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as lp_jax.solve(step, ...), whose "
+                "step gets its dt."
+            )
 
 
 class _IntegersFollow(TypeError):

@@ -609,4 +609,4 @@ def test_a_tolerance_below_bfloat16_is_met_by_rounding():
     solution = problem.solve(solver=solver)
     assert solution.result == 0 and solution.stats.iterations < 6
     wanted = jax.lax.scan(body, jnp.zeros((4, 3)), gates.astype(float))[0]
-    np.testing.assert_allclose(solution.y1.astype(float), wanted, atol=0.02)
+    np.testing.assert_allclose(solution.y1.astype(float), wanted, atol=0.02)  # 2.5 eps

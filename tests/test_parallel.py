@@ -197,10 +197,11 @@ def test_within_a_shard_map():
     same(f, W, four)
 
 
-def test_a_step_that_sums_over_devices_within_a_checked_shard_map():
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_step_that_sums_over_devices_within_a_shard_map(checked):
     """Its result is the same on every device, and so is that of `lp_jax.scan`, gradients too. `parallel` leaves it a scan."""
     mesh, spec = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,)), PartitionSpec
-    specs = {"in_specs": (spec(None, None, "model"), spec()), "out_specs": spec()}
+    specs = {"in_specs": (spec(None, None, "model"), spec()), "out_specs": spec(), "check_vma": checked}
 
     def step(y, w):
         return y + lax.psum(jnp.tanh(y @ w) @ w.T, "model"), None
@@ -213,6 +214,8 @@ def test_a_step_that_sums_over_devices_within_a_checked_shard_map():
     by_hand = jax.shard_map(lambda w, x: lp_jax.scan(step, x, w, solver=EXACT)[0], mesh=mesh, **specs)
     a, b = (jax.jit(jax.grad(lambda w, f=f: total(f(w, X))))(W) for f in (by_hand, f))
     np.testing.assert_allclose(a, b, rtol=1e-10)
+    whole = jax.grad(lambda w: total(lax.scan(lambda y, w: (y + jnp.tanh(y @ w) @ w.T, None), X, w)[0]))(W)
+    np.testing.assert_allclose(a, whole, rtol=1e-10)  # on one device
 
 
 def test_scopes_and_places_are_kept():
@@ -248,6 +251,10 @@ def test_arguments_that_are_no_arrays_are_constants():
     np.testing.assert_allclose(lp_jax.parallel(f, solver=EXACT)(W, X, train=True, name="a"), plain(W, X)[0], rtol=1e-12)
     with pytest.raises(TypeError, match="solver must be a solver"):
         lp_jax.parallel(f, solver=3)
+    stretched = lp_jax.MGRIT(coarse_step=lp_jax.Rediscretize())
+    for options in ({"solver": stretched}, {"where": lambda scan: stretched}):
+        with pytest.raises(ValueError, match="longer dt"):  # not left as it is, without a word
+            lp_jax.parallel(plain, **options)(W, X)
 
 
 class Block(linen.Module):
