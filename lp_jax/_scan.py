@@ -94,9 +94,10 @@ def scan(
             return plain()
         raise
     refuse_stretched(solver, adjoint_solver)
-    solvers = {"solver": _of_body(solver), "adjoint_solver": _of_body(adjoint_solver)}
+    solvers = {"solver": _of_body(solver, init), "adjoint_solver": _of_body(adjoint_solver, init)}
     solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
-    out = _join(solution.y1, fixed), _flip(solution.aux) if reverse else solution.aux
+    carry = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
+    out = carry, _flip(solution.aux) if reverse else solution.aux
     if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
         return out
     kinds = jax.make_jaxpr(plain)().out_avals  # within a shard_map a solve's results vary between all devices
@@ -117,8 +118,8 @@ def scanned(
 ) -> Problem:
     """Return the `Problem` of a `scan`, for `solve`, `plan` and `calibrate`.
 
-    The step is a layer of time 1 (``t1 = N``). The state has the inexact leaves of the carry, and None for the others. Aux is
-    the ``ys``, in the order in which they are computed.
+    The step is a layer of time 1 (``t1 = N``). The state is the carry, or the list of its leaves if it holds other classes
+    than dict, list and tuple, with None for integers and keys. Aux is the ``ys``, in the order in which they are computed.
 
     Args:
         body: as for `scan`, like all other arguments.
@@ -140,25 +141,44 @@ def scanned(
 
 @dataclasses.dataclass(frozen=True)
 class _BodyStep:
-    """A scan's body as ``step(y, layer)``; ``layer.data`` begins with the leaves of the carry that are not solved for."""
+    """A scan's body as ``step(y, layer)``; ``layer.data`` begins with the leaves of the carry that are not solved for.
+
+    Attributes:
+        carry: the carry's structure.
+        state: the structure of what is solved for, with None in the places of the other leaves.
+    """
 
     body: Body
+    carry: jax.tree_util.PyTreeDef
+    state: jax.tree_util.PyTreeDef
+
+    @classmethod
+    def of(cls, body: Body, init: PyTree) -> "_BodyStep":
+        """The state has the structure of the carry. With classes of others it is a list: they may convert what they hold."""
+        leaves, carry = jax.tree.flatten(init)
+        state = jax.tree.unflatten(carry, _inexact(leaves)) if _is_plain(carry) else _inexact(leaves)
+        return cls(body, carry, jax.tree.structure(state))
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
         fixed, _ = layer.data
-        carry, out = self.body(_join(y, fixed), layer.params)
-        return _inexact(jax.tree.map(jnp.asarray, carry)), out
+        carry, out = self.body(jax.tree.unflatten(self.carry, _join(y, fixed)), layer.params)
+        return self.solved_for(jax.tree.leaves(carry)), out
+
+    def solved_for(self, leaves: list[Any]) -> State:
+        return jax.tree.unflatten(self.state, jax.tree.leaves(_inexact(leaves)))
 
 
-def _of_body(solver: Solver | None) -> Solver | None:
+def _of_body(solver: Solver | None, init: PyTree) -> Solver | None:
     """The solver, with a ``jacobian_of`` that is a body turned into a step."""
     other = getattr(solver, "jacobian_of", None)
-    return solver if other is None else dataclasses.replace(solver, jacobian_of=_BodyStep(other))  # type: ignore[type-var]
+    if other is None:
+        return solver
+    return dataclasses.replace(solver, jacobian_of=_BodyStep.of(other, init))  # type: ignore[type-var]
 
 
 def _as_problem(
     body: Body, init: PyTree, xs: Stacked, length: int | None, reverse: bool, comm: Comm
-) -> tuple[Problem, PyTree]:
+) -> tuple[Problem, list[Any]]:
     """The problem, and the leaves of the last carry that are not solved for."""
     n = _length(xs, length)
     init, xs = _inputs.arrays(init, "init"), _inputs.arrays(xs, "xs")
@@ -169,7 +189,9 @@ def _as_problem(
         xs = _flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
     data = fixed, jnp.arange(n, dtype=jnp.int32)  # the layers' numbers are stacked even if nothing else is
-    return Problem(_BodyStep(body), xs, _inexact(init), data=data, t1=float(n), comm=comm, has_aux=True), last
+    step = _BodyStep.of(body, init)
+    y0 = step.solved_for(jax.tree.leaves(init))
+    return Problem(step, xs, y0, data=data, t1=float(n), comm=comm, has_aux=True), last
 
 
 def _length(xs: Stacked, length: Any) -> int:
@@ -211,27 +233,32 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     def strong(a: jax.Array, b: jax.Array) -> jax.Array:
         return a.astype(a.dtype) if weak(a) else a
 
-    check = functools.partial(_inputs.step_output, has_aux=False, step="body", y="carry")
-    out = jax.eval_shape(body, init, x)
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
-    same: bool = jax.tree.structure(out[0]) == jax.tree.structure(init)  # type: ignore[operator]
-    if not same or not any(map(weak, jax.tree.leaves(init))):
-        check(out[0], init)
-        return init
+    def leaves(init: PyTree, x: PyTree) -> list[jax.Array]:
+        out = body(init, x)
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
+        _inputs.like_state(out[0], init, step="body")
+        return jax.tree.leaves(out[0])
+
+    out = jax.eval_shape(leaves, init, x)
     for change in (as_returned, strong):
-        init = jax.tree.map(change, init, out[0])
-        check(jax.eval_shape(body, init, x)[0], init)
+        given, structure = jax.tree.flatten(init)
+        if not any(map(weak, given)):
+            break
+        init = jax.tree.unflatten(structure, map(change, given, out))
+        out = jax.eval_shape(leaves, init, x)
+        _inputs.same_shapes(out, init, step="body", y="carry")
+    _inputs.same_shapes(out, init, step="body", y="carry")
     return init
 
 
-def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm) -> tuple[PyTree, PyTree]:
+def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm) -> tuple[list[Any], list[Any]]:
     """The leaves of the carry that are not inexact: as they enter every layer, and as they leave the last one."""
-    start = _others(init)
-    if not jax.tree.leaves(start):
+    leaves, structure = jax.tree.flatten(init)
+    inexact, start = list(map(_is_inexact, leaves)), _others(leaves)
+    if all(inexact):
         return start, start
     _refuse_split(comm, "a carry with integers or keys")
-    inexact = [_is_inexact(leaf) for leaf in jax.tree.leaves(init)]
     closed = jax.make_jaxpr(body)(init, x)
     others = len(closed.jaxpr.outvars) - len(inexact)
     for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(init)):
@@ -242,10 +269,11 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
                 f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it from floating-point leaves of "
                 "the carry, which are solved for iteratively. Return it as y instead, or make it floating point."
             )
-    state = lax.stop_gradient(_inexact(init))
+    state = lax.stop_gradient(_inexact(leaves))
 
-    def advance(fixed: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        return _others(jax.tree.map(jnp.asarray, body(_join(state, fixed), x)[0])), fixed
+    def advance(fixed: list[Any], x: PyTree) -> tuple[list[Any], list[Any]]:
+        carry = jax.tree.unflatten(structure, _join(state, fixed))
+        return _others(list(map(jnp.asarray, jax.tree.leaves(body(carry, x)[0])))), fixed
 
     last, entering = lax.scan(advance, start, lax.stop_gradient(xs), length=length)
     return entering, last
@@ -274,20 +302,29 @@ def _refuse_split(comm: Comm, what: str) -> None:
         )
 
 
+def _is_plain(structure: jax.tree_util.PyTreeDef) -> bool:
+    """Whether a tree is made of dictionaries, lists and tuples."""
+    node = structure.node_data()
+    plain = node is None or issubclass(node[0], (dict, list, tuple, type(None)))
+    return plain and all(map(_is_plain, structure.children()))
+
+
 def _is_inexact(x: ArrayLike) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def _inexact(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x if _is_inexact(x) else None, tree)
+def _inexact(leaves: list[Any]) -> list[Any]:
+    return [x if _is_inexact(x) else None for x in leaves]
 
 
-def _others(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: None if _is_inexact(x) else x, tree)
+def _others(leaves: list[Any]) -> list[Any]:
+    return [None if _is_inexact(x) else x for x in leaves]
 
 
-def _join(state: PyTree, fixed: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: b if a is None else a, state, fixed, is_leaf=lambda x: x is None)
+def _join(state: State, fixed: list[Any]) -> list[Any]:
+    """The leaves of a carry."""
+    solved_for = iter(jax.tree.leaves(state))
+    return [next(solved_for) if x is None else x for x in fixed]
 
 
 def _flip(tree: Stacked) -> Stacked:

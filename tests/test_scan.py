@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType
 from problems import INJECT
 
@@ -43,12 +44,40 @@ def checkpointed(y, w):
     return y + 0.1 * jnp.tanh(y @ w), None
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Converting:
+    """A carry whose class makes arrays of its fields, so that it can hold neither None nor shapes."""
+
+    def __init__(self, y, steps):
+        self.y, self.steps = jnp.asarray(y), jnp.asarray(steps)
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        return [(key("y"), self.y), (key("steps"), self.steps)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, fields):
+        return cls(*fields)
+
+
+def converting(c, w):
+    return Converting(c.y + 0.1 * jnp.tanh(w * c.y), c.steps + 1), c.y.sum()
+
+
+def sparse(c, x):
+    y, m = c
+    flags = {"indices_sorted": m.indices_sorted, "unique_indices": m.unique_indices}
+    return (y + 0.1 * jnp.tanh(m @ y), BCOO((0.9 * m.data + 0.1 * x, m.indices), shape=m.shape, **flags)), None
+
+
 BODIES = {
     "trees": (trees, lambda n: ((normal(2, 3), {"k": normal(2, 3)}), {"w": normal(n, 3, 3)})),
     "counting": (counting, lambda n: ((normal(3), jnp.int32(0), jax.random.key(1)), normal(n, 3))),
     "nothing scanned over": (lambda y, _: (y + 0.05 * jnp.sin(y), y.sum()), lambda n: (normal(3), None)),
     "checkpointed": (checkpointed, lambda n: (normal(2, 3), normal(n, 3, 3))),
     "weak type": (lambda y, x: (0.9 * y + x, y), lambda n: (0.0, normal(n))),
+    "a class that converts": (converting, lambda n: (Converting(normal(3), 0), normal(n, 3))),
+    "sparse": (sparse, lambda n: ((normal(3), BCOO.fromdense(jnp.eye(3))), normal(n, 3))),
     "integers": (
         lambda y, i: (y + 0.1 * jnp.sin(y) * (1 + i % 3).astype(y.dtype), i),
         lambda n: (normal(3), jnp.arange(n)),
@@ -79,11 +108,10 @@ def bits(x):
 
 
 def assert_same(got, wanted, tolerance):
-    def leaf(a, b):
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(bits(a), bits(b), rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(leaf, got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +125,8 @@ def assert_same(got, wanted, tolerance):
         ("checkpointed", 16, True),
         ("weak type", 13, False),
         ("integers", 7, True),
+        ("a class that converts", 7, True),
+        ("sparse", 8, False),
     ],
 )
 def test_the_results_are_those_of_lax_scan(monkeypatch, name, n, reverse):

@@ -1,6 +1,6 @@
 """Refusals of `solve`, at trace time, and the times of the layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -157,7 +157,7 @@ def comm(value: object) -> Comm:
     return value
 
 
-def step_output(out: PyTree, u: State, has_aux: bool, *, step: str = "step", y: str = "y") -> None:
+def step_output(out: PyTree, u: State, has_aux: bool) -> None:
     """Refuse an output of the step without the state's structure, shapes and dtypes."""
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -165,12 +165,20 @@ def step_output(out: PyTree, u: State, has_aux: bool, *, step: str = "step", y: 
                 f"step must return (y_next, aux) with has_aux=True; got {_describe(out)}. Return a pair, or leave has_aux out."
             )
         out = out[0]
+    pair = not has_aux and isinstance(out, tuple) and len(out) == 2 and _same_structure(out[0], u)
+    like_state(out, u, hint=" It looks like (y_next, aux): pass has_aux=True." * pair)
+    same_shapes(jax.tree.leaves(out), u)
+
+
+def like_state(out: PyTree, u: State, *, step: str = "step", hint: str = "") -> None:
+    """Refuse an output with another structure than the state's."""
     if not _same_structure(u, out):
-        hint = ""
-        if not has_aux and isinstance(out, tuple) and len(out) == 2 and _same_structure(out[0], u):
-            hint = " It looks like (y_next, aux): pass has_aux=True."
         raise TypeError(f"{step} must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
-    for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
+
+
+def same_shapes(out: Sequence[Any], u: State, *, step: str = "step", y: str = "y") -> None:
+    """Refuse leaves of an output with other shapes and dtypes than the state's."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(u), out, strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             leaf = f"{y}{jax.tree_util.keystr(path)}"
             raise TypeError(
