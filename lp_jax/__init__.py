@@ -8,6 +8,7 @@ import importlib as _importlib
 from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
+from lp_jax import multigrid as multigrid
 from lp_jax._arrays._pytree import register as register
 from lp_jax._arrays._types import Layer as Layer
 from lp_jax._comms._comm import Comm as Comm
@@ -16,20 +17,11 @@ from lp_jax._comms._mpi import MPIComm as MPIComm
 from lp_jax._comms._mpi import layer_slices as layer_slices
 from lp_jax._comms._workers import Workers as Workers
 from lp_jax._interpolate import interpolate as interpolate
-from lp_jax._levels._level import Level as Level
-from lp_jax._levels._level import sum_of_squares as sum_of_squares
-from lp_jax._levels._relax import c_relax as c_relax
-from lp_jax._levels._relax import f_relax as f_relax
-from lp_jax._levels._relax import residual as residual
 from lp_jax._levels._result import RESULTS as RESULTS
-from lp_jax._levels._transfer import coarse_rhs as coarse_rhs
-from lp_jax._levels._transfer import correct as correct
-from lp_jax._levels._transfer import restrict as restrict
 from lp_jax._parallel import parallel as parallel
 from lp_jax._parallel import scans as scans
 from lp_jax._problem import Gradients as Gradients
 from lp_jax._problem import Problem as Problem
-from lp_jax._problem import hierarchy as hierarchy
 from lp_jax._programs._asked import Results as Results
 from lp_jax._programs._asked import value_and_grad as value_and_grad
 from lp_jax._scan import scan as scan
@@ -41,8 +33,6 @@ from lp_jax._solve import solve_vjp as solve_vjp
 from lp_jax._solvers._coarse_step import Coarse as Coarse
 from lp_jax._solvers._coarse_step import CoarseStep as CoarseStep
 from lp_jax._solvers._coarse_step import Identity as Identity
-from lp_jax._solvers._cycle import cascade as cascade
-from lp_jax._solvers._cycle import cycle as cycle
 from lp_jax._solvers._mgrit import MGRIT as MGRIT
 from lp_jax._solvers._newton import Clip as Clip
 from lp_jax._solvers._newton import Damping as Damping
@@ -55,7 +45,6 @@ from lp_jax._solvers._solver import Needs as Needs
 from lp_jax._solvers._solver import Solver as Solver
 from lp_jax._solvers._solver import Start as Start
 from lp_jax._solvers._solver import Stats as Stats
-from lp_jax._solvers._solver import solve_levels as solve_levels
 from lp_jax._solvers._spatial import spatial as spatial
 from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan

@@ -14,11 +14,9 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, State
 from lp_jax._comms._comm import OneDevice
-from lp_jax._levels._level import Level
-from lp_jax._programs import _inputs
 from lp_jax._programs._network import Network
 from lp_jax._programs._program import Output, Program, seen_of
-from lp_jax._programs._traced import prepare, trace
+from lp_jax._programs._traced import prepare
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
 
@@ -200,31 +198,3 @@ _RESTART = (
 
 def _or_float0(cotangent: jax.Array | None, x: jax.Array | None) -> jax.Array | np.ndarray | None:
     return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)
-
-
-def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
-    """Return the levels that `solve` works on, to build cycles by hand from `f_relax`, `c_relax`, `residual`, ...
-
-    Args:
-        problem: a problem without aux; it is placed on one device.
-        solver: defines the coarsening and the coarse steps.
-
-    Returns:
-        The levels, finest first.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> step = lambda y, layer: y + layer.dt * layer.params * y
-        >>> problem = lp_jax.Problem(step, jnp.ones(64), jnp.ones(()))
-        >>> solver = lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=lp_jax.Rediscretize())
-        >>> levels = lp_jax.hierarchy(problem, solver)
-        >>> [level.steps for level in levels]
-        [64, 16, 4]
-        >>> u, residual_norm = lp_jax.cycle(solver, levels, lp_jax.cascade(solver, levels))
-        >>> u.shape
-        (16,)
-    """
-    _inputs.solver("solver", solver)
-    program, arrays = trace(problem.replace(comm=None), (solver,))
-    solver = solver.resolve(program.workers.layers)
-    return solver.discretize(program.chain(program.with_slots(arrays)))

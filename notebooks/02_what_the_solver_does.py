@@ -29,6 +29,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import lp_jax
+from lp_jax import multigrid
 
 plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
 
@@ -76,16 +77,16 @@ plt.show()
 #
 # ## Exact states spread from the left
 #
-# The pieces of a cycle are public functions. `lp_jax.hierarchy` builds the levels, `lp_jax.cycle` does one cycle on
-# the states between the groups, the so-called C-points. We compare them with the exact states after each cycle.
+# The pieces of a cycle are public functions. `multigrid.hierarchy` builds the levels, and `multigrid.v_cycle` does one
+# cycle on the states between the groups, the so-called C-points. We compare them with the exact states after each cycle.
 
 # %%
 solver = lp_jax.MGRIT(levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), start="guess", relaxation="F")
 problem = lp_jax.Problem(step, params, y0, t1=4.0)
-levels = lp_jax.hierarchy(problem, solver)
+levels = multigrid.hierarchy(problem, solver)
 
 exact = problem.solve(solver=lp_jax.MGRIT(coarsening=4, iterations=16)).trajectory
-one_cycle = jax.jit(lambda states: lp_jax.cycle(solver, levels, states)[0])
+one_cycle = jax.jit(lambda states: multigrid.v_cycle(levels, states, relaxation="F")[0])
 states = jnp.broadcast_to(y0, exact.shape)  # the first guess: nothing happens in any layer
 errors = []
 for _ in range(6):
@@ -134,8 +135,8 @@ def measured(z, relaxation):
         start="guess",
     )
     scalar = lp_jax.Problem(multiply, jnp.full(m * groups, z), jnp.zeros(()), t1=float(m * groups))  # dt = 1
-    levels = lp_jax.hierarchy(scalar, solver)
-    after = jax.vmap(lambda before: lp_jax.cycle(solver, levels, before)[0])(jnp.eye(groups))
+    levels = multigrid.hierarchy(scalar, solver)
+    after = jax.vmap(lambda before: solver.improve(levels, before)[0])(jnp.eye(groups))
     return jnp.abs(after).sum(axis=0).max()
 
 

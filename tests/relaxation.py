@@ -20,5 +20,5 @@ class Relaxation(lp_jax.Solver):
         return self.keep
 
     def improve(self, levels, u):
-        relaxed = lp_jax.c_relax(levels[0], u)
-        return relaxed, lp_jax.sum_of_squares(levels[0], jax.tree.map(lambda a, b: a - b, relaxed, u))
+        relaxed = lp_jax.multigrid.c_relax(levels[0], u)
+        return relaxed, lp_jax.multigrid.sum_of_squares(levels[0], jax.tree.map(lambda a, b: a - b, relaxed, u))

@@ -84,7 +84,7 @@ def test_global_picard(sweeps, storage):
 def test_forward_work_is_what_the_evaluations_are(relaxation, cycles):
     n, m = 64, 4
     solver = lp_jax.MGRIT(levels=3, coarsening=m, iterations=cycles, relaxation=relaxation, coarse_step=INJECT)
-    nu = [solver.c_relaxations(level) for level in range(3)]
+    nu = [relaxation.count("C")] * 3
     found = cost(lambda w, x: lp_jax.solve(layer, w, x, solver=solver).y1, jnp.stack([W] * n), X, unit=UNIT)
     assert found.work == sum(cycle_cost([64, 16, 4], nu, cycles, True).values())
 

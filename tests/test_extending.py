@@ -86,7 +86,7 @@ def test_injection_as_a_function_is_the_built_in_injection(page):
 
 def test_a_relaxation_is_one_of_the_words_where_it_does_the_same(page):
     def fcf(level, u):
-        return lp_jax.c_relax(level, u)
+        return lp_jax.multigrid.c_relax(level, u)
 
     word, function = (lp_jax.MGRIT(relaxation=r, iterations=2, coarse_step=lp_jax.Rediscretize()) for r in ("FCF", fcf))
     assert_close(gradient(page["problem"], function), gradient(page["problem"], word), 1e-14)
@@ -146,9 +146,9 @@ def outside():
             return lp_jax.Start({"states": super().init(levels, guess).state})
 
         def improve(self, levels, state):
-            relaxed = lp_jax.c_relax(levels[0], state["states"])
+            relaxed = lp_jax.multigrid.c_relax(levels[0], state["states"])
             change = jax.tree.map(jnp.subtract, relaxed, state["states"])
-            return {"states": relaxed}, lp_jax.sum_of_squares(levels[0], change)
+            return {"states": relaxed}, lp_jax.multigrid.sum_of_squares(levels[0], change)
 
         def c_points(self, levels, state):
             return state["states"]

@@ -28,7 +28,7 @@ def dense(golden):
 
 def relaxed(solver, levels, u):
     """The norm, and all states after F-relaxation."""
-    return _tree.norm(lp_jax.residual(levels[0], u)), lp_jax.f_relax(levels[0], u)
+    return _tree.norm(lp_jax.multigrid.residual(levels[0], u)), lp_jax.multigrid.f_relax(levels[0], u)
 
 
 def relaxed_and_swept(solver, levels, u):
@@ -43,10 +43,10 @@ def history(solver, step, params, y0, guess, coarse, t1, data=None, *, cycles, w
     From the guess; where ``coarse`` is true from the coarsest level: by the cascade, which is the first cycle then, or, if
     ``nested``, by PyMGRIT's nested iteration before it. Where a solve starts is data, so that both are one program.
     """
-    levels = lp_jax.hierarchy(lp_jax.Problem(step, params, y0, data=data, t1=t1), solver)
+    levels = lp_jax.multigrid.hierarchy(lp_jax.Problem(step, params, y0, data=data, t1=t1), solver)
     from_guess, first = (dataclasses.replace(solver, start=s).init(levels, guess) for s in ("guess", "cascade"))
     if nested:  # a V-cycle on every level on the way up: the cascade of an F-cycle
-        first = lp_jax.Start(lp_jax.cascade(solver, levels, kind="F"))
+        first = lp_jax.Start(dataclasses.replace(solver, start="cascade", cycle="F").init(levels, None).state)
 
     def body(u, cycle):
         improved, squares = solver.improve(levels, u)

@@ -236,7 +236,7 @@ def test_plain_functions_are_counted_by_the_program():
         return y
 
     def twice(level, u):
-        return lp_jax.c_relax(level, u)
+        return lp_jax.multigrid.c_relax(level, u)
 
     fields = {"levels": 2, "coarsening": 4, "iterations": 2, "start": "guess", "storage": "all"}
     identity = count(lp_jax.MGRIT(coarse_step=PICARD[0], **fields), N)

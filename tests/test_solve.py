@@ -177,13 +177,13 @@ def test_pieces_compose_under_jit():
 
     @jax.jit
     def both(guess):
-        fine, coarse = lp_jax.hierarchy(lp_jax.Problem(dense_step, PARAMS, Y0), solver)
-        u = lp_jax.c_relax(fine, guess)
-        r, v = lp_jax.restrict(fine, lp_jax.residual(fine, u)), lp_jax.restrict(fine, u)
-        g = lp_jax.coarse_rhs(coarse, v, r)
-        w = lp_jax.solve_levels(lp_jax.Serial(), [coarse.with_rhs(g)])
-        by_hand = lp_jax.correct(fine, u, w, v)
-        return by_hand, lp_jax.cycle(solver, (fine, coarse), guess)[0], lp_jax.f_relax(fine, guess)
+        fine, coarse = lp_jax.multigrid.hierarchy(lp_jax.Problem(dense_step, PARAMS, Y0), solver)
+        u = lp_jax.multigrid.c_relax(fine, guess)
+        r, v = lp_jax.multigrid.restrict(fine, lp_jax.multigrid.residual(fine, u)), lp_jax.multigrid.restrict(fine, u)
+        g = lp_jax.multigrid.coarse_rhs(coarse, v, r)
+        w = lp_jax.multigrid.solve_levels(lp_jax.Serial(), [coarse.with_rhs(g)])
+        by_hand = lp_jax.multigrid.correct(fine, u, w, v)
+        return by_hand, solver.improve((fine, coarse), guess)[0], lp_jax.multigrid.f_relax(fine, guess)
 
     by_hand, cycle, states = both(np.zeros((8, 2, 4)))
     np.testing.assert_allclose(by_hand, cycle, rtol=1e-14)

@@ -31,7 +31,7 @@ COARSE_STEPS = {  # test_battery has the others
 
 
 def levels_of(solver, step, params, y0, t1=1.0):
-    return lp_jax.hierarchy(lp_jax.Problem(step, params, y0, t1=t1), solver)
+    return lp_jax.multigrid.hierarchy(lp_jax.Problem(step, params, y0, t1=t1), solver)
 
 
 def serial_states(step, params, y0, t1):
@@ -70,7 +70,7 @@ def test_finite_termination(relaxation, exact_per_cycle):
     solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, start="guess")
     levels = levels_of(solver, dense_step, params, y0, t1)
     exact = serial_states(dense_step, params, y0, t1)[m - 1 :: m]
-    u, once = jnp.zeros_like(exact), jax.jit(lambda u: lp_jax.cycle(solver, levels, u)[0])
+    u, once = jnp.zeros_like(exact), jax.jit(lambda u: solver.improve(levels, u)[0])
     for k in range(1, math.ceil(n / m / exact_per_cycle) + 1):
         u = once(u)
         done = min(k * exact_per_cycle, n // m)
@@ -150,7 +150,7 @@ def propagator(solver, params, *, intervals, adjoint):
     levels = levels_of(solver, linear_step, params, jnp.zeros(()))
     if adjoint:
         levels = transposed(levels, jnp.zeros(params.size))
-    return jax.vmap(lambda e: lp_jax.cycle(solver, levels, e)[0])(jnp.eye(intervals))
+    return jax.vmap(lambda e: solver.improve(levels, e)[0])(jnp.eye(intervals))
 
 
 def transposed(levels, states):
@@ -313,7 +313,8 @@ def test_evaluation_counts(at_once, skip, relaxation):
     solver, adjoint_solver = (
         lp_jax.MGRIT(iterations=k, at_once=at_once, **fields) for k in (forward_cycles, adjoint_cycles)
     )
-    nu = [solver.c_relaxations(level) for level in range(3)]
+    nu = [rule.count("C") for rule in (relaxation if isinstance(relaxation, tuple) else [relaxation] * 3)]
+    nu += nu[-1:] * (3 - len(nu))
     counter = Counter()
     arguments = counter.step, jnp.ones(n), jnp.ones(())
     _, pull = lp_jax.solve_vjp(*arguments, solver=solver, adjoint_solver=adjoint_solver)

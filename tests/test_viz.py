@@ -234,7 +234,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
 
     def watched(original):
         def call(*args, **kwargs):
-            spans.extend(level.span for level in args if isinstance(level, lp_jax.Level))
+            spans.extend(level.span for level in args if isinstance(level, lp_jax.multigrid.Level))
             return original(*args, **kwargs)
 
         return call

@@ -90,6 +90,10 @@ class Comm(abc.ABC):
         """Return ``program(arrays)``; ``specs()`` are the partitions of its outputs, for types that hold them."""
         return program(arrays)
 
+    def inside(self) -> "Comm":
+        """Return this comm where every worker passes its own layers and calls the pieces of a cycle by itself."""
+        return self
+
     def spread(self, stacked: Stacked) -> Stacked:
         """Return arrays over all layers, made under jit, spread over the workers where they divide evenly."""
         return stacked

@@ -142,6 +142,14 @@ class MeshComm(Comm):
 
         return jax.tree.map(leaf, tree)
 
+    def inside(self) -> Comm:
+        if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a cycle, in which each device passes "
+                "its own layers. Or give the cycle to a solver, MGRIT(cycle=...), which opens one."
+            )
+        return _Inside(self)
+
     def _check(self, stacked: Stacked, common: PyTree) -> None:
         """Refuse arrays that already use the axis for something else."""
         if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
@@ -163,6 +171,38 @@ class MeshComm(Comm):
                         f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
                         "which the layers are spread over. Give it another axis of the mesh, or none."
                     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inside(Comm):
+    """A mesh seen from inside a ``shard_map`` over its axis: each device passes its own layers."""
+
+    comm: MeshComm
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    @property
+    def platform(self) -> str:
+        return self.comm.platform
+
+    @property
+    def splits(self) -> bool:
+        return True
+
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+        comm, total = self.comm, layers * self.size
+        unit = common_unit(solvers, total)
+        if layers % unit:
+            raise ValueError(
+                f"each device of {comm.axis!r} must hold whole intervals of all levels, {unit} layers; got {layers} layers. "
+                "Change the coarsening, or the number of devices."
+            )
+        if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
+            raise ValueError("the pieces of a cycle need jax.shard_map(..., check_vma=False).")
+        held, mesh = (layers,) * self.size, comm.automatic
+        return OnMesh(layers=total, held=held, sequential=comm.sequential, mesh=mesh, axis=comm.axis, opened=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -194,19 +234,27 @@ class OnMesh(Workers):
     have loops of its own that start from constants, and no sum over devices is slipped into its derivative. A
     gradient does not differentiate through the ``shard_map``, as forward and adjoint solve open one each. Second
     derivatives do; the tests compare them with those of one device.
+
+    Attributes:
+        mesh: the mesh.
+        axis: its axis.
+        opened: whether the caller is in that ``shard_map`` already, with its own layers.
     """
 
     mesh: Mesh | AbstractMesh
     axis: str
+    opened: bool = False
 
     def index(self) -> jax.Array:
         return lax.axis_index(self.axis)
 
     @property
     def rows(self) -> tuple[int, int]:
-        return self.layers, sum(self.held)
+        return (self.held[0],) * 2 if self.opened else (self.layers, sum(self.held))
 
     def map(self, body: Body) -> Body:
+        if self.opened:
+            return body
         specs = PartitionSpec(self.axis), PartitionSpec()
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=specs, out_specs=specs, axis_names={self.axis}, check_vma=False

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
+from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, PyTree, Slices, SliceStep, Stacked, State, Transfer, Which
 from lp_jax._comms._workers import Local, Workers
 from lp_jax._levels._level import Level
 from lp_jax._levels._linear import Linearised
 
 
+@register("slices", "shared", "y0")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chain:
     """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
@@ -97,6 +99,7 @@ class Chain:
             unroll=self.workers.processor.serial_unroll(self.footprint),
             transfer=transfer,
             single_example=self.single_example,
+            chain=self,
         )
 
     def interval(self, level: int, slices: Slices, shared: PyTree, y0: State, unit: int) -> "Chain":

@@ -21,10 +21,13 @@ from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar, SliceStep, St
 from lp_jax._comms._workers import Local, Workers, select
 
 
-@register("xs", "shared", "y0", "rhs", "gathered", "unit")
+@register("xs", "shared", "y0", "rhs", "gathered", "unit", "chain")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """A chain of ``steps`` steps in ``steps / factor`` intervals; see the top of this module.
+    """A chain of ``steps`` steps in ``steps / factor`` intervals: ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``.
+
+    C-points are the states that leave the intervals, stacked, leaves ``(intervals, ...)``. F-points, the states between them,
+    follow from them and are not stored.
 
     Attributes:
         xs: operands of the steps, as `split` groups them.
@@ -50,11 +53,12 @@ class Level:
         origin: another step whose Jacobian replaces that of ``step``; None for none. On an adjoint level, the step that is
             transposed, ``origin(u, x, shared)``, with u and x from the operands ``(x, u, ...)``.
         has_sources: whether the steps are affine: an adjoint with sources.
+        chain: the layers that the steps stand for, from which coarser levels are made; None on an adjoint level.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, coarse = lp_jax.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
+        >>> fine, coarse = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
         >>> fine.steps, fine.factor, fine.intervals, coarse.steps
         (64, 4, 16, 16)
     """
@@ -80,6 +84,7 @@ class Level:
     unit: Scalar | None = None
     origin: SliceStep | None = None
     has_sources: bool = False
+    chain: PyTree = None
 
     @property
     def intervals(self) -> int:

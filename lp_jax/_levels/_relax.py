@@ -4,7 +4,8 @@ All functions take C-points, leaves ``(intervals, ...)``. F-points are not store
 over them, so "F-relaxation, then ..." is part of its computation.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,10 @@ from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, State
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
+
+Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
+
+T = TypeVar("T")
 
 
 class Relaxed(NamedTuple):
@@ -85,6 +90,32 @@ def fcf_relax(level: Level, u: CPoints, count: int, weight: jax.Array | float) -
 
     (u, swept, incoming), _ = lax.scan(body, (u, u, u), length=count + 1)
     return Relaxed(u, _tree.sub(swept, u), incoming)
+
+
+def relaxed(
+    relaxation: Relaxation | tuple[Relaxation, ...], weight: jax.Array | float, level: Level, u: CPoints, points: bool
+) -> Relaxed:
+    """Relax by the rule for this level, then compute the residual; with the states that enter every step if ``points``."""
+    rules: tuple[Relaxation, ...] = per_level(relaxation)
+    rule = at_level(rules, level.number)
+    if callable(rule):
+        u = rule(level, u)
+    elif points:
+        for _ in range(rule.count("C")):
+            u = c_relax(level, u, weight)
+    else:
+        return fcf_relax(level, u, rule.count("C"), weight)
+    return with_points(level, u) if points else with_residual(level, u)
+
+
+def per_level(setting: T | tuple[T, ...]) -> tuple[T, ...]:
+    """A setting of the levels, finest first."""
+    return setting if isinstance(setting, tuple) else (setting,)
+
+
+def at_level(settings: tuple[T, ...], level: int) -> T:
+    """The setting of a level; the last one repeats."""
+    return settings[min(level, len(settings) - 1)]
 
 
 def entering(level: Level, incoming: CPoints) -> Points:

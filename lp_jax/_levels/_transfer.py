@@ -44,22 +44,7 @@ def coarse_rhs(coarse: Level, v: Points, r: Points, incoming: Points | None = No
 
 
 def correct(level: Level, u: CPoints, new: Points, old: Points) -> CPoints:
-    """Coarse-grid correction of the C-points, ``u_c + P(u'_j - v_j)``.
-
-    Example:
-        A cycle of two levels, by hand:
-
-        >>> import jax.numpy as jnp, lp_jax
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, coarse = lp_jax.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> u = jnp.ones(16)  # C-points
-        >>> v, r = (lp_jax.restrict(fine, x) for x in (u, lp_jax.residual(fine, u)))
-        >>> level = coarse.with_rhs(lp_jax.coarse_rhs(coarse, v, r))
-        >>> u = lp_jax.correct(fine, u, lp_jax.solve_levels(lp_jax.Serial(), [level]), v)
-        >>> states = lp_jax.f_relax(fine, u)
-        >>> print(f"{states[-1]:.2f}, exactly {problem.solve(solver=lp_jax.Serial()).y1:.2f}")
-        2.68, exactly 2.70
-    """
+    """Coarse-grid correction of the C-points, ``u_c + P(u'_j - v_j)``."""
     return _tree.add(u, prolong(level, _tree.sub(new, old)))
 
 

@@ -210,7 +210,8 @@ def _transpose_linearised(
 def _reverse(level: Level, cotangent: State) -> Level:
     """The level in reverse, with steps not yet transposed."""
     transfer = None if level.transfer is None else _transpose_transfer(level)
-    return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=level.origin or level.step)
+    origin = level.origin or level.step
+    return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=origin, chain=None)
 
 
 def _transpose_transfer(level: Level) -> Transfer:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _tree
@@ -118,7 +119,11 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         t0, t1 = comm.replicate((t0, t1))
     t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
     first = 0 if workers.rows[0] == steps else workers.start(1)
-    t, dt, index = (x[first : first + workers.rows[0]] for x in (t, dt, jnp.arange(steps, dtype=jnp.int32)))
+    times = t, dt, jnp.arange(steps, dtype=jnp.int32)
+    if isinstance(first, int):
+        t, dt, index = (x[first : first + workers.rows[0]] for x in times)
+    else:
+        t, dt, index = (lax.dynamic_slice_in_dim(x, first, workers.rows[0]) for x in times)
     slices = Slices(params, data, t, dt, index)
     mask = jax.tree.map(_is_inexact, slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._types import Layer, Points, PyTree, Slices, SliceStep, State
+from lp_jax._arrays._types import Layer, Points, PyTree, Slices, SliceStep, State, Transfer
 from lp_jax._levels._chain import Chain
-from lp_jax._levels._level import identity
+from lp_jax._levels._level import Level, identity
+from lp_jax._levels._transfer import fit_transfer
 
 
 class Coarse(NamedTuple):
@@ -24,6 +25,25 @@ class Coarse(NamedTuple):
     step: SliceStep
     xs: PyTree
     linearise_at: Callable[[PyTree, Points], PyTree] | None = None
+
+
+def coarser(level: Level, coarse: Coarse, factor: int = 1, transfer: Transfer | None = None) -> Level:
+    """The level whose steps are the intervals of ``level``, itself in intervals of ``factor`` steps."""
+    y0 = level.y0 if level.transfer is None else level.transfer[0](level.y0)
+    return dataclasses.replace(
+        level,
+        xs=coarse.xs if factor == 1 else _tree.split(coarse.xs, factor),
+        step=coarse.step,
+        y0=y0,
+        steps=level.intervals,
+        factor=factor,
+        number=level.number + 1,
+        span=level.interval_span,
+        at_once=max(1, level.at_once // level.factor),
+        unroll=1,
+        transfer=fit_transfer(transfer, y0),
+        linearise_at=coarse.linearise_at,
+    )
 
 
 class CoarseStep(abc.ABC):

@@ -1,10 +1,11 @@
 """Multigrid-reduction-in-time over the layers."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, cast
 
 import jax
 
@@ -13,19 +14,17 @@ from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State, Transfer
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
-from lp_jax._levels._relax import Relaxed, c_relax, fcf_relax, with_points, with_residual
+from lp_jax._levels._relax import Relaxation, at_level, per_level, relaxed
 from lp_jax._levels._sweep import sweep
 from lp_jax._levels._transfer import fit_transfer
-from lp_jax._solvers._coarse_step import CoarseStep, PerInterval
-from lp_jax._solvers._cycle import VISITS, cascade, fas_cycle
+from lp_jax._solvers._coarse_step import CoarseStep, PerInterval, coarser
+from lp_jax._solvers._cycle import VISITS, Scheme, cascade, fas_cycle
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Needs, Solver, Start, constant
 
-Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
+Cycle: TypeAlias = Callable[[Sequence[Level], CPoints], tuple[CPoints, Scalar]]
 AnyCoarseStep: TypeAlias = Callable[..., State] | CoarseStep
-
-T = TypeVar("T")
 
 
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
@@ -46,7 +45,9 @@ class MGRIT(Solver):
         relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
             level, finest first (the last one repeats).
         c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.
-        cycle: "V", "F" or "W".
+        cycle: "V", "F" or "W"; or a function ``f(levels, u) -> (u, squares)`` made of the pieces in `lp_jax.multigrid`: C-points
+            of ``levels[0]`` and the sum of squares of this worker's residuals (`sum_of_squares`) before they were corrected.
+            It relaxes and solves the coarsest level itself; ``relaxation``, ``c_weight`` and ``coarsest`` serve the cascade.
         start: "cascade": the first iteration goes from coarse to fine: solve the coarsest level, then inject and F-relax level
             by level. It needs no guess; where a trajectory is given, the first iteration is a cycle that starts there. "guess":
             the first iteration is a cycle.
@@ -89,7 +90,7 @@ class MGRIT(Solver):
     fallback: bool = False
     relaxation: tuple[Relaxation, ...] | Relaxation = ("F", "FCF")
     c_weight: float | jax.Array = 1.0
-    cycle: str = "V"
+    cycle: str | Cycle = "V"
     start: str = "cascade"
     min_coarse: int = 2
     coarse_step: AnyCoarseStep = Picard(sweeps=1)
@@ -104,15 +105,16 @@ class MGRIT(Solver):
         _check.integer("levels", self.levels, least=1)
         _check.integer("iterations", self.iterations, least=1)
         _check.integer("min_coarse", self.min_coarse, least=1)
-        for factor in _per_level(self.coarsening):
+        for factor in per_level(self.coarsening):
             _check.integer("coarsening", factor, least=2)
-        for relaxation in _per_level(self.relaxation):
+        for relaxation in per_level(self.relaxation):
             if not (callable(relaxation) or (isinstance(relaxation, str) and re.fullmatch("F(CF)*", relaxation))):
                 raise ValueError(
                     'relaxation must be "F", "FCF", "FCFCF", ..., or a function r(level, u) -> u (or one per level); got '
                     f"{relaxation!r}."
                 )
-        _check.one_of("cycle", self.cycle, VISITS)
+        if not callable(self.cycle):
+            _check.one_of("cycle", self.cycle, VISITS, otherwise="or a function f(levels, u) -> (u, squares)")
         _check.one_of("start", self.start, ("cascade", "guess"))
         _check.one_of("storage", self.storage, ("c_points", "all"))
         _check.at_once(self.at_once)
@@ -123,15 +125,10 @@ class MGRIT(Solver):
                     f"spatial must be None or per level a pair (restrict, prolong) of functions; got {pair!r}."
                 )
 
-    def c_relaxations(self, level: int) -> int:
-        """Number of C-relaxations (each followed by F) in the pre-relaxation on ``level``."""
-        relaxation = self._relaxation(level)
-        return 0 if callable(relaxation) else relaxation.count("C")
-
     def grid(self, steps: int) -> list[tuple[int, int]]:
         sizes: list[tuple[int, int]] = []
         while len(sizes) + 1 < self.levels:
-            factor = _at(_per_level(self.coarsening), len(sizes))
+            factor = at_level(per_level(self.coarsening), len(sizes))
             coarse = -(-steps // factor)
             if coarse < self.min_coarse or coarse == steps:
                 break
@@ -154,7 +151,7 @@ class MGRIT(Solver):
         return math.prod(factor for _, factor in self.grid(steps))
 
     def needs(self, steps: int) -> Needs:
-        return Needs([_at(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)])
+        return Needs([at_level(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)])
 
     def resolve(self, steps: int, *, warm: bool = False) -> Solver:
         if not isinstance(self.coarse_step, CoarseStep):
@@ -174,64 +171,42 @@ class MGRIT(Solver):
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         at_once = chain.at_once(self.at_once)
         transfer = [*self.needs(chain.total).transfers, None]
-        (_, factor), *coarser = self.grid(chain.total)
+        (_, factor), *coarse_grid = self.grid(chain.total)
         levels = [chain.finest(factor, at_once=at_once, transfer=fit_transfer(transfer[0], chain.y0))]
-        for number, (_, factor) in enumerate(coarser, 1):
-            finer = levels[-1]
-            y0 = finer.y0 if finer.transfer is None else finer.transfer[0](finer.y0)
-            step, xs, linearise_at = self._coarse.coarsen(chain, number, finer.interval_span, at_once=at_once)
-            if linearise_at is not None and any(transfer):
+        for number, (_, factor) in enumerate(coarse_grid, 1):
+            coarse = self._coarse.coarsen(chain, number, levels[-1].interval_span, at_once=at_once)
+            if coarse.linearise_at is not None and any(transfer):
                 raise ValueError(
                     'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
                     f"`spatial` made smaller; got {self.coarse_step!r}. Leave one of the two out."
                 )
-            levels.append(
-                dataclasses.replace(
-                    finer,
-                    xs=xs if factor == 1 else _tree.split(xs, factor),
-                    step=step,
-                    y0=y0,
-                    steps=finer.intervals,
-                    factor=factor,
-                    number=number,
-                    span=finer.interval_span,
-                    at_once=max(1, at_once // finer.interval_span),
-                    unroll=1,
-                    transfer=fit_transfer(transfer[number], y0),
-                    linearise_at=linearise_at,
-                )
-            )
+            levels.append(coarser(levels[-1], coarse, factor, transfer[number]))
         if self.coarsest.exact:
             levels[-1] = levels[-1].with_gathered(self.iterations)
         return tuple(levels)
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         if self.start == "cascade":
-            return Start(cascade(self, levels), spent=1)
+            return Start(cascade(self._scheme, levels, self._kind), spent=1)
         return Start(constant(levels[0], guess))
 
     def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Scalar]:
-        return fas_cycle(self, levels, state, self.cycle)
+        if callable(self.cycle):
+            return self.cycle(levels, state)
+        return fas_cycle(self._scheme, levels, state, self.cycle)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
         swept, emitted = sweep(levels[0], levels[0].incoming(u), advance=advance)
         return _tree.blend(self.c_weight, swept, u), emitted
 
-    def pre_relax(self, level: Level, u: CPoints, *, points: bool) -> Relaxed:
-        """Relax, then compute the residual; with the states that enter every step if ``points``."""
-        relaxation = self._relaxation(level.number)
-        count = self.c_relaxations(level.number)
-        if callable(relaxation):
-            u = relaxation(level, u)
-        elif not points:
-            return fcf_relax(level, u, count, self.c_weight)
-        for _ in range(count):
-            u = c_relax(level, u, self.c_weight)
-        return with_points(level, u) if points else with_residual(level, u)
+    @property
+    def _scheme(self) -> Scheme:
+        return Scheme(functools.partial(relaxed, self.relaxation, self.c_weight), self.coarsest)
 
-    def _relaxation(self, level: int) -> Relaxation:
-        settings: tuple[Relaxation, ...] = _per_level(self.relaxation)
-        return _at(settings, level)
+    @property
+    def _kind(self) -> str:
+        """Kind of the cycles that the first iteration, a cascade, leads over to."""
+        return "V" if callable(self.cycle) else self.cycle
 
     def _transfers(self) -> tuple[Transfer | None, ...]:
         if self.spatial is None:
@@ -242,11 +217,3 @@ class MGRIT(Solver):
     @property
     def _coarse(self) -> CoarseStep:
         return cast(CoarseStep, self.coarse_step)
-
-
-def _per_level(setting: T | tuple[T, ...]) -> tuple[T, ...]:
-    return setting if isinstance(setting, tuple) else (setting,)
-
-
-def _at(settings: tuple[T, ...], level: int) -> T:
-    return settings[min(level, len(settings) - 1)]

@@ -46,7 +46,7 @@ class Start(NamedTuple):
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> levels = lp_jax.hierarchy(problem, lp_jax.MGRIT())
+        >>> levels = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT())
         >>> start = lp_jax.MGRIT().init(levels, None)
         >>> start.state.shape
         (16,)
@@ -117,7 +117,7 @@ class Solver(CoarseStep):
             state: a state like that of `init`: by default C-points of ``levels[0]``, leaves ``(intervals, ...)``.
 
         Returns:
-            The new state, and this worker's sum of squared residuals (`lp_jax.sum_of_squares`) before they were corrected.
+            The new state, and this worker's sum of squared residuals (`multigrid.sum_of_squares`) before they were corrected.
         """
         raise NotImplementedError(f"{type(self).__name__} has iterations, and needs a method `improve` that makes one.")
 
@@ -267,7 +267,7 @@ def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None 
         >>> import jax.numpy as jnp, lp_jax
         >>> step = lambda y, layer: y + layer.dt * layer.params * y
         >>> problem = lp_jax.Problem(step, jnp.ones(8), jnp.ones(()))
-        >>> lp_jax.solve_levels(lp_jax.Serial(), lp_jax.hierarchy(problem, lp_jax.Serial())).shape
+        >>> lp_jax.multigrid.solve_levels(lp_jax.Serial(), lp_jax.multigrid.hierarchy(problem, lp_jax.Serial())).shape
         (8,)
     """
     u, _ = iterate(solver, levels, guess)

@@ -117,17 +117,18 @@ def relaxation(problem: Problem, span: int, at_once: int | float | str = "auto")
     Each cycle has several sweeps, so that its coarse level counts little. With few intervals it has one sweep, because more
     would make the first cycle exact and leave no second one.
     """
+    sweeps = "FCFCF" if problem.layers // span > 3 else "F"
     solver = MGRIT(
         coarsening=span,
         iterations=_CYCLES,
-        relaxation="FCFCF" if problem.layers // span > 3 else "F",
+        relaxation=sweeps,
         coarse_step=Identity(),
         start="guess",
         storage="all",
         at_once=at_once,
     )
     *cycles, last = _iterations(problem, solver)
-    forward, adjoint = (spent / (solver.c_relaxations(0) + 1) for spent in cycles)
+    forward, adjoint = (spent / sweeps.count("F") for spent in cycles)
     gradient = last - forward - adjoint  # the last sweeps are as long as the others
     return np.maximum(LEAST, np.array([forward, adjoint, gradient])) / problem.layers
 

@@ -30,8 +30,11 @@ def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
     labels = relaxations(solver, len(solver.grid(steps)))
     for iteration in range(1, iterations + 1):
         first = solver.start == "cascade" and iteration == 1
-        begin, *rest = (cascade_stops if first else cycle_stops)(labels, solver.cycle)
-        title = "coarse to fine" if first else f"{solver.cycle}-cycle"
+        kind, name = solver.cycle, f"{solver.cycle}-cycle"
+        if callable(kind):  # drawn as if it went down and up once
+            kind, name = "V", getattr(solver.cycle, "__name__", "a cycle of its own")
+        begin, *rest = (cascade_stops if first else cycle_stops)(labels, kind)
+        title = "coarse to fine" if first else name
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
     _extend(stops, [Stop(0, "FC")])
     return stops

@@ -24,7 +24,7 @@ def _(solver: MGRIT, work: Work) -> None:
     work = dataclasses.replace(work, in_rows=True)
     grid, coarse_step = solver.grid(work.layers), cast(CoarseStep, solver.coarse_step)
     rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
-    if any(map(callable, rules[: len(grid)])):
+    if callable(solver.cycle) or any(map(callable, rules[: len(grid)])):
         raise Uncounted
     labels = relaxations(solver, len(grid))
     first = cascade_stops if solver.start == "cascade" else cycle_stops
