@@ -108,7 +108,7 @@ def test_calls_in_an_iteration(row, solver, coarse):
     """The longest way to the step's program in an iteration, and the call that runs its code where it runs."""
     (written,) = re.findall(rf"^\| {re.escape(row)} \| (\d+) \| (\d+) \|$", PAGE.read_text(), flags=re.MULTILINE)
     stacks = [stack for stack in evaluations(solver) if ("coarse_solve" in stack) == coarse]
-    relaxations = [s for s in stacks if coarse or solver is SWEEPS[0] or "MGRIT.pre_relax" in s]
+    relaxations = [s for s in stacks if coarse or solver is SWEEPS[0] or "relaxed" in s]
     lengths = [max(len(s) + 2 for s in relaxations if s[0] == verb) for verb in ("solve", "Program.solve.<locals>.bwd")]
     assert lengths == list(map(int, written))
 
