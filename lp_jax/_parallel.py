@@ -34,8 +34,8 @@ class Scan(NamedTuple):
     """A scan inside a function.
 
     Attributes:
-        length: number of its steps, the layers.
-        reverse: whether it goes from the last entry of its operands to the first.
+        length: number of its steps.
+        reverse: whether it goes from the last step to the first.
         carry: shapes and dtypes of the carry's arrays.
         flops: flops of the products of one step.
         name: named scopes that it stands in.
@@ -125,9 +125,9 @@ def parallel(
 def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
     """Return a function of the same arguments that tells which scans ``f`` has and what `parallel` does with each.
 
-    It evaluates ``f`` once, and returns a tuple that prints as a list. Each entry has ``length``, ``reverse``, ``carry`` (shapes
-    and dtypes), ``flops`` of a step, ``name`` (its scopes), ``source`` (file, line and function), ``takes``, ``seconds``
-    (predicted, where the default decides) and ``problem``, which `plan`, `diagnose` and `gradient_error` take.
+    It evaluates ``f`` once, without ``jit``; ``jax.eval_shape`` of it only traces. The tuple prints as a list. Each entry has
+    ``length``, ``reverse``, ``carry``, ``flops`` of a step, ``name`` (its scopes), ``source`` (file, line, function), ``takes``,
+    ``seconds`` (predicted, where the default decides) and ``problem``, which `plan`, `diagnose` and `gradient_error` take.
 
     Args:
         f: as for `parallel`.
@@ -155,9 +155,8 @@ def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
 class _Rules:
     """The options of `parallel`, and the evaluation of a program by them.
 
-    Attributes:
-        tell: is given every scan. A program that is looked at is evaluated operation by operation, without ``jit``, so that
-            the arrays of its scans have values.
+    ``tell`` is given every scan. A program that is looked at is evaluated operation by operation, without ``jit``, so that
+    the arrays of its scans have values.
     """
 
     solver: Solver | None = None
@@ -185,9 +184,9 @@ class _Rules:
 
         arrays = [leaves[i] for i in at]
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(shape), self.run(closed.jaxpr, closed.consts, arrays))
+        return jax.tree.unflatten(jax.tree.structure(shape), self.run(closed.jaxpr, closed.consts, *arrays))
 
-    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """Evaluate a program, its scans solved."""
         return _evaluate(jaxpr, consts, args, lambda eqn, ins: (self._equation if _has_scan(eqn) else _bind)(eqn, ins))
 
@@ -198,26 +197,23 @@ class _Rules:
             return self._scan(eqn, ins)
         if name in ("jit", "pjit"):
             if self.tell is not None:
-                return self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, ins)
+                return self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, *ins)
             avals = [v.aval for v in eqn.invars]
-            program = jax.make_jaxpr(lambda *args: self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, args))(*avals)
+            program = jax.make_jaxpr(functools.partial(self.run, p["jaxpr"].jaxpr, p["jaxpr"].consts))(*avals)
             return eqn.primitive.bind(*ins, **{**p, "jaxpr": program})
         if name == "closed_call":
-            return self.run(p["call_jaxpr"].jaxpr, p["call_jaxpr"].consts, ins)
+            return self.run(p["call_jaxpr"].jaxpr, p["call_jaxpr"].consts, *ins)
         if name == "cond":
-            branches = [self._function(branch.jaxpr, branch.consts) for branch in p["branches"]]
+            branches = [functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]]
             return lax.switch(ins[0], branches, *ins[1:])
         if name == "while":
             return self._while(p, ins)
-        inside = self._function(p["jaxpr"], ())
+        inside = functools.partial(self.run, p["jaxpr"], ())
         if name == "shard_map":
-            keys = "mesh", "in_specs", "out_specs", "check_vma"
-            spread = jax.shard_map(inside, **{key: p[key] for key in keys}, axis_names=p["newly_manual_axes"])
+            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")}
+            spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]], axis_names=p["newly_manual_axes"])
             return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
         return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
-
-    def _function(self, jaxpr: core.Jaxpr, consts: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-        return lambda *args: tuple(self.run(jaxpr, consts, args))
 
     def _while(self, p: dict[str, Any], ins: list[Any]) -> Sequence[Any]:
         of_condition, of_body = p["cond_nconsts"], p["body_nconsts"]
@@ -225,7 +221,7 @@ class _Rules:
         condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
         return lax.while_loop(
             lambda carry: condition(*first, *carry)[0],
-            lambda carry: tuple(self.run(body.jaxpr, body.consts, [*second, *carry])),
+            lambda carry: tuple(self.run(body.jaxpr, body.consts, *second, *carry)),
             tuple(ins[of_condition + of_body :]),
         )
 
@@ -246,18 +242,17 @@ class _Rules:
             return _bind(eqn, ins)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            return parts.split(self.run(parts.program.jaxpr, parts.program.consts, [*parts.consts, *carry, *x]))
+            return parts.split(self.run(parts.program.jaxpr, parts.program.consts, *parts.consts, *carry, *x))
 
         given = body, parts.init, parts.xs, about.length, about.reverse
-        carry, ys = lax.scan(*given, unroll=eqn.params["unroll"])
-        return [*carry, *ys]
+        return jax.tree.leaves(lax.scan(*given, unroll=eqn.params["unroll"]))
 
     def _solve(
         self, eqn: core.JaxprEqn, parts: "_Parts", solvers: tuple[Solver | None, Solver | None]
     ) -> tuple[list[Any] | None, str]:
         """The outputs of a scan that is solved; or None, and why it cannot be: not all is known before it is traced."""
-        given = parts.body, parts.init, parts.xs, eqn.params["length"], eqn.params["reverse"]
         refuse_stretched(*solvers)  # the user's mistake, and none of the scan's
+        given = parts.body, parts.init, parts.xs, eqn.params["length"], eqn.params["reverse"]
         try:
             carry, ys = scan(*given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
         except _REFUSED as error:
@@ -337,8 +332,15 @@ class _Parts(NamedTuple):
         return list(out[:n]), list(out[n:])
 
     def body(self, carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = _evaluate(self.program.jaxpr, self.program.consts, [*self.consts, *carry, *x], _bind)
-        return self.split(out)
+        mesh = jax.sharding.get_abstract_mesh()  # that of the solve
+
+        def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+            with jax.sharding.use_abstract_mesh(mesh):
+                if eqn.primitive.name == "sharding_constraint" and eqn.params["layout"] is None:
+                    return [lax.with_sharding_constraint(ins[0], eqn.params["sharding"])]
+                return _bind(eqn, ins)
+
+        return self.split(_evaluate(self.program.jaxpr, self.program.consts, [*self.consts, *carry, *x], operation))
 
 
 def _rank(v: Any) -> int:
@@ -369,10 +371,9 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
 
 
-Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
-
-
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation) -> list[Any]:
+def _evaluate(
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Callable[..., Any]
+) -> list[Any]:
     """Evaluate a program, with each operation's scopes and place in the source."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 

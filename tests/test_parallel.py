@@ -1,5 +1,6 @@
 """`lp_jax.parallel`: scans inside any function, solved; all else as it was."""
 
+import contextlib
 import functools
 import warnings
 
@@ -217,6 +218,24 @@ def test_a_step_that_sums_over_devices_within_a_shard_map(checked):
     np.testing.assert_allclose(a, b, rtol=1e-10)
     whole = jax.grad(lambda w: total(lax.scan(lambda y, w: (y + jnp.tanh(y @ w) @ w.T, None), X, w)[0]))(W)
     np.testing.assert_allclose(a, whole, rtol=1e-10)  # on one device
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_layer_with_a_sharding_constraint(inside):
+    """Layers over one axis of a mesh, the batch over another; also inside ``jax.set_mesh``."""
+    mesh = jax.make_mesh((2, 2), ("layers", "batch"), axis_types=(AxisType.Auto,) * 2)
+    batch = NamedSharding(mesh, PartitionSpec("batch"))
+
+    def constrained(w, x):
+        def step(y, w):
+            return lax.with_sharding_constraint(y + 0.1 * jnp.tanh(y @ w @ w.T), batch), None
+
+        return lax.scan(step, x, w)[0]
+
+    four = np.concatenate([X, X])[:4]
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        assert "Picard" in lp_jax.scans(constrained, solver=EXACT, comm=mesh)(W, four)[0].takes
+        same(constrained, W, four, comm=mesh)
 
 
 def test_scopes_and_places_are_kept():
