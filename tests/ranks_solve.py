@@ -433,6 +433,7 @@ DISAGREE = {
     "shape": r"disagree on what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1",
     "layers": r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
     "solver": r"disagree on the solvers",
+    "times": r"disagree on the times: t1 is 2.0 on rank 0 and 3.0 on rank 1",
 }
 
 
@@ -452,8 +453,9 @@ def disagree(_=None):
                 y0 = jnp.ones(4)
             elif what == "solver":
                 solver = lp_jax.MGRIT(coarsening=4)
+        times = {"t1": 2.0 + COMM.rank} if what == "times" else {}
         with pytest.raises((TypeError, ValueError), match=message):
-            lp_jax.solve(step, params, y0, solver=solver, comm=COMM)
+            lp_jax.solve(step, params, y0, **times, solver=solver, comm=COMM)
 
 
 REFUSED = {
@@ -516,6 +518,22 @@ def fail():
     solver = lp_jax.MGRIT(coarsening=2, at_once=1, coarse_step=INJECT)
     params = jnp.ones(16)[mine(16, solver)]
     print(lp_jax.solve(step, params, jnp.ones(()), solver=solver, comm=COMM).y1)
+
+
+@case
+def apart(how):
+    """Rank 1 leaves before a solve, makes one gradient fewer than rank 0, or has other numbers."""
+    comm = lp_jax.MPIComm(COMM.comm.Dup(), patience=3.0, check=True)
+    if how == "leaves" and comm.rank == 1:
+        sys.exit(0)
+    step, solver = lambda y, layer: y + layer.dt * layer.params * y, lp_jax.MGRIT(coarsening=2, coarse_step=INJECT)
+    gradient = jax.jit(jax.grad(lambda params, y0: lp_jax.solve(step, params, y0, solver=solver, comm=comm).y1))
+    params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(())
+    jax.block_until_ready(gradient(params, y0))  # equal numbers pass
+    if how == "numbers":
+        jax.block_until_ready(gradient(params, y0 + comm.rank))
+    elif how == "early" and comm.rank == 0:
+        jax.block_until_ready(gradient(params, y0))
 
 
 @case

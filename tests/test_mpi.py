@@ -1,5 +1,6 @@
 """Layers over MPI ranks: the same numbers on any number of them, few messages, and an end to every failure."""
 
+import re
 import subprocess
 import sys
 
@@ -51,6 +52,20 @@ def test_a_rank_that_raises_ends_the_job():
     ended = launch.mpirun(2, SCRIPT, "fail", timeout=120)
     assert ended.code != 0, ended.output
     assert "layer at t > 0.5 has had enough" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("leaves", r"rank 0 needs all ranks for a solve, and ranks \[1\] have ended"),
+        ("early", r"rank 1 has ended, and ranks \[0\] have not within 3 s"),
+        ("numbers", "y0 or shared have other numbers on one rank than on another"),
+    ],
+)
+def test_ranks_end_together(how, said):
+    ended = launch.mpirun(2, SCRIPT, f"apart={how}", timeout=120)
+    assert ended.code != 0, ended.output
+    assert re.search(said, ended.output), ended.output
 
 
 def test_what_follows_a_message_waits_for_it():

@@ -86,6 +86,10 @@ class Comm(abc.ABC):
         """Return the tree; its gradient is summed over the workers, as each uses it for its own layers."""
         return tree
 
+    def compared(self, tree: PyTree, facts: dict[str, str]) -> PyTree:
+        """Return the tree, ``y0`` and ``shared``; refuse ``facts`` on the problem that differ between workers' callers."""
+        return tree
+
     def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
         """Return ``program(arrays)``; ``specs()`` are the partitions of its outputs, for types that hold them."""
         return program(arrays)

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
-from lp_jax._comms import _wire
+from lp_jax._comms import _together, _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
 from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
 
@@ -31,7 +33,7 @@ class MPIComm(Comm):
     respect to ``y0`` and ``shared`` are the same on every rank. Start the job with ``mpirun -n 4 python train.py``.
 
     An uncaught exception ends the whole job, with its message and a non-zero exit code; the other ranks would wait for
-    ever otherwise.
+    ever otherwise. So does a rank that ends while others go on, after ``patience`` seconds.
 
     Args:
         comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates
@@ -39,6 +41,8 @@ class MPIComm(Comm):
         sequential: how a level is solved step after step: "relay", one rank after the other, while the parameters stay
             where they are; "gather", on every rank at once, from a copy of the level's parameters; or "auto", whichever
             needs less time by the bytes and the number of messages.
+        patience: seconds that a rank waits for the others, before a solve that is traced, and when it ends. Then the job ends.
+        check: whether every solve compares ``y0`` and ``shared`` on all ranks, by two sums of their bits, one message each.
 
     Raises:
         ModuleNotFoundError: without mpi4py or mpi4jax.
@@ -56,9 +60,13 @@ class MPIComm(Comm):
 
     comm: Any = None
     sequential: str = "auto"
+    patience: float = 3600.0
+    check: bool = False
 
     def __post_init__(self) -> None:
         _check.one_of("sequential", self.sequential, SEQUENTIAL)
+        if not self.patience > 0:
+            raise ValueError(f"patience must be a number of seconds above 0; got {self.patience!r}.")
         mpi, _ = _modules()
         if self.comm is None:
             object.__setattr__(self, "comm", mpi.COMM_WORLD)
@@ -66,7 +74,7 @@ class MPIComm(Comm):
             raise TypeError(f"comm must be an mpi4py communicator, like MPI.COMM_WORLD; got {self.comm!r}.")
         if self.size > 1:
             _abort_on_uncaught()
-        _duplicates(self.comm)
+        _duplicates(self.comm, self.patience)
 
     @property
     def splits(self) -> bool:
@@ -82,18 +90,18 @@ class MPIComm(Comm):
         """Number of this rank."""
         return int(self.comm.Get_rank())
 
-    def _key(self) -> tuple[int, str]:
-        return int(self.comm.py2f()), self.sequential
+    def _key(self) -> tuple[int, str, bool]:
+        return int(self.comm.py2f()), self.sequential, self.check
 
     @property
     def compiled_comm(self) -> "Intracomm":
         """Communicator for compiled programs."""
-        return _duplicates(self.comm)[0]
+        return _duplicates(self.comm, self.patience)[0]
 
     @property
     def python_comm(self) -> "Intracomm":
         """Communicator for Python; compiled programs may still run and use `compiled_comm`."""
-        return _duplicates(self.comm)[1]
+        return _duplicates(self.comm, self.patience)[1]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MPIComm) and self._key() == other._key()
@@ -135,6 +143,14 @@ class MPIComm(Comm):
         """Return the tree, equal on all ranks; its gradient is the sum over the ranks, as each uses its own layers."""
         return _replicate(tree, self) if self.size > 1 else tree
 
+    def compared(self, tree: PyTree, facts: dict[str, str]) -> PyTree:
+        """Return the tree; refuse ``facts`` that differ between the ranks, and with ``check`` trees that differ."""
+        if self.size == 1:
+            return tree
+        if facts:
+            self._refuse_differences("the times", self._everyone(facts))
+        return _checked(tree, self) if self.check else tree
+
     def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Return this rank's workers, after all ranks have agreed on the network."""
         counts = self._agree(layers, solvers, stacked, common)
@@ -167,16 +183,24 @@ class MPIComm(Comm):
             "what all layers share": describe("y0, shared", common, 0),
             "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
         }
-        everyone = self.python_comm.allgather((layers, facts))
-        for rank, (_, theirs) in enumerate(everyone):
-            for what, leaves in everyone[0][1].items():
-                for name in {**leaves, **theirs[what]}:
-                    a, b = leaves.get(name, "absent"), theirs[what].get(name, "absent")
-                    if a != b:
-                        raise ValueError(
-                            f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 and {b} on rank {rank}."
-                        )
+        everyone = self._everyone((layers, facts))
+        for what in facts:
+            self._refuse_differences(what, [theirs[what] for _, theirs in everyone])
         return [n for n, _ in everyone]
+
+    def _everyone(self, mine: Any) -> list[Any]:
+        """The values of all ranks."""
+        _together.meet(_duplicates(self.comm, self.patience)[2], self.patience)
+        return list(self.python_comm.allgather(mine))
+
+    def _refuse_differences(self, what: str, everyone: Sequence[dict[str, str]]) -> None:
+        for rank, theirs in enumerate(everyone):
+            for name in {**everyone[0], **theirs}:
+                a, b = everyone[0].get(name, "absent"), theirs.get(name, "absent")
+                if a != b:
+                    raise ValueError(
+                        f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 and {b} on rank {rank}."
+                    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -185,6 +209,32 @@ def _replicate(tree: PyTree, comm: MPIComm) -> PyTree:
 
 
 _replicate.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (comm.sum(cotangent),))
+
+
+def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
+    """Return the tree; the program fails where the bits of its numbers differ between ranks."""
+
+    def numbers(x: jax.Array) -> jax.Array:
+        return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    leaves, structure = jax.tree.flatten(tree)
+    words = [lax.stop_gradient(numbers(x))[None].view(jnp.uint8).astype(jnp.uint32).reshape(-1) for x in leaves]
+    sums = [jnp.sum(w * (1 + jnp.arange(w.size, dtype=jnp.uint32) % 65_521), dtype=jnp.uint32) for w in words]
+    if not sums:
+        return tree
+    mine = jnp.stack(sums).astype(jnp.int32)
+    same = jax.ShapeDtypeStruct((), jnp.bool_)
+    same = jax.pure_callback(_same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential")
+    used = [
+        jnp.where(same, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves
+    ]  # else it is dropped
+    return jax.tree.unflatten(structure, used)
+
+
+def _same_bits(most: np.ndarray, least: np.ndarray) -> np.ndarray:
+    if np.any(np.asarray(most) != np.asarray(least)):
+        raise ValueError("comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on another.")
+    return np.asarray(True)
 
 
 def layer_slices(num_layers: int, workers: int, solver: Unit, adjoint_solver: Unit | None = None) -> list[slice]:
@@ -320,13 +370,15 @@ def _attribute() -> int:
     return int(mpi.Comm.Create_keyval())
 
 
-def _duplicates(comm: "Intracomm") -> "tuple[Intracomm, Intracomm]":
-    """Two communicators of the same ranks, kept with ``comm`` as its attribute."""
-    pair: Any = comm.Get_attr(_attribute())
-    if pair is None:
-        pair = comm.Dup(), comm.Dup()
-        comm.Set_attr(_attribute(), pair)
-    return pair
+def _duplicates(comm: "Intracomm", patience: float) -> "tuple[Intracomm, Intracomm, Intracomm]":
+    """Communicators of the same ranks for programs, for Python and for the marks of `_together`, kept as its attribute."""
+    kept: Any = comm.Get_attr(_attribute())
+    if kept is None:
+        kept = comm.Dup(), comm.Dup(), comm.Dup()
+        comm.Set_attr(_attribute(), kept)
+        if comm.Get_size() > 1:
+            _together.end_together(kept[2], patience)
+    return kept
 
 
 def _abort_on_uncaught() -> None:

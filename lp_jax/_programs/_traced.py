@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -110,6 +111,8 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
     workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
+    times = {name: t for name, t in (("t0", t0), ("t1", t1)) if not isinstance(t, jax.core.Tracer)}
+    y0, shared = comm.compared((y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()})
     workers = dataclasses.replace(
         workers, processor=asked.value.processor or processor(comm.platform, _kind(comm.platform))
     )
@@ -119,11 +122,11 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         t0, t1 = comm.replicate((t0, t1))
     t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
     first = 0 if workers.rows[0] == steps else workers.start(1)
-    times = t, dt, jnp.arange(steps, dtype=jnp.int32)
+    of_all = t, dt, jnp.arange(steps, dtype=jnp.int32)
     if isinstance(first, int):
-        t, dt, index = (x[first : first + workers.rows[0]] for x in times)
+        t, dt, index = (x[first : first + workers.rows[0]] for x in of_all)
     else:
-        t, dt, index = (lax.dynamic_slice_in_dim(x, first, workers.rows[0]) for x in times)
+        t, dt, index = (lax.dynamic_slice_in_dim(x, first, workers.rows[0]) for x in of_all)
     slices = Slices(params, data, t, dt, index)
     mask = jax.tree.map(_is_inexact, slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))

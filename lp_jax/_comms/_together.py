@@ -1,0 +1,75 @@
+"""Ranks that end together: nobody waits for ever for one that has left."""
+
+import atexit
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_HERE, _LEFT = b"\0", b"\1"
+
+
+def marks(comm: "Intracomm", mine: bytes, patience: float, *, until: bytes | None = None) -> Mapping[int, bytes]:
+    """Send a mark to all other ranks and return theirs, of those that sent one in time.
+
+    With ``until``, marks other than this one are passed over.
+    """
+    others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+    sent = [comm.Isend([bytearray(mine), 1], dest=rank) for rank in others]
+    found: dict[int, bytes] = {}
+    deadline, pause = time.monotonic() + patience, 1e-4
+    while len(found) < len(others) and time.monotonic() < deadline:
+        for rank in others:
+            while rank not in found and comm.Iprobe(source=rank):
+                got = bytearray(1)
+                comm.Recv([got, 1], source=rank)
+                if until is None or bytes(got) == until:
+                    found[rank] = bytes(got)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    for request in sent:
+        request.Test()
+    return found
+
+
+def meet(comm: "Intracomm", patience: float) -> None:
+    """Wait until all ranks are here.
+
+    Raises:
+        RuntimeError: naming ranks that have left, or that did not come in time.
+    """
+    found = marks(comm, _HERE, patience)
+    left = [rank for rank, mark in found.items() if mark == _LEFT]
+    missing = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank() and rank not in found]
+    if left:
+        raise RuntimeError(f"rank {comm.Get_rank()} needs all ranks for a solve, and ranks {left} have ended.")
+    if missing:
+        raise RuntimeError(
+            f"rank {comm.Get_rank()} waited {patience:g} s for ranks {missing} to come to a solve. Every rank must make the same "
+            "solves in the same order. MPIComm(patience=...) sets the time."
+        )
+
+
+def end_together(comm: "Intracomm", patience: float) -> None:
+    """When this rank ends, let it wait for the others, and end the whole job if they do not follow."""
+
+    def leave() -> None:
+        from mpi4py import MPI
+
+        if MPI.Is_finalized():
+            return
+        found = marks(comm, _LEFT, patience, until=_LEFT)
+        missing = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank() and rank not in found]
+        if missing:
+            print(
+                f"rank {comm.Get_rank()} has ended, and ranks {missing} have not within {patience:g} s: they may wait for a "
+                "message from it. The job ends. MPIComm(patience=...) sets the time.",
+                file=sys.stderr,
+                flush=True,
+            )
+            MPI.COMM_WORLD.Abort(1)
+
+    atexit.register(leave)
