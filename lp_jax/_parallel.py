@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 
-from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import footprint
+from lp_jax._arrays._evaluate import bind, evaluate
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
@@ -188,7 +188,7 @@ class _Rules:
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """Evaluate a program, its scans solved."""
-        return _evaluate(jaxpr, consts, args, lambda eqn, ins: (self._equation if _has_scan(eqn) else _bind)(eqn, ins))
+        return evaluate(jaxpr, consts, args, lambda eqn, ins: (self._equation if _has_scan(eqn) else bind)(eqn, ins))
 
     def _equation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation with scans inside: the same operation, of programs whose scans are solved."""
@@ -228,7 +228,7 @@ class _Rules:
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         parts = _Parts.of(eqn, ins)
         if not all(hasattr(v.aval, "shape") for v in eqn.invars):  # references, and types of other libraries
-            return _bind(eqn, ins)
+            return bind(eqn, ins)
         about, solvers = self._decide(eqn, parts)
         out, why = (None, "") if solvers is None else self._solve(eqn, parts, solvers)
         if why:
@@ -239,7 +239,7 @@ class _Rules:
             return out
         chosen = about.problem is not None and about.seconds is not None  # by the default
         if chosen or not any(map(_has_scan, parts.program.jaxpr.eqns)):
-            return _bind(eqn, ins)
+            return bind(eqn, ins)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             return parts.split(self.run(parts.program.jaxpr, parts.program.consts, *parts.consts, *carry, *x))
@@ -338,9 +338,9 @@ class _Parts(NamedTuple):
             with jax.sharding.use_abstract_mesh(mesh):
                 if eqn.primitive.name == "sharding_constraint" and eqn.params["layout"] is None:
                     return [lax.with_sharding_constraint(ins[0], eqn.params["sharding"])]
-                return _bind(eqn, ins)
+                return bind(eqn, ins)
 
-        return self.split(_evaluate(self.program.jaxpr, self.program.consts, [*self.consts, *carry, *x], operation))
+        return self.split(evaluate(self.program.jaxpr, self.program.consts, [*self.consts, *carry, *x], operation))
 
 
 def _rank(v: Any) -> int:
@@ -369,32 +369,3 @@ def _first_line(error: Exception) -> str:
     if "check_vma" in str(error):
         return "its step has branches or loops of what differs between devices of a shard_map with check_vma=True"
     return str(error).split("\n")[0]
-
-
-def _evaluate(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Callable[..., Any]
-) -> list[Any]:
-    """Evaluate a program, with each operation's scopes and place in the source."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else env[v]
-
-    for eqn in jaxpr.eqns:
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            env.update(zip(eqn.outvars, operation(eqn, [read(v) for v in eqn.invars]), strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def _bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-    """The operation as it was."""
-    if eqn.primitive.name == "pvary" and _tree.varying_axes(ins[0]) >= set(eqn.params["axes"]):
-        return ins  # within a solve all states vary between the devices of a shard_map
-    p, kinds = eqn.params, [_tree.varying_axes(v.aval) for v in eqn.invars]
-    if len(set(kinds)) == 1:  # as lax.add and the like make their operands
-        ins = list(_tree.varying(tuple(ins), tuple(ins)))
-    if "jaxpr" in p and any(_tree.varying_axes(x) != kind for x, kind in zip(ins, kinds, strict=True)):
-        return _evaluate(p["jaxpr"].jaxpr, p["jaxpr"].consts, ins, _bind)
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(p))
-    return out if eqn.primitive.multiple_results else [out]

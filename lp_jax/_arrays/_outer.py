@@ -1,5 +1,6 @@
 """Products of a few examples with a weight, whose gradient is computed as a sum of outer products."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
@@ -10,6 +11,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from lp_jax._arrays._evaluate import bind, evaluate
 from lp_jax._arrays._products import array_type
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -22,7 +24,8 @@ def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[
     A CPU calls a library for each product. For a gradient of a few terms this call takes several times as long as their sum,
     which is one loop. Values and all derivatives are the same, to rounding.
     """
-    return lambda *arguments: _evaluate(program.jaxpr, program.consts, arguments, terms)
+    operation = functools.partial(_operation, terms=terms)
+    return lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, operation)
 
 
 def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:
@@ -57,29 +60,13 @@ def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
     return plain and alike and whole and isinstance(rows, int) and least <= rows <= terms
 
 
-def _evaluate(
-    program: core.Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.Array], terms: int
-) -> list[jax.Array]:
-    values: dict[core.Var, jax.Array] = dict(
-        zip([*program.constvars, *program.invars], [*consts, *arguments], strict=True)
-    )
-
-    def read(v: core.Var | core.Literal) -> jax.Array:
-        return v.val if isinstance(v, core.Literal) else values[v]
-
-    for equation in program.eqns:
-        operands = [read(v) for v in equation.invars]
-        if _few(equation, terms):
-            results = [_product(*operands, **equation.params)]
-        elif equation.primitive.name in _INLINED:
-            inner = equation.params["jaxpr"]
-            results = _evaluate(inner.jaxpr, inner.consts, operands, terms)
-        else:
-            inputs = {v: x for v, x in zip(equation.invars, operands, strict=True) if not isinstance(v, core.Literal)}
-            single = program.replace(constvars=[], invars=[*inputs], outvars=equation.outvars, eqns=[equation])
-            results = core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*inputs.values())
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(v) for v in program.outvars]
+def _operation(equation: core.JaxprEqn, operands: list[jax.Array], *, terms: int) -> Sequence[jax.Array]:
+    if _few(equation, terms):
+        return [_product(*operands, **equation.params)]
+    if equation.primitive.name in _INLINED:
+        inner = equation.params["jaxpr"]
+        return evaluate(inner.jaxpr, inner.consts, operands, functools.partial(_operation, terms=terms))
+    return bind(equation, operands)
 
 
 def _product(x: jax.Array, w: jax.Array, *, dimension_numbers: DimensionNumbers, **params: object) -> jax.Array:
