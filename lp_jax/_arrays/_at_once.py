@@ -105,6 +105,8 @@ class Processor:
         unroll_flops: least flops of a layer for which it is unrolled: a CPU's compiler makes one kernel of a smaller loop.
         outer_terms: most terms for which the gradient of a weight is a sum of outer products: see `with_few_terms`.
         chain_flops: flops in the time of one turn of a loop; None where a turn is never worth its time.
+        kernel_step: seconds of a step in a kernel that marches through a chain whose steps act on each number by itself; None
+            where there is none.
 
     Example:
         >>> from lp_jax import planning
@@ -132,6 +134,7 @@ class Processor:
     unroll_flops: int
     outer_terms: int
     chain_flops: float | None
+    kernel_step: float | None = None
 
     def at_once(self, layer: Footprint, steps: int) -> int:
         """Number of ``steps`` layers that are evaluated at once."""
@@ -263,6 +266,7 @@ _SHEETS = {
     "TPU v4": (2.75e14, 8.0e11),
     "TPU v5": (1.97e14, 5.4e11),
 }
+_KERNEL_STEPS = {"H200": 1.7e-7, "H100": 1.7e-7}  # measured on an H200
 
 
 def processor(platform: str, kind: str = "") -> Processor:
@@ -279,8 +283,11 @@ def processor(platform: str, kind: str = "") -> Processor:
     """
     if platform == "cpu":
         return CPU
-    known = next((sheet for name, sheet in _SHEETS.items() if name.lower() in kind.lower()), None)
-    return ACCELERATOR if known is None else dataclasses.replace(ACCELERATOR, flops=known[0], bandwidth=known[1])
+    name = next((name for name in _SHEETS if name.lower() in kind.lower()), None)
+    if name is None:
+        return ACCELERATOR
+    flops, bandwidth = _SHEETS[name]
+    return dataclasses.replace(ACCELERATOR, flops=flops, bandwidth=bandwidth, kernel_step=_KERNEL_STEPS.get(name))
 
 
 def in_chunks(

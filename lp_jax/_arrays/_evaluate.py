@@ -7,8 +7,13 @@ from jax.extend import core, source_info_util
 
 from lp_jax._arrays import _tree
 
+Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
+"""The results of an operation, from its operands."""
 
-def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Callable[..., Any]) -> list[Any]:
+CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
+
+
+def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation) -> list[Any]:
     """Evaluate a program, with each operation's scopes and place in the source."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 

@@ -64,6 +64,13 @@ def used_inputs(jaxpr: core.Jaxpr, outputs: Flags) -> Flags:
     return _live(jaxpr, outputs)[0]
 
 
+def used_equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    """The equations of a program that its results depend on."""
+    flags = _live(jaxpr, (True,) * len(jaxpr.outvars))[1]
+    _live.cache_clear()
+    return [equation for equation, used in zip(jaxpr.eqns, flags, strict=True) if any(used)]
+
+
 @functools.cache
 def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
     """Flag the inputs, and the outputs of each equation, that the flagged outputs depend on."""

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import footprint, processor
+from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Transfer, Which
 from lp_jax._comms._comm import common_unit
@@ -23,6 +23,7 @@ from lp_jax._programs._program import Program, first_equal
 from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Layers, choose
+from lp_jax._solvers._elementwise import places
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._solver import Needs, Solver
 
@@ -93,6 +94,7 @@ def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tupl
         recurrent=recurrent,
         driven=any(map(_is_inexact, jax.tree.leaves((arrays.slices.params, arrays.slices.data)))),
         in_place=in_place,
+        places=places(*layer) if workers.processor.kernel_step and workers.size == 1 else 0,
     )
     return choose(at), (program, arrays)
 
@@ -113,9 +115,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
     times = {name: t for name, t in (("t0", t0), ("t1", t1)) if not isinstance(t, jax.core.Tracer)}
     y0, shared = comm.compared((y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()})
-    workers = dataclasses.replace(
-        workers, processor=asked.value.processor or processor(comm.platform, _kind(comm.platform))
-    )
+    workers = dataclasses.replace(workers, processor=asked.value.processor or _processor(comm.platform))
     slots = workers.fit(common_unit([solver.resolve(steps) for solver in solvers], steps))
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     if traced_times:
@@ -241,12 +241,14 @@ def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes
     return (u, x) if signature(out) == signature(u) else None
 
 
-def _kind(platform: str) -> str:
-    """The kind of the devices of a platform; empty where there are none, as when compiling for another machine."""
+def _processor(platform: str) -> Processor:
+    """Numbers of the devices of a platform; of an unknown kind where there are none, as when compiling for another machine."""
     try:
-        return str(jax.devices(platform)[0].device_kind)
+        devices = jax.devices(platform)
     except RuntimeError:
-        return ""
+        return processor(platform)
+    found = processor(platform, devices[0].device_kind)
+    return found if len(devices) == 1 else dataclasses.replace(found, kernel_step=None)  # it is not partitioned
 
 
 def _is_inexact(x: jax.Array) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.extend import core
 
+from lp_jax._arrays._evaluate import CALLS
 from lp_jax._arrays._products import array_type, is_product
 from lp_jax._arrays._types import PyTree, State
 
@@ -26,7 +27,6 @@ _ONE_BY_ONE = {
     "copy",
     "reduce_precision",
 }
-_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
 
 
 def acts_in_place(linear: Linear, state: State) -> bool:
@@ -108,7 +108,7 @@ def _follow(
         inner = equation.params.get("jaxpr")
         if all(x is None for x in operands):
             results: list[Property] = [None] * len(equation.outvars)
-        elif equation.primitive.name in _CALLS and inner is not None:
+        elif equation.primitive.name in CALLS and inner is not None:
             results = _follow(getattr(inner, "jaxpr", inner), operands, rule)
         else:
             results = [rule(equation, operands)] * len(equation.outvars)

@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 from lp_jax._arrays._at_once import OF_NEWTON, Footprint, Processor
 from lp_jax._solvers._coarse_step import Identity
+from lp_jax._solvers._elementwise import Elementwise, intervals
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
@@ -24,6 +25,7 @@ _LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradie
 _GAIN = 0.55  # most of the time of serial propagation that another pair may be predicted to take
 _EXACT_GAIN = 0.9  # the same for exact pairs on devices that share no cores, as accelerators do not
 _ITERATIONS, _RELAXATIONS = 10, 16
+_STARTS, _MOVED = 30, 2  # of the kernel: other kernels, and evaluations of all layers that move as many bytes
 _MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
@@ -41,6 +43,7 @@ class Layers(NamedTuple):
         recurrent: whether all layers have the same weights.
         driven: whether each layer has arrays of its own all the same: the inputs of a recurrent network.
         in_place: number of leaves of the state, if a layer combines only numbers at equal positions of them; else 0.
+        places: numbers of a leaf of the state, if a kernel may march through the layers; else 0.
     """
 
     footprint: Footprint
@@ -53,6 +56,7 @@ class Layers(NamedTuple):
     recurrent: bool
     driven: bool = False
     in_place: int = 0
+    places: int = 0
 
 
 def choose(layers: Layers) -> tuple[Pair, float]:
@@ -66,7 +70,9 @@ def choose(layers: Layers) -> tuple[Pair, float]:
     if not layers.footprint.counted:
         return SERIAL, serial
     options = [(_GAIN, *_newton(layers)), (_EXACT_GAIN if layers.processor.launches else _GAIN, *_intervals(layers))]
-    if not (layers.recurrent and layers.driven):  # their states move as far in a step as they are large: sweeps fail
+    options.append((_GAIN, *_kernel(layers)))
+    moving = layers.recurrent and layers.driven  # their states move as far in a step as they are large: sweeps fail
+    if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
         options.append((_GAIN, *_sweeps(layers)))
     faster = [(seconds, pair) for gain, seconds, pair in options if seconds <= gain * serial]
     seconds, pair = min([*faster, (serial, SERIAL)], key=lambda option: option[0])
@@ -111,6 +117,18 @@ def _intervals(at: Layers) -> tuple[float, Pair]:
     forward, backward = at.processor.serial(at.footprint, factor)
     each = 2 * _message(at)
     return cycles * (forward + each) + (cycles + 1) / 2 * backward + cycles * each, (solver, solver)
+
+
+def _kernel(at: Layers) -> tuple[float, Pair]:
+    """A kernel through all layers, or through intervals of them: two iterations forward and one back, and the last march."""
+    if not (at.places and at.processor.kernel_step):
+        return math.inf, SERIAL
+    count = intervals(at.layers, at.places)
+    # steps of the adjoint take half the time
+    steps = 1.5 * at.layers if count == 1 else 4 * (at.layers / count + count)
+    solver = Elementwise()
+    moved = _MOVED * at.processor.batch(at.footprint, at.layers)
+    return _STARTS * at.processor.launch + at.processor.kernel_step * steps + moved, (solver, solver)
 
 
 def _newton(at: Layers) -> tuple[float, Pair]:

@@ -5,6 +5,7 @@ import math
 from typing import cast
 
 from lp_jax._solvers._coarse_step import CoarseStep, Identity
+from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
@@ -168,7 +169,7 @@ _BYTES = 4  # of a number
 
 
 @count_work.register
-def _(solver: Serial, work: Work) -> None:
+def _(solver: Serial | Elementwise, work: Work) -> None:
     work = dataclasses.replace(work, in_turn=True)
     if work.step is None:
         work = work.during("propagation")
@@ -179,7 +180,7 @@ def _(solver: Serial, work: Work) -> None:
 
 
 @count_steps.register
-def _(coarse_step: Serial, work: Work, count: int, at_once: int) -> None:
+def _(coarse_step: Serial | Elementwise, work: Work, count: int, at_once: int) -> None:
     work.evaluate(count * work.span, at_once, rows=count * at_once)
 
 
@@ -193,12 +194,12 @@ def _(solver: Serial, sizes: Sizes) -> Held:
 
 
 @with_effort.register
-def _(solver: Serial, iterations: int) -> Serial:
+def _(solver: Serial | Elementwise, iterations: int) -> Serial | Elementwise:
     return solver
 
 
 @_work.evaluates.register
-def _(solver: Serial) -> str:
+def _(solver: Serial | Elementwise) -> str:
     return "series"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lp_jax._solvers._coarse_step import Identity, PerInterval
+from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
@@ -92,6 +93,11 @@ def _(part: Newton) -> str:
 @summary.register
 def _(part: Serial) -> str:
     return "serial"
+
+
+@summary.register
+def _(part: Elementwise) -> str:
+    return "serial, in one kernel"
 
 
 @summary.register

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from lp_jax._solvers._coarse_step import CoarseStep
+from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
@@ -85,7 +86,7 @@ def _(solver: Newton, layers: int) -> Described:
 
 
 @describe.register
-def _(solver: Serial, layers: int) -> Described:
+def _(solver: Serial | Elementwise, layers: int) -> Described:
     return Described(f"{layers} layers one after another: serial propagation", "exact, and the baseline")
 
 
