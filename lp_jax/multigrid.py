@@ -4,13 +4,13 @@ Compose them into a cycle of your own, for `MGRIT(cycle=...)`, or call them by h
 ``jax.shard_map`` over the layers. The two-grid method on C-points ``u``:
 
     >>> import jax.numpy as jnp, lp_jax
-    >>> from lp_jax import multigrid as mg
+    >>> from lp_jax import multigrid
     >>> def two_grid(levels, u):
     ...     fine, coarse = levels
-    ...     r = mg.residual(fine, u)
-    ...     v = mg.restrict(fine, u)
-    ...     coarse = coarse.with_rhs(mg.coarse_rhs(coarse, v, mg.restrict(fine, r)))
-    ...     return mg.correct(fine, u, mg.march(coarse), v), mg.sum_of_squares(fine, r)
+    ...     r = multigrid.residual(fine, u)
+    ...     v = multigrid.restrict(fine, u)
+    ...     coarse = coarse.with_rhs(multigrid.coarse_rhs(coarse, v, multigrid.restrict(fine, r)))
+    ...     return multigrid.correct(fine, u, multigrid.march(coarse), v), multigrid.sum_of_squares(fine, r)
     >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
     >>> solver = lp_jax.MGRIT(cycle=two_grid, iterations=4)
     >>> bool(jnp.isclose(problem.solve(solver=solver).y1, problem.solve(solver=lp_jax.Serial()).y1))
@@ -20,16 +20,8 @@ Source: Falgout, Friedhoff, Kolev, MacLachlan, Schroder, "Parallel time integrat
 36 (2014).
 """
 
-import functools
-from collections.abc import Callable, Sequence
-
-import jax
-
-from lp_jax._arrays._types import CPoints, PyTree, Scalar
-from lp_jax._levels import _sweep
 from lp_jax._levels._level import Level as Level
 from lp_jax._levels._level import sum_of_squares as sum_of_squares
-from lp_jax._levels._relax import Relaxation, relaxed
 from lp_jax._levels._relax import c_relax as c_relax
 from lp_jax._levels._relax import f_relax as f_relax
 from lp_jax._levels._relax import residual as residual
@@ -37,182 +29,12 @@ from lp_jax._levels._transfer import coarse_rhs as coarse_rhs
 from lp_jax._levels._transfer import correct as correct
 from lp_jax._levels._transfer import prolong as prolong
 from lp_jax._levels._transfer import restrict as restrict
-from lp_jax._problem import Problem
-from lp_jax._programs import _inputs, _traced
-from lp_jax._solvers import _cycle
-from lp_jax._solvers._coarse_step import CoarseStep, coarser
-from lp_jax._solvers._rediscretize import Rediscretize
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
+from lp_jax._multigrid import cascade as cascade
+from lp_jax._multigrid import coarsen as coarsen
+from lp_jax._multigrid import f_cycle as f_cycle
+from lp_jax._multigrid import hierarchy as hierarchy
+from lp_jax._multigrid import march as march
+from lp_jax._multigrid import rediscretize as rediscretize
+from lp_jax._multigrid import v_cycle as v_cycle
+from lp_jax._multigrid import w_cycle as w_cycle
 from lp_jax._solvers._solver import solve_levels as solve_levels
-
-_BY_LEVEL = ("F", "FCF")
-
-
-def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
-    """Return the levels that a solve works on.
-
-    Args:
-        problem: with `MPIComm`, or `MeshComm` inside a ``jax.shard_map`` over its axis (``check_vma=False``), each worker passes
-            its own layers, whole intervals of them, and gets its part of the levels. ``aux`` is left out.
-        solver: defines the coarsening and the coarse steps.
-
-    Returns:
-        The levels, finest first.
-
-    Raises:
-        ValueError: for a `MeshComm` outside of a ``jax.shard_map``.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> levels = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(levels=3, coarsening=4))
-        >>> [level.steps for level in levels]
-        [64, 16, 4]
-    """
-    _inputs.solver("solver", solver)
-    program, arrays = _traced.trace(problem.replace(comm=problem.comm.inside()), (solver,))
-    solver = solver.resolve(program.workers.layers)
-    return solver.discretize(program.chain(program.with_slots(arrays)))
-
-
-def coarsen(level: Level, coarse_step: CoarseStep, factor: int = 1) -> Level:
-    """Return the next coarser level: a coarse step in the place of each interval.
-
-    Args:
-        level: a level of the layers, not of an adjoint.
-        coarse_step: `Rediscretize`, `Picard` with fixed sweeps, `Identity`, or one of your own.
-        factor: coarsening factor of the new level, 1 for the coarsest.
-
-    Raises:
-        ValueError: for an adjoint level.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid as mg
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, _ = mg.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> mg.coarsen(fine, lp_jax.Picard(sweeps=2)).steps
-        16
-    """
-    if level.chain is None:
-        raise ValueError(
-            "coarsen got an adjoint level. The coarse levels of an adjoint are those that a cycle is given."
-        )
-    steps = coarse_step.coarsen(level.chain, level.number + 1, level.interval_span, at_once=level.at_once)
-    return coarser(level, steps, factor)
-
-
-def rediscretize(level: Level, params: str | Callable[[PyTree], PyTree] = "inject", factor: int = 1) -> Level:
-    """Return the next coarser level by rediscretization: one layer with the whole dt in the place of each interval's.
-
-    ``Phi'_j(u) = Phi(u; params_j, t_j, m dt)``, the coarse operator of the field.
-
-    Args:
-        level: a level of the layers.
-        params: parameters of the coarse layer, as for `Rediscretize`: "inject", "mean", or a function of an interval's.
-        factor: coarsening factor of the new level, 1 for the coarsest.
-
-    Raises:
-        ValueError: as `coarsen`, and for an unknown ``params``.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid as mg
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, _ = mg.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> coarse = mg.rediscretize(fine, "mean")
-        >>> coarse.steps, float(coarse.xs.dt[0])
-        (16, 0.0625)
-    """
-    return coarsen(level, Rediscretize(params), factor)
-
-
-def march(level: Level) -> CPoints:
-    """Solve a level step after step, and return its C-points, on the coarsest level all its points.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid as mg
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, coarse = mg.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> mg.march(fine).shape, mg.march(coarse).shape
-        ((16,), (16,))
-    """
-    return _sweep.march(level)[0]
-
-
-def _scheme(
-    relaxation: Relaxation | tuple[Relaxation, ...], c_weight: float | jax.Array, coarsest: Solver
-) -> _cycle.Scheme:
-    return _cycle.Scheme(functools.partial(relaxed, relaxation, c_weight), coarsest)
-
-
-def v_cycle(
-    levels: Sequence[Level],
-    u: CPoints,
-    *,
-    relaxation: Relaxation | tuple[Relaxation, ...] = _BY_LEVEL,
-    c_weight: float | jax.Array = 1.0,
-    coarsest: Solver = Serial(),
-) -> tuple[CPoints, Scalar]:
-    """One V-cycle of the full approximation scheme.
-
-    Args:
-        levels: finest first.
-        u: C-points of ``levels[0]``, leaves ``(intervals, ...)``.
-        relaxation: as for `MGRIT`.
-        c_weight: as for `MGRIT`.
-        coarsest: as for `MGRIT`.
-
-    Returns:
-        The corrected C-points, and this worker's sum of squared residuals after relaxation; ``levels[0].norm`` makes it the norm
-        over all workers.
-
-    Example:
-        >>> import functools, jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid as mg
-        >>> cycle = functools.partial(mg.v_cycle, relaxation="FCF")
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> round(float(problem.solve(solver=lp_jax.MGRIT(levels=3, cycle=cycle)).y1), 3)
-        2.695
-    """
-    return _cycle.fas_cycle(_scheme(relaxation, c_weight, coarsest), levels, u, "V")
-
-
-def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
-    """One F-cycle: each coarse level is visited by an F-cycle, then by a V-cycle. As `v_cycle` else.
-
-    Example:
-        >>> import lp_jax
-        >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.f_cycle)
-    """
-    return _cycle.fas_cycle(_scheme(**(_DEFAULTS | options)), levels, u, "F")
-
-
-def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
-    """One W-cycle: each coarse level is visited by two W-cycles. As `v_cycle` else.
-
-    Example:
-        >>> import lp_jax
-        >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.w_cycle)
-    """
-    return _cycle.fas_cycle(_scheme(**(_DEFAULTS | options)), levels, u, "W")
-
-
-def cascade(levels: Sequence[Level], kind: str = "V", **options: PyTree) -> CPoints:
-    """Approximate the C-points without a guess, from the coarsest level to the finest. Options are those of `v_cycle`.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid as mg
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> levels = mg.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> u, squares = mg.v_cycle(levels, mg.cascade(levels))
-        >>> u.shape
-        (16,)
-    """
-    return _cycle.cascade(_scheme(**(_DEFAULTS | options)), levels, kind)
-
-
-_DEFAULTS: dict[str, PyTree] = {"relaxation": _BY_LEVEL, "c_weight": 1.0, "coarsest": Serial()}

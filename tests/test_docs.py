@@ -141,7 +141,7 @@ def test_every_page_is_in_the_site():
     assert pages and pages <= nav, pages - nav
 
 
-MAIN = (lp_jax, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz)
+MAIN = (lp_jax, lp_jax.multigrid, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz)
 CONTRIB = (lp_jax.train.contrib, lp_jax.data.contrib)
 
 

@@ -42,6 +42,13 @@ def f_relax(level: Level, u: CPoints) -> Points:
 
     Returns:
         Leaves ``(steps, ...)``; the C-points among them are ``u`` itself.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> fine, _ = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
+        >>> lp_jax.multigrid.f_relax(fine, lp_jax.multigrid.march(fine)).shape
+        (64,)
     """
     if level.factor == 1:
         return u

@@ -25,7 +25,15 @@ def restrict(level: Level, u: CPoints) -> Points:
 
 
 def prolong(level: Level, v: Points) -> CPoints:
-    """Points of the next coarser level as C-points of ``level``, ``P v_j``. Leaves ``(intervals, ...)``."""
+    """Points of the next coarser level as C-points of ``level``, ``P v_j``. Leaves ``(intervals, ...)``.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> fine, coarse = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
+        >>> lp_jax.multigrid.prolong(fine, lp_jax.multigrid.march(coarse)).shape  # no coarsening in space: unchanged
+        (16,)
+    """
     return v if level.transfer is None else jax.vmap(level.transfer[1])(v)
 
 
