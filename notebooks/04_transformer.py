@@ -167,7 +167,10 @@ batch = digits.train_x[:50], digits.train_y[:50]
 
 fig, ax = plt.subplots()
 for (name, (loss, prepare, solver)), marker in zip(ways.items(), "os^", strict=True):
-    errors = [train.gradient_error(loss, prepare(kept[step]), batch, solver).relative for step in moments]
+    gradient, errors = jax.jit(jax.grad(loss, has_aux=True)), []
+    for step in moments:
+        (g, _), (exact, _) = (gradient(prepare(kept[step]), batch, each, None) for each in (solver, lp_jax.Serial()))
+        errors.append(float(optax.tree.norm(optax.tree.sub(g, exact)) / optax.tree.norm(exact)))
     ax.semilogy(moments, errors, marker=marker, label=name)
     print(f"{name:37}", "  ".join(f"{error:.1e}" for error in errors))
 ax.set(
@@ -189,5 +192,5 @@ plt.show()
 #   other.
 # * **A tolerance** lets the solver take as many sweeps as it needs, and so follows the drift.
 #
-# Whatever you choose, measure it now and then while you train: `train.gradient_error` costs two gradients.
+# Whatever you choose, measure it now and then while you train: `lp_jax.gradient_error` costs two gradients.
 # `train.Controller`, in notebook 8, does it for you.

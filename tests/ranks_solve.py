@@ -288,6 +288,7 @@ def grid(copies):
     import optax
 
     from lp_jax import train
+    from lp_jax.train._probe import gradient_error
 
     ranks = train.Ranks.grid(data=int(copies))
     n, width, batch = 12, 5, 8
@@ -311,7 +312,7 @@ def grid(copies):
         optimizer = optax.adam(0.01)
         state = train.init_state(params, optimizer)
         step_fn = train.make_train_step(loss_fn, optimizer, ranks=ranks)
-        seen = [train.gradient_error(loss_fn, params, batch, *solvers, ranks=ranks)]
+        seen = [gradient_error(loss_fn, params, batch, *solvers, ranks=ranks)]
         for _ in range(3):
             state, metrics = step_fn(state, batch, *solvers)
             seen.append(metrics)

@@ -71,7 +71,7 @@ def test_images_that_fit_into_the_cache_are_taken_together():
     images = (
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(50, n, n, 8) for n in (8, 28, 200)] + [(0, 8, 8, 8)]
     )
-    assert [_convolution._images_at_once(x, kernel) for x in images] == [50, 10, 1, 0]
+    assert [_convolution._images_at_once(x, kernel) for x in images] == [50, 10, 1, 1]
 
 
 def test_bad_input_is_refused():

@@ -74,9 +74,9 @@ def test_layers_that_are_changed_one_by_one_go_back():
     ("layers", "message"),
     [
         ([], "layers is empty"),
-        ([{"w": jnp.ones(n)} for n in (3, 3, 4)], r"\['w'\] is float64\[3\] in layer 0 and float64\[4\]"),
+        ([{"w": jnp.ones(n)} for n in (3, 3, 4)], r"w is float64\[3\] in layer 0 and float64\[4\]"),
         ([{"w": jnp.ones(3)}, {"w": jnp.ones(3, jnp.float32)}], r"float64\[3\] in layer 0 and float32\[3\] in layer 1"),
-        ([{"w": jnp.ones(3)}, {"v": jnp.ones(3)}], r"\['w'\] is float64\[3\] in layer 0 and absent in layer 1"),
+        ([{"w": jnp.ones(3)}, {"v": jnp.ones(3)}], r"v is absent in layer 0 and float64\[3\] in layer 1"),
     ],
 )
 def test_layers_that_are_not_alike_are_refused(layers, message):
@@ -172,11 +172,7 @@ def test_a_model_comes_back_bit_for_bit(file):
     model, other, x = make_model(), make_model(nnx.Rngs(7)), normal((3, 4))
     nn.save(file, model)
     layers = ("opening.linear", "trunk.layers.inner", "trunk.layers.outer", "closing.layers.0", "closing.layers.1")
-    assert set(header(file)) == {
-        "__metadata__",
-        *(f"{layer}.{kind}" for layer in layers for kind in ("bias", "kernel")),
-    }
-    assert header(file)["__metadata__"] == {"lp_jax.format": "1"}
+    assert set(header(file)) == {f"{layer}.{kind}" for layer in layers for kind in ("bias", "kernel")}
     params = nnx.to_pure_dict(nnx.state(model))
     for like in (None, params, model, nnx.state(other), jax.eval_shape(lambda: params)):
         assert_same(nn.load(file, like=like), params)
@@ -212,7 +208,7 @@ def test_all_dtypes_and_shapes(file):
 def test_lists_and_tuples_have_numbers_for_names(file):
     params = {"layers": [(jnp.ones(2), jnp.zeros(3)), (jnp.ones(1), jnp.zeros(1))]}
     nn.save(file, params)
-    assert set(header(file)) == {"__metadata__", *(f"layers.{i}.{j}" for i in (0, 1) for j in (0, 1))}
+    assert set(header(file)) == {f"layers.{i}.{j}" for i in (0, 1) for j in (0, 1)}
     assert_same(nn.load(file, like=params), params)
     assert_same(nn.load(file)["layers"][1], {0: jnp.ones(1), 1: jnp.zeros(1)})
 
@@ -229,12 +225,12 @@ def test_files_of_other_programs_are_read(file):
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        ({"a.b": 1.0}, ValueError, r"'a.b' in params\['a.b'\] cannot be part of an array's name"),
-        ({"a": {"7": 1.0}}, ValueError, r"'7' in params\['a'\]\['7'\] cannot be"),
-        ({"": 1.0}, ValueError, "'' in params"),
-        (jnp.ones(3), ValueError, "params is a single array; put it into a dict"),
-        ({"k": jax.random.key(0)}, TypeError, r"k has dtype key<fry>.*Save jax.random.key_data of it"),
-        ({"z": jnp.ones(2, complex)}, TypeError, "z has dtype complex128, which safetensors does not have"),
+        ({"a.b": 1.0}, ValueError, r"params\['a.b'\] has no name, the keys joined by dots"),
+        ({"a": {"7": 1.0}}, ValueError, r"params\['a'\]\['7'\] has no name"),
+        ({"": 1.0}, ValueError, r"params\[''\] has no name"),
+        (jnp.ones(3), ValueError, "params has no name.* Put arrays into dicts"),
+        ({"k": jax.random.key(0)}, TypeError, "Use jax.random.key_data"),
+        ({"z": jnp.ones(2, complex)}, TypeError, "cannot be written: .*complex128"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(file, params, error, message):
@@ -249,17 +245,19 @@ PARAMS = {"inner": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        ({"inner": PARAMS["inner"] | {"scale": jnp.ones(3)}}, r"`like`\. Missing: inner.scale\.$"),
-        ({"inner": {"kernel": jnp.ones((2, 3))}}, r"`like`\. Unexpected: inner.bias\.$"),
+        (
+            {"inner": PARAMS["inner"] | {"scale": jnp.ones(3)}},
+            r"inner.scale is absent in the file and float64\[3\] in `like`",
+        ),
+        ({"inner": {"kernel": jnp.ones((2, 3))}}, r"inner.bias is float64\[3\] in the file and absent in `like`"),
         (
             {"inner": {"kernel": jnp.ones((2, 4)), "bias": jnp.ones(3)}},
-            r"inner.kernel is float64\[2, 3\], but float64\[2, 4\] in",
+            r"inner.kernel is float64\[2, 3\] in the file and float64\[2, 4\] in",
         ),
         (
             jax.tree.map(lambda x: x.astype("float32"), PARAMS),
-            r"inner.bias is float64\[3\], but float32\[3\] in `like`",
+            r"inner.bias is float64\[3\] in the file and float32\[3\] in `like`",
         ),
-        ({"outer": PARAMS["inner"]}, r"Missing: outer.bias, outer.kernel\. Unexpected: inner.bias, inner.kernel\."),
     ],
 )
 def test_parameters_of_another_network_are_refused(file, like, message):
@@ -279,9 +277,6 @@ def test_bad_files_are_refused(file):
         file.write_bytes(data)
         with pytest.raises(ValueError, match=r"params\.safetensors is not a file of safetensors, or is incomplete: "):
             nn.load(file)
-    file.write_bytes(save({"w": np.ones(2)}, metadata={"lp_jax.format": "2"}))
-    with pytest.raises(ValueError, match="has format version 2, this lp_jax reads version 1: update lp_jax"):
-        nn.load(file)
     file.write_bytes(save({"w": np.ones(2), "w.b": np.ones(2)}))
     with pytest.raises(ValueError, match=r"a part of the name w\.b is the name of another array"):
         nn.load(file)

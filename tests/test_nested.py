@@ -196,13 +196,6 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path, undi
     assert int(again.step) == 14
 
 
-def test_a_depth_is_left_when_its_loss_settles():
-    """A learning rate of zero: the second epoch is as the first."""
-    depths = [train.Depth(4, 9, tolerance=0.5), train.Depth(8, 1)]
-    _, state, log = train.nested(model(), optax.sgd(0.0), batches, depths, steps_per_epoch=2, log_every=1)
-    assert [row["step"] for row in log.of("depth")] == [0, 4] and int(state.step) == 6
-
-
 @pytest.mark.parametrize(
     ("layers", "words"),
     [([], "got none"), ([8, 16], "begin with the model's 4"), ([4, 6], r"multiple.*\[4, 6\]"), ([4, 4], "multiple")],

@@ -636,11 +636,6 @@ def test_without_flax_the_extra_is_named(monkeypatch):
         importlib.import_module("lp_jax.nn")
 
 
-def test_every_public_name_has_an_example():
-    public = [getattr(nn, name) for name in vars(nn) if not name.startswith("_")]
-    assert len(public) > 20 and all(">>>" in value.__doc__ for value in public)
-
-
 LOW = {
     "encoder": (lambda rngs, dtype: nn.EncoderLayer(32, 4, dtype=dtype, rngs=rngs), (2, 8, 32)),
     "dense": (lambda rngs, dtype: nn.DenseResidual(32, hidden=16, norm="layer", dtype=dtype, rngs=rngs), (4, 32)),

@@ -21,7 +21,7 @@ LAYERS = {
     "planning": {*FLOORS},
     "lp_jax": {*FLOORS, "planning"},
     "data": {"_arrays"},
-    "nn": {*FLOORS, "planning", "lp_jax"},
+    "nn": {*FLOORS},
     "train": {*FLOORS, "planning", "lp_jax", "nn"},
     "viz": {*FLOORS, "planning", "lp_jax", "train"},
     "cli": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz"},

@@ -20,6 +20,7 @@ from lp_jax.cli._experiment import Experiment, Run, experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._problem import Settings
 from lp_jax.train._log import flat
+from lp_jax.train._probe import gradient_error
 from lp_jax.train._types import Batch
 from lp_jax.train.contrib import mgopt
 
@@ -215,7 +216,7 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
         loss_fn, operands = made.loss_fn, batch  # whose programs other measurements use, too
         if state.restart is not None:
             loss_fn, operands = restarted, (batch, state.restart)
-        error = train.gradient_error(loss_fn, state.params, operands, *made.solvers, ranks=made.place.ranks)
+        error = gradient_error(loss_fn, state.params, operands, *made.solvers, ranks=made.place.ranks)
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,

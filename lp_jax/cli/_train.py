@@ -27,9 +27,9 @@ from lp_jax.cli._problem import Problem, Settings
 from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import workers
+from lp_jax.nn._export import first_difference
 from lp_jax.planning import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
-from lp_jax.train._checkpoint import first_difference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,11 +4,9 @@ A module that is one layer step, ``__call__(y, t, dt) -> y_next``, becomes a net
 function) or `LayerParallel` (a module). ``y`` is the state, ``t`` the time at which the layer starts and ``dt`` the time
 that it spans, scalars in the units of ``t0`` and ``t1``.
 
-All modules take ``rngs``, the source of their initial parameters, and ``param_dtype``, the dtype of the parameters, which
-should be that of the state. Some take ``dtype``, the dtype of their products, for example `jax.numpy.bfloat16`; None means
-that of the state. The state keeps its dtype.
-
-A model that scans over its layers needs none of these: see `parallel`.
+All modules take ``rngs``, the source of their initial parameters, and ``param_dtype``, their dtype, which should be that of
+the state. Some take ``dtype``, the dtype of their products; None means that of the state, which keeps its dtype. A model
+that scans over its layers needs none of these: see `parallel`.
 
 Modules of other libraries need two lines. Flax Linen:
 

@@ -1,7 +1,7 @@
 """Trained parameters outside the solver: layer by layer, as a plain function, and in a file."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,9 +22,8 @@ from lp_jax.nn._stack import PerCall, PerLayer
 def unstack(layers: PyTree) -> list[PyTree]:
     """Return the parameters layer by layer: N trees, leaves without the axis of layers.
 
-    Args:
-        layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`. With ``weights=nn.Spline(...)`` a layer's
-            parameters are the spline's values.
+    ``layers`` are stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`. With ``weights=nn.Spline(...)`` a layer's
+    parameters are the spline's values.
 
     Raises:
         ValueError: if the leaves differ in length, or the layers are spread over MPI ranks.
@@ -36,6 +35,8 @@ def unstack(layers: PyTree) -> list[PyTree]:
         >>> layers = nn.unstack(trunk)
         >>> len(layers), layers[3]["inner"]["kernel"].shape
         (16, (8, 8))
+        >>> nn.restack(layers)["inner"]["kernel"].shape
+        (16, 8, 8)
     """
     if isinstance(layers, LayerParallel):
         refuse_ranks(layers)
@@ -51,38 +52,21 @@ def restack(layers: Sequence[PyTree]) -> PyTree:
 
     Raises:
         ValueError: if there are no layers, or they differ in structure, shapes or dtypes.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lp_jax import nn
-        >>> nn.restack([{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}])["w"].shape
-        (2, 3)
     """
     if not layers:
         raise ValueError("layers is empty; restack needs the parameters of at least one layer.")
-    wanted = _described(layers[0])
     for number, layer in enumerate(layers):
-        arrays = _described(layer)
-        for name in {**wanted, **arrays}:
-            a, b = wanted.get(name, "absent"), arrays.get(name, "absent")
-            if a != b:
-                raise ValueError(f"layers must be alike; {name} is {a} in layer 0 and {b} in layer {number}.")
+        if difference := differing_array(layers[0], layer, "in layer 0", f"in layer {number}"):
+            raise ValueError(f"layers must be alike; {difference}.")
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
 def sequential(trunk: LayerParallel, *, solver: Solver | None = None) -> Callable[..., State]:
     """Return a trained trunk, on one device or a mesh, as a plain function: a ``lax.scan`` over the layers.
 
-    With a solver, the function solves for the layers instead: a few Picard sweeps approximate the network with less sequential
-    work. The function holds the current parameters. Layers with running statistics should be in ``eval()`` mode; otherwise
-    they normalise by the batch.
-
-    Args:
-        trunk: the trained layers.
-        solver: solver for the layers; None runs them one after another.
-
-    Returns:
-        ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of `LayerParallel.solve`.
+    The function holds the current parameters: ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of
+    `LayerParallel.problem`. With a solver, a few Picard sweeps for example, it solves for the layers instead. Layers with
+    running statistics should be in ``eval()`` mode; otherwise they normalise by the batch.
 
     Raises:
         ValueError: if the layers are spread over MPI ranks.
@@ -94,8 +78,6 @@ def sequential(trunk: LayerParallel, *, solver: Solver | None = None) -> Callabl
         >>> from lp_jax import nn
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(0))
         >>> network, y = jax.jit(nn.sequential(trunk)), jnp.ones((4, 8), "float32")
-        >>> bool(jnp.allclose(network(y), trunk.solve(y, solver=lp_jax.Serial()).y1))
-        True
         >>> sweeps = nn.sequential(trunk, solver=lp_jax.Picard(sweeps=3))
         >>> error = jnp.abs(sweeps(y) - network(y)).max() / jnp.abs(network(y)).max()
         >>> bool(0 < error < 1e-2)
@@ -140,22 +122,25 @@ def save(path: str | os.PathLike[str], params: PyTree) -> None:
         ValueError: if a key cannot be part of a name.
 
     Example:
-        >>> import tempfile, jax.numpy as jnp
+        >>> import tempfile
+        >>> from flax import nnx
         >>> from lp_jax import nn
+        >>> make = lambda seed: nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(seed))
+        >>> trained, other = make(0), make(1)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     nn.save(f"{folder}/params.safetensors", {"inner": {"kernel": jnp.ones((2, 3), "bfloat16")}})
-        ...     nn.load(f"{folder}/params.safetensors")["inner"]["kernel"].dtype
-        dtype(bfloat16)
+        ...     nn.save(f"{folder}/trunk.safetensors", trained)
+        ...     nnx.update(other, nn.load(f"{folder}/trunk.safetensors", like=other))
+        >>> bool((other.layers.inner.kernel[...] == trained.layers.inner.kernel[...]).all())
+        True
     """
     path = Path(path)
-    safetensors, arrays = _safetensors(path), {}
-    for name, leaf in _named(params)[0].items():
-        if str(leaf.dtype) not in _DTYPES:
-            hint = " Save jax.random.key_data of it." if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else ""
-            raise TypeError(f"{name} has dtype {leaf.dtype}, which safetensors does not have.{hint}")
-        arrays[name] = np.asarray(leaf, order="C")
+    safetensors = _safetensors(path)
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(params)[0].items()}
     unfinished = path.with_name(f"{path.name}.unfinished")
-    safetensors.numpy.save_file(arrays, unfinished, metadata={_VERSION_KEY: _VERSION})
+    try:
+        safetensors.numpy.save_file(arrays, unfinished)
+    except safetensors.SafetensorError as error:
+        raise TypeError(f"{path} cannot be written: {error}") from error
     unfinished.replace(path)
 
 
@@ -174,41 +159,34 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     Raises:
         ImportError: if safetensors is not installed.
         FileNotFoundError: if there is no such file.
-        ValueError: if the file has another format or a later version, is incomplete, or does not match ``like``; and if
-            JAX would cut float64 to float32.
-
-    Example:
-        >>> import tempfile
-        >>> from flax import nnx
-        >>> from lp_jax import nn
-        >>> make = lambda seed: nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(seed))
-        >>> trained, other = make(0), make(1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     nn.save(f"{folder}/trunk.safetensors", trained)
-        ...     nnx.update(other, nn.load(f"{folder}/trunk.safetensors", like=other))
-        >>> bool((other.layers.inner.kernel[...] == trained.layers.inner.kernel[...]).all())
-        True
+        ValueError: if the file has another format, is incomplete, or does not match ``like``; and if JAX would cut float64 to
+            float32.
     """
-    arrays = _read(Path(path))
-    if like is None:
-        return _nested(Path(path), arrays)
-    wanted, structure = _named(like)
-    differences = {"Missing": wanted.keys() - arrays.keys(), "Unexpected": arrays.keys() - wanted.keys()}
-    if any(differences.values()):
-        lists = [f"{title}: {', '.join(sorted(names)[:5])}." for title, names in differences.items() if names]
-        raise ValueError(f"{path} does not hold the parameters of `like`. {' '.join(lists)}")
-    for name, leaf in wanted.items():
-        if (a := _aval(arrays[name])) != (b := _aval(leaf)):
+    path = Path(path)
+    safetensors = _safetensors(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}.")
+    try:
+        arrays = safetensors.numpy.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a file of safetensors, or is incomplete: {error}.") from error
+    for name, x in arrays.items():
+        if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
             raise ValueError(
-                f"{path}: {name} is {a}, but {b} in `like`. Build the network as it was when it was saved."
+                f"{path}: {name} is {x.dtype}, which JAX would cut to half of its bits. Call "
+                'jax.config.update("jax_enable_x64", True) first.'
             )
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    if like is None:
+        flat = {_keys(name): x for name, x in arrays.items()}
+        for name, keys in zip(arrays, flat, strict=True):
+            if any(keys[:length] in flat for length in range(1, len(keys))):
+                raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
+        return traverse_util.unflatten_dict(flat)
+    wanted, structure = _named(like)
+    if difference := differing_array(arrays, wanted, "in the file", "in `like`"):
+        raise ValueError(f"{path}: {difference}. Build the network as it was when it was saved.")
     return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
-
-
-_VERSION_KEY, _VERSION = "lp_jax.format", "1"
-
-_DTYPES = ("bool", *(f"{u}int{bits}" for u in ("u", "") for bits in (8, 16, 32, 64)))
-_DTYPES += ("float16", "bfloat16", "float32", "float64", "complex64")
 
 
 def _safetensors(path: Path) -> ModuleType:
@@ -219,41 +197,9 @@ def _safetensors(path: Path) -> ModuleType:
     return safetensors
 
 
-def _read(path: Path) -> dict[str, jax.Array]:
-    safetensors = _safetensors(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}.")
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            version = (file.metadata() or {}).get(_VERSION_KEY, _VERSION)
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a file of safetensors, or is incomplete: {error}.") from error
-    if version != _VERSION:
-        raise ValueError(f"{path} has format version {version}, this lp_jax reads version {_VERSION}: update lp_jax.")
-    return {name: _as_jax(path, name, x) for name, x in arrays.items()}
-
-
-def _as_jax(path: Path, name: str, x: np.ndarray) -> jax.Array:
-    if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-        raise ValueError(
-            f"{path}: {name} is {x.dtype}, which JAX would cut to half of its bits. Call "
-            'jax.config.update("jax_enable_x64", True) first.'
-        )
-    return jnp.asarray(x)
-
-
-def _nested(path: Path, arrays: dict[str, jax.Array]) -> PyTree:
-    flat = {tuple(map(_key, name.split("."))): x for name, x in arrays.items()}
-    for name, keys in zip(arrays, flat, strict=True):
-        if any(keys[:length] in flat for length in range(1, len(keys))):
-            raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
-    return traverse_util.unflatten_dict(flat)
-
-
-def _key(part: str) -> str | int:
-    """Return a part of a name as a key; numbers are integers."""
-    return int(part) if part.isdecimal() and str(int(part)) == part else part
+def _keys(name: str) -> tuple[str | int, ...]:
+    """Return the keys whose name this is; numbers are integers."""
+    return tuple(int(part) if part.isdecimal() and str(int(part)) == part else part for part in name.split("."))
 
 
 def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_util.PyTreeDef]:
@@ -262,26 +208,44 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
         tree = nnx.state(tree, (nnx.Param, nnx.BatchStat))
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return {_name(path): leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for path, leaf in leaves}, structure
-
-
-def _name(path: jax.tree_util.KeyPath) -> str:
-    keys = [getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None))) for entry in path]
-    for key in keys:
-        if not (isinstance(key, int) or (isinstance(key, str) and key and "." not in key and not key.isdecimal())):
+    leaves, structure = jax.tree.flatten_with_path(tree)
+    named = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        keys = tuple(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None))) for entry in path)
+        if _keys(name) != keys or "" in keys:
             raise ValueError(
-                f"{key!r} in params{jax.tree_util.keystr(path)} cannot be part of an array's name, the keys joined by dots. "
-                "Use integers, or non-empty strings that have no dots and are not numbers."
+                f"params{jax.tree_util.keystr(path)} has no name, the keys joined by dots. Put arrays into dicts or lists, with "
+                "keys that are integers, or non-empty strings that have no dots and are not numbers."
             )
-    if not keys:
-        raise ValueError("params is a single array; put it into a dict, whose key becomes its name.")
-    return ".".join(map(str, keys))
+        named[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return named, structure
+
+
+def differing_array(a: PyTree, b: PyTree, in_a: str = "there", in_b: str = "here") -> str | None:
+    """Return the first array in which two trees differ, by path, dtype and shape; None if they are alike."""
+    return first_difference(_described(a), _described(b), in_a, in_b, str, "absent")
+
+
+def first_difference(
+    a: Mapping[str, object],
+    b: Mapping[str, object],
+    in_a: str = "there",
+    in_b: str = "here",
+    say: Callable[[object], str] = repr,
+    missing: object = None,
+) -> str | None:
+    """Return the first entry in which two dicts differ, in words; None if they are equal."""
+    for name in {**b, **a}:
+        first, second = a.get(name, missing), b.get(name, missing)
+        if first != second:
+            return f"{name} is {say(first)} {in_a} and {say(second)} {in_b}"
+    return None
 
 
 def _described(tree: PyTree) -> dict[str, str]:
-    return {jax.tree_util.keystr(path): _aval(x) for path, x in jax.tree.leaves_with_path(tree)}
-
-
-def _aval(x: jax.Array | np.ndarray) -> str:
-    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+    arrays = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        x = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        arrays[jax.tree_util.keystr(path, simple=True, separator="/")] = f"{x.dtype}{list(x.shape)}"
+    return arrays

@@ -12,7 +12,7 @@ Euler for the stiff part is stable for any step, as the coarse levels need.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -23,25 +23,19 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
-from lp_jax._arrays._types import Layer, State
+from lp_jax._arrays._types import Layer
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._solution import Solution
 from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.nn._solved import Solved, placing_solvers, solvers_of, time_first
+from lp_jax._solvers._solver import Solver
+from lp_jax.nn._solved import Solved
 
 Sequences: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
 """Sequences ``(batch, time, features)``, or these with their lengths ``(batch,)``."""
 
 
 class Gates(NamedTuple):
-    """The linear map to the three gates r, z, n, side by side.
-
-    Attributes:
-        kernel: ``(inputs, 3 hidden)``.
-        bias: ``(3 hidden,)``.
-    """
+    """The linear map to the three gates r, z, n, side by side: kernel ``(inputs, 3 hidden)``, bias ``(3 hidden,)``."""
 
     kernel: jax.Array
     bias: jax.Array
@@ -87,7 +81,8 @@ def _unit(
 class GRU(Solved):
     r"""Recurrent network of stacked units whose time steps are solved layer-parallel.
 
-    A trunk like `LayerParallel`, called with the sequence instead of a state: ``gru(x)`` are the units' last states.
+    A trunk like `LayerParallel`, called with the sequences instead of a state: ``gru(x)`` are the units' last states, a tuple
+    of ``(batch, hidden)``; see `problem` for x.
 
     Args:
         features: size of the input at each time.
@@ -96,9 +91,9 @@ class GRU(Solved):
         implicit: True for :math:`h \leftarrow (h + \Delta t (1 - z) \odot n) / (1 + \Delta t (1 - z))`, False for
             :math:`h \leftarrow h + \Delta t (1 - z) \odot (n - h)`, which with a step of 1 is the usual unit.
         dt: time that one step spans.
-        solver: `MGRIT`, `Picard`, `Newton` or `Serial`. A unit's state changes much in a step, so no iteration is safe on all
-            sequences: sweeps can overflow, also as coarse steps, and cycles with `Rediscretize` leave large errors. `Newton`
-            with full Jacobians converges on more sequences, for small states. `lp_jax.plan` measures a given network.
+        solver: a `Solver`. A unit's state changes much in a step, so no iteration is safe on all sequences: sweeps can overflow,
+            also as coarse steps, and cycles with `Rediscretize` leave large errors. `Newton` with full Jacobians converges on
+            more sequences, for small states. `lp_jax.plan` measures a given network.
         adjoint_solver: the same for the gradient; None means the settings of ``solver``.
         comm: the workers of the time steps; None is one device. Each worker has all weights. With `MPIComm` each rank gets the
             sequences of all times, and uses its own run of times.
@@ -130,7 +125,7 @@ class GRU(Solved):
         units: int = 1,
         implicit: bool = True,
         dt: float = 1.0,
-        solver: Solver = Serial(),
+        solver: Solver | None = Serial(),
         adjoint_solver: Solver | None = None,
         comm: Comm | Mesh | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -151,69 +146,20 @@ class GRU(Solved):
         self.inputs = nnx.List([gates(features if number == 0 else hidden) for number in range(units)])
         self.recurrent = nnx.List([gates(hidden) for _ in range(units)])
 
-    def __call__(self, x: Sequences) -> tuple[jax.Array, ...]:
-        """Return the last state of each unit, ``(batch, hidden)``, ``y1`` of `solve`."""
-        return self.solve(x).y1
-
-    def solve(
-        self,
-        x: Sequences,
-        *,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-        guess: str | State = "constant",
-        adjoint_guess: State | None = None,
-    ) -> Solution:
-        """Propagate the units' states, zero at first, through the sequences.
+    def problem(self, x: Sequences) -> Problem:
+        """Return the problem that `solve` solves: its data are the gates of the first unit's inputs, shared the others.
 
         Args:
             x: the sequences, ``(batch, time, features)``; or ``(x, lengths)`` with ``(batch,)`` integers. A sequence ends after
                 its number of steps, and its state stays the same from there.
-            solver: solver of this call, forward and adjoint, instead of the module's.
-            adjoint_solver: adjoint solver of this call.
-            guess: as for `lp_jax.solve`.
-            adjoint_guess: as for `lp_jax.solve`.
-
-        Returns:
-            The `Solution`; ``y1`` is a tuple of the units' last states.
 
         Raises:
             ValueError: if the sequences or the lengths have a wrong shape.
         """
-        problem = self.problem(x)
-        solvers = solvers_of(self, solver, adjoint_solver)
-        return problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
-
-    def solve_vjp(
-        self, x: Sequences, *, solver: Solver | None = None, adjoint_solver: Solver | None = None
-    ) -> tuple[Solution, Callable[[State], tuple[None, Stats]]]:
-        """Return the solution of `solve`, and ``pullback(y1_cotangent) -> (None, adjoint_stats)``.
-
-        Args:
-            x: as for `solve`.
-            solver: as for `solve`.
-            adjoint_solver: as for `solve`.
-        """
-        problem = self.problem(x)
-        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver))
-        return solution, lambda cotangent: (None, pullback(cotangent)[1])
-
-    def problem(self, x: Sequences) -> Problem:
-        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
-
-        Args:
-            x: as for `solve`.
-
-        Returns:
-            The `Problem`: its ``data`` are the gates of the first unit's inputs, its ``shared`` the recurrent weights.
-
-        Raises:
-            ValueError: as for `solve`.
-        """
         x, lengths = x if isinstance(x, tuple) else (x, None)
         first, *between = (_gates(part) for part in self.inputs)
-        in_time = time_first(self, x, len(first.kernel))
-        active = None if lengths is None else self.comm.share(_active(x, lengths), placing_solvers(self))
+        in_time = self.time_first(x, len(first.kernel))
+        active = None if lengths is None else self.comm.share(_active(x, lengths), self.placing_solvers())
         zeros = jnp.zeros((len(x), self.hidden), x.dtype)
         return Problem(
             GRUStep(self.implicit),

@@ -1,6 +1,7 @@
 """A stack of layers as one module, solved layer-parallel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,8 +12,8 @@ from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._solution import Solution
-from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.nn._solved import Solved, placing_solvers, solvers_of
+from lp_jax._solvers._solver import Solver
+from lp_jax.nn._solved import Solved
 from lp_jax.nn._spline import Spline, coefficients, expand
 from lp_jax.nn._stack import MakeModule, PerCall, PerLayer, TrunkStep, stacked_module, trunk_step
 
@@ -51,10 +52,16 @@ class LayerParallel(Solved):
         >>> trunk = nn.LayerParallel(
         ...     lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, t1=2.0, solver=lp_jax.MGRIT(levels=3), rngs=nnx.Rngs(0)
         ... )
-        >>> trunk(jnp.ones((4, 8), "float32")).shape
-        (4, 8)
-        >>> trunk.layers.inner.kernel.shape
-        (32, 8, 8)
+        >>> y = jnp.ones((4, 8), "float32")
+        >>> trunk(y).shape, trunk.layers.inner.kernel.shape
+        ((4, 8), (32, 8, 8))
+        >>> exact = trunk.solve(y, solver=lp_jax.Serial()).y1
+        >>> bool(0 < jnp.abs(trunk(y) - exact).max() < 1e-2)
+        True
+        >>> solution, pullback = trunk.solve_vjp(y, solver=lp_jax.Picard(sweeps=3))
+        >>> y_cotangent, adjoint_stats = pullback(solution.y1)
+        >>> int(adjoint_stats.iterations)
+        3
     """
 
     def __init__(
@@ -72,35 +79,34 @@ class LayerParallel(Solved):
     ):
         self.t0 = float(t0)
         self.t1 = end_times(t1)
-        super().__init__(solver, adjoint_solver, comm, others=(None,))
+        super().__init__(solver, adjoint_solver, comm)
         self.weights = nnx.static(weights)
         if weights is None:
             kinds = (nnx.Param, nnx.BatchStat)
-            self.layers = stacked_module(make_module, num_layers, rngs, self.comm, placing_solvers(self), holds=kinds)
+            self.layers = stacked_module(make_module, num_layers, rngs, self.comm, self.placing_solvers(), holds=kinds)
         else:
             self.layers = coefficients(weights, make_module, num_layers, rngs, self.comm)
         self.num_layers = int(num_layers)
 
-    def __call__(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
-        """Return the state after the last layer, ``y1`` of `solve`."""
-        return self.solve(y, shared=shared, data=data, key=key).y1
+    def solve(self, *inputs: Any, **options: Any) -> Solution:
+        """Propagate a state through the layers: ``solve(y, **inputs, **options) -> Solution``.
 
-    def solve(
-        self,
-        y: State,
-        *,
-        shared: PyTree = None,
-        data: PyTree = None,
-        key: jax.Array | None = None,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-        guess: str | State = "constant",
-        adjoint_guess: State | None = None,
-    ) -> Solution:
-        """Propagate ``y`` through the layers.
+        The inputs are those of `problem`. The options are ``solver`` and ``adjoint_solver``, of this call instead of the
+        module's, and ``guess`` and ``adjoint_guess`` as for `lp_jax.solve`. ``solver=lp_jax.Serial()`` gives the exact states and
+        the exact gradient. Layers with running statistics (`BatchNorm`) update them once per call, from the states of the final
+        sweep; in ``eval()`` mode they do not.
 
-        Layers with running statistics (`BatchNorm`) update them once per call, from the states of the final sweep; in
-        ``eval()`` mode they do not.
+        Raises:
+            ValueError: as for `lp_jax.solve`, and if data and key would both be the layers' ``key``.
+            TypeError: as for `lp_jax.solve`, and if data, key or shared is given and the layers have no such keyword.
+        """
+        solution = super().solve(*inputs, **options)
+        if solution.aux is not None:
+            nnx.update(self.layers, solution.aux)
+        return solution
+
+    def problem(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> Problem:
+        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
 
         Args:
             y: the state that enters the first layer, a pytree of floating-point arrays.
@@ -109,102 +115,10 @@ class LayerParallel(Solved):
                 has no keyword ``data``.
             key: one random key for this call. Each layer gets ``jax.random.fold_in(key, index)`` as ``key``, on any
                 number of workers.
-            solver: solver of this call, forward and adjoint, instead of the module's. ``solve(y, solver=lp_jax.Serial())``
-                gives the exact states and the exact gradient.
-            adjoint_solver: adjoint solver of this call.
-            guess: as for `lp_jax.solve`.
-            adjoint_guess: as for `lp_jax.solve`.
-
-        Returns:
-            The `Solution`.
-
-        Raises:
-            ValueError: as for `lp_jax.solve`, and if data and key would both be the layers' ``key``.
-            TypeError: as for `lp_jax.solve`, and if data, key or shared is given and the layers have no such keyword.
-
-        Example:
-            >>> import jax.numpy as jnp, lp_jax
-            >>> from flax import nnx
-            >>> from lp_jax import nn
-            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
-            >>> y = jnp.ones((4, 8), "float32")
-            >>> error = trunk(y) - trunk.solve(y, solver=lp_jax.Serial()).y1
-            >>> bool(jnp.abs(error).max() < 1e-3)
-            True
-        """
-        problem = self.problem(y, shared=shared, data=data, key=key)
-        solvers = solvers_of(self, solver, adjoint_solver)
-        solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
-        if solution.aux is not None:
-            nnx.update(self.layers, solution.aux)
-        return solution
-
-    def solve_vjp(
-        self,
-        y: State,
-        *,
-        shared: PyTree = None,
-        data: PyTree = None,
-        key: jax.Array | None = None,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-    ) -> tuple[Solution, Callable[[State], tuple[State, Stats]]]:
-        """Return the solution of `solve` and the pullback of the last state, with the stats of the adjoint solve.
-
-        Args:
-            y: as for `solve`.
-            shared: as for `solve`.
-            data: as for `solve`.
-            key: as for `solve`.
-            solver: as for `solve`.
-            adjoint_solver: as for `solve`.
-
-        Returns:
-            The solution, and ``pullback(y1_cotangent) -> (y_cotangent, adjoint_stats)``.
-
-        Example:
-            >>> import jax.numpy as jnp, lp_jax
-            >>> from flax import nnx
-            >>> from lp_jax import nn
-            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
-            >>> solution, pullback = trunk.solve_vjp(jnp.ones((4, 8), "float32"), solver=lp_jax.Picard(sweeps=3))
-            >>> y_cotangent, adjoint_stats = pullback(solution.y1)
-            >>> int(adjoint_stats.iterations)
-            3
-        """
-        problem = self.problem(y, shared=shared, data=data, key=key)
-        solution, pullback = problem.solve_vjp(**solvers_of(self, solver, adjoint_solver))
-
-        def pull(cotangent: State) -> tuple[State, Stats]:
-            gradients, stats = pullback(cotangent)
-            return gradients.y0, stats
-
-        return solution, pull
-
-    def problem(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> Problem:
-        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
-
-        Args:
-            y: as for `solve`.
-            shared: as for `solve`.
-            data: as for `solve`.
-            key: as for `solve`.
-
-        Returns:
-            The `Problem`, to solve (``problem.solve(...)``), plan or inspect.
 
         Raises:
             ValueError: if the data have another number of layers.
             TypeError: if the state is not floating point or complex.
-
-        Example:
-            >>> import jax.numpy as jnp, lp_jax
-            >>> from flax import nnx
-            >>> from lp_jax import nn
-            >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, rngs=nnx.Rngs(0))
-            >>> problem = trunk.problem(jnp.ones((4, 8), "float32"))
-            >>> bool((problem.solve().y1 == trunk(problem.y0)).all())
-            True
         """
         step, params, stats = stacks(self)
         return Problem(
@@ -226,7 +140,7 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
     if trunk.weights is not None:
         times = np.asarray(trunk.t1)
         layers = times if times.shape == (trunk.num_layers + 1,) else trunk.num_layers
-        params = expand(trunk.weights, params, layers, trunk.comm, placing_solvers(trunk))
+        params = expand(trunk.weights, params, layers, trunk.comm, trunk.placing_solvers())
     return step, params, stats
 
 

@@ -9,7 +9,8 @@ from flax import nnx
 
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._solution import Solution
-from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
+from lp_jax._solvers._solver import Solver, Stats
+from lp_jax.nn._solved import combined_stats
 
 Pullback = Callable[[State], tuple[State, Stats]]
 
@@ -45,8 +46,9 @@ class Network(nnx.Module):
         >>> rngs = nnx.Rngs(0)
         >>> block = lambda channels: nn.LayerParallel(lambda rngs: nn.ConvResidual(channels, rngs=rngs), 16, rngs=rngs)
         >>> trunk = nn.Network(block(4), nn.ConvTransition(4, 8, rngs=rngs), block(8))
-        >>> trunk(jnp.ones((2, 8, 8, 4), "float32")).shape
-        (2, 4, 4, 8)
+        >>> model = nn.Classifier(nn.ConvOpening(1, 4, rngs=rngs), trunk, nn.PoolClosing((4, 4, 8), 10, rngs=rngs))
+        >>> trunk(jnp.ones((2, 8, 8, 4), "float32")).shape, model(jnp.ones((2, 8, 8, 1), "float32")).shape
+        ((2, 4, 4, 8), (2, 10))
     """
 
     def __init__(self, *parts: Any):
@@ -70,11 +72,8 @@ class Network(nnx.Module):
         """Propagate ``y`` through all parts, with the arguments of `LayerParallel.solve`.
 
         Every block gets ``shared``, and a random key of its own made from ``key``. The solvers of this call replace those of all
-        blocks except blocks with an exact solver (`Serial`). Guesses are lists over the blocks.
-
-        Returns:
-            A `Solution` with the last state. Its residual norms are taken over all blocks, its result is the worst one,
-            and its trajectory and aux are lists over the blocks.
+        blocks except blocks with an exact solver (`Serial`). The residual norms are over all blocks, the result is the worst one;
+        guesses, trajectory and aux are lists over the blocks.
         """
         solutions: list[Solution] = []
         for number, part in enumerate(self.parts):
@@ -150,18 +149,9 @@ def _combined_solution(y: State, solutions: Sequence[Solution]) -> Solution:
 
 
 def _combined_stats(stats: Sequence[Stats]) -> Stats:
-    """Return the largest number of iterations, and the residual norms over all solves with that iteration.
-
-    A norm counts as not measured if one of these solves did not measure its own.
-    """
     length = max(len(s.residual_norms) for s in stats)
-    norms = jnp.stack([jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))) for s in stats])
-    iterations = jnp.stack([s.iterations for s in stats])
-    made = jnp.arange(length, dtype=jnp.int32)[None] < iterations[:, None]
-    total = jnp.sqrt(jnp.sum(jnp.where(made, norms, 0) ** 2, axis=0))
-    measured = jnp.any(made, axis=0) & ~jnp.any(made & (norms < 0), axis=0)
-    result = jnp.max(jnp.stack([s.result for s in stats]))
-    return Stats(jnp.max(iterations), jnp.where(measured, total, NOT_MEASURED), result)
+    padded = [s._replace(residual_norms=jnp.pad(s.residual_norms, (0, length - len(s.residual_norms)))) for s in stats]
+    return combined_stats(jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded))
 
 
 class Classifier(nnx.Module):

@@ -18,15 +18,14 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._solution import Solution
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._solver import Solver
-from lp_jax.nn._solved import Solved, solvers_of, time_first
+from lp_jax.nn._solved import Solved
 
 Gate = tuple[jax.Array, ...]
 
 
-class _Cell(Solved, abc.ABC):
+class _Cell(Solved):
     """A cell from sequences to the states of all times: one ``kernel`` for all gates, and their ``recurrent`` diagonals."""
 
     gates: int  # number of gates that see the input
@@ -70,51 +69,23 @@ class _Cell(Solved, abc.ABC):
         """The output of a state to the layer above, ``(batch, hidden)``."""
 
     def __call__(self, x: jax.Array, y0: State | None = None) -> jax.Array:
-        """Return the hidden states of all times, ``(batch, time, hidden)``.
+        """Return the hidden states of all times, ``(batch, time, hidden)``, for the inputs of `problem`."""
+        return jnp.swapaxes(self.solve(x, y0).aux, 0, 1)
+
+    def problem(self, x: jax.Array, y0: State | None = None) -> Problem:
+        """Return the problem that `solve` solves.
+
+        The ``aux`` of its solution are the hidden states of all times, ``(time, batch, hidden)``, with `MPIComm` those of the
+        rank's own times; ``y1`` is the last state.
 
         Args:
             x: the sequences, ``(batch, time, features)``.
             y0: the state before the first time, as ``solve(...).y1`` returns one; None is zero.
-        """
-        return jnp.swapaxes(self.solve(x, y0).aux, 0, 1)
-
-    def solve(
-        self,
-        x: jax.Array,
-        y0: State | None = None,
-        *,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-    ) -> Solution:
-        """Propagate the state through the sequences.
-
-        Args:
-            x: the sequences, ``(batch, time, features)``.
-            y0: the state before the first time; None is zero.
-            solver: solver of this call, forward and adjoint, instead of the module's.
-            adjoint_solver: adjoint solver of this call.
-
-        Returns:
-            The `Solution`: ``aux`` are the hidden states of all times, ``(time, batch, hidden)``, with `MPIComm` those of the
-            rank's own times; ``y1`` is the last state.
 
         Raises:
             ValueError: if the sequences have a wrong shape.
         """
-        problem = self.problem(x, y0)
-        return problem.solve(**solvers_of(self, solver, adjoint_solver))
-
-    def problem(self, x: jax.Array, y0: State | None = None) -> Problem:
-        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`.
-
-        Args:
-            x: as for `solve`.
-            y0: as for `solve`.
-
-        Raises:
-            ValueError: as for `solve`.
-        """
-        in_time = time_first(self, x, self.kernel.shape[0])
+        in_time = self.time_first(x, self.kernel.shape[0])
         kernel, bias = self.comm.replicate((self.kernel[...], self.bias[...]))
         gates = jnp.split(in_time @ kernel + bias[None, None], self.gates, axis=-1)  # one product for all times
         diagonals = tuple(self.recurrent[...][:, None])
@@ -155,13 +126,12 @@ class ParaGRU(_Cell):
     Args:
         features: size of the input at each time.
         hidden: size of the state.
-        solver: `Newton`, `Picard`, `MGRIT` or `Serial`. The default iterates until the residual norm has fallen to a
-            thousandth; the last iteration then leaves about a millionth. A cell that forgets its inputs takes three to five
-            iterations, a cell that has learnt to remember takes more, and a cell that flips its state at every other symbol
-            takes nearly as many as steps. ``cell.solve(x).stats.iterations`` counts them.
+        solver: a `Solver`. The default iterates until the residual norm has fallen to a thousandth; the last iteration then
+            leaves about a millionth. A cell that forgets its inputs takes three to five iterations, a cell that remembers more,
+            and one that flips its state at every other symbol nearly as many as steps (``cell.solve(x).stats.iterations``).
         adjoint_solver: the same for the gradient; one iteration is exact. None means the settings of ``solver``.
         comm: the workers of the time steps; None is one device. Each worker has all weights. With `MPIComm` each rank gets the
-            sequences of all times, uses its own run of times, and returns the states of these.
+            sequences of all times, and returns the states of its own run of times.
         param_dtype: dtype of the parameters and of the input.
         rngs: source of the initial parameters: kernels uniform in :math:`\pm 1/\sqrt{features}`, diagonals in
             :math:`\pm 1`, biases zero.
@@ -210,20 +180,7 @@ class ParaLSTM(_Cell):
         o = \sigma(W_o x + b_o + a_o \odot h + p_o \odot c), \quad h \leftarrow o \odot \tanh(c)
 
     with the new :math:`c` in the second line. The state is ``(c, h)``. The Jacobian of a step has a 2 x 2 block for each
-    entry: two evaluations for each iteration.
-
-    Args:
-        features: size of the input at each time.
-        hidden: size of each of the two states.
-        solver: as for `ParaGRU`.
-        adjoint_solver: as for `ParaGRU`.
-        comm: as for `ParaGRU`.
-        param_dtype: as for `ParaGRU`.
-        rngs: as for `ParaGRU`.
-
-    Raises:
-        ValueError: as for `ParaGRU`.
-        TypeError: as for `ParaGRU`.
+    entry: two evaluations for each iteration. Arguments and errors are those of `ParaGRU`.
 
     Example:
         >>> import jax.numpy as jnp

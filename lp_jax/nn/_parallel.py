@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-import lp_jax
+from lp_jax import _parallel
 from lp_jax._arrays._types import PyTree
 
 
@@ -45,7 +45,7 @@ def parallel(f: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
             made.append(structure)
             return states
 
-        states = lp_jax.parallel(pure, **options)(state)
+        states = _parallel.parallel(pure, **options)(state)
         given, out = nnx.merge(made[-1], *states)
         nnx.update((args, kwargs), nnx.state(given, nnx.Variable))
         return out

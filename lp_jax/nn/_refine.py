@@ -13,25 +13,21 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import layer_slices
 from lp_jax._programs._inputs import number_of_layers
 from lp_jax.nn._layer_parallel import LayerParallel, end_times, refuse_ranks
-from lp_jax.nn._solved import placing_solvers
 from lp_jax.nn._spline import midpoints
 
 
 def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
-    r"""Replace each layer of a trained network by ``factor`` layers, so that training continues with a deeper network.
+    r"""Replace each layer of a trained network by ``factor`` layers, each 1 / ``factor`` as long, for a deeper network.
 
-    The layers are steps of an ODE over [t0, t1]; the refined network takes ``factor`` times as many, each 1 / ``factor`` as
-    long. Its output changes by :math:`O(\Delta t)`, the distance of the network from the ODE's solution. As functions of
-    depth, piecewise constant weights are the same function; piecewise linear ones are closer to a smooth one,
-    :math:`O(\Delta t^2)` instead of :math:`O(\Delta t)`.
+    The layers are steps of an ODE over [t0, t1], so the output changes by :math:`O(\Delta t)`, the distance of the network from
+    the ODE's solution. Piecewise linear weights are closer to a smooth function of depth than piecewise constant ones.
 
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
         factor: number of layers that replace each layer.
-        how: "constant"; "linear" between the layers' midpoints, extrapolated to both ends; or "zeros". "zeros" keeps each layer
-            and its length, puts layers of zeros after it, and makes the time longer. If a layer of zeros returns its state,
-            the network stays the same function. A trunk with a `Spline` is evaluated at more midpoints for both "constant"
-            and "linear".
+        how: "constant"; "linear" between the layers' midpoints, extrapolated to both ends; or "zeros", which keeps each layer and
+            its length, puts layers of zeros after it, and makes the time longer: if a layer of zeros returns its state, the
+            network stays the same function. A trunk with a `Spline` is evaluated at more midpoints.
 
     Returns:
         Parameters, leaves ``(factor * N, ...)``; or a new `LayerParallel` with the same settings. Running statistics are
@@ -50,8 +46,8 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
         Array([0.5, 1.5, 2.5, 3.5], dtype=float32)
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, t1=2.0, rngs=nnx.Rngs(0))
         >>> deeper = nn.refine(trunk)
-        >>> deeper.num_layers, deeper.t1, deeper.layers.inner.kernel.shape
-        (32, 2.0, (32, 8, 8))
+        >>> deeper.num_layers, deeper.t1, nn.coarsen(deeper, factor=4).layers.inner.kernel.shape
+        (32, 2.0, (8, 8, 8))
 
     Reference:
         Cyr, Guenther, Schroder, "Multilevel initialization for layer-parallel deep neural network training",
@@ -68,8 +64,7 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
 def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
     """Replace each ``factor`` layers of a network by one of their total length, with the mean of their parameters.
 
-    The coarse network is another discretization of the same ODE. `refine` with ``how="constant"`` and then `coarsen` returns
-    the same network.
+    The coarse network is another discretization of the same ODE; `coarsen` undoes `refine` with ``how="constant"``.
 
     Args:
         layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
@@ -83,12 +78,6 @@ def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
         ValueError: if the factor is below 1 or does not divide the number of layers, or if layers would have to move between MPI
             ranks.
         TypeError: for any other module.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lp_jax import nn
-        >>> nn.coarsen({"w": jnp.asarray([0.0, 2.0, 3.0, 5.0])})["w"]
-        Array([1., 4.], dtype=float32)
     """
     _check.integer("factor", factor, least=1)
     if isinstance(layers, LayerParallel):
@@ -120,7 +109,7 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
         return trunk
     if how == "linear":
         refuse_ranks(trunk)
-    now, then = (layer_slices(n, comm.size, *placing_solvers(trunk)) for n in (count, layers))
+    now, then = (layer_slices(n, comm.size, *trunk.placing_solvers()) for n in (count, layers))
     if [run.stop * layers for run in now] != [run.stop * count for run in then]:
         present, wanted = ([run.stop - run.start for run in runs] for runs in (now, then))
         raise ValueError(

@@ -6,7 +6,8 @@ moves, and the number of layers does not. End times of 1 to 4 are usual.
 
 References:
     He, Zhang, Ren, Sun, "Deep residual learning for image recognition", CVPR 2016; Haber, Ruthotto, "Stable
-    architectures for deep neural networks", Inverse Problems 34 (2018).
+    architectures for deep neural networks", Inverse Problems 34 (2018); Guenther, Ruthotto, Schroder, Cyr, Gauger,
+    "Layer-parallel training of deep residual neural networks", SIAM J. Math. Data Sci. 2 (2020).
 """
 
 import functools
@@ -25,16 +26,12 @@ from lp_jax.nn._convolution import Conv
 class BatchNorm(nnx.BatchNorm):
     """`nnx.BatchNorm` with all its options, running statistics in the dtype of its parameters.
 
-    In a layer of `LayerParallel` it normalises by the mean and variance of the batch, and the final sweep of the solve
-    updates the running statistics. After ``model.eval()`` it normalises by the running statistics.
+    In a layer of `LayerParallel` the final sweep of the solve updates the running statistics.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from lp_jax import nn
         >>> norm = nn.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
-        >>> norm(jnp.ones((8, 3), "float32")).shape
-        (8, 3)
     """
 
     def __init__(self, features: int, **options: Any):
@@ -64,14 +61,9 @@ Activation = Callable[[jax.Array], jax.Array]
 class DenseResidual(nnx.Module):
     r"""One dense layer, :math:`y + \Delta t\, \sigma(W y + b)`, or with a hidden layer.
 
-    With ``hidden``: :math:`y + \Delta t\, (W_2\, \sigma(W_1 y + b_1) + b_2)`. With ``norm`` the right-hand side sees
-    the normalised state. Called as ``layer(y, t, dt)``, ``y`` of shape ``(..., width)``.
-
-    Args:
-        width: size of the state.
-        hidden: size of the hidden layer; None for one dense layer without a hidden one.
-        activation: elementwise function :math:`\sigma`.
-        norm: None, "layer" (over the state's last axis) or "batch" (over all other axes, see `BatchNorm`).
+    With ``hidden``, its size: :math:`y + \Delta t\, (W_2\, \sigma(W_1 y + b_1) + b_2)`. With ``norm`` the right-hand side sees
+    the normalised state: "layer" (over its last axis) or "batch" (over all other axes, see `BatchNorm`). Called as
+    ``layer(y, t, dt)``, ``y`` of shape ``(..., width)``; ``activation`` is the elementwise :math:`\sigma`.
 
     Raises:
         ValueError: if ``norm`` is unknown.
@@ -83,10 +75,6 @@ class DenseResidual(nnx.Module):
         >>> layer = nn.DenseResidual(8, hidden=16, norm="layer", rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((4, 8), "float32"), 0.0, 0.1).shape
         (4, 8)
-
-    Reference:
-        Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
-        Math. Data Sci. 2 (2020).
     """
 
     def __init__(
@@ -114,18 +102,17 @@ class DenseResidual(nnx.Module):
 class ConvResidual(nnx.Module):
     r"""One convolutional layer, :math:`y + \Delta t\, \sigma(K_2 * \sigma(K_1 * y + b_1) + b_2)`.
 
-    The convolutions keep the size of the image (stride 1, zeros around it). With ``norm`` the result of each
-    convolution is normalised before :math:`\sigma`. Called as ``layer(y, t, dt)``, ``y`` of shape
+    The convolutions keep the size of the image (stride 1, zeros around it). Called as ``layer(y, t, dt)``, ``y`` of shape
     ``(batch, *space, channels)``.
 
     Args:
         channels: number of channels of the state.
         kernel: size of the kernel, one number for each axis of space.
         activation: elementwise function :math:`\sigma`.
-        norm: None, "layer" (over the channels of each point), "group" (over all points of a group of channels) or "batch"
-            (over all points of all examples, see `BatchNorm`).
-        groups: number of groups of channels for "group"; must divide ``channels``.
-        formulation: formulation of the convolutions, as for `convolve`.
+        norm: normalises the result of each convolution: None, "layer" (over the channels of each point), "group" (over all
+            points of one of ``groups`` groups of channels) or "batch" (over all points of all examples, see `BatchNorm`).
+        groups: number of groups of channels, which must divide ``channels``.
+        formulation: as for `convolve`.
 
     Raises:
         ValueError: if ``norm`` is unknown, or the groups do not divide the channels.
@@ -137,10 +124,6 @@ class ConvResidual(nnx.Module):
         >>> layer = nn.ConvResidual(4, kernel=(3, 3, 3), norm="group", rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 8, 8, 8, 4), "float32"), 0.0, 0.1).shape
         (2, 8, 8, 8, 4)
-
-    Reference:
-        Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
-        Math. Data Sci. 2 (2020).
     """
 
     def __init__(
@@ -186,14 +169,6 @@ class ConvTransition(nnx.Module):
 
     Raises:
         ValueError: if ``pool`` or ``norm`` is unknown, or ``factor`` is below 1.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from lp_jax import nn
-        >>> transition = nn.ConvTransition(4, 8, pool="max", rngs=nnx.Rngs(0))
-        >>> transition(jnp.ones((2, 28, 28, 4), "float32")).shape
-        (2, 14, 14, 8)
     """
 
     def __init__(

@@ -1,61 +1,129 @@
 """The base of modules whose layers are solved: their solvers and workers."""
 
+import abc
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
 
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import Comm
+from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
+from lp_jax._solution import Solution
 from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
 
 
-class Solved(nnx.Module):
-    """A module with solvers and workers, which are static."""
+class Solved(nnx.Module, abc.ABC):
+    """A module with solvers and workers, which are static; it is called and solved with the inputs of its `problem`."""
 
     solver: Any  # a `Solver`; None for the default
     adjoint_solver: Any  # a `Solver`; None for the settings of ``solver``
 
-    def __init__(
-        self,
-        solver: Solver | str | None,
-        adjoint_solver: Solver | None,
-        comm: Comm | Mesh | None,
-        *,
-        others: tuple[str | None, ...] = (),
-    ):
-        """``others`` are the values of ``solver`` that stand for one."""
-        self.solver = solver if solver in others else _static("solver", solver)
+    def __init__(self, solver: Solver | None, adjoint_solver: Solver | None, comm: Comm | Mesh | None):
+        self.solver = None if solver is None else _static("solver", solver)
         self.adjoint_solver = None if adjoint_solver is None else _static("adjoint_solver", adjoint_solver)
         self.comm = nnx.static(_inputs.comm(comm))
 
+    @abc.abstractmethod
+    def problem(self, *inputs: Any, **named: Any) -> Problem:
+        """Return the problem that `solve` solves, for `lp_jax.plan`, `lp_jax.calibrate` and `lp_jax.solve`."""
 
-def _static(name: str, solver: object) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> State:
+        """Return the last state, ``y1`` of `solve`."""
+        return self.solve(*inputs, **named).y1
+
+    def solve(
+        self,
+        *inputs: Any,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        guess: str | State = "constant",
+        adjoint_guess: State | None = None,
+        **named: Any,
+    ) -> Solution:
+        """Solve the problem of these inputs.
+
+        Args:
+            *inputs: inputs of `problem`.
+            solver: solver of this call, forward and adjoint, instead of the module's. ``solver=lp_jax.Serial()`` gives the
+                exact states and the exact gradient.
+            adjoint_solver: adjoint solver of this call.
+            guess: as for `lp_jax.solve`.
+            adjoint_guess: as for `lp_jax.solve`.
+            **named: inputs of `problem`.
+
+        Returns:
+            The `Solution`.
+        """
+        problem = self.problem(*inputs, **named)
+        return problem.solve(**self._solvers(solver, adjoint_solver), guess=guess, adjoint_guess=adjoint_guess)
+
+    def solve_vjp(
+        self, *inputs: Any, solver: Solver | None = None, adjoint_solver: Solver | None = None, **named: Any
+    ) -> tuple[Solution, Callable[[State], tuple[State, Stats]]]:
+        """Return the solution of `solve`, and ``pullback(y1_cotangent) -> (y0_cotangent, adjoint_stats)``.
+
+        Running statistics are not updated.
+        """
+        solution, pullback = self.problem(*inputs, **named).solve_vjp(**self._solvers(solver, adjoint_solver))
+
+        def pull(cotangent: State) -> tuple[State, Stats]:
+            gradients, stats = pullback(cotangent)
+            return gradients.y0, stats
+
+        return solution, pull
+
+    def _solvers(self, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
+        """Return the solvers of a call: its arguments or the module's."""
+        if solver is None:
+            solver = self.solver
+            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
+        return {"solver": solver, "adjoint_solver": adjoint_solver}
+
+    def placing_solvers(self) -> tuple[Solver, Solver]:
+        """Return the forward and adjoint solver that decide which layers live where."""
+        solver = self.solver or Serial()  # the default suits any placement
+        return solver, self.adjoint_solver or solver
+
+    def time_first(self, x: jax.Array, features: int) -> jax.Array:
+        """Return sequences ``(batch, time, features)`` as ``(time, batch, features)``, the times of this worker."""
+        if x.ndim != 3 or x.shape[-1] != features:
+            name, wanted = type(self).__name__, f"(batch, time, {features})"
+            raise ValueError(f"{name} takes sequences of {features} features, {wanted}; got {x.shape}.")
+        return self.comm.share(self.comm.replicate(jnp.swapaxes(x, 0, 1)), self.placing_solvers())
+
+
+def _static(name: str, solver: Solver) -> Any:
     """Return a solver as NNX metadata, with tolerances as Python floats: arrays would be state of the model."""
     _inputs.solver(name, solver)
     return nnx.static(jax.tree.map(float, solver))
 
 
-def solvers_of(module: Solved, solver: Solver | None, adjoint_solver: Solver | None) -> dict[str, Any]:
-    """Return the solvers of a call: its arguments or the module's."""
-    if solver is None:
-        solver = module.solver
-        adjoint_solver = module.adjoint_solver if adjoint_solver is None else adjoint_solver
-    return {"solver": solver, "adjoint_solver": adjoint_solver}
+def sum_stacked(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)
 
 
-def placing_solvers(module: Solved) -> tuple[Solver, Solver]:
-    """Return the forward and adjoint solver that decide which layers live where."""
-    solver = module.solver or Serial()  # the default suits any placement
-    return solver, module.adjoint_solver or solver
+def max_stacked(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.max(x, axis=0), tree)
 
 
-def time_first(module: Solved, x: jax.Array, features: int) -> jax.Array:
-    """Return sequences ``(batch, time, features)`` as ``(time, batch, features)``, the times of this worker."""
-    if x.ndim != 3 or x.shape[-1] != features:
-        name, wanted = type(module).__name__, f"(batch, time, {features})"
-        raise ValueError(f"{name} takes sequences of {features} features, {wanted}; got {x.shape}.")
-    return module.comm.share(module.comm.replicate(jnp.swapaxes(x, 0, 1)), placing_solvers(module))
+def combined_stats(
+    stats: Stats, add: Callable[[PyTree], PyTree] = sum_stacked, largest: Callable[[PyTree], PyTree] = max_stacked
+) -> Stats:
+    """Return the stats of several solves as those of one; the norm of an iteration is over all solves that made it.
+
+    A norm counts as not measured if one of these solves did not measure its own. ``add`` and ``largest`` reduce over the solves:
+    over a leading axis of the stats, or over processes.
+    """
+    norms = stats.residual_norms
+    made = lax.broadcasted_iota(jnp.int32, norms.shape, norms.ndim - 1) < stats.iterations[..., None]
+    lacking = made & (norms < 0)
+    squares, solves, gaps = add((jnp.where(made, norms, 0) ** 2, made.astype(jnp.int32), lacking.astype(jnp.int32)))
+    iterations, result = largest((stats.iterations, stats.result))
+    return Stats(iterations, jnp.where((solves > 0) & (gaps == 0), jnp.sqrt(squares), NOT_MEASURED), result)

@@ -22,12 +22,8 @@ class Spline:
 
     ``nn.LayerParallel(..., weights=nn.Spline(coefficients=K))`` trains K sets of parameters, the coefficients :math:`c_k`,
     drawn like layers. :math:`B_k` are the B-splines of the open uniform knots over [t0, t1], positive and of sum 1, so a
-    layer's weights lie between the coefficients near it. Between knots they vary less than the coefficients: the sum of
-    :math:`B_k^2` is about 0.5 for degree 3. Degree 0 gives piecewise constant weights; with N coefficients it is the network
-    without a spline.
-
-    A layer's weights are the value at its midpoint, the mean over the layer to second order (at its left end, to first).
-    Midpoints treat both ends of the network alike, and avoid the jumps of a spline of degree 0 if K divides N.
+    layer's weights, the value at its midpoint, lie between the coefficients near it. Degree 0 gives piecewise constant weights;
+    with N coefficients it is the network without a spline.
 
     Args:
         coefficients: number of coefficients K, at least degree + 1.
@@ -43,10 +39,8 @@ class Spline:
         >>> from lp_jax import nn
         >>> make = lambda rngs: nn.DenseResidual(8, rngs=rngs)
         >>> trunk = nn.LayerParallel(make, 32, weights=nn.Spline(coefficients=6, degree=2), rngs=nnx.Rngs(0))
-        >>> trunk.layers.inner.kernel.shape
-        (6, 8, 8)
-        >>> trunk(jnp.ones((4, 8), "float32")).shape
-        (4, 8)
+        >>> trunk.layers.inner.kernel.shape, trunk(jnp.ones((4, 8), "float32")).shape
+        ((6, 8, 8), (4, 8))
 
     References:
         de Boor, "A practical guide to splines", Springer (2001), chapter IX; Guenther, Pazner, Qi, "Spline

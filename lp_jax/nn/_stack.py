@@ -66,10 +66,9 @@ def _call(
         signature.bind_partial(y, layer.t, layer.dt)
     except TypeError:
         raise TypeError(
-            f"{name}.__call__{signature} is called with (y, t, dt), the state, the time and its step. A layer without time is a "
-            "step of length 1: let it be __call__(self, y, t, dt) and ignore both, with t1 = the number of layers and a coarse "
-            "step that needs no dt, the default; or stack it by nnx.vmap, apply it with nnx.scan and wrap "
-            "the function in lp_jax.nn.parallel."
+            f"{name}.__call__{signature} is called with (y, t, dt), the state, the time and its step. A layer without time may "
+            "ignore both, with t1 = the number of layers; or stack it by nnx.vmap, apply it with nnx.scan and wrap the function "
+            "in lp_jax.nn.parallel."
         ) from None
     if data is not None and "data" not in keywords and "key" in keywords:  # data are the layers' keys
         if key is not None:
@@ -107,8 +106,8 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
         rngs: source of the initial parameters; one key of its stream ``params`` is used.
 
     Returns:
-        ``(step, params)``. ``step`` is hashable, and equal for modules built alike, so that a second call of ``solve``
-        reuses the compiled program. ``params`` is a nested dict of arrays, leaves ``(num_layers, ...)``.
+        ``(step, params)``. ``step`` is hashable, and equal for modules built alike, so that programs are reused. ``params`` is a
+        nested dict of arrays, leaves ``(num_layers, ...)``.
 
     Raises:
         ValueError: if ``num_layers`` is below 1, or the module holds anything but `nnx.Param`: stored random streams,

@@ -20,7 +20,7 @@ References:
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
+
+Mask: TypeAlias = jax.Array | None
+"""Visible positions, ``(batch, length)``; None for all."""
 
 
 class _Makers(NamedTuple):
@@ -114,20 +117,13 @@ class TransformerLayer(nnx.Module):
         self.feed_forward = FeedForward(width, hidden or 4 * width, make)
         self.dropout = nnx.Dropout(dropout)
 
-    def encoder_rhs(
-        self, y: jax.Array, mask: jax.Array | None, key: jax.Array | None, *, causal: bool = False
-    ) -> jax.Array:
+    def encoder_rhs(self, y: jax.Array, mask: Mask, key: jax.Array | None, *, causal: bool = False) -> jax.Array:
         keys = split_key(key, 2)
         attended = self.dropout(self.attention(y, mask=mask, causal=causal), rngs=keys[0])
         return attended + self.dropout(self.feed_forward(y + attended), rngs=keys[1])
 
     def decoder_rhs(
-        self,
-        y: jax.Array,
-        memory: jax.Array,
-        memory_mask: jax.Array | None,
-        mask: jax.Array | None,
-        key: jax.Array | None,
+        self, y: jax.Array, memory: jax.Array, memory_mask: Mask, mask: Mask, key: jax.Array | None
     ) -> jax.Array:
         keys = split_key(key, 3)
         attended = self.dropout(self.attention(y, mask=mask, causal=True), rngs=keys[0])
@@ -162,11 +158,10 @@ class EncoderLayer(TransformerLayer):
         heads: number of heads, which must divide ``width``.
         hidden: size of the hidden dense layer; None is four times the width.
         causal: whether a position sees only itself and earlier positions.
-        split: attention and dense layers as two steps of time h each,
-            :math:`u = y + h \varphi_1(y)`, then :math:`u + h \varphi_2(u)`.
+        split: attention and dense layers as two steps of time h each, :math:`u = y + h \varphi_1(y)`, then
+            :math:`u + h \varphi_2(u)`.
         dropout: rate of dropout of the terms that are added to the state, in training; needs a ``key`` for each call.
-        depth: number of layers of the network; its projections start smaller by :math:`1 / \sqrt{2\, depth}`. None for
-            projections of the usual size.
+        depth: number of layers of the network, whose projections then start smaller by :math:`1 / \sqrt{2\, depth}`.
 
     Raises:
         ValueError: if the heads do not divide the width.
@@ -188,13 +183,7 @@ class EncoderLayer(TransformerLayer):
         self.causal, self.split = causal, split
 
     def __call__(
-        self,
-        y: jax.Array,
-        t: jax.Array,
-        dt: jax.Array,
-        *,
-        shared: jax.Array | None = None,
-        key: jax.Array | None = None,
+        self, y: jax.Array, t: jax.Array, dt: jax.Array, *, shared: Mask = None, key: jax.Array | None = None
     ) -> jax.Array:
         """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
         if not self.split:
@@ -230,7 +219,7 @@ class DecoderLayer(TransformerLayer):
         t: jax.Array,
         dt: jax.Array,
         *,
-        shared: tuple[jax.Array, jax.Array | None, jax.Array | None],
+        shared: tuple[jax.Array, Mask, Mask],
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
@@ -269,7 +258,7 @@ class EncoderDecoderLayer(TransformerLayer):
         t: jax.Array,
         dt: jax.Array,
         *,
-        shared: tuple[jax.Array | None, jax.Array | None] | None = None,
+        shared: tuple[Mask, Mask] | None = None,
         key: jax.Array | None = None,
         index: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Training: an optax step, a loop with checkpoints and metrics, and a probe of the gradient's true error.
+"""Training: an optax step, a loop with checkpoints and metrics, and training methods.
 
 Pure functions and NamedTuples; the loop is a Python loop. Needs the extra ``lp_jax[train]``.
 """
@@ -20,7 +20,6 @@ from lp_jax.train._controller import Controller as Controller
 from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._divergence import growth as growth
-from lp_jax.train._lbfgs import LBFGSState as LBFGSState
 from lp_jax.train._lbfgs import scale_by_lbfgs as scale_by_lbfgs
 from lp_jax.train._line_search import Backtracking as Backtracking
 from lp_jax.train._log import Bar as Bar
@@ -37,8 +36,6 @@ from lp_jax.train._nested import nested as nested
 from lp_jax.train._one_shot import one_shot as one_shot
 from lp_jax.train._penalty import depth_penalty as depth_penalty
 from lp_jax.train._plan import plan as plan
-from lp_jax.train._probe import GradientError as GradientError
-from lp_jax.train._probe import gradient_error as gradient_error
 from lp_jax.train._ranks import RankCheckpoints as RankCheckpoints
 from lp_jax.train._ranks import Ranks as Ranks
 from lp_jax.train._step import init_state as init_state

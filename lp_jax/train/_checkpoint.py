@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -11,29 +11,18 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from lp_jax._arrays._types import PyTree
+from lp_jax.nn._export import differing_array, first_difference
 from lp_jax.train._types import TrainState
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message is one line.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, tempfile
-        >>> from lp_jax import train
-        >>> with train.Checkpoints(tempfile.mkdtemp(), config={}) as checkpoints:
-        ...     try:
-        ...         checkpoints.restore(train.init_state(jnp.ones(3), optax.sgd(0.1)))
-        ...     except train.CheckpointError as error:
-        ...         print(str(error).partition(" in ")[0])
-        no checkpoint
-    """
+    """A checkpoint cannot be used; the message is one line."""
 
 
 class Checkpoints:
     """The checkpoints of one run, in a folder. May be used as a context manager.
 
-    A checkpoint is written under another name and renamed when it is complete. If the run is killed meanwhile, the earlier
-    checkpoints stay.
+    A checkpoint is renamed when it is complete. If the run is killed meanwhile, the earlier ones stay.
 
     Args:
         folder: the folder; it is made if it does not exist.
@@ -46,8 +35,13 @@ class Checkpoints:
         >>> from lp_jax import train
         >>> state = train.init_state({"w": jnp.ones(3)}, optax.adam(1e-3))
         >>> with train.Checkpoints(tempfile.mkdtemp(), config={"layers": 8}) as checkpoints:
+        ...     try:
+        ...         checkpoints.restore(state)
+        ...     except train.CheckpointError as error:
+        ...         print(str(error).partition(" in ")[0])
         ...     checkpoints.save(state)
         ...     restored = checkpoints.restore(state)
+        no checkpoint
         >>> restored.params["w"]
         Array([1., 1., 1.], dtype=float32)
     """
@@ -108,10 +102,7 @@ class Checkpoints:
         if metadata.metadata is None:
             raise self._unreadable(path, ValueError("the list of its arrays is damaged"))
         stored = (metadata.custom_metadata or {}).get("config", {})
-        difference = first_difference(stored, self.config) or first_difference(
-            _describe(metadata.metadata), _describe(template), str, "absent"
-        )
-        if difference:
+        if difference := first_difference(stored, self.config) or differing_array(metadata.metadata, template):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _fields(template))
         try:
@@ -135,24 +126,3 @@ def _reason(error: Exception) -> str:
     text = str(error) or type(error).__name__
     code = re.search(r"os_error_code='(\d+)'", text)
     return os.strerror(int(code[1])) if code else text.splitlines()[0]
-
-
-def first_difference(
-    stored: Mapping[str, object],
-    config: Mapping[str, object],
-    say: Callable[[object], str] = repr,
-    missing: object = None,
-) -> str | None:
-    """Return the first entry in which two configurations differ, in words; None if they are equal."""
-    for name in {**config, **stored}:
-        there, here = stored.get(name, missing), config.get(name, missing)
-        if there != here:
-            return f"{name} is {say(there)} there and {say(here)} here"
-    return None
-
-
-def _describe(tree: PyTree) -> dict[str, str]:
-    """Return dtype and shape of each array."""
-    paths = jax.tree.leaves_with_path(tree)
-    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, (_, leaf) in zip(names, paths, strict=True)}

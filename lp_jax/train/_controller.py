@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import DONE
 from lp_jax._solvers._serial import Serial
@@ -65,14 +65,6 @@ class Control(NamedTuple):
         rtol: tolerance of the forward solve, a float32 scalar.
         adjoint_rtol: tolerance of the adjoint solve.
         serial: whether to train by serial propagation for now, a boolean scalar.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import train
-        >>> solver = lp_jax.Picard(sweeps=32, rtol=1e-2)
-        >>> control: train.Control = train.Controller(lambda *arguments: None).begin(solver, solver)
-        >>> control.rtol, bool(control.serial)
-        (Array(0.01, dtype=float32), False)
     """
 
     rtol: jax.Array
@@ -84,14 +76,12 @@ class Control(NamedTuple):
 class Controller:
     """Keep the gradient's error below a part of the mini-batch noise, with tolerances as loose as that allows.
 
-    The gradient of a mini-batch is an estimate. A solver error far below its noise is wasted work; an error above it does harm.
-    The controller measures both from time to time, and loosens or tightens the tolerances of the forward and the adjoint
-    solve. If no tolerance keeps the bound, it trains by serial propagation until one does. Tolerances are numbers, so no
-    program is compiled again.
+    A solver error far below the noise of a mini-batch is wasted work; an error above it does harm. The controller measures both
+    from time to time, and loosens or tightens the tolerances of the forward and the adjoint solve. If no tolerance keeps the
+    bound, it trains by serial propagation until one does. Nothing is compiled again.
 
-    A probe takes five gradients: one with the tolerances, one with an exact adjoint, the exact one, and two of half a batch
-    each, whose difference estimates the noise. They cost about four full gradients. If the bound is broken, the probe is
-    repeated at once with smaller tolerances.
+    A probe costs about four gradients: one with the tolerances, one with an exact adjoint, the exact one, and two of half a
+    batch, whose difference estimates the noise. If the bound is broken, it is repeated at once with smaller tolerances.
 
     Args:
         loss_fn: the loss, as for `make_train_step`.
@@ -120,9 +110,9 @@ class Controller:
         >>> state, log = train.fit(
         ...     step_fn, state, batches, steps_per_epoch=5, epochs=4, solver=solver, controller=controller
         ... )
-        >>> probe = log.of("control")[-1]
-        >>> probe["error"] < 0.1 * probe["noise"]
-        True
+        >>> probe, control = log.of("control")[-1], state.control
+        >>> probe["error"] < 0.1 * probe["noise"], isinstance(control, train.Control)
+        (True, True)
 
     Reference:
         The noise from two half batches: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training",
@@ -180,12 +170,11 @@ class Controller:
     def probe(
         self, control: Control, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
     ) -> tuple[Control, Mapping[str, object]]:
-        """Measure, and decide.
+        """Return the decision, and a row for the log.
 
-        Returns:
-            The decision, and a row for the log. The row has the ``error`` of the gradient and the ``noise``, relative to the norm
-            of the exact gradient; the parts of the error due to the forward and the adjoint solve; the ``allowed`` error; the
-            next tolerances; whether to go ``serial``; and the number of ``gradients`` that the probe took.
+        The row has the ``error`` of the gradient and the ``noise``, relative to the norm of the exact gradient; the parts of the
+        error due to both solves; the ``allowed`` error; the next tolerances; whether to go ``serial``; and the number of
+        ``gradients`` that the probe took.
         """
         rtol, adjoint_rtol = (min(self.most, max(self.least, float(x))) for x in control[:2])
         gradients = 0
@@ -236,16 +225,17 @@ def _measure(
     gradient, info = gradient_of(params, batch, solver, adjoint_solver)
     first, second = (gradient_of(params, half, solver, adjoint_solver)[0] for half in _halves(batch))
 
-    def distance(a: PyTree, b: PyTree) -> jax.Array:
-        squares = jax.tree.map(lambda x, y: jnp.sum(jnp.abs(x - y) ** 2), a, b)
-        return jnp.sqrt(total(ranks, squares))
+    def norm(tree: PyTree) -> jax.Array:
+        return jnp.sqrt(total(ranks, _tree.leaf_squares(tree)))
 
-    norm = distance(exact, jax.tree.map(jnp.zeros_like, exact))
+    def distance(a: PyTree, b: PyTree) -> jax.Array:
+        return norm(_tree.sub(a, b)) / norm(exact)
+
     return {
-        "error": distance(gradient, exact) / norm,
-        "forward_error": distance(with_exact_adjoint, exact) / norm,
-        "adjoint_error": distance(gradient, with_exact_adjoint) / norm,
-        "noise": distance(first, second) / 2 / norm,
+        "error": distance(gradient, exact),
+        "forward_error": distance(with_exact_adjoint, exact),
+        "adjoint_error": distance(gradient, with_exact_adjoint),
+        "noise": distance(first, second) / 2,
         "result": info.result,
     }
 

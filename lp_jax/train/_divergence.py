@@ -19,23 +19,7 @@ _ROUNDING = 1e-5  # residual norms below this fraction of the state's norm are n
 
 
 class DivergenceError(RuntimeError):
-    """Training cannot go on: the loss, the gradient or the state is not finite.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax, optax
-        >>> from lp_jax import train
-        >>> def loss_fn(params, batch, solver, adjoint_solver):
-        ...     step = lambda u, layer: u + layer.dt * layer.params * u
-        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
-        >>> optimizer = optax.sgd(0.1)
-        >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(8), optimizer)
-        >>> try:
-        ...     train.fit(step_fn, state, lambda epoch: [jnp.full(4, jnp.nan)], steps_per_epoch=1, epochs=1)
-        ... except train.DivergenceError as error:
-        ...     print(str(error).partition(". ")[0])
-        stopped at step 1: 4 of the 4 numbers in batch are not finite
-    """
+    """Training cannot go on: the loss, the gradient or the state is not finite."""
 
 
 def growth(norms: Sequence[float]) -> float | None:

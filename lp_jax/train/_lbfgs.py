@@ -21,13 +21,6 @@ class LBFGSState(NamedTuple):
         gradient: its gradient.
         steps: the last steps, leaves ``(*parameter, memory_size)``, newest first.
         changes: the changes of the gradient that came with them.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lp_jax import train
-        >>> state: train.LBFGSState = train.scale_by_lbfgs(memory_size=5).init({"w": jnp.ones(3)})
-        >>> state.steps["w"].shape
-        (3, 5)
     """
 
     updates: jax.Array
@@ -40,11 +33,10 @@ class LBFGSState(NamedTuple):
 def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> optax.GradientTransformation:
     """`optax.scale_by_lbfgs` for parameters that are split over processes.
 
-    L-BFGS needs inner products of whole vectors. Optax sums over the parameters of one process, so each MPI rank would get
-    another direction. Here one message sums all inner products of an update. The direction is a combination of steps, changes
-    of the gradient and the gradient, and its coefficients depend on the inner products only. So they are the same on all
-    ranks, and the result is that of optax, to rounding. Use this transformation everywhere for a run whose checkpoints move
-    between ranks and one device or a mesh; use optax's for other runs on one device or a mesh.
+    L-BFGS needs inner products of whole vectors. Optax sums over the parameters of one process, and its sum cannot be replaced,
+    so each MPI rank would get another direction. Here one message sums all inner products of an update, and the direction's
+    coefficients depend on them only. The result is that of optax, to rounding. Use this transformation everywhere for a run
+    whose checkpoints move between ranks and one device or a mesh; use optax's for other runs on one device or a mesh.
 
     Args:
         memory_size: number of steps that are kept.
@@ -56,9 +48,7 @@ def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> opta
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from lp_jax import train
-        >>> ranks = train.Ranks.grid()
-        >>> lbfgs = train.scale_by_lbfgs(20, ranks=ranks)
-        >>> optimizer = optax.chain(lbfgs, optax.scale(-1.0))
+        >>> optimizer = optax.chain(train.scale_by_lbfgs(20, ranks=train.Ranks.grid()), optax.scale(-1.0))
         >>> params = {"trunk": jnp.ones(8)}
         >>> updates, state = optimizer.update({"trunk": 2 * params["trunk"]}, optimizer.init(params), params)
         >>> float(jnp.linalg.norm(updates["trunk"]))  # the first step has length 1 at most
@@ -83,9 +73,7 @@ def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> opta
         steps = jax.tree.map(remember, state.steps, params, state.params)
         changes = jax.tree.map(remember, state.changes, gradient, state.gradient)
         vectors = jax.tree.map(lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient)
-        sums = jax.tree.map(_products, vectors)
-        products = total(ranks, sums)
-        coefficients = _coefficients(products, state.updates)
+        coefficients = _coefficients(total(ranks, jax.tree.map(_products, vectors)), state.updates)
         direction = jax.tree.map(lambda x: x @ coefficients.astype(x.dtype), vectors)
         return direction, LBFGSState(state.updates + 1, params, gradient, steps, changes)
 

@@ -30,8 +30,8 @@ class SearchResult(NamedTuple):
 class Backtracking:
     """Shorten a step until the loss falls by a part of the fall that its slope predicts (Armijo's condition).
 
-    Line searches of optax work in a training step, too. This one also returns the trajectory of its last trial, from which
-    the next step of `one_shot` begins.
+    Line searches of optax work in a training step, too. This one also sums the slope over MPI ranks, and returns the trajectory
+    of its last trial, from which the next step of `one_shot` begins.
 
     Args:
         trials: largest number of step lengths to try; the first is 1.

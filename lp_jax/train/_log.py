@@ -78,12 +78,7 @@ def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
 
 
 def flat(prefix: str, values: Mapping[str, object] | Iterable[object]) -> Row:
-    """Return several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ...
-
-    Example:
-        >>> flat("forward_residual", [0.5, 0.1])
-        {'forward_residual_1': 0.5, 'forward_residual_2': 0.1}
-    """
+    """Return several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ..."""
     items = values.items() if isinstance(values, Mapping) else enumerate(values, 1)
     return {f"{prefix}_{name}": value for name, value in items}
 
@@ -96,12 +91,7 @@ def unflat(prefix: str, row: Mapping[str, Any]) -> list[float]:
 
 
 def measured(prefix: str, norms: Iterable[float]) -> Row:
-    """Return the measured residual norms as columns; ``{prefix}_1`` is that of the first iteration.
-
-    Example:
-        >>> measured("forward_residual", [-1, 0.5])
-        {'forward_residual_2': 0.5}
-    """
+    """Return the measured residual norms as columns; ``{prefix}_1`` is that of the first iteration."""
     return {name: value for name, value in flat(prefix, norms).items() if not value < 0}
 
 
@@ -129,6 +119,7 @@ class Meter:
         ...         print(row["step"], row["loss"])
         >>> Losses().show({"kind": "train", "step": 10, "loss": 0.5})  # fit(..., meter=Losses()) calls it
         10 0.5
+        >>> bar = train.Bar("digits")  # or such a bar, with a title
     """
 
     def start(self, done: int, total: int) -> None:
@@ -145,23 +136,11 @@ class Meter:
 
 
 class Silent(Meter):
-    """A meter that shows nothing; warnings are still in the log.
-
-    Example:
-        >>> from lp_jax import train
-        >>> train.Silent().say("not shown")
-    """
+    """A meter that shows nothing; warnings are still in the log."""
 
 
 class Bar(Meter):
-    """A progress bar behind a title, on standard error or another console; outside a terminal, one line per evaluation.
-
-    Example:
-        >>> from lp_jax import train
-        >>> meter = train.Bar("digits")  # for fit(..., meter=meter)
-        >>> meter.title
-        'digits'
-    """
+    """A progress bar behind a title, on standard error or another console; outside a terminal, one line per evaluation."""
 
     def __init__(self, title: str = "training", console: Console | None = None):
         self.console = Console(stderr=True) if console is None else console

@@ -26,26 +26,7 @@ from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
 class Interrupted(RuntimeError):
-    """A signal stopped the training after a finished step, which is saved in the last checkpoint.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax, optax, signal
-        >>> from lp_jax import train
-        >>> def loss_fn(params, batch, solver, adjoint_solver):
-        ...     step = lambda u, layer: u + layer.dt * layer.params * u
-        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
-        >>> optimizer = optax.sgd(0.1)
-        >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(8), optimizer)
-        >>> def batches(epoch):
-        ...     signal.raise_signal(signal.SIGTERM)  # or Ctrl-C
-        ...     yield jnp.ones(4)
-        >>> try:
-        ...     train.fit(step_fn, state, batches, steps_per_epoch=1, epochs=9)
-        ... except train.Interrupted as stopped:
-        ...     print(stopped)
-        SIGTERM: stopped after step 1; nothing is saved without checkpoints
-    """
+    """A signal stopped the training after a finished step, which is saved in the last checkpoint."""
 
     def __init__(self, number: int, step: int, path: str | None):
         saved = f"saved to {path}" if path else "nothing is saved without checkpoints"
@@ -82,20 +63,6 @@ class Every(NamedTuple):
         measure: ``measure(state, batch) -> values``, with the state after the step, its batch, and flat values as in
             `Log` rows. Growth of columns ``forward_residual_1``, ... with ``forward_scale`` is reported, and the same for
             "adjoint".
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax, optax
-        >>> from lp_jax import train
-        >>> def loss_fn(params, batch, solver, adjoint_solver):
-        ...     step = lambda u, layer: u + layer.dt * layer.params * u
-        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
-        >>> optimizer = optax.sgd(0.1)
-        >>> step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(jnp.zeros(8), optimizer)
-        >>> size = train.Every("size", 2, lambda state, batch: {"norm": optax.tree.norm(state.params)})
-        >>> _, log = train.fit(step_fn, state, lambda epoch: [jnp.ones(4)] * 4, steps_per_epoch=4, epochs=1, measures=[size])
-        >>> [row["step"] for row in log.of("size")]
-        [1, 2, 4]
     """
 
     kind: str
@@ -123,12 +90,9 @@ def fit(
 ) -> tuple[TrainState, Log]:
     """Train from ``state`` to the end of the last epoch.
 
-    A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit. The order of batches
-    depends on the epoch only, and the log is rewound to the state's step. Metrics stay on the device until they are logged,
-    so the host does not wait for each step.
-
-    A warning is reported and logged (a row of kind "warning") when residual norms grow over the cycles of a solve, or a
-    tolerance is not met. A step that is not finite stops the run, and its state is not saved.
+    A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit; the log is rewound to the
+    state's step. Metrics stay on the device until they are logged. When residual norms grow over the cycles of a solve, or a
+    tolerance is not met, a warning is reported and logged (a row of kind "warning").
 
     Args:
         step_fn: the training step, as `make_train_step` returns it.
@@ -171,12 +135,21 @@ def fit(
         ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(1.0)
-        >>> step_fn = train.make_train_step(loss_fn, optimizer)
+        >>> step_fn: train.StepFn = train.make_train_step(loss_fn, optimizer)
         >>> state = train.init_state(jnp.zeros(8), optimizer)
-        >>> batches = lambda epoch: [jnp.ones(4)] * 5
-        >>> state, log = train.fit(step_fn, state, batches, steps_per_epoch=5, epochs=4, solver=lp_jax.MGRIT())
-        >>> int(state.step), log.rows[-1]["loss"] < 0.1 * log.rows[0]["loss"]
-        (20, True)
+        >>> size = train.Every("size", 8, lambda state, batch: {"norm": optax.tree.norm(state.params)})
+        >>> options = dict(steps_per_epoch=5, epochs=4, solver=lp_jax.MGRIT(), measures=[size], meter=train.Silent())
+        >>> state, log = train.fit(step_fn, state, lambda epoch: [jnp.ones(4)] * 5, **options)
+        >>> first, *_, last = log.of("train")
+        >>> last["step"], last["loss"] < 0.1 * first["loss"], [row["step"] for row in log.of("size")]
+        (20, True, [1, 8, 16, 20])
+        >>> try:
+        ...     train.fit(step_fn, state, lambda epoch: [jnp.full(4, jnp.nan)] * 5, steps_per_epoch=5, epochs=5)
+        ... except train.DivergenceError as error:
+        ...     print(str(error).partition(". ")[0])
+        ... except train.Interrupted as stopped:  # by Ctrl-C or SIGTERM
+        ...     print(stopped)
+        stopped at step 21: 4 of the 4 numbers in batch are not finite
     """
     for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if each is not None:

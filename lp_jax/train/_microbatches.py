@@ -8,17 +8,15 @@ from jax import lax
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
-from lp_jax.train._types import Batch, Info, LossFn, Restart
+from lp_jax._solvers._solver import Solver
+from lp_jax.train._types import Batch, Info, LossFn, Restart, combined_info
 
 
 def microbatches(loss_fn: LossFn, count: int) -> LossFn:
     """Return the same loss, taken over one part of the batch after another.
 
-    Its gradient holds the states of one part only. Each part is solved twice, because its forward solve is repeated for the
-    gradient. In `one_shot` each part begins where it ended in the last step, so that one-shot training works for batches that
-    do not fit into memory. Loss and gradient are those of the whole batch. Solvers with a tolerance stop separately for each
-    part.
+    Its gradient holds the states of one part only, and repeats each forward solve. In `one_shot` each part begins where it ended
+    in the last step. Loss and gradient are those of the whole batch; solvers with a tolerance stop separately for each part.
 
     Args:
         loss_fn: the loss, as for `make_train_step`; a mean over ``info.total``.
@@ -39,8 +37,8 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
         ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
         >>> arguments = jnp.ones(16), jnp.arange(12.0), lp_jax.Serial(), None
-        >>> whole, parts = loss_fn(*arguments)[0], train.microbatches(loss_fn, 4)(*arguments)[0]
-        >>> bool(jnp.allclose(whole, parts))
+        >>> in_parts: train.LossFn = train.microbatches(loss_fn, 4)
+        >>> bool(jnp.allclose(loss_fn(*arguments)[0], in_parts(*arguments)[0]))
         True
     """
     _check.integer("count", count, least=1)
@@ -57,7 +55,7 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
                     "microbatches of layers with running statistics would normalise each part by itself. Use a norm "
                     "without statistics (nnx.LayerNorm), or a smaller batch."
                 )
-            return loss * info.total, info._replace(**jax.tree.map(jnp.asarray, _counts(info)))
+            return loss * info.total, info
 
         def body(total: jax.Array, operands: PyTree) -> tuple[jax.Array, Info]:
             loss, info = part(params, operands)
@@ -66,7 +64,7 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
         operands = jax.tree.map(functools.partial(_parts, count), batch), restart
         first = jax.eval_shape(part, params, jax.tree.map(lambda x: x[0], operands))[0]
         total, infos = lax.scan(body, jnp.zeros(first.shape, first.dtype), operands)
-        info = _combined_info(infos)
+        info = combined_info(infos)
         return total / info.total.astype(total.dtype), info
 
     return loss
@@ -82,21 +80,3 @@ def _parts(count: int, x: jax.Array) -> jax.Array:
             "count, or leave examples out."
         )
     return jnp.reshape(x, (count, len(x) // count, *jnp.shape(x)[1:]))
-
-
-def _combined_info(infos: Info) -> Info:
-    """Return the info of a batch from those of its parts, stacked; the trajectory stays stacked."""
-    norms = infos.stats.residual_norms
-    squares = jnp.sqrt(jnp.sum(jnp.maximum(norms, 0) ** 2, axis=0))
-    stats = Stats(
-        jnp.max(infos.stats.iterations),
-        jnp.where(jnp.all(norms < 0, axis=0), jnp.asarray(NOT_MEASURED, norms.dtype), squares),
-        jnp.max(infos.stats.result),
-    )
-    scale = jnp.sqrt(jnp.sum(jnp.asarray(infos.scale) ** 2))
-    sums = jax.tree.map(jnp.sum, _counts(infos))
-    return infos._replace(**sums, stats=stats, result=jnp.max(infos.result), scale=scale)
-
-
-def _counts(info: Info) -> dict[str, PyTree]:
-    return {name: getattr(info, name) for name in ("correct", "total", "outside")}

@@ -8,7 +8,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,10 +26,7 @@ from lp_jax.train._loop import Every, fit
 from lp_jax.train._ranks import RankCheckpoints, Ranks
 from lp_jax.train._step import init_state, make_train_step, map_slots, replicate_rest
 from lp_jax.train._supervised import classification
-from lp_jax.train._types import Batch, LossFn, StepFn, TrainState
-
-Once: TypeAlias = Callable[[Callable[[], Any]], Any]
-"""Calls a function in one process, and returns its value in all."""
+from lp_jax.train._types import Batch, LossFn, TrainState
 
 
 class Depth(NamedTuple):
@@ -40,15 +37,12 @@ class Depth(NamedTuple):
         epochs: number of epochs at this depth.
         solver: solver of the forward solves.
         adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
-        tolerance: smallest relative fall of the mean loss from one epoch to the next. After a smaller fall the next depth
-            begins early. 0 takes all epochs.
     """
 
     layers: int
     epochs: int
     solver: Solver = Serial()
     adjoint_solver: Solver | None = None
-    tolerance: float = 0.0
 
 
 def nested(
@@ -69,26 +63,24 @@ def nested(
 ) -> tuple[nn.Classifier, TrainState, Log]:
     """Train at each depth in turn; parameters and the optimizer's state go on to the next one.
 
-    Early steps are cheap, as the network is shallow. They need not be exact: the weights of the shallow network approximate
-    those of a deeper network over the same time. To see whether this pays, compare with a shorter training of the deep network,
-    and with training only the shallow one (docs/training.md has examples).
+    Early steps are cheap, as the network is shallow, and need not be exact: its weights approximate those of a deeper network
+    over the same time. Compare with a shorter training of the deep network, and with training only the shallow one.
 
     Args:
         model: the network at the first depth. It is not changed.
-        optimizer: one optimizer for all depths. Its schedule counts the steps of all depths; ``optax.join_schedules`` gives each
-            depth its own.
+        optimizer: one optimizer for all depths; its schedule counts the steps of all (`optax.join_schedules`).
         batches: as for `fit`; epochs are counted over all depths.
         depths: the depths in order. Each number of layers divides the next.
         steps_per_epoch: as for `fit`.
-        how: how layers are refined, as for `lp_jax.nn.refine`.
+        how: as for `lp_jax.nn.refine`.
         loss: ``loss(model) -> (loss_fn, params)``.
         measures: ``measures(model)`` gives the measurements at one depth, as for `fit`.
         folder: folder for the checkpoints, with a subfolder for each depth. A run is resumed from the newest one.
         config: as for `Checkpoints`.
         log: as for `fit`. A row of kind "depth" marks the beginning of each depth: its ``layers``, and for a step the number of
             layer evaluations (``work``), and of those one after another (``depth``).
-        ranks: the MPI ranks that hold the layers, if any: those of the trunk's ``comm``. Layers do not move between ranks, so
-            ``how`` must be "constant" or "zeros". All ranks call this; the loss is that of `Ranks.loss`.
+        ranks: the MPI ranks that hold the trunk's layers. Layers do not move between ranks, so ``how`` must be "constant" or
+            "zeros". All ranks call this; the loss is that of `Ranks.loss`.
         **options: ``log_every``, ``checkpoint_every``, ``meter``, ``agree``, as for `fit`.
 
     Returns:
@@ -107,11 +99,14 @@ def nested(
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 4, rngs=rngs)
         >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
         >>> batch = jnp.eye(2), jnp.arange(2)
-        >>> depths = [train.Depth(4, epochs=10), train.Depth(8, epochs=5)]
-        >>> deep, state, log = train.nested(model, optax.adam(0.1), lambda epoch: [batch], depths, steps_per_epoch=1)
+        >>> depths, optimizer = [train.Depth(4, epochs=10), train.Depth(8, epochs=5)], optax.adam(0.1)
+        >>> deep, state, log = train.nested(model, optimizer, lambda epoch: [batch], depths, steps_per_epoch=1)
         >>> first, *_, last = log.of("train")
         >>> deep.trunk.num_layers, last["step"], last["loss"] < first["loss"]
         (8, 15, True)
+        >>> deeper, state = train.deepen(deep, state, optimizer)  # to go on by hand
+        >>> deeper.trunk.num_layers, state.opt_state[0].mu["trunk"]["layers"]["inner"]["kernel"].shape
+        (16, (16, 4, 4))
 
     Reference:
         Cyr, Guenther, Schroder, "Multilevel initialization for layer-parallel deep neural network training",
@@ -121,14 +116,20 @@ def nested(
     folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
     if log is None:  # rank 0 writes the file
         log = Log(Path(folder) / "metrics.jsonl") if folder is not None and (ranks is None or ranks.is_root) else Log()
-    once: Once = (lambda f: f()) if ranks is None else ranks.once
+
+    def check(factor: int, block: nn.LayerParallel) -> nn.LayerParallel:
+        return staying(block, factor * block.num_layers, how)
+
     for factor in itertools.accumulate(factors[1:], operator.mul):
-        on_trunk(model.trunk, functools.partial(_check_staying, factor=factor, how=how))
-    reached = once(
-        lambda: max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
-    )
+        on_trunk(model.trunk, functools.partial(check, factor))
+
+    def newest() -> int:
+        return max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
+
+    reached = newest() if ranks is None else ranks.once(newest)
+    lasts = itertools.accumulate(depth.epochs for depth in depths)
     state = replicate_rest(init_state(loss(model)[1], optimizer))
-    for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
+    for i, (depth, factor, path, last) in enumerate(zip(depths, factors, folders, lasts, strict=True)):
         if i > 0:
             model, state = deepen(model, state, optimizer, factor, how=how, loss=loss)
             state = replicate_rest(state)
@@ -143,9 +144,24 @@ def nested(
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
-            arguments = {**options, "measures": () if measures is None else measures(model)}
-            step_fn = make_train_step(loss(model)[0], optimizer, ranks=ranks)
-            state = _train(step_fn, state, batches, depth, steps_per_epoch, log, once, arguments)
+            log.rewind(int(state.step))
+            if depth.layers not in [row["layers"] for row in log.of("depth")]:
+                adjoint_solver = depth.solver.for_adjoint() if depth.adjoint_solver is None else depth.adjoint_solver
+                counted = planning.training_step(depth.solver, adjoint_solver, depth.layers)
+                step, work = int(state.step), counted.work()
+                log.write(kind="depth", step=step, layers=depth.layers, work=work, depth=counted.depth())
+            state, _ = fit(
+                make_train_step(loss(model)[0], optimizer, ranks=ranks),
+                state,
+                batches,
+                steps_per_epoch=steps_per_epoch,
+                epochs=last,
+                solver=depth.solver,
+                adjoint_solver=depth.adjoint_solver,
+                measures=() if measures is None else measures(model),
+                log=log,
+                **options,
+            )
     model = nnx.clone(model)
     nnx.update(model, state.params)
     return model, state, log
@@ -162,33 +178,14 @@ def deepen(
 ) -> tuple[nn.Classifier, TrainState]:
     """Return a network with ``factor`` times as many layers, and a training state to continue with it.
 
-    The optimizer's state of a layer goes to all layers that replace it. A layer that is ``1 / factor`` as long has a gradient
-    smaller by this factor, so a mean of gradients is divided by ``factor`` and a mean of squares by its square. Two updates
-    with gradients of different size show which state is which. An optimizer that holds several arrays for a parameter, like
-    L-BFGS, begins anew.
-
-    Args:
-        model: the network; its own parameters are not used.
-        state: the training state of this network.
-        optimizer: the optimizer that made ``state.opt_state``.
-        factor: number of layers that replace each layer.
-        how: as for `lp_jax.nn.refine`. With "zeros" the time grows, and the mean gradient of new layers is zero.
-        loss: as for `nested`.
+    The parameters come from ``state``, which ``optimizer`` made. The optimizer's state of a layer goes to all layers that
+    replace it. A layer that is ``1 / factor`` as long has a gradient smaller by this factor, so a mean of gradients is divided by
+    ``factor`` and a mean of squares by its square. Two updates with gradients of different size show which state is which. An
+    optimizer that holds several arrays for a parameter, like L-BFGS, begins anew. ``how`` is that of `lp_jax.nn.refine`: with
+    "zeros" the time grows, and the mean gradient of new layers is zero. ``loss`` is that of `nested`, which has an example.
 
     Raises:
         TypeError: if the network has no `lp_jax.nn.LayerParallel` to refine.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> from flax import nnx
-        >>> from lp_jax import nn, train
-        >>> rngs, optimizer = nnx.Rngs(0), optax.adam(0.1)
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 4, rngs=rngs)
-        >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
-        >>> state = train.init_state(train.classification(model)[1], optimizer)
-        >>> deep, state = train.deepen(model, state, optimizer)
-        >>> deep.trunk.num_layers, state.opt_state[0].mu["trunk"]["layers"]["inner"]["kernel"].shape
-        (8, (8, 4, 4))
     """
     deeper = nnx.clone(model)
     nnx.update(deeper, state.params)
@@ -232,9 +229,14 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
 
 
 def on_trunk(trunk: object, change: Callable[[nn.LayerParallel], nn.LayerParallel]) -> nn.LayerParallel | nn.Network:
-    """Return a trunk with all its blocks of layers changed, except buffers."""
+    """Return a trunk with all its blocks of layers changed, except buffers; refuse layers that read their number."""
     if isinstance(trunk, nn.LayerParallel):
-        _refuse_positions(trunk)
+        layer = type(trunk.layers)
+        if "index" in inspect.signature(layer.__call__).parameters:
+            raise TypeError(
+                f"{layer.__name__} reads its number (the keyword index), and at another depth layers have other numbers. Let it "
+                "read the time t, or train at one depth."
+            )
         return change(trunk)
     parts = list(getattr(trunk, "parts", ()))
     if not any(map(_can_be_refined, parts)):
@@ -243,16 +245,6 @@ def on_trunk(trunk: object, change: Callable[[nn.LayerParallel], nn.LayerParalle
             "recurrent network share their weights, so there is nothing to refine: train it on shorter sequences first."
         )
     return nn.Network(*[on_trunk(part, change) if _can_be_refined(part) else part for part in parts])
-
-
-def _refuse_positions(trunk: nn.LayerParallel) -> None:
-    """Refuse layers that read their number, because another depth changes the number of a layer."""
-    layer = type(trunk.layers)
-    if "index" in inspect.signature(layer.__call__).parameters:
-        raise TypeError(
-            f"{layer.__name__} reads its number (the keyword index), and a network with more or fewer layers numbers them "
-            "otherwise, so its layers would do something else. Let it read the time t, or train at one depth."
-        )
 
 
 def _can_be_refined(part: object) -> bool:
@@ -275,55 +267,6 @@ def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
     return list(factors)
 
 
-def _check_staying(block: nn.LayerParallel, factor: int, how: str) -> nn.LayerParallel:
-    return staying(block, factor * block.num_layers, how)
-
-
 def _has_checkpoint(folder: Path) -> bool:
     """Return whether a folder has a complete checkpoint: one under its number."""
     return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
-
-
-def _train(
-    step_fn: StepFn,
-    state: TrainState,
-    batches: Callable[[int], Iterable[Batch]],
-    depth: Depth,
-    steps_per_epoch: int,
-    log: Log,
-    once: Once,
-    options: Mapping[str, Any],
-) -> TrainState:
-    """Train at one depth, to its last epoch or until the loss settles; ``once`` calls in the process with the whole log."""
-    log.rewind(int(state.step))
-    begun = once(lambda: [row["step"] for row in log.of("depth") if row["layers"] == depth.layers])
-    if not begun:
-        begun = [int(state.step)]
-        adjoint_solver = depth.solver.for_adjoint() if depth.adjoint_solver is None else depth.adjoint_solver
-        counted = planning.training_step(depth.solver, adjoint_solver, depth.layers)
-        log.write(kind="depth", step=begun[0], layers=depth.layers, work=counted.work(), depth=counted.depth())
-    first, reached = begun[0] // steps_per_epoch, int(state.step) // steps_per_epoch
-    last = first + depth.epochs
-    for epochs in range(reached + 1, last + 1) if depth.tolerance else [last]:
-        if depth.tolerance and once(lambda: _has_settled(log, first, depth.tolerance)):
-            break
-        state, _ = fit(
-            step_fn,
-            state,
-            batches,
-            steps_per_epoch=steps_per_epoch,
-            epochs=epochs,
-            solver=depth.solver,
-            adjoint_solver=depth.adjoint_solver,
-            log=log,
-            **options,
-        )
-    return state
-
-
-def _has_settled(log: Log, first: int, tolerance: float) -> bool:
-    """Return whether the mean loss fell by less than the part ``tolerance`` in the last epoch."""
-    rows = [row for row in log.of("train") if row["epoch"] >= first]
-    epochs = itertools.groupby(rows, operator.itemgetter("epoch"))
-    *_, last, newest = [np.inf, np.inf, *(np.mean([row["loss"] for row in each]) for _, each in epochs)]
-    return bool(newest > (1 - tolerance) * last)

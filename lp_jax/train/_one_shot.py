@@ -24,18 +24,16 @@ def one_shot(
 ) -> tuple[StepFn, TrainState]:
     """Train with one or two sweeps or cycles per step, which begin where those of the last step ended.
 
-    Training changes the parameters a little at a time, so states and cotangents change little, too. A few sweeps from the last
-    step's states and cotangents follow these changes, and all three converge together. Every step needs the same examples:
-    take the full batch, or one large one. The states of a mini-batch are no guess for those of the next.
+    Parameters change a little at a time, so a few sweeps from the last step's states and cotangents follow, and all three
+    converge together. Every step needs the same examples: the full batch, or one large one.
 
     Args:
         loss_fn: ``loss_fn(params, batch, solver, adjoint_solver, restart) -> (loss, info)``, as for `make_train_step`. It
             passes ``guess`` and ``adjoint_guess`` of the `Restart` to `lp_jax.solve`, and returns ``Solution.trajectory`` as
             ``info.trajectory``. `classification` makes one.
         params: the model's parameters.
-        optimizer: any optax transformation. L-BFGS is ``optax.chain(optax.scale_by_lbfgs(), optax.scale(-1.0))`` with
-            ``line_search=Backtracking()``, whose trials are forward solves from the same start. On MPI ranks take
-            `lp_jax.train.scale_by_lbfgs` instead.
+        optimizer: any optax transformation. L-BFGS is ``optax.chain(optax.scale_by_lbfgs(), optax.scale(-1.0))``, on MPI ranks
+            with `lp_jax.train.scale_by_lbfgs`, and ``line_search=Backtracking()``, whose trials are forward solves.
         batch: the examples of all steps.
         solver: solver of the forward solves: ``Picard(sweeps=1)``, for example.
         adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
@@ -51,7 +49,7 @@ def one_shot(
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
         >>> from lp_jax import train
-        >>> def loss_fn(params, batch, solver, adjoint_solver, restart=None):
+        >>> def loss_fn(params, batch, solver, adjoint_solver, restart: train.Restart | None = None):
         ...     guesses = {} if restart is None else restart._asdict()
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **guesses)

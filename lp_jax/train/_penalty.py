@@ -12,17 +12,14 @@ from lp_jax._programs import _inputs
 def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.Array:
     r"""Measure by how many decades a number of sweeps misses a tolerance.
 
-    As training goes on, layers depend more on each other, and the network needs more sweeps. This penalty in the loss keeps a
-    given number of sweeps sufficient, in training and when the trained network is used. It is zero, with a gradient of zero,
-    where ``Picard(sweeps=sweeps, rtol=rtol)`` converges:
+    As training goes on, a network needs more sweeps. This penalty in the loss keeps a given number of sweeps sufficient. It is
+    zero, with a gradient of zero, where ``Picard(sweeps=sweeps, rtol=rtol)`` converges:
 
     .. math:: \max\left(0, \log_{10} \frac{|r_s|}{\mathrm{rtol} \, |r_1|}\right),
 
-    where r_1, ..., r_s are the residuals of the sweeps, from the constant guess. Penalised networks end at this tolerance on
-    the batches of training, so ask for half the tolerance of your solver. The norm is over all layers and examples.
-
-    The penalty takes ``sweeps`` evaluations of each layer, all layers at once, and their transposes. A part of the batch is
-    enough for a rough measure.
+    where r_1, ..., r_s are the residuals of the sweeps, from the constant guess, over all layers and examples. Penalised networks
+    end at this tolerance, so ask for half that of your solver. The penalty takes ``sweeps`` evaluations of each layer, all layers
+    at once, and their transposes; a part of the batch is enough for a rough measure.
 
     Args:
         problem: the problem; ``trunk.problem(y)`` of an `lp_jax.nn.LayerParallel`.

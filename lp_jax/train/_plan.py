@@ -65,22 +65,13 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
 
 
 def plan(
-    model: Classifier,
-    params: PyTree,
-    batch: Batch,
-    *,
-    loss: Measure = cross_entropy,
-    error: float = 1e-2,
-    workers: int = 1,
-    machine: planning.Machine | None = None,
-    interconnect: planning.Interconnect | None = None,
-    seconds: float = 10.0,
+    model: Classifier, params: PyTree, batch: Batch, *, loss: Measure = cross_entropy, **options: Any
 ) -> planning.Plan:
     """Plan the layers of a classifier with `lp_jax.plan`, for the state and the cotangent of a batch.
 
     ``params`` are those that `classification` or `regression` returns. A batch is ``(x, labels)`` or ``(x, labels, key)``.
-    ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``. The other arguments are those of
-    `lp_jax.plan`.
+    ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``. The options are those of `lp_jax.plan`:
+    ``error``, ``workers``, ``machine``, ``interconnect``, ``seconds``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -95,13 +86,4 @@ def plan(
         0.01
     """
     problem, cotangent, fewer = inner(model, params, batch, loss)
-    return planning.plan(
-        problem,
-        cotangent=cotangent,
-        fewer=fewer,
-        error=error,
-        workers=workers,
-        machine=machine,
-        interconnect=interconnect,
-        seconds=seconds,
-    )
+    return planning.plan(problem, cotangent=cotangent, fewer=fewer, **options)

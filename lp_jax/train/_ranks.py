@@ -17,9 +17,9 @@ import numpy as np
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import MPIComm
 from lp_jax._programs._asked import asked, count_results
-from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
+from lp_jax._solvers._solver import Solver
 from lp_jax.train._checkpoint import CheckpointError, Checkpoints
-from lp_jax.train._types import Batch, Info, LossFn, TrainState
+from lp_jax.train._types import Batch, Info, LossFn, TrainState, combined_info
 
 T = TypeVar("T")
 
@@ -28,9 +28,8 @@ T = TypeVar("T")
 class Ranks:
     """A grid of MPI ranks: the layers are spread along one side, the examples of each batch along the other.
 
-    Ranks ``0 ... layers.size - 1`` of ``world`` hold the layers of one network. The next ``layers.size`` ranks hold a copy
-    of the network for other examples, and so on. Each rank has the parameters of its layers, and all parameters outside the
-    trunk. `grid` makes such a grid.
+    Ranks ``0 ... layers.size - 1`` of ``world`` hold the layers of one network, the next ones a copy for other examples, and so
+    on. Each rank has the parameters of its layers, and all parameters outside the trunk. `grid` makes such a grid.
 
     Args:
         world: all ranks.
@@ -65,12 +64,9 @@ class Ranks:
 
     @staticmethod
     def grid(comm: object = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk") -> "Ranks":
-        """Arrange the ranks of a communicator as a grid. All ranks must call this.
+        """Arrange the ranks of an mpi4py communicator, by default ``MPI.COMM_WORLD``, as a grid. All ranks must call this.
 
-        Args:
-            comm: an mpi4py communicator; None means ``MPI.COMM_WORLD``.
-            data: number of copies of the network, which must divide the number of ranks; each gets an equal part of every batch.
-            trunk: as for the class.
+        There are ``data`` copies of the network; each gets an equal part of every batch.
 
         Raises:
             ValueError: if ``data`` does not divide the number of ranks.
@@ -118,21 +114,14 @@ class Ranks:
             params, counts = _transposed_mean((params, asked.value.watch and asked.value.watch.counts), self.data)
             own_loss = loss_fn if counts is None else functools.partial(count_results(loss_fn), counts)
             loss, info = own_loss(params, batch, *solvers)
-            combined = self._combined_info(jax.lax.stop_gradient(info))
+            info = jax.lax.stop_gradient(info)
+            combined = combined_info(
+                info._replace(replace=_mean(info.replace, self.data)), self.data.sum, self.data.max
+            )
             weight = info.total * self.data.size / combined.total
             return _mean(loss * weight.astype(loss.dtype), self.data), combined
 
         return mean_loss
-
-    def _combined_info(self, info: Info) -> Info:
-        norms, scale = info.stats.residual_norms, jnp.asarray(info.scale)
-        left_out = (norms < 0).astype(jnp.int32)
-        counts = info.correct, info.total, jnp.asarray(info.outside), left_out
-        correct, total, outside, left_out, *squares = self.data.sum((*counts, norms**2, scale**2))
-        iterations, result, code = self.data.max((info.stats.iterations, info.result, info.stats.result))
-        replace = _mean(info.replace, self.data)
-        stats = Stats(iterations, jnp.where(left_out > 0, NOT_MEASURED, jnp.sqrt(squares[0])), code)
-        return Info(total, stats, result, correct, jnp.sqrt(squares[1]), replace, info.trajectory, outside)
 
     def sums(self, sums: PyTree) -> PyTree:
         """Sum over all ranks of the layers; ``sums`` has one sum over this rank's layers for each parameter."""
@@ -223,9 +212,8 @@ def done_once(
 class RankCheckpoints:
     """`Checkpoints` of a run over MPI ranks, made by `Ranks.checkpoints`; folder and options are those of `Checkpoints`.
 
-    A checkpoint holds the whole network, like that of a run on one device, so a run can be resumed with any number of
-    ranks, on a mesh, or on one device. Only rank 0 reads and writes the folder, and its memory must hold the whole
-    state. All ranks must call a method together.
+    A checkpoint holds the whole network, so a run can be resumed with any number of ranks, on a mesh, or on one device. Only
+    rank 0 reads and writes the folder; its memory must hold the whole state. All ranks must call a method together.
 
     Example:
         >>> import jax.numpy as jnp, optax, tempfile

@@ -76,14 +76,13 @@ def make_train_step(
         optimizer: any optax transformation. One that has a line search, like ``optax.lbfgs()``, gets the loss as ``value_fn``.
         line_search: chooses the length of a step along the optimizer's direction; None takes the whole step.
         ranks: the MPI ranks, where each rank holds the parameters of its own layers only; None for global arrays.
-        watch: whether metrics have the result of the adjoint solves. An adjoint solver without a tolerance then computes
-            residual norms, which takes up to 6 % of a step for layers of 8 or 16 units, and is negligible otherwise.
+        watch: whether metrics have the result of the adjoint solves; a solver without a tolerance then computes residual norms,
+            up to 6 % of a step.
 
     Returns:
-        ``step_fn(state, batch, solver=None, adjoint_solver=None) -> (state, metrics)``. It donates its argument ``state``, so
-        that parameters and moments are held once; afterwards only the returned state can be used. The solvers are arguments:
-        another tolerance or weight does not recompile, another number of levels or cycles does. None is passed on to the
-        loss, and means the model's solvers, or the defaults of `lp_jax.solve`.
+        ``step_fn(state, batch, solver=None, adjoint_solver=None) -> (state, metrics)``. It donates ``state``: afterwards only the
+        returned state can be used. Another tolerance of a solver does not recompile, another number of levels or cycles does.
+        None is passed on to the loss, and means the model's solvers, or the defaults of `lp_jax.solve`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -95,8 +94,9 @@ def make_train_step(
         ...     loss = jnp.mean((solution.y1 - y) ** 2)
         ...     return loss, train.Info(jnp.int32(len(x)), solution.stats, solution.result)
         >>> optimizer = optax.sgd(0.1)
-        >>> state = train.init_state(jnp.zeros((16, 3, 3)), optimizer)
+        >>> state: train.TrainState = train.init_state(jnp.zeros((16, 3, 3)), optimizer)
         >>> step_fn = train.make_train_step(loss_fn, optimizer)
+        >>> metrics: train.Metrics
         >>> state, metrics = step_fn(state, (jnp.ones((8, 3)), jnp.ones((8, 3))), lp_jax.MGRIT(), None)
         >>> int(state.step), float(metrics.loss)
         (1, 0.0)

@@ -55,21 +55,7 @@ def mean_squared_error(outputs: jax.Array, y: jax.Array) -> jax.Array:
 
 
 class Evaluation(NamedTuple):
-    """Mean loss and accuracy (fraction of right answers) of a model on a data set; a regression has accuracy None.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from lp_jax import nn, train
-        >>> rngs = nnx.Rngs(0)
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=rngs)
-        >>> model = nn.Classifier(nn.DenseOpening((4,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), 3, rngs=rngs))
-        >>> loss_fn, params = train.classification(model)
-        >>> batch = jnp.ones((16, 4), "float32"), jnp.zeros(16, "int32")
-        >>> test: train.Evaluation = train.evaluate(loss_fn, params, [batch])
-        >>> 0 <= test.accuracy <= 1
-        True
-    """
+    """Mean loss and accuracy (fraction of right answers) of a model on a data set; a regression has accuracy None."""
 
     loss: float
     accuracy: float | None
@@ -115,9 +101,14 @@ def classification(
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs)
         >>> model = nn.Classifier(nn.DenseOpening((4,), 16, rngs=rngs), trunk, nn.DenseClosing((16,), 10, rngs=rngs))
         >>> loss_fn, params = train.classification(model)
-        >>> loss, info = loss_fn(params, (jnp.ones((4, 4), "float32"), jnp.zeros(4, "int32")), lp_jax.MGRIT(), None)
+        >>> x, labels, values = jnp.ones((4, 4), "float32"), jnp.zeros(4, "int32"), jnp.zeros((4, 10), "float32")
+        >>> loss, info = loss_fn(params, (x, labels), lp_jax.MGRIT(), None)
         >>> int(info.total)
         4
+        >>> loss_fn, params = train.regression(model)
+        >>> loss, info = loss_fn(params, (x, values), lp_jax.MGRIT(), None)
+        >>> loss.shape, info.correct
+        ((), None)
     """
 
     def score(logits: jax.Array, labels: jax.Array) -> Score:
@@ -134,31 +125,13 @@ def classification(
 def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None) -> tuple[LossFn, PyTree]:
     """Return the mean squared error of a model of values as a pure function of its parameters.
 
-    Args:
-        model: an `lp_jax.nn.Classifier` whose closing layer has as many outputs as there are values, or any NNX module with
-            the same ``solve``.
-        penalty: a term added to the loss, as for `classification`.
-
-    Returns:
-        ``(loss_fn, params)``, as `classification` does. Batches are ``(x, y)`` or ``(x, y, key)``; y has the shape of the
-        outputs, ``(examples, values)``. Scale y: a new network returns numbers around 1. ``Info.correct`` and
-        `Evaluation.accuracy` are None, as no answer is right or wrong.
+    Arguments and results are those of `classification`; the closing layer has as many outputs as there are values. Batches are
+    ``(x, y)`` or ``(x, y, key)``; y has the shape of the outputs, ``(examples, values)``. Scale y: a new network returns numbers
+    around 1. ``Info.correct`` and `Evaluation.accuracy` are None, as no answer is right or wrong.
 
     Raises:
         TypeError: as for `classification`.
         ValueError: when called, for a y of another shape than the outputs.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from flax import nnx
-        >>> from lp_jax import nn, train
-        >>> rngs = nnx.Rngs(0)
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(16, rngs=rngs), 32, rngs=rngs)
-        >>> model = nn.Classifier(nn.DenseOpening((4,), 16, rngs=rngs), trunk, nn.DenseClosing((16,), 1, rngs=rngs))
-        >>> loss_fn, params = train.regression(model)
-        >>> loss, info = loss_fn(params, (jnp.ones((4, 4), "float32"), jnp.zeros((4, 1), "float32")), lp_jax.MGRIT(), None)
-        >>> loss.shape, info.correct
-        ((), None)
     """
 
     def score(outputs: jax.Array, y: jax.Array) -> Score:
@@ -232,20 +205,13 @@ def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Se
 def confusion_matrix(
     model: Classifier, params: PyTree, batches: Iterable[Batch], *, classes: int, solver: Solver = Serial()
 ) -> np.ndarray:
-    """Return the number of times that a model gives each answer to each class; model and parameters as for `predict`.
+    """Return how often a model gives each answer to each class; model and parameters as for `predict`.
 
-    Args:
-        model: an `lp_jax.nn.Classifier`.
-        params: its parameters.
-        batches: the data set, ``(x, labels)``; negative labels do not count.
-        classes: number of classes.
-        solver: solver of the layers.
-
-    Returns:
-        Counts, ``(classes, classes)``: a row for each true class, a column for each answer.
+    The counts have the shape ``(classes, classes)``: a row for each true class, a column for each answer. Batches are
+    ``(x, labels)``; negative labels do not count.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax.numpy as jnp, lp_jax
         >>> from flax import nnx
         >>> from lp_jax import nn, train
         >>> rngs = nnx.Rngs(0)
@@ -256,13 +222,18 @@ def confusion_matrix(
         >>> counts = train.confusion_matrix(model, params, [batch], classes=3)
         >>> counts.shape, int(counts[0].sum())  # all 16 are of class 0
         ((3, 3), 16)
+        >>> test: train.Evaluation = train.evaluate(loss_fn, params, [batch])
+        >>> bool(test.accuracy == counts.trace() / 16)
+        True
+        >>> convergence: train.Residuals = train.residuals(model, params, batch, lp_jax.Picard(sweeps=3))
+        >>> convergence.forward.residual_norms.shape, convergence.adjoint.residual_norms.shape
+        ((3,), (3,))
     """
-    counts = np.zeros((classes, classes), int)
-    for x, labels in batches:
-        labels = np.asarray(labels)
-        answers = np.asarray(predict(model, params, x, solver=solver)).argmax(axis=-1)
-        np.add.at(counts, (labels[labels >= 0], answers[labels >= 0]), 1)
-    return counts
+    from sklearn import metrics  # here: it takes a second to import
+
+    pairs = [(labels, jnp.argmax(predict(model, params, x, solver=solver), axis=-1)) for x, labels in batches]
+    labels, answers = (np.concatenate([np.ravel(part) for part in parts]) for parts in zip(*pairs, strict=True))
+    return np.asarray(metrics.confusion_matrix(labels, answers, labels=np.arange(classes)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -283,19 +254,6 @@ def residuals(
 
     A batch is ``(x, labels)`` or ``(x, labels, key)``. ``adjoint_solver`` None means the settings of ``solver``. ``loss``
     gives the cotangent: `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)`` of your own.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from flax import nnx
-        >>> from lp_jax import nn, train
-        >>> rngs = nnx.Rngs(0)
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=rngs)
-        >>> model = nn.Classifier(nn.DenseOpening((4,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), 3, rngs=rngs))
-        >>> loss_fn, params = train.classification(model)
-        >>> batch = jnp.ones((16, 4), "float32"), jnp.zeros(16, "int32")
-        >>> found: train.Residuals = train.residuals(model, params, batch, lp_jax.Picard(sweeps=3))
-        >>> found.forward.residual_norms.shape, found.adjoint.residual_norms.shape
-        ((3,), (3,))
     """
     return _residuals(nnx.graphdef(model), loss, params, batch, solver, adjoint_solver)
 
@@ -330,11 +288,13 @@ def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
 
 def check_labels(labels: jax.Array, logits: jax.Array) -> None:
     """Refuse labels other than class numbers, one for each answer."""
-    wanted = f"integers of shape {logits.shape[:-1]}, class numbers from 0 to {logits.shape[-1] - 1}"
-    got = f"{jnp.result_type(labels)} of shape {jnp.shape(labels)}"
-    if jnp.shape(labels) == logits.shape:
-        raise ValueError(f"labels must be {wanted}; got {got}, which looks one-hot. Take jnp.argmax(labels, axis=-1).")
-    if jnp.shape(labels) != logits.shape[:-1]:
-        raise ValueError(f"labels must be {wanted}; got {got}.")
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise TypeError(f"labels must be {wanted}; got {got}. Take labels.astype(int).")
+    shape, dtype = jnp.shape(labels), jnp.result_type(labels)
+    said = (
+        f"labels must be integers of shape {logits.shape[:-1]}, class numbers from 0 to {logits.shape[-1] - 1}; got {dtype} of "
+        f"shape {shape}"
+    )
+    if shape != logits.shape[:-1]:
+        hint = ", which looks one-hot. Take jnp.argmax(labels, axis=-1)" if shape == logits.shape else ""
+        raise ValueError(f"{said}{hint}.")
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{said}. Take labels.astype(int).")

@@ -4,31 +4,17 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Stats
+from lp_jax.nn._solved import combined_stats, max_stacked, sum_stacked
 
 Batch: TypeAlias = PyTree
 
 
 class Restart(NamedTuple):
-    """Initial guesses for the solves of a training step: the results of the last step.
-
-    Attributes:
-        guess: guess of the forward solve, as for `lp_jax.solve`: ``Solution.trajectory``.
-        adjoint_guess: guess of the adjoint solve.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import train
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> solver = lp_jax.Picard(sweeps=2)
-        >>> solution, pullback = problem.solve_vjp(solver=solver)
-        >>> gradients, _ = pullback(jnp.ones(()))
-        >>> restart = train.Restart(solution.trajectory, gradients.adjoint_trajectory)
-        >>> problem.solve(solver=solver, **restart._asdict()).y1.shape
-        ()
-    """
+    """Initial guesses for both solves of a training step, as for `lp_jax.solve`: trajectories of the last step."""
 
     guess: PyTree
     adjoint_guess: PyTree
@@ -43,14 +29,6 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state.
         restart: guesses for the solves of the next step; None if each step begins anew. `one_shot` sets it.
         control: decision of a `Controller`; None without one. `fit` sets it.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> from lp_jax import train
-        >>> optimizer, params = optax.sgd(0.1), jnp.ones(3)
-        >>> state = train.TrainState(jnp.int32(0), params, optimizer.init(params))  # as init_state makes it
-        >>> int(state.step)
-        0
     """
 
     step: jax.Array
@@ -97,22 +75,6 @@ class Metrics(NamedTuple):
         stuck: whether no trial was good enough, so that the parameters did not change; None without a line search.
         gradients: cost of the step in gradients of the network, trials included; None for one gradient and the trials.
         adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None if it was not watched.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax, optax
-        >>> from lp_jax import train
-        >>> def squares(params, batch, solver, adjoint_solver):
-        ...     step = lambda u, layer: u + layer.dt * layer.params * u
-        ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
-        ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
-        >>> loss_fn: train.LossFn = squares
-        >>> optimizer = optax.sgd(0.1)
-        >>> step_fn: train.StepFn = train.make_train_step(loss_fn, optimizer)
-        >>> state = train.init_state(jnp.zeros(8), optimizer)
-        >>> state, metrics = step_fn(state, jnp.ones(4), lp_jax.MGRIT(), None)
-        >>> assert isinstance(metrics, train.Metrics)
-        >>> float(metrics.loss), bool(metrics.finite)
-        (1.0, True)
     """
 
     loss: jax.Array
@@ -130,3 +92,19 @@ LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
 
 StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
 """``step_fn(state, batch, solver, adjoint_solver)``; without solvers, the loss uses its own."""
+
+
+def combined_info(
+    info: Info, add: Callable[[PyTree], PyTree] = sum_stacked, largest: Callable[[PyTree], PyTree] = max_stacked
+) -> Info:
+    """Return the info of a batch from those of its parts; ``add`` and ``largest`` reduce over the parts, as for the stats."""
+    counts = info.correct, info.total, jnp.asarray(info.outside), jnp.asarray(info.scale) ** 2
+    correct, total, outside, square = add(counts)
+    return info._replace(
+        correct=correct,
+        total=total,
+        outside=outside,
+        scale=jnp.sqrt(square),
+        stats=combined_stats(info.stats, add, largest),
+        result=largest(info.result),
+    )

@@ -62,10 +62,8 @@ def average_compressed(axis: str, send: Send) -> optax.GradientTransformation:
 def bfloat16(x: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
     """Send an array in bfloat16, half the bytes of float32. Every copy gets all arrays and adds them in full precision."""
     sent = x.astype(jnp.bfloat16)
-    words = lax.all_gather(
-        lax.bitcast_convert_type(sent, jnp.uint16), axis
-    )  # the compiler would send floats as float32
-    everyone = lax.bitcast_convert_type(words, jnp.bfloat16)
+    words = lax.bitcast_convert_type(sent, jnp.uint16)  # the compiler would send floats as float32
+    everyone = lax.bitcast_convert_type(lax.all_gather(words, axis), jnp.bfloat16)
     return jnp.mean(everyone.astype(x.dtype), axis=0), sent.astype(x.dtype)
 
 

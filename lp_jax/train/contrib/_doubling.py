@@ -22,12 +22,8 @@ class Doubling:
     """The published rule: watch the convergence of twice the iterations, and go serial for good once it fails.
 
     Every ``probe_every`` batches a forward solve takes twice the iterations, and at least three, as the first cycle of MGRIT
-    has no residual. Its convergence factor is the ratio of its last two residual norms. If it is above 1, the rest of the run
-    is serial. The rule is here for comparison: it uses residuals and not the gradient, and never returns from serial
-    propagation. `lp_jax.train.Controller` bounds the gradient's error.
-
-    Training keeps the iterations of its solvers. So a run compiles three programs at most: the step, the step by serial
-    propagation, and the probe.
+    has no residual. If the ratio of its last two residual norms is above ``limit``, the rest of the run is serial. The rule is
+    here for comparison: it uses residuals and not the gradient. `lp_jax.train.Controller` bounds the gradient's error.
 
     Args:
         loss_fn: the loss, as for `lp_jax.train.make_train_step`.
@@ -89,11 +85,9 @@ class Doubling:
     def probe(
         self, control: jax.Array, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
     ) -> tuple[jax.Array, Mapping[str, object]]:
-        """Take twice the iterations, and decide.
+        """Return the decision, and a row for the log: ``factor``, ``serial``, and the cost in ``gradients``.
 
-        Returns:
-            The decision, and a row for the log: the convergence ``factor``, whether to go ``serial``, and the cost of the probe
-            in ``gradients``. A forward solve counts as two thirds of a gradient. Once serial, nothing is measured.
+        A forward solve counts as two thirds of a gradient. Once serial, nothing is measured.
         """
         if control:
             return jnp.asarray(True), {"serial": True, "gradients": 0}

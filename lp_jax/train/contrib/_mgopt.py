@@ -29,17 +29,11 @@ _TRIAL = 1 / 3  # of a gradient: one evaluation of a layer forward, two back
 
 
 class LevelState(NamedTuple):
-    """State of a level from step to step.
-
-    Attributes:
-        optimizer: the optimizer's state.
-        correction: state of the ``correction`` of `mgopt`; None on the coarsest.
-        coarser: `LevelState` of the next coarser level; None on the coarsest.
-    """
+    """State of a level from step to step; on the coarsest, ``correction`` and ``coarser`` are None."""
 
     optimizer: PyTree
     correction: PyTree
-    coarser: PyTree
+    coarser: PyTree  # the `LevelState` of the next coarser level
 
 
 class Point(NamedTuple):
@@ -78,8 +72,8 @@ def mgopt(
 ) -> tuple[StepFn, TrainState]:
     r"""Train a deep network with the help of shallower ones: multigrid, with the parameters as unknowns.
 
-    A step is one cycle on one batch. Each level takes ``pre`` steps of the optimizer, gives its problem to a network with fewer
-    layers, adds the change of that network's parameters, and takes ``post`` steps. The coarse problem is to minimise
+    A step is one cycle on one batch. Each level takes ``pre`` steps of the optimizer, adds the change of the parameters of a
+    network with fewer layers, and takes ``post`` steps. The coarse problem is to minimise
 
     .. math:: f_H(\theta_H) - v \cdot \theta_H, \qquad v = \nabla f_H(R \theta) - P^T \nabla f(\theta),
 
@@ -105,8 +99,7 @@ def mgopt(
 
     Returns:
         ``(step_fn, state)``, for `lp_jax.train.fit`. All levels use the solvers of the step. ``Metrics.gradients`` counts the
-        whole cycle in gradients of the fine network. A gradient of a coarse level counts in proportion to its layers, a trial of
-        a line search as a third of a gradient.
+        whole cycle in gradients of the fine network, a coarse one by its layers, a trial of a line search as a third.
 
     Raises:
         ValueError: if a number is out of range, the layers cannot be divided that often, or layers would have to move between
