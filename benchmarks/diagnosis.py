@@ -27,6 +27,7 @@ from benchmarks.scan_problems import mala
 from lp_jax import planning
 from lp_jax.cli._experiment import experiment
 from lp_jax.cli._settings import prepare
+from lp_jax.planning._diagnose import Rehearsal
 from lp_jax.train import init_state, make_train_step
 from lp_jax.train._plan import inner
 
@@ -84,7 +85,7 @@ def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Ca
         for count in (0, network.updates):
             for training_batch in itertools.islice(batches, count):
                 state, _ = step_fn(state, training_batch, *networks.SERIAL)
-            problem, cotangent, _ = inner(made.model, jax.tree.map(jnp.copy, state.params), batch, made.task.measure)
+            problem, cotangent = inner(made.model, jax.tree.map(jnp.copy, state.params), batch, made.task.measure)
             yield network.name, f"{count} updates" if count else "at its start", problem, cotangent
 
 
@@ -215,7 +216,7 @@ def compared(name: str, state: str, problem: lp_jax.Problem, cotangent: Any) -> 
     }
 
 
-def _ended(r: planning.Rehearsal) -> list[int | None]:
+def _ended(r: Rehearsal) -> list[int | None]:
     """Iterations forward and adjoint; None where a solver gave up."""
     sides = ((r.iterations, r.result), (r.adjoint_iterations, r.adjoint_result))
     return [iterations if result == 0 else None for iterations, result in sides]

@@ -77,7 +77,7 @@ class Group:
         """Make something to time: as `benchmarks.worker.gradients`, in each of its processes."""
         self._ask("gradients", name, row, devices)
 
-    def wires(self, **details: Any) -> planning.Interconnect:
+    def wires(self, **details: Any) -> dict[str, float]:
         """As `planning.interconnect`, of its processes."""
         return self._ask("wires", "", details)[0]
 

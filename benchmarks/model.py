@@ -161,14 +161,14 @@ def _group(kind: str, threads: int, workers: int) -> Any:
 
 
 _SHARE = "a share of the layers"
-_WIRES: dict[tuple[str, int], planning.Interconnect] = {}  # between so many workers of a kind, measured once
+_WIRES: dict[tuple[str, int], dict[str, float]] = {}  # between so many workers of a kind, measured once
 
 
-def slowed(machine: planning.Machine, by: float, wires: planning.Interconnect) -> planning.Machine:
+def slowed(machine: planning.Machine, by: float, wires: dict[str, float]) -> planning.Machine:
     """All that it computes takes so many times as long."""
     names = (*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update")
     scaled: dict[str, Any] = jax.tree.map(lambda x: x * by, {name: getattr(machine, name) for name in names})
-    return dataclasses.replace(machine, **scaled, **wires._asdict())
+    return dataclasses.replace(machine, **scaled | wires)
 
 
 def predicted(alone: planning.Machine, machine: planning.Machine, seconds: Predict, layers: int) -> float | None:

@@ -18,7 +18,7 @@ from benchmarks.command import Field, Row, Suite, network_row, run
 from benchmarks.harness import Tell
 from benchmarks.networks import NETWORKS, SERIAL, UNITS, Pair
 from benchmarks.one_device import Entry
-from lp_jax import planning
+from lp_jax._solvers._default import SWEEPS
 
 
 def _mgrit(forward: int, adjoint: int, **fields: Any) -> Pair:
@@ -48,7 +48,7 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
         "Picard 1, 2 levels, 2/1": _mgrit(2, 1, coarsening=8, coarse_step=one),
         "Picard 2, 2 levels, 1/1": _mgrit(1, 1, coarsening=8, coarse_step=two),
         "Picard 1, 3 levels, 2/1": _mgrit(2, 1, levels=3, coarsening=8, coarse_step=one),
-        TO_A_TOLERANCE: planning.RECOMMENDED,
+        TO_A_TOLERANCE: SWEEPS,
         "Picard, 8 windows, 3/2": (lp_jax.Picard(sweeps=3, windows=8), lp_jax.Picard(sweeps=2, windows=8)),
     }
     if network == "voxels":

@@ -75,7 +75,7 @@ def relative_error(a: Any, b: Any) -> float:
 
 def machine(*seconds, at_once=(1,), **fields):
     """One on which every kind of evaluation takes the same."""
-    kinds = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), seconds or (1.0,))
+    kinds = dict.fromkeys(("forward", "adjoint", "gradient"), seconds or (1.0,))
     return planning.Machine(at_once=at_once, **(kinds | fields))
 
 

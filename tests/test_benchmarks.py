@@ -36,6 +36,7 @@ from benchmarks.command import Progress, run
 from benchmarks.harness import Clock, Contender, Timing, measure, order, ratios, relative_error, spread, summary
 from benchmarks.manifest import manifest
 from lp_jax import cli, planning
+from lp_jax.planning._cost import pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -526,14 +527,14 @@ def test_predictions_are_ratios_and_winners_are_counted():
 def test_a_machine_of_two_workers_is_slower_in_all_that_it_computes():
     times = {"relaxation": (1.0, 2.0, 3.0), "interval": (0.0, 4.0, 5.0), "fixed": 7.0, "adding": 0.5, "update": 0.25}
     alone = dataclasses.replace(UNIT, newton=(9.0,), examples=8, overhead=0.5, layer_bytes=100, **times)
-    wires = planning.Interconnect(1e-3, 1e6, 1e5)
+    wires = {"latency": 1e-3, "bandwidth": 1e6, "sum_bandwidth": 1e5}
     slowed = model.slowed(alone, 3.0, wires)
-    assert (slowed.latency, slowed.bandwidth, slowed.sum_bandwidth) == wires
+    assert (slowed.latency, slowed.bandwidth, slowed.sum_bandwidth) == tuple(wires.values())
     for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), lp_jax.MGRIT(coarsening=4), lp_jax.Newton(batch_axes=1)):
         before, after = (planning.predict(solver, solver.for_adjoint(), 64, m) for m in (alone, slowed))
         assert after.seconds == pytest.approx(3 * before.seconds, rel=1e-12), solver
     free = dataclasses.replace(slowed, latency=0.0, bandwidth=float("inf"))
-    assert planning.pipeline(64, free, 2, 4) == pytest.approx(3 * planning.pipeline(64, alone, 2, 4), rel=1e-12)
+    assert pipeline(64, free, 2, 4) == pytest.approx(3 * pipeline(64, alone, 2, 4), rel=1e-12)
 
 
 @pytest.mark.parametrize("network", ["dense", "gru"])

@@ -206,7 +206,7 @@ WRONG = {
     "--solver MGRIT --solver.coarsening [4,1]": "coarsening must be at least 2; got 1",
     "--solver MGRIT --solver.relaxation CF": 'relaxation must be "F"',
     "--solver MGRIT --solver.cycle X": "cycle must be",
-    "--solver MGRIT --solver.coarse_step.sweeps -1": "sweeps must be at least 0; got -1",
+    "--solver MGRIT --solver.coarse_step.sweeps -1": "sweeps must be at least 1; got -1",
     "--solver MGRIT --solver.coarse_step Nobody": "there is no solver 'Nobody'",
     "--adjoint_solver MGRIT --adjoint_solver.storage none": "storage must be",
     "--solver Picard --solver.levels 3": "--solver: Picard has no levels.",
@@ -415,10 +415,10 @@ def test_what_is_charged_is_what_was_taken():
 
 def test_solvers_that_cannot_be_counted_have_no_cost(cli, copied, tmp_path, monkeypatch):
     (tmp_path / "uncounted.py").write_text(
-        "import dataclasses, lp_jax\nfrom lp_jax import planning\n\n@lp_jax.register()\n"
+        "import dataclasses, lp_jax\nfrom lp_jax.planning import _work\n\n@lp_jax.register()\n"
         "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
         'class Sweeps(lp_jax.Picard):\n    """Sweeps."""\n\n'
-        "@planning.count_work.register\ndef _(solver: Sweeps, work):\n    raise NotImplementedError\n"
+        "@_work.count_work.register\ndef _(solver: Sweeps, work):\n    raise NotImplementedError\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_report, "gradient_errors", lambda *measured: None)  # nobody looks at that picture

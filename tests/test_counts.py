@@ -26,7 +26,7 @@ import lp_jax
 
 HELD = Path(__file__).with_suffix("").with_name("counts.json")
 LAYERS, WIDTH, WORKERS = 32, 4, 4
-IDENTITY = lp_jax.Picard(sweeps=0)
+IDENTITY = lp_jax.Identity()
 SOLVERS = {
     "serial": lp_jax.Serial(),
     "picard": lp_jax.Picard(sweeps=3),

@@ -14,7 +14,8 @@ import pytest
 import lp_jax
 from benchmarks import diagnosis
 from lp_jax import planning
-from lp_jax.planning import _diagnose
+from lp_jax.planning import _deadline, _diagnose
+from lp_jax.planning._diagnose import Rehearsal
 
 N, D, BATCH = 24, 3, 6
 
@@ -83,11 +84,11 @@ def test_no_rehearsal_starts_when_time_is_over(monkeypatch):
     def rehearse(problem, cotangent, solver, adjoint_solver):
         asked.append(solver)
         now[0] += 1.0
-        return planning.Rehearsal(solver, adjoint_solver, 3, 3, 0, 0)
+        return Rehearsal(solver, adjoint_solver, 3, 3, 0, 0)
 
     monkeypatch.setattr(_diagnose, "_rehearse", rehearse)
     monkeypatch.setattr(_diagnose, "_numbers", lambda problem: (1.0, 0.0))
-    monkeypatch.setattr(_diagnose, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for seconds, names in ((0.0, "Picard, MGRIT, Newton"), (1.0, "MGRIT, Newton"), (2.5, ""), (math.inf, "")):
         found = planning.diagnose(network(1.0), seconds=seconds)
         assert ", ".join(type(solver).__name__ for solver in found.left_out) == names

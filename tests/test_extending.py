@@ -176,15 +176,9 @@ def test_what_is_registered_for_a_solver_is_taken(page):
     Jacobi = outside()
     solver = Jacobi()
 
-    @planning.count_work.register
-    def _(solver: Jacobi, work: planning.Work):
-        for _ in range(solver.rounds):
-            work.steps(1, work.mine)
-        work.last_evaluation()
-
     @planning.held.register
-    def _(solver: Jacobi, sizes: planning.Sizes):
-        return planning.Held(7 * sizes.mine, 5)
+    def _(solver: Jacobi, machine: planning.Machine, layers: int, workers: int):
+        return 7 * layers // workers, 5
 
     @planning.summary.register
     def _(part: Jacobi):
@@ -198,7 +192,6 @@ def test_what_is_registered_for_a_solver_is_taken(page):
     def _(solver: Jacobi, layers: int):
         return viz.Described(f"{layers} layers, round and round", "a note")
 
-    assert planning.count(solver, 32).batches == {("forward", 32): 3}
     assert planning.memory(solver, 32, page["gpu"])[1:] == (7 * 32, 5)
     assert planning.with_effort(solver, 5) == Jacobi(rounds=5)
     figure = viz.hierarchy(solver, 32)
@@ -208,7 +201,7 @@ def test_what_is_registered_for_a_solver_is_taken(page):
 
 
 def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
-    """The interval's first layer, for all of its time: without registering anything, and with."""
+    """The interval's first layer, for all of its time."""
 
     @fields
     class First(lp_jax.CoarseStep):
@@ -221,32 +214,11 @@ def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
     assert "Coarse step: First." in viz.hierarchy(ours, 32).get_supxlabel()
     assert planning.count(ours, 32).rows.total() == 0  # of a program that is read
 
-    @planning.count_steps.register
-    def _(coarse_step: First, work: planning.Work, count: int, at_once: int):
-        work.evaluate(count, at_once)
-
     @planning.summary.register
     def _(part: First):
         return "the first layer"
 
-    options = {"workers": 2, "at_once": 1}
-    assert planning.count(ours, 32, **options) == planning.count(theirs, 32, **options)
     assert "Coarse step: the first layer." in viz.hierarchy(ours, 32).get_supxlabel()
-
-
-def test_the_identity_is_no_sweep():
-    """As `Picard(sweeps=0)`, to the bit and to the planner."""
-    identity, sweeps = (
-        lp_jax.MGRIT(coarse_step=step, iterations=3) for step in (lp_jax.Identity(), lp_jax.Picard(sweeps=0))
-    )
-    problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.arange(32.0), jnp.ones(3))
-    a, b = (lp_jax.solve(**vars(problem), solver=solver) for solver in (identity, sweeps))
-    np.testing.assert_array_equal(a.y1, b.y1)
-    np.testing.assert_array_equal(a.stats.residual_norms, b.stats.residual_norms)
-    for workers in (1, 4):
-        said = [planning.training_step(solver, solver, 32, workers=workers) for solver in (identity, sweeps)]
-        assert said[0] == said[1] and said[0].events == said[1].events
-    assert viz.describe(identity, 32).title == "32 layers on 2 levels: the coarse solve is a prefix sum"
 
 
 def test_a_comm_counts_the_messages_of_a_program(page):

@@ -84,10 +84,12 @@ def test_settings_of_the_wrong_type():
         lp_jax.MGRIT(levels=2.0)
     with refused(TypeError, "iterations", "boolean"):
         lp_jax.MGRIT(iterations=True)
-    with refused(ValueError, "sweeps", "at least 0"):
+    with refused(ValueError, "sweeps", "at least 1"):
         lp_jax.Picard(sweeps=-1)
-    with refused(ValueError, "windows=4", "at least 1", "sweeps=0"):
-        lp_jax.Picard(windows=4, sweeps=0)
+    with refused(ValueError, "sweeps", "at least 1", "Identity()"):
+        lp_jax.Picard(sweeps=0)
+    with refused(ValueError, "windows=4", "at least 2", "sweeps=1"):
+        lp_jax.Picard(windows=4, sweeps=1, rtol=1e-3)
     with refused(ValueError, "around", "'start' or 'trajectory'"):
         lp_jax.Picard(around="end")
     with refused(ValueError, "checkpoint_every", "at least 1"):
@@ -101,8 +103,6 @@ def test_solvers():
         solve(solver=lp_jax.MGRIT)
     with refused(TypeError, "adjoint_solver", "'serial'"):
         solve(adjoint_solver="serial")
-    with refused(ValueError, "Picard(sweeps=0)", "coarse step", "sweeps of at least 1"):
-        solve(solver=lp_jax.Picard(sweeps=0))
     with refused(ValueError, "coarse_step=Picard", "tolerance", "fixed effort"):
         solve(solver=lp_jax.MGRIT(coarse_step=lp_jax.Picard(rtol=1e-3)))
     with refused(TypeError, "coarse_step", "Rediscretize", "'inject'"):

@@ -12,52 +12,45 @@ from relaxation import Relaxation
 import lp_jax
 from lp_jax import planning, viz
 from lp_jax.planning import count, summary, training_step, with_effort
-from lp_jax.planning._cycle_work import busiest
-from lp_jax.planning._schedule import read
+from lp_jax.planning._solvers import busiest
 from lp_jax.planning._words import label
 from lp_jax.viz._describe import variants
 
 N = 64
-PICARD = {s: lp_jax.Picard(sweeps=s) for s in (0, 1, 2)}
-SOLVERS = {
-    "serial": lp_jax.Serial(),
-    "Picard": lp_jax.Picard(sweeps=3),
-    "Picard, windows": lp_jax.Picard(sweeps=3, windows=4),
-    "Picard, windows, states alone": lp_jax.Picard(sweeps=3, windows=5, storage="states"),
-    "Picard, states alone": lp_jax.Picard(sweeps=3, storage="states"),
-    **{
-        f"{levels} levels, {name}, {cycle}, {relaxation}, skip {skip}": lp_jax.MGRIT(
-            levels=levels,
-            coarsening=4,
-            iterations=2,
-            coarse_step=how,
-            cycle=cycle,
-            relaxation=relaxation,
-            start="cascade" if skip else "guess",
-        )
-        for levels, name, how in (
-            (2, "injection", INJECT),
-            (3, "injection", INJECT),
-            (2, "Picard 1", PICARD[1]),
-            (3, "Picard 2", PICARD[2]),
-            (2, "identity", PICARD[0]),
-            (2, "serial", lp_jax.Serial()),
-        )
-        for turn, cycle in enumerate("VFW" if levels == 3 else "VV")  # relaxations take turns with cycles
-        for relaxation, skip in [(("F", True), ("FCF", False))[(turn + (name == "injection")) % 2]]
-    },
-}
+PICARD = {s: lp_jax.Picard(sweeps=s) for s in (1, 2)}
+IDENTITY = lp_jax.Identity()
+SERIAL = lp_jax.Serial()
+FIELDS = "levels", "coarse_step", "cycle", "relaxation", "start", "storage", "at_once"
+CYCLES = [
+    (2, INJECT, "V", "FCF", "guess", "all", 1),
+    (2, INJECT, "V", "F", "cascade", "c_points", math.inf),
+    (3, INJECT, "V", "FCF", "guess", "c_points", 1),
+    (3, INJECT, "F", "F", "cascade", "all", math.inf),
+    (3, INJECT, "W", "FCF", "guess", "all", 1),
+    (2, PICARD[1], "V", "F", "cascade", "c_points", math.inf),
+    (2, PICARD[1], "V", "FCF", "guess", "c_points", 1),
+    (3, PICARD[2], "V", "F", "cascade", "all", math.inf),
+    (3, PICARD[2], "F", "FCF", "guess", "all", 1),
+    (3, PICARD[2], "W", "F", "cascade", "c_points", math.inf),
+    (2, IDENTITY, "V", "F", "cascade", "c_points", 1),
+    (2, IDENTITY, "V", "FCF", "guess", "all", math.inf),
+    (2, SERIAL, "V", "F", "cascade", "all", 1),
+    (2, SERIAL, "V", "FCF", "guess", "c_points", math.inf),
+]
+SOLVERS = [
+    SERIAL,
+    lp_jax.Picard(sweeps=3),
+    lp_jax.Picard(sweeps=3, windows=4),
+    lp_jax.Picard(sweeps=3, windows=5, storage="states"),
+    lp_jax.Picard(sweeps=3, storage="states"),
+    *(lp_jax.MGRIT(**dict(zip(FIELDS, row, strict=True))) for row in CYCLES),
+]
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-def test_work_is_that_of_the_program(name):
-    solver = SOLVERS[name]
-    if isinstance(solver, lp_jax.MGRIT):
-        choices = [("all", math.inf), ("all", 1), ("c_points", math.inf), ("c_points", 1)]  # take turns
-        storage, at_once = choices[list(SOLVERS).index(name) % 4]
-        solver = dataclasses.replace(solver, storage=storage, at_once=at_once)
+@pytest.mark.parametrize("solver", SOLVERS, ids=planning.code)
+def test_work_is_that_of_the_program(solver):
     said, found = training_step(solver, solver, N, at_once=1), counted(N, solver, solver)
-    assert said.work() == found.work, solver
+    assert said.work() == found.work
 
 
 def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
@@ -89,7 +82,7 @@ def test_one_interval_per_worker():
     """N / P evaluations per cycle, forward and adjoint: the speedup of the design, 3 P / (k_f + 2 k_b)."""
     workers = 4
     forward, adjoint = (
-        lp_jax.MGRIT(coarsening=N // workers, iterations=k, coarse_step=PICARD[0], start="guess", storage="all")
+        lp_jax.MGRIT(coarsening=N // workers, iterations=k, coarse_step=IDENTITY, start="guess", storage="all")
         for k in (2, 1)
     )
     said = training_step(forward, adjoint, N, workers=workers, at_once=1)
@@ -189,29 +182,6 @@ def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
     assert looped.work() == said.work() and all(batch.layers == 1 for batch in looped.batches)
 
 
-@pytest.mark.parametrize(
-    "adjoint, storage, workers",  # every pair of two of them
-    [(False, "all", 1), (False, "c_points", 4), (True, "all", 4), (True, "c_points", 1)],
-)
-def test_what_solvers_count_is_what_is_read(workers, storage, adjoint):
-    """Evaluations and, on four workers, messages, in the program that the reader sees; of Picard all batches."""
-    options = {"workers": workers, "at_once": math.inf, "kept": storage == "all", "adjoint": adjoint}
-    picard = lp_jax.Picard(sweeps=3, storage="all" if storage == "all" else "states")
-    found, said = read(picard, N, **options), count(picard, N, **options)
-    for part in ("batches", "rows", "states", "reductions"):
-        assert getattr(found, part) == getattr(said, part)
-    for solver in (
-        lp_jax.Serial(),
-        lp_jax.MGRIT(levels=3, iterations=2, coarse_step=INJECT, storage=storage),
-        lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=PICARD[0], start="guess", storage=storage),
-    ):
-        found, said = read(solver, N, **options), count(solver, N, **options)
-        evaluated = "forward", "linearise", "adjoint"
-        assert found.work(*evaluated) == said.work(*evaluated)
-        assert found.work("gradient") == (N // workers if adjoint else 0)
-        assert abs(found.states - said.states) <= 2 * solver.iterations + 1  # some wait for nothing on coarse levels
-
-
 def test_a_coarse_step_from_outside_is_counted_by_the_whole_program():
     """Its two iterations and the last one, on all layers of an interval at once, are what three Picard sweeps take."""
     fields = {"levels": 2, "coarsening": 4, "iterations": 2, "storage": "all"}
@@ -239,10 +209,10 @@ def test_plain_functions_are_counted_by_the_program():
         return lp_jax.multigrid.c_relax(level, u)
 
     fields = {"levels": 2, "coarsening": 4, "iterations": 2, "start": "guess", "storage": "all"}
-    identity = count(lp_jax.MGRIT(coarse_step=PICARD[0], **fields), N)
+    identity = count(lp_jax.MGRIT(coarse_step=IDENTITY, **fields), N)
     assert count(lp_jax.MGRIT(coarse_step=nothing, **fields), N).work() == identity.work()
-    relaxed = count(lp_jax.MGRIT(coarse_step=PICARD[0], relaxation="FCF", **fields), N)
-    assert count(lp_jax.MGRIT(coarse_step=PICARD[0], relaxation=twice, **fields), N).work() == relaxed.work()
+    relaxed = count(lp_jax.MGRIT(coarse_step=IDENTITY, relaxation="FCF", **fields), N)
+    assert count(lp_jax.MGRIT(coarse_step=IDENTITY, relaxation=twice, **fields), N).work() == relaxed.work()
     figure = viz.hierarchy(lp_jax.MGRIT(coarse_step=nothing, relaxation=twice), N)
     shown = [text.get_text() for ax in figure.axes for text in ax.texts]
     assert "twice" in shown and "the function nothing" in figure.get_supxlabel()

@@ -14,7 +14,7 @@ from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, Stat
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._sweep import sweep
-from lp_jax._solvers._coarse_step import Coarse, Identity
+from lp_jax._solvers._coarse_step import Coarse
 from lp_jax._solvers._picard_sweeps import (
     Swept,
     corrections,
@@ -42,7 +42,7 @@ class Picard(Solver):
     sweeps over the layers of each interval.
 
     Args:
-        sweeps: number of sweeps; with a tolerance their maximum. 0, as a coarse step only, is `Identity`.
+        sweeps: number of sweeps; with a tolerance their maximum.
         windows: number W of windows of layers. All sweeps but the last go over one window after the other, each from the state
             that leaves the window before; the last sweep goes over all layers. A window has 1/W of the time, so that fewer
             sweeps are enough, and 1/W of the layers, which are evaluated at once. W (sweeps - 1) + 1 evaluations wait for
@@ -68,8 +68,8 @@ class Picard(Solver):
             a layer. Numbers change by rounding only.
 
     Raises:
-        ValueError: for a negative number of sweeps, an unknown ``around`` or ``storage``, for windows with less than one
-            sweep, or two with a tolerance, and for ``secant`` with windows or in a coarse step.
+        ValueError: for less than one sweep, or two with windows and a tolerance, for an unknown ``around`` or ``storage``, and
+            for ``secant`` with windows or in a coarse step.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -92,11 +92,12 @@ class Picard(Solver):
     at_once: int | float | str = "auto"
 
     def __post_init__(self) -> None:
-        _check.integer("sweeps", self.sweeps, least=0)
+        if self.sweeps == 0:
+            raise ValueError("sweeps must be at least 1; got 0. A coarse step that does nothing is Identity().")
+        _check.integer("sweeps", self.sweeps, least=1)
         _check.integer("windows", self.windows, least=1)
-        if self.windows > 1 and self.sweeps < 1 + self.has_tolerance:
-            least = "2 with a tolerance" if self.has_tolerance else "1"
-            raise ValueError(f"Picard(windows={self.windows}) takes at least {least} sweeps; got sweeps={self.sweeps}.")
+        if self.windows > 1 and self.has_tolerance and self.sweeps < 2:
+            raise ValueError(f"Picard(windows={self.windows}) with a tolerance takes at least 2 sweeps; got sweeps=1.")
         if self.windows > 1 and self.secant:
             raise ValueError(f"Picard(secant=True) sweeps over all layers; got windows={self.windows}. Leave one out.")
         _check.one_of("around", self.around, ("start", "trajectory"))
@@ -113,11 +114,6 @@ class Picard(Solver):
         return self.storage == "all"
 
     def resolve(self, steps: int, *, warm: bool = False) -> Solver:
-        if self.sweeps == 0:
-            raise ValueError(
-                "solver=Picard(sweeps=0) does nothing: it is a coarse step, the identity. Use sweeps of at least 1, or "
-                "MGRIT(coarse_step=Identity())."
-            )
         if warm and self.windows > 1:
             raise ValueError(
                 f"guess is not used by Picard(windows={self.windows}), whose windows start from the state that leaves the "
@@ -183,8 +179,6 @@ class Picard(Solver):
         if self.secant:
             raise ValueError(f"coarse_step={self!r} would depend on the sweeps before it; leave secant out.")
         xs, step = _tree.split(chain.slices, span), chain.step(level)
-        if self.sweeps == 0:
-            return Identity().coarsen(chain, level, span, at_once=at_once)
 
         def linearise_at(xs: PyTree, states: Points) -> PyTree:
             return (xs[0], states)

@@ -11,9 +11,9 @@ from flax import nnx
 from lp_jax import MGRIT, Picard, Serial, nn
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._default import SWEEPS
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._task import Task
-from lp_jax.planning import RECOMMENDED
 
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
@@ -40,7 +40,7 @@ class Model(abc.ABC):
     width: int = 64
     t1: float | None = 2.0
 
-    solvers: ClassVar[Pair] = RECOMMENDED
+    solvers: ClassVar[Pair] = SWEEPS
     """The best solvers measured for networks of this kind."""
 
     blocks: ClassVar[int] = 1

@@ -85,9 +85,7 @@ def make_plan(
     made = experiment(settings, task)
     with console.status("measuring layers, and the gradients of solvers that would be faster"):
         batch = next(iter(made.batches(0)))
-        interconnect = None
-        if machine is None and jax.device_count() >= workers > 1:
-            interconnect = planning.interconnect(mesh_comm({"layers": workers}))
+        measured = machine is None and jax.device_count() >= workers > 1
         plan = train.plan(
             made.model,
             made.params,
@@ -95,7 +93,7 @@ def make_plan(
             loss=task.measure,
             workers=workers,
             machine=machine,
-            interconnect=interconnect,
+            comm=mesh_comm({"layers": workers}) if measured else None,
             **limits,
         )
     if machine is None:

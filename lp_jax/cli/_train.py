@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from lp_jax import planning
 from lp_jax._arrays._types import PyTree
 from lp_jax.cli import _report as report
 from lp_jax.cli._errors import CommandError, UsageError
@@ -127,7 +126,7 @@ def _recommended(settings: Settings, task: Task, sizes: Mapping[str, int], conso
     if sizes:
         set_cpu_devices(math.prod(sizes.values()))
     plan = make_plan(settings, task, console, workers=min(sizes.get("layers", 1), settings.layers))
-    console.print(f"auto: {planning.reason(plan)}")
+    console.print(f"auto: {plan.reason}")
     return plan.solver, plan.adjoint_solver
 
 

@@ -2,39 +2,31 @@
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._serial import Serial
 from lp_jax.planning import _measure
+from lp_jax.planning._deadline import Deadline
 from lp_jax.planning._estimate import estimate
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import examples_of, kept_bytes, layers_at_once
+from lp_jax.planning._measure import examples_of, few, kept_bytes, layers_at_once
 
 _SHORT, _LONG = 4, 16  # layers of an interval, at least
 _BATCHES = (4, 16)  # layers at once, besides all intervals
 _FEW, _ENOUGH = 8, 0.03  # layers of a first timing; seconds that the timed layers should take
 
 _Times = tuple[float, float, float]
-_Check = Callable[[str], bool]  # whether a measurement of this name may start
 
 
-def calibrate(
-    problem: Problem,
-    *,
-    fewer: Mapping[str, PyTree] | None = None,
-    newton: bool = False,
-    batched: bool = False,
-    name: str = "",
-) -> Machine:
+def calibrate(problem: Problem, *, newton: bool = False, batched: bool = False, name: str = "") -> Machine:
     """Measure how long the layers of a network take on this machine, one at a time and many at once.
 
     Serial propagation gives the time of a single layer. Two runs of Picard sweeps that differ in the number of sweeps give
@@ -46,11 +38,11 @@ def calibrate(
     interval itself: over intervals of four layers, and over four intervals. Networks too short for that use serial
     propagation instead. Where layers are evaluated at once, one relaxation gives the time of layers of different intervals.
 
+    How a layer's time falls with the examples decides the gain of data parallelism. It is measured with a quarter of them, of
+    eight or more. Otherwise it falls like the time of many layers at once; in proportion where layers run one after another.
+
     Args:
         problem: the network, on one device.
-        fewer: the arrays among ``y0``, ``shared`` and ``data`` that depend on the examples, for fewer examples, e.g. a quarter.
-            How a layer's time falls with the examples decides the gain of data parallelism. None assumes that it falls like the
-            time of many layers at once; in proportion where one layer is evaluated at a time.
         newton: whether to measure Newton's method with full Jacobians too. The first axis of the state must be that of the
             examples, and the state small: a Jacobian has the square of its size.
         batched: whether to measure layers at once also where "auto" evaluates one at a time, for solvers with another
@@ -71,73 +63,66 @@ def calibrate(
         >>> machine.state_bytes, machine.layer_bytes, machine.seconds("forward", 32) > 0
         (128, 256, True)
     """
-    return dataclasses.replace(measure(problem, fewer, newton, batched)[0], name=name)
+    return dataclasses.replace(measure(problem, newton, batched), name=name)
 
 
-def measure(
-    problem: Problem, fewer: Mapping[str, PyTree] | None, newton: bool, batched: bool = False, end: float = math.inf
-) -> tuple[Machine, list[str]]:
-    """Return the machine of `calibrate`, and the names of the measurements left out: none starts after ``end``.
+def measure(problem: Problem, newton: bool, batched: bool = False, deadline: Deadline | None = None) -> Machine:
+    """Return the machine of `calibrate`.
 
     Serial propagation comes first, then the longest sweep. `estimate` replaces the times of serial propagation, and the ratio
-    of a sweep's times to them, where these were left out. Other times are then None or 0.
+    of a sweep's times to them, if the deadline leaves them out. Other times then have their defaults.
     """
     if problem.comm != OneDevice():
         raise ValueError("calibrate got a problem with a comm; it measures one device. Leave the comm out.")
-    left_out: dict[str, None] = {}
-
-    def on_time(what: str) -> bool:
-        late = time.monotonic() >= end
-        left_out.update({what: None} if late else {})
-        return not late
-
+    deadline = Deadline() if deadline is None else deadline
     count, auto = problem.layers, layers_at_once(problem)
     looped = auto == 1 < count
-    most, serial = _serial(problem, looped, on_time)
+    most, serial = _serial(problem, looped, deadline)
     forward, backward = serial
     rows = {1: [forward, backward / 2, backward / 2]}
     sizes = [most] if looped else sorted({max(2, auto // 64), max(2, auto // 8), auto})
     for size in reversed(sizes):
-        if on_time("shorter sweeps" if len(rows) > 1 else "sweeps (estimated)"):
+        if deadline.allows("shorter sweeps" if len(rows) > 1 else "sweeps (estimated)"):
             rows[size] = _sweep(problem, size, 1 if looped else size)
     if not looped and len(rows) == 1:
         guess = estimate(problem)
         ratios = zip(guess.at_once[1:], np.divide(guess.forward[1:], guess.per_layer[0]).tolist(), strict=True)
         rows |= {size: [x * ratio for x in rows[1]] for size, ratio in ratios}
-    relaxation = interval = None
+    more: dict[str, Any] = {}
     if looped:  # batches are counted as single layers there
         rows = {1: [seconds / most for seconds in rows[most]] if most in rows else rows[1]}
-        if most >= 2 * _SHORT and on_time("intervals"):
-            relaxation, interval = _intervals(_first(problem, most // _SHORT * _SHORT), serial)
+        if most >= 2 * _SHORT and deadline.allows("intervals"):
+            more["relaxation"], more["interval"] = _intervals(_first(problem, most // _SHORT * _SHORT), serial)
         for size in sorted({*_BATCHES, most // _SHORT}) if batched else ():
-            if most >= size * _SHORT and on_time("batches"):
+            if most >= size * _SHORT and deadline.allows("batches"):
                 rows[size] = _batch(_first(problem, most // size * size), size)
     rows = dict(sorted(rows.items()))
-    across = None if looped or not on_time("intervals") else _across(problem, min(auto, count // _SPAN), rows)
     forwards, adjoints, gradients = zip(*rows.values(), strict=True)
-    overhead = 0.0 if looped or len(rows) == 1 else _overhead([*rows][1:], forwards)
-    if fewer is not None and on_time("fewer examples"):
-        overhead = _overhead_of(problem, most, fewer, sum(serial))
-    machine = Machine(
+    if not looped:
+        some = min(auto, count // _SPAN)
+        if deadline.allows("intervals") and some > 1:
+            more["across"] = _across(problem, some, rows)
+        more["overhead"] = 0.0 if len(rows) == 1 else _overhead([*rows][1:], forwards)
+    quarter = few(problem, max(2, examples_of(problem.y0) // 4))
+    if 4 * examples_of(quarter.y0) <= examples_of(problem.y0) and deadline.allows("fewer examples"):
+        more["overhead"] = _overhead_of(problem, _first(quarter, most), sum(serial))
+    if newton and deadline.allows("Newton's method"):
+        more["newton"] = _newton(problem, sizes, tuple(rows), looped, sum(serial), deadline)
+    if deadline.allows("sums of gradients"):
+        more["adding"] = _measure.adding(problem.params) / count
+    return Machine(
         at_once=tuple(rows),
         forward=forwards,
-        linearise=forwards,
         adjoint=adjoints,
         gradient=gradients,
-        newton=_newton(problem, sizes, tuple(rows), looped, sum(serial), on_time) if newton else None,
         serial=serial,
-        relaxation=relaxation,
-        interval=interval,
-        across=across,
         auto=None if auto == count else auto,
-        adding=_measure.adding(problem.params) / count if on_time("sums of gradients") else 0.0,
         state_bytes=_tree.nbytes(problem.y0),
         layer_bytes=_tree.nbytes(problem.params) // count,
         kept_bytes=kept_bytes(*trace(problem, (Serial(),))),
         examples=examples_of(problem.y0),
-        overhead=overhead,
+        **more,
     )
-    return machine, [*left_out]
 
 
 _CHUNKS = 4
@@ -156,17 +141,17 @@ def _first(problem: Problem, layers: int) -> Problem:
     return dataclasses.replace(problem, params=params, data=data, t1=times[: layers + 1])
 
 
-def _serial(problem: Problem, looped: bool, on_time: _Check) -> tuple[int, tuple[float, float]]:
+def _serial(problem: Problem, looped: bool, deadline: Deadline) -> tuple[int, tuple[float, float]]:
     """Number of layers to measure, and the times of a layer in serial propagation through them.
 
     Where layers run one after another, as many are enough as take 30 ms.
     """
     few = min(_FEW, problem.layers) if looped else problem.layers
-    if not on_time("serial propagation (estimated)"):
+    if not deadline.allows("serial propagation (estimated)"):
         return few, estimate(problem).per_layer
     times = _measure.serial(_first(problem, few))
     most = min(problem.layers, max(few, math.ceil(_ENOUGH / sum(times) / _SHORT) * _SHORT))
-    if most > few and on_time("longer serial propagation"):
+    if most > few and deadline.allows("longer serial propagation"):
         times = _measure.serial(_first(problem, most))
     return most, times
 
@@ -177,28 +162,25 @@ def _overhead(sizes: Sequence[int], times: Sequence[float]) -> float:
     return min(1.0, max(0.0, 1 - more / times[0]))
 
 
-def _overhead_of(problem: Problem, layers: int, fewer: Mapping[str, PyTree], whole: float) -> float:
-    """Part of the time of a layer that does not shrink with the examples."""
-    parts = _first(dataclasses.replace(problem, **fewer), layers)
-    share = examples_of(parts.y0) / examples_of(problem.y0)
-    ratio = sum(_measure.serial(parts)) / whole
+def _overhead_of(problem: Problem, quarter: Problem, whole: float) -> float:
+    """Part of the time of a layer that does not shrink with the examples; ``whole`` is that time for all of them."""
+    share = examples_of(quarter.y0) / examples_of(problem.y0)
+    ratio = sum(_measure.serial(quarter)) / whole
     return min(1.0, max(0.0, (ratio - share) / (1 - share)))
 
 
 def _newton(
-    problem: Problem, sizes: Sequence[int], at_once: Sequence[int], looped: bool, serial: float, on_time: _Check
-) -> tuple[float, ...] | None:
-    """Seconds of a Newton iteration on each number of layers at once; None if time is over.
+    problem: Problem, sizes: Sequence[int], at_once: Sequence[int], looped: bool, serial: float, deadline: Deadline
+) -> tuple[float, ...]:
+    """Seconds of a Newton iteration on each number of layers at once.
 
     Larger numbers are extrapolated once an iteration takes longer than serial propagation through all layers, or time is over.
     """
-    if not on_time("Newton's method"):
-        return None
     times = {1: _measure.newton(_first(problem, 2)) / 2}
     for size in sizes:
         largest = max(times)
         hopeless = largest > 1 and times[largest] > serial
-        measured = not hopeless and on_time("longer runs of Newton's method (extrapolated)")
+        measured = not hopeless and deadline.allows("longer runs of Newton's method (extrapolated)")
         times[size] = _measure.newton(_first(problem, size)) if measured else times[largest] * size / largest
     return tuple(times[sizes[-1]] / sizes[-1] * size if looped else times[size] for size in at_once)
 
@@ -229,10 +211,8 @@ def _batch(problem: Problem, size: int) -> list[float]:
 _SPAN, _MOST_SPAN = 8, 16  # layers of an interval, at least and at most
 
 
-def _across(problem: Problem, size: int, rows: Mapping[int, Sequence[float]]) -> _Times | None:
-    """Time of layers of ``size`` intervals at once, relative to a sweep over as many layers; None for too few layers."""
-    if size < 2:
-        return None
+def _across(problem: Problem, size: int, rows: Mapping[int, Sequence[float]]) -> _Times:
+    """Time of layers of ``size`` intervals at once, relative to a sweep over as many layers."""
     span = min(problem.layers // size, _MOST_SPAN)
     swept = [np.interp(size, [*rows], times) for times in zip(*rows.values(), strict=True)]
     return _times(np.array(_batch(_first(problem, span * size), size)) / swept)

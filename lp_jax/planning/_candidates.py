@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lp_jax._programs import _inputs
 from lp_jax._solvers._coarse_step import Identity
-from lp_jax._solvers._default import SWEEPS
+from lp_jax._solvers._default import Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
@@ -16,9 +16,6 @@ from lp_jax._solvers._solver import Solver
 TOLERANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 MOST_SWEEPS = 32
 MOST_ITERATIONS, RELAXATIONS = 10, 16
-
-Pair = tuple[Solver, Solver]
-"""A forward and an adjoint solver."""
 
 
 def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
@@ -35,10 +32,6 @@ def sweeps(*, secant: bool = False) -> list[Pair]:
     kind = Picard(sweeps=MOST_SWEEPS, secant=secant)
     pairs = itertools.pairwise(TOLERANCES)
     return [(dataclasses.replace(kind, rtol=rtol), dataclasses.replace(kind, rtol=loose)) for loose, rtol in pairs]
-
-
-RECOMMENDED: Pair = SWEEPS
-"""The best measured on networks near an ODE: gradient errors of 2e-5 to 3e-3 for T = 1 to 16, before and after training."""
 
 
 def newton() -> list[Pair]:

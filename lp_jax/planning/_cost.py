@@ -18,34 +18,17 @@ from typing import NamedTuple
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._schedule import count
-from lp_jax.planning._work import Schedule, Sizes, evaluates, held, most_at_once
+from lp_jax.planning._work import Schedule, evaluates, held, most_at_once
 
 
 class Time(NamedTuple):
-    """Seconds of a training step, by kind.
+    """Seconds of a training step, by kind."""
 
-    Attributes:
-        evaluations: layers and their transposes.
-        messages: states sent between neighbours, where a worker waits for them.
-        reductions: sums and broadcasts over all workers of the layers.
-        gradients: the sum of gradients over the workers of the examples.
-        fixed: the part that does not depend on the solver: the step's fixed time and the optimizer's update.
-
-    Example:
-        >>> import lp_jax
-        >>> from lp_jax import planning
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> spent = planning.predict(lp_jax.Picard(sweeps=6), lp_jax.Picard(sweeps=6), 1024, gpu)
-        >>> f"{spent.evaluations:.1e}", spent.messages
-        ('1.4e-04', 0.0)
-    """
-
-    evaluations: float
-    messages: float
-    reductions: float
-    gradients: float
-    fixed: float
+    evaluations: float  # layers and their transposes
+    messages: float  # states sent between neighbours, where a worker waits for them
+    reductions: float  # sums and broadcasts over all workers of the layers
+    gradients: float  # the sum of gradients over the workers of the examples
+    fixed: float  # the step's fixed time and the optimizer's update
 
     @property
     def seconds(self) -> float:
@@ -59,7 +42,9 @@ def predict(
     """Predict the time of a training step, value and gradient, on ``data_workers`` times ``workers`` devices.
 
     Each of the ``data_workers`` groups has a part of the examples, and spreads the layers over its ``workers``. A solver with a
-    tolerance counts with all of its iterations.
+    tolerance counts with all of its iterations. ``seconds`` of the result is the sum of its fields ``evaluations``,
+    ``messages``, ``reductions`` (sums over the workers of the layers), ``gradients`` (their sum over the workers of the
+    examples) and ``fixed``.
 
     Raises:
         NotImplementedError: for Newton's method within multigrid, or on a machine without times of Newton's method.
@@ -68,10 +53,10 @@ def predict(
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
-        >>> flat = {kind: (1e-5, 1e-5) for kind in ("forward", "linearise", "adjoint", "gradient")}
+        >>> flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> serial, picard = lp_jax.Serial(), lp_jax.Picard(sweeps=6)
-        >>> serial, picard = (planning.predict(s, s, 1024, gpu).seconds for s in (serial, picard))
+        >>> solvers = lp_jax.Serial(), lp_jax.Picard(sweeps=6)
+        >>> serial, picard = (planning.predict(s, s, 1024, gpu).seconds for s in solvers)
         >>> round(serial / picard)
         219
     """
@@ -108,8 +93,8 @@ def _evaluations(solver: Solver, schedule: Schedule, machine: Machine) -> float:
     seconds = machine.seconds_across if order == "intervals" else machine.seconds
     rows = sum(n * machine.row(kind) for kind, n in schedule.rows.items())
     return rows + sum(
-        n * (machine.in_a_row(batch.kind) if in_rows and batch.layers == 1 else seconds(*batch))
-        for batch, n in schedule.batches.items()
+        n * (machine.in_a_row(kind) if in_rows and layers == 1 else seconds(kind, layers))
+        for (kind, layers), n in schedule.batches.items()
     )
 
 
@@ -132,15 +117,6 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
     :math:`(P - 1) / (M + P - 1)` of the turns.
 
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
-
-    Example:
-        >>> import dataclasses
-        >>> from lp_jax import planning
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> cluster = dataclasses.replace(gpu, examples=64, latency=5e-6, bandwidth=1e11, state_bytes=8192)
-        >>> f"{planning.pipeline(64, cluster, workers=4, microbatches=8):.1e}"
-        '7.7e-04'
     """
     part = machine.divided(microbatches)
     turns, mine = microbatches + workers - 1, math.ceil(layers / workers)
@@ -150,22 +126,11 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
 
 
 class Memory(NamedTuple):
-    """Bytes on one worker, by kind.
+    """Bytes on one worker, by kind."""
 
-    Attributes:
-        parameters: the parameters of the worker's layers, and their gradient.
-        kept: states and linearisations that the forward solve keeps for the adjoint.
-        working: temporary arrays of the solvers.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> planning.Memory(parameters=8, kept=4, working=2).bytes
-        14
-    """
-
-    parameters: int
-    kept: int
-    working: int
+    parameters: int  # of the worker's layers, and their gradient
+    kept: int  # states and linearisations that the forward solve keeps for the adjoint
+    working: int  # temporary arrays of the solvers
 
     @property
     def bytes(self) -> int:
@@ -179,24 +144,17 @@ def memory(solver: Solver, layers: int, machine: Machine, *, workers: int = 1, d
     With n layers on a worker, a state of |u| bytes and a linearisation with k further bytes, serial propagation keeps
     n (|u| + k) bytes. The number of arrays that a sweep or a cycle has live at once was counted in compiled programs (suite
     ``memory`` of the benchmarks). The memory does not depend on the adjoint solver, which uses what the forward solver keeps.
+    ``bytes`` of the result is the sum of its fields ``parameters`` (with their gradient), ``kept`` and ``working``.
 
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
-        >>> times = dict.fromkeys(("at_once", "forward", "linearise", "adjoint", "gradient"), (1,))
+        >>> times = dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,))
         >>> machine = planning.Machine(**times, auto=1, state_bytes=8192, kept_bytes=16384, layer_bytes=16640)
         >>> scan, picard = lp_jax.Serial(), lp_jax.Picard()
         >>> [planning.memory(solver, 4096, machine).bytes // 10**6 for solver in (scan, picard)]
         [236, 337]
     """
     machine = machine.divided(data_workers)
-    sizes = Sizes(
-        layers=layers,
-        workers=workers,
-        state=machine.state_bytes,
-        linearised=machine.state_bytes + machine.kept_bytes,
-        parameters=machine.layer_bytes,
-        examples=machine.examples,
-        auto=machine.auto or math.inf,
-    )
-    return Memory(2 * sizes.mine * sizes.parameters, *held(solver.resolve(layers), sizes))
+    parameters = 2 * math.ceil(layers / workers) * machine.layer_bytes
+    return Memory(parameters, *held(solver.resolve(layers), machine, layers, workers))

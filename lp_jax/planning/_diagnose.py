@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,33 +15,20 @@ from lp_jax._arrays._types import PyTree, Slices, State
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem
 from lp_jax._programs._traced import trace
+from lp_jax._solvers._default import Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._candidates import Pair, as_pair
-from lp_jax.planning._measure import arrays, compile_fast, examples_of, small
+from lp_jax.planning._candidates import as_pair
+from lp_jax.planning._deadline import Deadline
+from lp_jax.planning._measure import arrays, compile_fast, examples_of, few, small, solving
 from lp_jax.planning._words import align, code
 
 
 class Rehearsal(NamedTuple):
-    """Iterations of a pair of solvers on a few examples, and how they ended.
-
-    Attributes:
-        solver: the forward solver.
-        adjoint_solver: the adjoint solver.
-        iterations: iterations of the forward solver, until its tolerance was met or it gave up.
-        adjoint_iterations: iterations of the adjoint solver.
-        result: result of the forward solve, a code of `lp_jax.RESULTS`.
-        adjoint_result: result of the adjoint solve.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> solver, adjoint_solver = planning.RECOMMENDED
-        >>> planning.Rehearsal(solver, adjoint_solver, iterations=5, adjoint_iterations=4, result=0, adjoint_result=0).converges
-        True
-    """
+    """Iterations of a pair of solvers on a few examples, until their tolerance was met or they gave up, and result codes."""
 
     solver: Solver
     adjoint_solver: Solver
@@ -55,6 +41,12 @@ class Rehearsal(NamedTuple):
     def converges(self) -> bool:
         """Whether both tolerances were met."""
         return self.result == self.adjoint_result == DONE
+
+    @property
+    def taken(self) -> tuple[str, str]:
+        """Iterations forward and adjoint as text; a dash for those that did not converge."""
+        forward = str(self.iterations) if self.result == DONE else "-"
+        return forward, str(self.adjoint_iterations) if self.adjoint_result == DONE else "-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,28 +92,27 @@ class Diagnosis:
     @property
     def behaviour(self) -> str:
         """One sentence: the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it."""
-        return self._sentences()[0]
+        growth = f"{self.growth:.1e}" if not _KEPT <= self.growth < 100 else f"{self.growth:.1f}"
+        return f"This chain {self._kind[0]}: a disturbance is {growth} times as large after the last layer."
 
     @property
     def verdict(self) -> str:
         """The behaviour, and which solvers converge: by rehearsal, or as is usual on such chains."""
-        behaviour, advice = self._sentences()
-        text = f"{behaviour} {self._outcome() if self.rehearsals else advice}"
+        text = self._kind[1]
+        if self.rehearsals:
+            good = [f"{type(r.solver).__name__}{where_it_pays(r.solver)}" for r in self.rehearsals if r.converges]
+            bad = [type(r.solver).__name__ for r in self.rehearsals if not r.converges]
+            text = f"No rehearsed solver converges{'' if self.left_out else ': take Serial()'}."
+            if good:
+                text = f"Converges: {', '.join(good)}." + (f" Does not: {', '.join(bad)}." if bad else "")
         names = ", ".join(type(solver).__name__ for solver in self.left_out)
-        return f"{text} Left out for lack of time: {names}." if names else text
+        late = f" Left out for lack of time: {names}." if names else ""
+        return f"{self.behaviour} {text}{late}"
 
-    def _sentences(self) -> tuple[str, str]:
-        growth = f"{self.growth:.1e}" if not _KEPT <= self.growth < 100 else f"{self.growth:.1f}"
-        verb, advice = next((verb, advice) for most, verb, advice in _BEHAVIOURS if self.growth <= most)
-        return f"This chain {verb}: a disturbance is {growth} times as large after the last layer.", advice
-
-    def _outcome(self) -> str:
-        """Return which of the rehearsed solvers converge, in words."""
-        good = [f"{type(r.solver).__name__}{where_it_pays(r.solver)}" for r in self.rehearsals if r.converges]
-        bad = [type(r.solver).__name__ for r in self.rehearsals if not r.converges]
-        if not good:
-            return f"No rehearsed solver converges{'' if self.left_out else ': take Serial()'}."
-        return f"Converges: {', '.join(good)}." + (f" Does not: {', '.join(bad)}." if bad else "")
+    @property
+    def _kind(self) -> tuple[str, str]:
+        """What the chain does to a disturbance, and advice."""
+        return next((verb, advice) for most, verb, advice in _BEHAVIOURS if self.growth <= most)
 
     def __str__(self) -> str:
         lines = [
@@ -132,13 +123,11 @@ class Diagnosis:
         ]
         if self.rehearsals:
             rows: list[tuple[str, ...]] = [("forward", "adjoint", "solver")]
-            rows += [(*_taken(r), code(r.solver)) for r in self.rehearsals]
+            rows += [(*r.taken, code(r.solver)) for r in self.rehearsals]
             lines += ["", *(f"  {line}" for line in align(rows))]
         return "\n".join([*lines, "", self.verdict])
 
-    def __repr__(self) -> str:
-        """The same table, so that a terminal and a notebook show it."""
-        return str(self)
+    __repr__ = __str__
 
 
 _KEPT = 0.1  # growth through all layers
@@ -161,13 +150,6 @@ def where_it_pays(solver: Solver) -> str:
 @where_it_pays.register
 def _(solver: Newton) -> str:
     return " (pays on an accelerator)" if solver.jacobian == "full" else ""
-
-
-def _taken(r: Rehearsal) -> tuple[str, str]:
-    """Iterations as text; a dash for those that did not converge."""
-    sides = ((r.iterations, r.result), (r.adjoint_iterations, r.adjoint_result))
-    forward, adjoint = (str(iterations) if result == DONE else "-" for iterations, result in sides)
-    return forward, adjoint
 
 
 def diagnose(
@@ -221,17 +203,16 @@ def diagnose(
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
-    for name, value in (("rtol", rtol), ("adjoint_rtol", adjoint_rtol)):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive; got {value!r}.")
+    if not min(rtol, adjoint_rtol) > 0:
+        raise ValueError(f"rtol and adjoint_rtol must be positive; got {rtol!r} and {adjoint_rtol!r}.")
     _check.integer("examples", examples, least=1)
-    end = time.monotonic() + seconds
-    problem = _few(problem.replace(comm=None), examples)
+    deadline = Deadline(seconds)
+    problem = few(problem.replace(comm=None), examples)
     if cotangent is not None:
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
     pairs = _usual(problem, rtol, adjoint_rtol) if solvers is None else list(map(as_pair, solvers))
     lipschitz, lyapunov = _numbers(problem)
-    rehearsals = [_rehearse(problem, cotangent, *pair) for pair in pairs if time.monotonic() < end]
+    rehearsals = [_rehearse(problem, cotangent, *pair) for pair in pairs if deadline.allows()]
     left_out = tuple(solver for solver, _ in pairs[len(rehearsals) :])
     return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, tuple(rehearsals), left_out)
 
@@ -250,34 +231,6 @@ def _usual(problem: Problem, rtol: float, adjoint_rtol: float) -> list[Pair]:
     if small(problem.y0):  # a residual of Newton's method may rise on the way: it does not give up
         pairs.append((Newton(iterations=most, rtol=rtol, batch_axes=1), Newton(iterations=1, batch_axes=1)))
     return pairs
-
-
-def _few(problem: Problem, count: int) -> Problem:
-    """The problem with its first examples only, if its step accepts that shape."""
-    all_of_them = examples_of(problem.y0)
-    if all_of_them <= count:
-        return problem
-
-    def cut(tree: PyTree, axis: int) -> PyTree:
-        def leaf(x: PyTree) -> PyTree:
-            if not (hasattr(x, "ndim") and x.ndim > axis and x.shape[axis] == all_of_them):
-                return x
-            return x[(slice(None),) * axis + (slice(count),)]
-
-        return jax.tree.map(leaf, tree)
-
-    few = dataclasses.replace(problem, y0=cut(problem.y0, 0))
-    for candidate in (
-        dataclasses.replace(few, data=cut(problem.data, 1)),
-        dataclasses.replace(few, data=cut(problem.data, 1), shared=cut(problem.shared, 0)),
-        few,
-    ):
-        try:
-            jax.eval_shape(lambda p=candidate: p.solve(solver=Serial()).y1)
-        except Exception:  # the user's step raises what it likes for shapes that it does not take
-            continue
-        return candidate
-    return problem
 
 
 def _numbers(problem: Problem) -> tuple[float, float]:
@@ -338,11 +291,6 @@ def _noise(like: State) -> State:
 
 def _rehearse(problem: Problem, cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Rehearsal:
     """Run both solvers on these examples, to their tolerances."""
-
-    @functools.partial(jax.jit, compiler_options=compile_fast())
-    def both(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
-        solution, pullback = problem.replace(**arrays).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
-        stats = pullback(solution.y1 if cotangent is None else cotangent)[1]
-        return solution.stats.iterations, stats.iterations, solution.stats.result, stats.result
-
-    return Rehearsal(solver, adjoint_solver, *map(int, both(arrays(problem))))
+    _, stats, adjoint = solving(problem, fast=True)(solver, adjoint_solver, cotangent)
+    reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
+    return Rehearsal(solver, adjoint_solver, *reached)

@@ -61,7 +61,6 @@ def _machine(program: Program, arrays: Arrays, known: Processor) -> Machine:
     return Machine(
         at_once=sizes,
         forward=times,
-        linearise=times,
         adjoint=times,
         gradient=times,
         newton=newton if small(y) else None,

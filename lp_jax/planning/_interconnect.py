@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +18,10 @@ from lp_jax.planning._work import prefix_messages
 _SWEEPS, _REPEATS, _SAMPLES = 17, 10, 5
 
 
-class Interconnect(NamedTuple):
-    """Times of messages between neighbouring workers; fields of `Machine`.
-
-    Attributes:
-        latency: seconds until an empty message has arrived.
-        bandwidth: bytes per second.
-        sum_bandwidth: bytes per second of a sum over all workers, as of a ring all-reduce.
-
-    Example:
-        >>> import dataclasses
-        >>> from lp_jax import planning
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> wires = planning.Interconnect(latency=5e-6, bandwidth=4e11, sum_bandwidth=2e11)
-        >>> dataclasses.replace(gpu, **wires._asdict()).latency
-        5e-06
-    """
-
-    latency: float
-    bandwidth: float
-    sum_bandwidth: float
-
-
-def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> Interconnect:
+def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> dict[str, float]:
     """Measure messages between workers, by sweeps over a chain that computes almost nothing.
+
+    Returns the fields ``latency``, ``bandwidth`` and ``sum_bandwidth`` of a `Machine`, for `dataclasses.replace`.
 
     A sweep has three kinds of messages: a state to the neighbour, a state for each step of a prefix sum, and the residual norm
     to all workers. The time of the same sweep on one worker is subtracted. Sums over all workers, as of gradients, are measured
@@ -73,7 +51,8 @@ def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22
     bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
     small, large = (_sum(comm, size) for size in sizes)
     passed = 2 * (comm.size - 1) / comm.size * (sizes[1] - sizes[0])
-    return Interconnect(latency, bandwidth, passed / max(large - small, 1e-9))
+    sum_bandwidth = passed / max(large - small, 1e-9)
+    return {"latency": latency, "bandwidth": bandwidth, "sum_bandwidth": sum_bandwidth}
 
 
 def _sweep(comm: Comm | None, size: int) -> float:

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lp_jax.planning._work import KINDS
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,7 @@ class Machine:
 
     Attributes:
         at_once: numbers of layers at once, ascending; the times below are for these.
-        forward: seconds of an evaluation of a batch of layers.
-        linearise: seconds of an evaluation that keeps what the transpose needs.
+        forward: seconds of an evaluation of a batch of layers, also of one that keeps what the transpose needs.
         adjoint: seconds of the transpose for the state.
         gradient: seconds of the transpose for the parameters.
         newton: seconds of an iteration of Newton's method with full Jacobians; None if it was not measured.
@@ -28,9 +27,9 @@ class Machine:
             of a single layer above.
         relaxation: seconds of a layer within an interval of multigrid (forward, adjoint, gradient); None takes the times of
             serial propagation.
-        interval: overhead per interval (forward, adjoint, gradient), in seconds; None for no overhead.
+        interval: overhead per interval (forward, adjoint, gradient), in seconds.
         across: time of layers of different intervals at once, as in relaxation, relative to a sweep over as many layers
-            (forward, adjoint, gradient); None for equal times.
+            (forward, adjoint, gradient).
         auto: number of layers that ``at_once="auto"`` evaluates at once; None for all.
         fixed: seconds of a training step outside its layers.
         adding: seconds of adding a layer's gradient to another, for each further microbatch of a pipeline.
@@ -50,9 +49,7 @@ class Machine:
 
     Example:
         >>> from lp_jax import planning
-        >>> machine = planning.Machine(
-        ...     at_once=(1, 64), forward=(1e-5, 1e-5), linearise=(1e-5, 1e-5), adjoint=(2e-5, 2e-5), gradient=(1e-5, 1e-5)
-        ... )
+        >>> machine = planning.Machine(at_once=(1, 64), forward=(1e-5, 1e-5), adjoint=(2e-5, 2e-5), gradient=(1e-5, 1e-5))
         >>> machine.seconds("forward", 32)
         1e-05
         >>> machine.seconds("forward", 128)  # two batches of the largest size measured
@@ -61,14 +58,13 @@ class Machine:
 
     at_once: tuple[int, ...]
     forward: tuple[float, ...]
-    linearise: tuple[float, ...]
     adjoint: tuple[float, ...]
     gradient: tuple[float, ...]
     newton: tuple[float, ...] | None = None
     serial: tuple[float, float] | None = None
     relaxation: tuple[float, float, float] | None = None
-    interval: tuple[float, float, float] | None = None
-    across: tuple[float, float, float] | None = None
+    interval: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    across: tuple[float, float, float] = (1.0, 1.0, 1.0)
     auto: int | None = None
     fixed: float = 0.0
     adding: float = 0.0
@@ -84,13 +80,15 @@ class Machine:
     name: str = ""
 
     def __post_init__(self) -> None:
-        of_layers = ("at_once", *self.kinds, "serial", "relaxation", "across")
-        self._require(lambda x: x > 0, "positive numbers", *of_layers, "bandwidth", "sum_bandwidth")
-        sizes = ("state_bytes", "layer_bytes", "kept_bytes")
-        others = ("interval", "fixed", "adding", "update", "latency", "overhead")
-        self._require(lambda x: x >= 0, "numbers of at least 0", *others, *sizes)
-        self._require(lambda x: x <= 1, "a part, at most 1", "overhead")
-        self._require(lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1", "auto", "examples")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "name" or (value is None and field.default is None):
+                continue
+            wanted, good = _WANTED.get(field.name, _NOT_NEGATIVE)
+            sequence = field.name in _SEQUENCES
+            numbers = value if sequence and isinstance(value, tuple) else () if sequence else (value,)
+            if not numbers or not all(isinstance(x, int | float) and good(x) for x in numbers):
+                raise ValueError(f"{field.name} must be {wanted}; got {value!r}.")
         if list(self.at_once) != sorted(set(self.at_once)):
             raise ValueError(f"at_once must be ascending; got {self.at_once}.")
         for kind in self.kinds:
@@ -99,20 +97,10 @@ class Machine:
                     f"{kind} must have a time for each of the {len(self.at_once)} numbers in at_once; got {getattr(self, kind)}."
                 )
 
-    def _require(self, good: Callable[[float], bool], wanted: str, *names: str) -> None:
-        """Refuse fields whose numbers are not ``wanted``; None is accepted where it is the default."""
-        for name in names:
-            value = getattr(self, name)
-            numbers = (value,) if name not in _SEQUENCES else value if isinstance(value, Sequence) else ()
-            if value is None and getattr(Machine, name, 0) is None:
-                continue
-            if not numbers or not all(isinstance(x, int | float) and good(x) for x in numbers):
-                raise ValueError(f"{name} must be {wanted}; got {value!r}.")
-
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of batches with known times."""
-        return KINDS if self.newton is None else (*KINDS, "newton")
+        """Names of the fields with a time for each number in ``at_once``."""
+        return _KINDS if self.newton is None else (*_KINDS, "newton")
 
     def seconds(self, kind: str, layers: int) -> float:
         """Return the seconds of a batch of layers: interpolated linearly, and above the largest size in batches of this size.
@@ -120,40 +108,38 @@ class Machine:
         Raises:
             NotImplementedError: for Newton's method, if it was not measured.
         """
-        times, sizes = getattr(self, kind), self.at_once
+        times, sizes = getattr(self, _field(kind)), self.at_once
         if times is None:
             raise NotImplementedError(
                 f"{self.name or 'the machine'} has no times of Newton's method: calibrate(newton=True)."
             )
-        if layers <= sizes[0]:
-            return times[0]
-        if layers >= sizes[-1]:
-            return times[-1] * layers / sizes[-1]
-        above = next(i for i, size in enumerate(sizes) if size >= layers)
-        part = (layers - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
-        return times[above - 1] + part * (times[above] - times[above - 1])
+        return float(np.interp(layers, sizes, times) * max(1.0, layers / sizes[-1]))
 
     def seconds_across(self, kind: str, layers: int) -> float:
         """Return the seconds of a batch of layers of different intervals. Unlike a sweep, it sums no states."""
-        part = _of_kind(self.across, kind) if self.across and layers > 1 and kind in KINDS else 1.0
+        part = self.across[_KINDS.index(_field(kind))] if layers > 1 and kind != "newton" else 1.0
         return part * self.seconds(kind, layers)
 
     def in_a_row(self, kind: str) -> float:
         """Return the seconds of a layer in a row of layers one after another, as in relaxation."""
         forward, backward = self.per_layer
         part = self.adjoint[0] / (self.adjoint[0] + self.gradient[0])
-        return _of_kind(self.relaxation or (forward, part * backward, (1 - part) * backward), kind)
+        times = self.relaxation or (forward, part * backward, (1 - part) * backward)
+        return times[_KINDS.index(_field(kind))]
 
     def row(self, kind: str) -> float:
         """Return the overhead of such a row of layers, in seconds."""
-        return _of_kind(self.interval or (0.0, 0.0, 0.0), kind)
+        return self.interval[_KINDS.index(_field(kind))]
 
     @property
     def per_layer(self) -> tuple[float, float]:
         """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
-        if self.serial is not None:
-            return self.serial
-        return self.forward[0], self.adjoint[0] + self.gradient[0]
+        return self.serial or (self.forward[0], self.adjoint[0] + self.gradient[0])
+
+    @property
+    def linearised_bytes(self) -> int:
+        """Bytes of the state that enters a layer, and of the layer's linearisation."""
+        return self.state_bytes + self.kept_bytes
 
     def divided(self, parts: int) -> "Machine":
         """Return the machine with one of ``parts`` equal parts of the examples.
@@ -204,9 +190,21 @@ class Machine:
             raise ValueError(f"{path} is no machine file: {text}") from None
 
 
-_SEQUENCES = {"at_once", *KINDS, "newton", "serial", "relaxation", "interval", "across"}
+_KINDS = ("forward", "adjoint", "gradient")
+_SEQUENCES = {"at_once", *_KINDS, "newton", "serial", "relaxation", "interval", "across"}
+
+_Rule = tuple[str, Callable[[float], bool]]
+_POSITIVE: _Rule = ("positive numbers", lambda x: x > 0)
+_NOT_NEGATIVE: _Rule = ("numbers of at least 0", lambda x: x >= 0)
+_COUNT: _Rule = ("an integer of at least 1", lambda x: isinstance(x, int) and x >= 1)
+_WANTED: dict[str, _Rule] = {
+    **dict.fromkeys(_SEQUENCES - {"interval"} | {"bandwidth", "sum_bandwidth"}, _POSITIVE),
+    "auto": _COUNT,
+    "examples": _COUNT,
+    "overhead": ("a part, from 0 to 1", lambda x: 0 <= x <= 1),
+}
 
 
-def _of_kind(times: Sequence[float], kind: str) -> float:
-    """Return one of the times (forward, adjoint, gradient); a linearisation takes that of a forward evaluation."""
-    return times[max(0, KINDS.index(kind) - 1)]
+def _field(kind: str) -> str:
+    """Return the field with the times of a kind: an evaluation takes as long where it linearises."""
+    return "forward" if kind == "linearise" else kind

@@ -12,7 +12,7 @@ import numpy as np
 
 from lp_jax._arrays._types import Arrays, PyTree, State
 from lp_jax._comms._comm import default_platform
-from lp_jax._problem import Problem
+from lp_jax._problem import Gradients, Problem
 from lp_jax._programs._program import Program
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._coarse_step import Identity
@@ -20,7 +20,7 @@ from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._solver import Solver, Stats
 
 
 def compile_fast() -> dict[str, bool | str] | None:
@@ -43,6 +43,30 @@ def examples_of(y0: State) -> int:
     return leading.pop() if len(leading) == 1 else 1
 
 
+def few(problem: Problem, count: int) -> Problem:
+    """Return the problem with its first examples only, if its step accepts that shape."""
+    whole = examples_of(problem.y0)
+    if whole <= count:
+        return problem
+
+    def cut(tree: PyTree, axis: int) -> PyTree:
+        def leaf(x: PyTree) -> PyTree:
+            its_axis = hasattr(x, "ndim") and x.ndim > axis and x.shape[axis] == whole
+            return x[(slice(None),) * axis + (slice(count),)] if its_axis else x
+
+        return jax.tree.map(leaf, tree)
+
+    only_state = problem.replace(y0=cut(problem.y0, 0))
+    and_data = only_state.replace(data=cut(problem.data, 1))
+    for candidate in (and_data, and_data.replace(shared=cut(problem.shared, 0)), only_state):
+        try:
+            jax.eval_shape(lambda p=candidate: p.solve(solver=Serial()).y1)
+        except Exception:  # the user's step raises what it likes for shapes that it does not take
+            continue
+        return candidate
+    return problem
+
+
 def kept_bytes(program: Program, arrays: Arrays) -> int:
     """Return the bytes that the linearisation of a layer holds besides its state."""
     first = jax.tree.map(lambda x: x[0], arrays.slices)
@@ -63,19 +87,31 @@ def arrays(problem: Problem) -> dict[str, PyTree]:
     return {name: getattr(problem, name) for name in ("params", "y0", "shared", "data")}
 
 
+def solving(
+    problem: Problem, *, fast: bool = False
+) -> Callable[[Solver, Solver, State | None], tuple[Gradients, Stats, Stats]]:
+    """Return a compiled function: a solve and its adjoint, with one program for all tolerances.
+
+    It takes the solvers and the cotangent, by default the last state. It returns the gradients and the statistics of both
+    solves. ``fast`` compiles faster than the program runs.
+    """
+
+    @partial(jax.jit, compiler_options=compile_fast() if fast else None)
+    def solved(
+        arrays: dict[str, PyTree], solver: Solver, adjoint_solver: Solver, cotangent: State | None
+    ) -> tuple[Gradients, Stats, Stats]:
+        solution, pullback = problem.replace(**arrays).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
+        gradients, stats = pullback(solution.y1 if cotangent is None else cotangent)
+        return gradients, solution.stats, stats
+
+    return partial(solved, arrays(problem))
+
+
 def serial(problem: Problem) -> tuple[float, float]:
     """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
-
-    @jax.jit
-    def forward(arrays: dict[str, PyTree]) -> State:
-        return problem.replace(**arrays).solve(solver=Serial()).y1
-
-    @jax.jit
-    def both(arrays: dict[str, PyTree]) -> PyTree:
-        solution, pullback = problem.replace(**arrays).solve_vjp(solver=Serial())
-        return pullback(solution.y1)
-
-    (first,), (whole,) = (seconds([partial(f, arrays(problem))]) for f in (forward, both))
+    forward = jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=Serial()).y1)
+    (first,) = seconds([partial(forward, arrays(problem))])
+    (whole,) = seconds([partial(solving(problem), Serial(), Serial(), None)])
     return first / problem.layers, max(whole - first, LEAST) / problem.layers
 
 
@@ -150,17 +186,10 @@ def newton(problem: Problem) -> float:
 
 def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:
     """Seconds of an iteration, forward and adjoint, and of the rest: the final sweeps and the gradient."""
-
-    @jax.jit
-    def solved(arrays: dict[str, PyTree], atol: jax.Array, adjoint_atol: jax.Array) -> PyTree:
-        forward, adjoint = (dataclasses.replace(solver, atol=x) for x in (atol, adjoint_atol))  # type: ignore[type-var]
-        solution, pullback = problem.replace(**arrays).solve_vjp(solver=forward, adjoint_solver=adjoint)
-        gradients, stats = pullback(solution.y1)
-        return gradients, solution.stats.iterations, stats.iterations
-
-    once, often = jnp.float32(1e30), jnp.float32(-1)
-    calls = [partial(solved, arrays(problem), *limits) for limits in ((once, once), (often, once), (once, often))]
-    counts = np.array([[int(n) for n in call()[1:]] for call in calls])
+    solved = solving(problem)
+    once, often = (dataclasses.replace(solver, atol=jnp.float32(atol)) for atol in (1e30, -1))  # type: ignore[type-var]
+    calls = [partial(solved, *pair, None) for pair in ((once, once), (often, once), (once, often))]
+    counts = np.array([[int(stats.iterations) for stats in call()[1:]] for call in calls])
     spent = np.array(seconds(calls))
     forward = (spent[1] - spent[0]) / max(1, counts[1, 0] - counts[0, 0])
     adjoint = (spent[2] - spent[0]) / max(1, counts[2, 1] - counts[0, 1])

@@ -3,27 +3,29 @@
 import dataclasses
 import functools
 import math
-import time as clock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lp_jax._arrays._types import PyTree, State
+from lp_jax._arrays._types import State
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
-from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._default import SERIAL, Pair
+from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.planning._calibrate import measure
-from lp_jax.planning._candidates import Pair, as_pair, cycles, newton, sweeps
+from lp_jax.planning._candidates import as_pair, cycles, newton, sweeps
 from lp_jax.planning._cost import memory, predict
+from lp_jax.planning._deadline import Deadline
 from lp_jax.planning._diagnose import diagnose
-from lp_jax.planning._interconnect import Interconnect
-from lp_jax.planning._interconnect import interconnect as measure_messages
+from lp_jax.planning._gradient_error import inner_products, relative_error
+from lp_jax.planning._interconnect import interconnect
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays, compile_fast, has_counts, small
-from lp_jax.planning._result import SERIAL, WORTH, Choice, Plan, Probed, fix_iterations
+from lp_jax.planning._measure import has_counts, small, solving
+from lp_jax.planning._result import WORTH, Choice, Plan, Probed, fix_iterations
 
 Probe = Callable[[Solver, Solver], Probed]
 
@@ -36,9 +38,7 @@ def plan(
     workers: int = 1,
     comm: Comm | Mesh | None = None,
     machine: Machine | None = None,
-    interconnect: Interconnect | None = None,
     seconds: float = 10.0,
-    fewer: Mapping[str, PyTree] | None = None,
     solvers: Sequence[Solver | Pair] = (),
 ) -> Plan:
     """Recommend solvers: calibrate, predict times, and probe gradients, fastest first, until one is exact enough.
@@ -51,10 +51,8 @@ def plan(
         comm: the workers themselves, if they are at hand; by default those of the problem. The times of their messages are
             always measured. On MPI ranks all call this together.
         machine: times of the layers; None measures them (`calibrate`).
-        interconnect: times of messages, by `planning.interconnect`. None measures ``comm``, or takes those of ``machine``.
         seconds: bound of the whole call: calibration, which has half of it, then probes and `diagnose`. A measurement that has
             begun is finished, its compilations included. None starts after that time. The plan names those left out.
-        fewer: as for `calibrate`.
         solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
             probed first.
 
@@ -68,7 +66,7 @@ def plan(
         >>> import jax.numpy as jnp, lp_jax
         >>> from lp_jax import planning
         >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
         >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
         >>> print(planning.code(lp_jax.plan(problem, machine=gpu).solver))
@@ -76,24 +74,22 @@ def plan(
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
-    begin = clock.monotonic()
+    deadline, half = Deadline(seconds), Deadline(seconds / 2)
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = problem.replace(comm=None)
+    messages: dict[str, Any] = {}
     if there != OneDevice():
         if workers not in (1, there.size):
             raise ValueError(f"plan got workers={workers} and a comm of {there.size}. Leave workers out.")
         workers = there.size
-        if workers > 1 and interconnect is None:
-            interconnect = measure_messages(there)
-    left_out: list[str] = []
+        messages = interconnect(there) if workers > 1 else {}
     if machine is None:
-        machine, left_out = measure(problem, fewer, small(problem.y0), end=begin + seconds / 2)
-    if interconnect is not None:
-        machine = dataclasses.replace(machine, **interconnect._asdict())
-    probe, left = _probe(problem, cotangent), begin + seconds - clock.monotonic()
+        machine = measure(problem, small(problem.y0), deadline=half)
+    machine = dataclasses.replace(machine, **messages)
+    probe, left = _probe(problem, cotangent), deadline.left
     best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=left, solvers=solvers)
-    diagnosis = diagnose(problem, solvers=()) if clock.monotonic() < begin + seconds else None
-    left_out += [] if diagnosis else ["behaviour of the layers"]
+    diagnosis = diagnose(problem, solvers=()) if deadline.allows("behaviour of the layers") else None
+    left_out = half.left_out + deadline.left_out
     late = f"Left out for lack of time: {', '.join(left_out)}. " if left_out else ""
     note = late if has_counts(problem) else late + _UNCOUNTED
     return dataclasses.replace(best, note=note.strip(), diagnosis=diagnosis)
@@ -120,14 +116,21 @@ def choose(
     exact enough, and the other solvers are sorted by their times. The other arguments, and errors, are those of `plan`;
     ``seconds`` bounds the probes.
     """
-    _refuse(layers, workers, error)
+    if layers < 1:
+        raise ValueError(f"layers must be at least 1; got {layers}.")
+    if not 1 <= workers <= layers:
+        raise ValueError(
+            f"workers must be from 1 to the number of layers, {layers}, so that each has one; got {workers}."
+        )
+    if not error > 0:
+        raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
     def choice(pair: Pair, probed: Probed | None = None) -> Choice:
         spent = predict(*fix_iterations(pair, probed), layers, machine, workers=workers)
         return Choice(*pair, spent, memory(pair[0], layers, machine, workers=workers), probed)
 
     serial = choice(SERIAL)
-    limit, end, unprobed = serial.time.seconds / WORTH, clock.monotonic() + seconds, 0
+    limit, deadline, unprobed = serial.time.seconds / WORTH, Deadline(seconds), 0
 
     def look(pairs: list[Pair], *, scales: bool = False) -> list[Choice]:
         """Probe solvers of one program, loosest tolerance first. They may be slow here if they are fast on more devices.
@@ -139,17 +142,20 @@ def choose(
         faster = any(c.time.seconds < limit for c in family)
         if probe is None or not (scales or faster):
             return family
-        if clock.monotonic() >= end:
+        if not deadline.allows():
             unprobed += faster
             return family
-        probed, last = [], math.inf
+        probed, least = [], -math.inf
         for pair in pairs:
             probed.append(choice(pair, probe(*pair)))
-            now, reached = clock.monotonic(), probed[-1].error
-            last = min(last, now + seconds / 10)  # the first call compiles
-            if reached is None or not math.isfinite(reached) or (now >= end and (reached <= error or now >= last)):
+            left, reached = deadline.left, probed[-1].error
+            least = max(least, left - seconds / 10)  # the first call compiles
+            if reached is None or not math.isfinite(reached) or (left <= 0 and (reached <= error or left <= least)):
                 break
         return probed
+
+    def exact_enough() -> list[float]:
+        return [c.time.seconds for c in choices if c.within(error)]
 
     choices = [serial]
     for pair in map(as_pair, solvers):
@@ -157,33 +163,15 @@ def choose(
     choices += look(sweeps(), scales=True)
     if machine.newton is not None:
         choices += look(newton())
-    if probe is not None and clock.monotonic() < end and not any(c.within(error) for c in choices[1:]):
+    if probe is not None and len(exact_enough()) == 1 and deadline.left > 0:  # serial propagation only
         choices += look(sweeps(secant=True))
-    limit = min([limit, *(c.time.seconds for c in choices if c.within(error))])
-    for candidate in sorted(map(choice, cycles(layers, workers)), key=lambda c: c.time.seconds):
-        if probe is not None and candidate.time.seconds < limit:
-            if clock.monotonic() >= end:
-                unprobed += 1
-            else:
-                candidate = choice(candidate[:2], probe(candidate.solver, candidate.adjoint_solver))
-                if candidate.within(error):
-                    limit = candidate.time.seconds
-        choices.append(candidate)
+    for pair in sorted(cycles(layers, workers), key=lambda pair: choice(pair).time.seconds):
+        limit = min(limit, *exact_enough())
+        choices += look([pair])
     choices.sort(key=lambda c: c.time.seconds)
     best = next(c for c in choices if c.within(error))
     best = best if best.time.seconds * WORTH <= serial.time.seconds else serial
     return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)
-
-
-def _refuse(layers: int, workers: int, error: float) -> None:
-    if layers < 1:
-        raise ValueError(f"layers must be at least 1; got {layers}.")
-    if not 1 <= workers <= layers:
-        raise ValueError(
-            f"workers must be from 1 to the number of layers, {layers}, so that each has one; got {workers}."
-        )
-    if not error > 0:
-        raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
 
 def _probe(problem: Problem, cotangent: State | None) -> Probe:
@@ -191,28 +179,25 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
 
     Where there are none, as in a scan over integers, it compares the gradient of the initial state.
     """
+    solved = solving(problem, fast=True)
 
-    @functools.partial(jax.jit, compiler_options=compile_fast())
-    def gradient(values: dict[str, PyTree], cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> PyTree:
-        solution, pullback = problem.replace(**values).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
-        gradients, stats = pullback(solution.y1 if cotangent is None else cotangent)
-        leaves, initial = (
-            [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
-            for tree in ((gradients.params, gradients.shared), gradients.y0)
-        )
-        return leaves or initial, solution.stats.iterations, stats.iterations
+    def gradient(solver: Solver, adjoint_solver: Solver) -> tuple[list[jax.Array], Stats, Stats]:
+        gradients, stats, adjoint_stats = solved(solver, adjoint_solver, cotangent)
+        trees = (gradients.params, gradients.shared), gradients.y0
+        leaves, initial = ([x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0] for tree in trees)
+        return leaves or initial, stats, adjoint_stats
 
     @jax.jit
     def distance(leaves: list[jax.Array], exact: list[jax.Array]) -> jax.Array:
-        apart = sum(jnp.sum(jnp.abs(a - b) ** 2) for a, b in zip(leaves, exact, strict=True))
-        return jnp.sqrt(apart / sum(jnp.sum(jnp.abs(b) ** 2) for b in exact))
+        return relative_error(functools.reduce(jnp.add, map(inner_products, leaves, exact)))[0]
 
-    exact: list[list[jax.Array]] = []
+    @functools.cache
+    def exact() -> list[jax.Array]:
+        return gradient(*SERIAL)[0]
 
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:
-        if not exact:
-            exact.append(gradient(arrays(problem), cotangent, *SERIAL)[0])
-        leaves, iterations, adjoint_iterations = gradient(arrays(problem), cotangent, solver, adjoint_solver)
-        return Probed(float(distance(leaves, exact[0])), int(iterations), int(adjoint_iterations))
+        wanted = exact()
+        leaves, stats, adjoint_stats = gradient(solver, adjoint_solver)
+        return Probed(float(distance(leaves, wanted)), int(stats.iterations), int(adjoint_stats.iterations))
 
     return probe

@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._default import SERIAL, Pair
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._candidates import Pair, exact_cycles
+from lp_jax.planning._candidates import exact_cycles
 from lp_jax.planning._cost import Memory, Time, pipeline, predict
 from lp_jax.planning._diagnose import Diagnosis, where_it_pays
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._words import align, as_arguments, milliseconds, numbered, pair, times
+from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times
 from lp_jax.planning._work import with_effort
 
-SERIAL = (Serial(), Serial())
 DEVICES = tuple(2**exponent for exponent in range(13))
 # A solver is recommended if it is predicted this many times as fast as serial propagation; predictions err by as much.
 WORTH = 1.15
@@ -43,14 +42,6 @@ class Choice(NamedTuple):
 
     ``time`` predicts a training step; a solver with a tolerance counts with the iterations of the probe. ``memory`` predicts
     the bytes on a worker. ``probed`` is the result of the probe, if there was one.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> plan = planning.choose(64, gpu, probe=lambda solver, adjoint: planning.Probed(1e-3, 5, 4))
-        >>> plan.best.error, plan.best.probed.iterations, plan.best.within(1e-4)
-        (0.001, 5, False)
     """
 
     solver: Solver
@@ -72,38 +63,19 @@ class Choice(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """Seconds of a training step on a number of devices; None if that many cannot be used.
-
-    Attributes:
-        devices: number of devices.
-        layers: all devices along the layers, with the fastest solver that is exact enough.
-        data: all devices along the examples, with serial propagation.
-        both: the best division between layers and examples.
-        split: that division: workers along the layers, and along the examples.
-        pipeline: microbatches that follow each other along the layers.
-
-    Example:
-        >>> import dataclasses
-        >>> from lp_jax import planning
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> cluster = dataclasses.replace(gpu, examples=64, latency=5e-6, bandwidth=1e11, state_bytes=8192)
-        >>> four = planning.choose(64, cluster).scaling((4,))[0]
-        >>> four.devices, four.split
-        (4, (1, 4))
-    """
+    """Seconds of a training step on a number of devices, as of `Plan.scaling`; None if that many cannot be used."""
 
     devices: int
     layers: float | None
     data: float | None
     both: float | None
-    split: tuple[int, int]
+    split: tuple[int, int]  # workers along the layers, and along the examples
     pipeline: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The solvers to use, and why. ``print(plan)`` shows tables.
+    """The solvers to use, and why. A terminal and a notebook show tables.
 
     Attributes:
         choices: all solvers that were compared, fastest first.
@@ -120,11 +92,11 @@ class Plan:
 
     Example:
         >>> from lp_jax import planning
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
         >>> plan = planning.choose(64, gpu, probe=lambda solver, adjoint: planning.Probed(1e-3, 5, 4))
-        >>> plan.best.error, plan.speedup > 3
-        (0.001, True)
+        >>> plan.best.error, plan.best.probed.iterations, plan.speedup > 3
+        (0.001, 5, True)
     """
 
     choices: tuple[Choice, ...]
@@ -161,52 +133,79 @@ class Plan:
     @property
     def code(self) -> str:
         """The recommended solvers as arguments of `lp_jax.solve`, to paste."""
-        return as_arguments(self.solver, self.adjoint_solver)
+        forward, adjoint = (code(solver, prefix="lp_jax.") for solver in (self.solver, self.adjoint_solver))
+        return f"solver={forward}, adjoint_solver={adjoint}"
 
-    def exact_enough(self) -> list[Choice]:
-        """Return the choices whose gradient is known to be exact enough."""
-        return [choice for choice in self.choices if choice.within(self.error)]
+    @property
+    def reason(self) -> str:
+        """The reason for this recommendation, in words."""
+        were = "was" if self.unprobed == 1 else "were"
+        late = f"{numbered(self.unprobed, 'solver')} predicted faster {were} left out for lack of time."
+        if not self.solver.exact:
+            text = f"predicted {times(self.speedup)} times as fast as serial propagation on one worker"
+            text += where_it_pays(self.solver)
+            if self.speedup < 1:
+                text += ", which is the better place for all layers"
+            if self.workers > 1 and self.machine.message(self.machine.state_bytes) == 0:
+                text += ", message times unknown, taken as zero: plan(comm=mesh) measures them"
+            return f"{text}; {late}" if self.unprobed else f"{text}."
+        faster = [c for c in self.choices if c.time.seconds * WORTH <= self.serial.time.seconds]
+        measured = sum(c.error is not None for c in faster)
+        count = measured or len(faster)
+        text = f"{numbered(count, 'solver')} {'is' if count == 1 else 'are'} predicted faster"
+        if measured:
+            text += f", none with a gradient error of at most {self.error:.0e}. "
+        elif self.unprobed:
+            text = ""
+        elif faster:
+            return f"{text}. Their gradient errors were not measured."
+        else:
+            nearly = any(c.time.seconds < self.serial.time.seconds for c in self.choices)
+            than = f"{WORTH} times as fast as" if nearly else "faster than"
+            looped = "layers run one after another on this machine"
+            why = looped if self.machine.auto == 1 else "a layer fills the device, or there are few of them"
+            text = f"No parallel solver is predicted {than} serial propagation, because {why}. "
+        return text + (f"{late} " if self.unprobed else "") + _instead(self)
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
         """Predict times on other numbers of devices, with the solvers that are known to be exact enough.
 
+        A row has the seconds of a training step with all devices along the ``layers``, along the ``data`` with serial
+        propagation, in a ``pipeline``, and with ``both`` layers and data in the best ``split``; None if that is impossible.
         The error of a gradient does not depend on the number of workers. One interval per worker and as many cycles are exact
         and need no probe.
         """
-        pairs = [fix_iterations((c.solver, c.adjoint_solver), c.probed) for c in self.exact_enough()]
-        return [self._on(count, pairs) for count in devices]
+        pairs = [fix_iterations(c[:2], c.probed) for c in self.choices if c.within(self.error)]
 
-    def _on(self, devices: int, pairs: Sequence[Pair]) -> Devices:
+        def predicted(pair: Pair, workers: int, data_workers: int) -> float:
+            return predict(*pair, self.layers, self.machine, workers=workers, data_workers=data_workers).seconds
+
         @functools.cache
         def best(workers: int, data_workers: int) -> float | None:
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
             known = [*pairs, *exact_cycles(self.layers, workers)]
-            spent = (predict(*p, self.layers, self.machine, workers=workers, data_workers=data_workers) for p in known)
-            return min(time.seconds for time in spent)
+            return min(predicted(pair, workers, data_workers) for pair in known)
 
-        data = None
-        if devices <= self.machine.examples:
-            data = predict(*SERIAL, self.layers, self.machine, data_workers=devices).seconds
-        splits = [(p, devices // p) for p in range(1, devices + 1) if devices % p == 0]
-        options = [(seconds, split) for split in splits if (seconds := best(*split)) is not None]
-        both, split = min(options, default=(None, (devices, 1)))
-        piped = None
-        if 1 < devices <= self.layers:
+        def row(count: int) -> Devices:
+            data = predicted(SERIAL, 1, count) if count <= self.machine.examples else None
+            splits = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
+            options = [(seconds, split) for split in splits if (seconds := best(*split)) is not None]
+            both, split = min(options, default=(None, (count, 1)))
             parts = [2**k for k in range(self.machine.examples.bit_length())]
-            piped = min(pipeline(self.layers, self.machine, devices, part) for part in parts)
-        return Devices(devices, best(devices, 1), data, both, split, piped)
+            turns = (pipeline(self.layers, self.machine, count, part) for part in parts)
+            return Devices(count, best(count, 1), data, both, split, min(turns) if 1 < count <= self.layers else None)
+
+        return [row(count) for count in devices]
 
     def __str__(self) -> str:
-        notes = [reason(self), self.note]
+        notes = [self.reason, self.note]
         if self.diagnosis is not None:
             notes.append(f"{self.diagnosis.numbers}. {self.diagnosis.behaviour}")
         advice = [f"Use {self.code}", *(f"  {note}" for note in notes if note)]
         return "\n".join([*_solvers(self), "", *advice, "", *_more_devices(self)])
 
-    def __repr__(self) -> str:
-        """Return the same tables, so that a terminal and a notebook show them."""
-        return str(self)
+    __repr__ = __str__
 
 
 def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
@@ -219,53 +218,14 @@ def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
     return forward, adjoint
 
 
-def reason(plan: Plan) -> str:
-    """Return the reason for this recommendation, in words.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> print(planning.reason(planning.choose(64, gpu)).partition(" ")[2])
-        solvers are predicted faster. Their gradient errors were not measured.
-    """
-    were = "was" if plan.unprobed == 1 else "were"
-    late = f"{numbered(plan.unprobed, 'solver')} predicted faster {were} left out for lack of time."
-    if not plan.solver.exact:
-        text = f"predicted {times(plan.speedup)} times as fast as serial propagation on one worker{where_it_pays(plan.solver)}"
-        if plan.speedup < 1:
-            text += ", which is the better place for all layers"
-        if plan.workers > 1 and plan.machine.message(plan.machine.state_bytes) == 0:
-            text += ", message times unknown, taken as zero: plan(comm=mesh) measures them"
-        return f"{text}; {late}" if plan.unprobed else f"{text}."
-    faster = [c for c in plan.choices if c.time.seconds * WORTH <= plan.serial.time.seconds]
-    measured = sum(c.error is not None for c in faster)
-    count = measured or len(faster)
-    text = f"{numbered(count, 'solver')} {'is' if count == 1 else 'are'} predicted faster"
-    if measured:
-        text += f", none with a gradient error of at most {plan.error:.0e}. "
-    elif plan.unprobed:
-        text = ""
-    elif faster:
-        return f"{text}. Their gradient errors were not measured."
-    else:
-        nearly = any(c.time.seconds < plan.serial.time.seconds for c in plan.choices)
-        than = f"{WORTH} times as fast as" if nearly else "faster than"
-        looped = "layers run one after another on this machine"
-        why = looped if plan.machine.auto == 1 else "a layer fills the device, or there are few of them"
-        text = f"No parallel solver is predicted {than} serial propagation, because {why}. "
-    return text + (f"{late} " if plan.unprobed else "") + _instead(plan)
-
-
 def _instead(plan: Plan) -> str:
     many = max(2, plan.workers)
     row = plan.scaling((many,))[0]
     known = {"along the examples": row.data, "in a pipeline": row.pipeline, "along the layers": row.layers}
     seconds, name = min((seconds, name) for name, seconds in known.items() if seconds is not None)
     gain = plan.serial_seconds / seconds
-    if gain < 1.01:
-        return f"On {many} devices nothing helps either."
-    return f"On {many} devices: {name}, {times(gain)} times as fast as on one."
+    better = f"{name}, {times(gain)} times as fast as on one."
+    return f"On {many} devices: {better}" if gain >= 1.01 else f"On {many} devices nothing helps either."
 
 
 def _solvers(plan: Plan) -> list[str]:
@@ -282,10 +242,14 @@ def _solvers(plan: Plan) -> list[str]:
 
 def _row(one_worker: float, choice: Choice) -> tuple[str, ...]:
     error = "?" if choice.error is None else f"{choice.error:.1e}" if math.isfinite(choice.error) else "diverges"
-    error = "exact" if choice.error == 0 else error
-    seconds, megabytes = choice.time.seconds, choice.memory.bytes / 1e6
-    taken = "" if choice.probed is None else f"{choice.probed.iterations}/{choice.probed.adjoint_iterations}"
-    return milliseconds(seconds), f"{one_worker / seconds:.2f}", error, f"{megabytes:.3g}", taken, pair(*choice[:2])
+    return (
+        milliseconds(choice.time.seconds),
+        f"{one_worker / choice.time.seconds:.2f}",
+        "exact" if choice.error == 0 else error,
+        f"{choice.memory.bytes / 1e6:.3g}",
+        "" if choice.probed is None else f"{choice.probed.iterations}/{choice.probed.adjoint_iterations}",
+        pair(*choice[:2]),
+    )
 
 
 def _more_devices(plan: Plan) -> list[str]:

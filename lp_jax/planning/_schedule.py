@@ -1,4 +1,4 @@
-"""Count a solver's evaluations, messages and bytes, by its registered functions or from the program of a solve."""
+"""Count a solver's evaluations and messages, by its registered functions or from the program of a solve."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def count(
     """
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
-    work = Work(layers=layers, workers=workers, auto=at_once, at_once=most, kept=kept, adjoint=adjoint)
+    work = Work(layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
     try:
         count_work(solver, work)
     except Uncounted:

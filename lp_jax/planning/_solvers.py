@@ -1,7 +1,9 @@
 """Work and memory of the library's own solvers and coarse steps, registered by their classes."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import cast
 
 from lp_jax._solvers._coarse_step import CoarseStep, Identity
@@ -13,9 +15,21 @@ from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE
 from lp_jax.planning import _work
-from lp_jax.planning._cycle_work import busiest, count_stops
-from lp_jax.planning._path import cascade_stops, cycle_stops, relaxations
-from lp_jax.planning._work import Held, Sizes, Uncounted, Work, count_steps, count_work, held, most_at_once, with_effort
+from lp_jax.planning._machine import Machine
+from lp_jax.planning._path import Stop, cascade_stops, cycle_stops, relaxations
+from lp_jax.planning._work import (
+    Schedule,
+    Uncounted,
+    Work,
+    count_steps,
+    count_work,
+    held,
+    most_at_once,
+    with_effort,
+)
+
+Grid = Sequence[tuple[int, int]]
+"""(steps, coarsening factor) of every level, finest first."""
 
 # --- multigrid ------------------------------------------------------------------------------------------------------
 
@@ -23,35 +37,70 @@ from lp_jax.planning._work import Held, Sizes, Uncounted, Work, count_steps, cou
 @count_work.register
 def _(solver: MGRIT, work: Work) -> None:
     work = dataclasses.replace(work, in_rows=True)
-    grid, coarse_step = solver.grid(work.layers), cast(CoarseStep, solver.coarse_step)
+    grid = solver.grid(work.layers)
     rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
     if callable(solver.cycle) or any(map(callable, rules[: len(grid)])):
         raise Uncounted
     labels = relaxations(solver, len(grid))
     first = cascade_stops if solver.start == "cascade" else cycle_stops
     for stops, times in ((first, 1), (cycle_stops, solver.iterations - 1)):
-        once = work.apart()
-        count_stops(once, grid, stops(labels, solver.cycle), coarse_step, solver.coarsest)
+        once = dataclasses.replace(work, schedule=Schedule())
+        _count_stops(once, grid, stops(labels, solver.cycle), solver)
         work.schedule.events += times * once.schedule.events
-        work.schedule.reductions += times * once.schedule.reductions
     intervals, factor = busiest(grid, 0, work.workers), grid[0][1]
-    work.during("states again").evaluate_again(factor - 1, intervals)
+    work.evaluate_again(factor - 1, intervals)
     last = work.during("final sweep")
     last.evaluate(factor, intervals, gradient=True)
     last.sent(1)
 
 
+def busiest(grid: Grid, level: int, workers: int) -> int:
+    """Return the number of intervals of a level on the busiest worker, which holds whole intervals of all levels."""
+    steps, factor = grid[level]
+    intervals, together = math.ceil(steps / factor), math.prod(factor for _, factor in grid[level + 1 :])
+    return min(intervals, math.ceil(math.ceil(intervals / together) / workers) * together)
+
+
+def _count_stops(work: Work, grid: Grid, stops: Sequence[Stop], solver: MGRIT) -> None:
+    """Record a cycle along its path through the levels, up to where its last F-points would be interpolated."""
+    step, span, levels = cast(CoarseStep, solver.coarse_step), 1, [work]
+    for (_, factor), (steps, _) in itertools.pairwise(grid):
+        span *= factor
+        levels.append(dataclasses.replace(work, layers=steps, step=step, span=span))
+    for stop, following in zip(stops, [*stops[1:], None], strict=True):
+        at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
+        intervals = busiest(grid, at, work.workers)
+        if stop.label == "solve":
+            solve = level.during("coarse solve")
+            if step == Identity():
+                solve.sent(solve.prefix)
+            else:
+                count_work(solver.coarsest, solve)
+        elif following is not None and following.level > at:  # down
+            relaxed = level.during("coarse relaxation" if at else "relaxation")
+            for _ in range(stop.label.count("F")):
+                if at == 0 and level.at_once < max(2, intervals):  # states at F-points, in every sweep
+                    level.evaluate_again(factor - 1, intervals)
+                relaxed.steps(factor, intervals)
+                relaxed.sent(1)
+            levels[at + 1].during("coarse right-hand side").steps(1, intervals)
+        elif at > 0:  # up
+            corrected = level.during("correction")
+            corrected.steps(factor - 1, intervals)
+            corrected.sent(1)
+
+
 @held.register
-def _(solver: MGRIT, sizes: Sizes) -> Held:
-    grid = solver.grid(sizes.layers)[:-1]
-    intervals = [busiest(grid, level, sizes.workers) for level in range(len(grid))]
-    working = _OF_A_CYCLE * sum(intervals) * sizes.state
+def _(solver: MGRIT, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
+    grid, mine, state = solver.grid(layers)[:-1], math.ceil(layers / workers), machine.state_bytes
+    intervals = [busiest(grid, level, workers) for level in range(len(grid))]
+    working = _OF_A_CYCLE * sum(intervals) * state
     if solver.keeps_states:
-        return Held(sizes.mine * sizes.linearised, working)
-    at_once = min(most_at_once(solver, sizes.auto), intervals[0])
+        return mine * machine.linearised_bytes, working
+    at_once = min(most_at_once(solver, machine.auto or math.inf), intervals[0])
     some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
-    recomputed = at_once * grid[0][1] * sizes.linearised if some else _F_POINTS * sizes.mine * sizes.state
-    return Held(intervals[0] * sizes.state, working + int(recomputed))
+    recomputed = at_once * grid[0][1] * machine.linearised_bytes if some else _F_POINTS * mine * state
+    return intervals[0] * state, working + int(recomputed)
 
 
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
@@ -86,9 +135,9 @@ def _(solver: Picard, work: Work) -> None:
 
 
 @held.register
-def _(solver: Picard, sizes: Sizes) -> Held:
-    kept, working = held.dispatch(object)(solver, sizes)
-    return Held(kept, working + solver.secant * sizes.mine * sizes.state)  # the last change
+def _(solver: Picard, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
+    kept, working = held.dispatch(object)(solver, machine, layers, workers)
+    return kept, working + solver.secant * math.ceil(layers / workers) * machine.state_bytes  # the last change
 
 
 @count_steps.register
@@ -109,16 +158,6 @@ def _(coarse_step: Identity, work: Work, count: int, at_once: int) -> None:
     pass
 
 
-@_work.is_identity.register
-def _(coarse_step: Identity) -> bool:
-    return True
-
-
-@_work.is_identity.register
-def _(coarse_step: Picard) -> bool:
-    return coarse_step.sweeps == 0
-
-
 # --- Newton's method ------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +165,8 @@ def _(coarse_step: Picard) -> bool:
 def _(solver: Newton, work: Work) -> None:
     if work.step is not None:
         raise NotImplementedError(_WITHIN)
+    if solver.at_once == "auto":  # an iteration holds the Jacobians of all layers anyway
+        work = dataclasses.replace(work, at_once=math.inf)
     relaxations = min(solver.relaxations, work.layers)
     for _ in range(relaxations):
         work.steps(1, work.mine)
@@ -146,17 +187,12 @@ def _(coarse_step: Newton, work: Work, count: int, at_once: int) -> None:
 
 
 @held.register
-def _(solver: Newton, sizes: Sizes) -> Held:
-    example = sizes.state / sizes.examples
+def _(solver: Newton, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
+    mine, example = math.ceil(layers / workers), machine.state_bytes / machine.examples
     jacobian = example * example / _BYTES if solver.jacobian in ("full", "shared") else 0
-    jacobians = _OF_A_SCAN * sizes.mine * (1 if solver.jacobian == "shared" else sizes.examples) * jacobian
-    kept = held.dispatch(object)(solver, sizes).kept
-    return Held(kept, _OF_NEWTON * sizes.mine * sizes.state + math.ceil(jacobians))
-
-
-@_work.most_at_once.register
-def _(solver: Newton, auto: float) -> float:
-    return most_at_once.dispatch(object)(solver, math.inf)  # an iteration holds the Jacobians of all layers anyway
+    jacobians = _OF_A_SCAN * mine * (1 if solver.jacobian == "shared" else machine.examples) * jacobian
+    kept, _ = held.dispatch(object)(solver, machine, layers, workers)
+    return kept, _OF_NEWTON * mine * machine.state_bytes + math.ceil(jacobians)
 
 
 _WITHIN = "Newton's method is not counted within multigrid; plan with Picard(...), Serial() or Rediscretize(...) there."
@@ -185,12 +221,12 @@ def _(coarse_step: Serial | Elementwise, work: Work, count: int, at_once: int) -
 
 
 @held.register
-def _(solver: Serial, sizes: Sizes) -> Held:
+def _(solver: Serial, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
+    mine = math.ceil(layers / workers)
     if solver.checkpoint_every is None:
-        return Held(sizes.mine * sizes.linearised, 0)
-    span = min(sizes.mine, solver.checkpoint_every)
-    working = span * (sizes.linearised + 2 * sizes.parameters)
-    return Held(math.ceil(sizes.mine / span) * sizes.state, working)
+        return mine * machine.linearised_bytes, 0
+    span = min(mine, solver.checkpoint_every)
+    return math.ceil(mine / span) * machine.state_bytes, span * (machine.linearised_bytes + 2 * machine.layer_bytes)
 
 
 @with_effort.register

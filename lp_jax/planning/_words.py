@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,6 @@ from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._work import is_identity
 
 
 def numbered(number: int, what: str) -> str:
@@ -23,17 +20,25 @@ def numbered(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps")
+_MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps", "params")
 
 
-def code(solver: Any) -> str:
-    """Return the solver as code, with the main fields and those that are not at their default."""
+def code(solver: Any, *, prefix: str = "") -> str:
+    """Return the solver as code, with the main fields and those that are not at their default.
+
+    ``prefix`` is put before the names of this library's classes, for instance "lp_jax.".
+    """
+    if isinstance(solver, tuple):
+        return f"({', '.join(code(part, prefix=prefix) for part in solver)}{',' * (len(solver) == 1)})"
+    if not dataclasses.is_dataclass(solver):
+        return repr(solver)
     shown = [
-        f"{field.name}={code(value) if isinstance(value, Solver) else repr(value)}"
+        f"{field.name}={code(value, prefix=prefix)}"
         for field in dataclasses.fields(solver)
         if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
     ]
-    return f"{type(solver).__name__}({', '.join(shown)})"
+    ours = type(solver).__module__.startswith("lp_jax.")
+    return f"{prefix * ours}{type(solver).__name__}({', '.join(shown)})"
 
 
 @functools.singledispatch
@@ -128,25 +133,10 @@ def label(solver: Solver, adjoint: Solver) -> str:
 @label.register
 def _(solver: MGRIT, adjoint: Solver) -> str:
     step = solver.coarse_step
-    coarse = "identity" if is_identity(step) else type(step).__name__
+    coarse = "identity" if step == Identity() else type(step).__name__
     if isinstance(step, Solver) and step.iterations:
         coarse = f"{coarse} {step.iterations}"
     return f"{solver.iterations}/{adjoint.iterations} cycles, {coarse}, m = {solver.coarsening}"
-
-
-def as_arguments(solver: Solver, adjoint_solver: Solver) -> str:
-    """Return both solvers as arguments of `lp_jax.solve`; classes of this library have the prefix ``lp_jax.``."""
-    text = f"solver={code(solver)}, adjoint_solver={code(adjoint_solver)}"
-    ours = {type(part).__name__ for part in _parts((solver, adjoint_solver)) if type(part).__module__[:7] == "lp_jax."}
-    return re.sub(r"\b[A-Z]\w*(?=\()", lambda name: f"lp_jax.{name[0]}" if name[0] in ours else name[0], text)
-
-
-def _parts(value: object) -> list[object]:
-    if isinstance(value, tuple):
-        return list(itertools.chain.from_iterable(map(_parts, value)))
-    if not dataclasses.is_dataclass(value):
-        return []
-    return [value, *_parts(tuple(getattr(value, field.name) for field in dataclasses.fields(value)))]
 
 
 def pair(solver: Solver, adjoint_solver: Solver) -> str:

@@ -1,7 +1,6 @@
-"""Work and memory of a solve: batches of layers, messages, bytes; and the functions in which solvers register.
+"""The work and memory of a solve: batches of layers, messages, bytes; and functions registered by the class of a solver.
 
-Each of these functions is a `functools.singledispatch` on the class of its first argument. `lp_jax.planning._solvers`
-registers the library's own solvers. A solver from outside registers in the same way; otherwise its program is read.
+`lp_jax.planning._solvers` registers the library's own solvers. Of a solver from outside, the program is read.
 """
 
 import collections
@@ -13,10 +12,10 @@ from typing import Any, NamedTuple
 
 from lp_jax._solvers._coarse_step import CoarseStep
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
+from lp_jax.planning._machine import Machine
 
-KINDS = ("forward", "linearise", "adjoint", "gradient")
 # evaluations in a batch of each kind; a Newton iteration evaluates each layer, and its derivative
-EVALUATIONS = dict.fromkeys(KINDS, 1) | {"newton": 2}
+EVALUATIONS = {"forward": 1, "linearise": 1, "adjoint": 1, "gradient": 1, "newton": 2}
 
 
 class Uncounted(Exception):
@@ -24,37 +23,21 @@ class Uncounted(Exception):
 
 
 class Batch(NamedTuple):
-    """Evaluations that do not depend on each other.
-
-    Attributes:
-        kind: "forward"; "linearise", a forward evaluation for the sake of its transpose; "adjoint", the transpose for the
-            state; "gradient", that for the parameters; "newton", a Newton iteration with its Jacobians and the scan that
-            solves with them.
-        layers: number of layers.
-    """
+    """Evaluations that do not depend on each other: their kind, one of `EVALUATIONS`, and the number of layers."""
 
     kind: str
     layers: int
 
 
 class Event(NamedTuple):
-    """Batches or messages of a worker, between which it waits for no other worker.
+    """Batches or messages of one worker, without synchronisation in between."""
 
-    Attributes:
-        phase: name of the part of the solve: "sweep", "relaxation", "coarse solve", ...
-        kind: kind of the batches, or "message".
-        times: number of batches, one after the other, or of messages.
-        layers: number of layers in a batch; 0 for a message.
-        in_turn: whether the workers take turns, each with its part. Otherwise all work at the same time.
-        rows: number of loops over layers one after another.
-    """
-
-    phase: str
-    kind: str
-    times: int
-    layers: int
-    in_turn: bool = False
-    rows: int = 0
+    phase: str  # "sweep", "relaxation", "coarse solve", ...
+    kind: str  # of the batches, or "message"
+    times: int  # batches, one after the other, or messages
+    layers: int  # in a batch; 0 for a message
+    in_turn: bool = False  # whether the workers take turns; otherwise all work at the same time
+    rows: int = 0  # loops over layers one after another
 
 
 @dataclasses.dataclass
@@ -69,7 +52,7 @@ class Schedule:
         >>> import lp_jax
         >>> from lp_jax import planning
         >>> schedule = planning.count(lp_jax.Picard(sweeps=3), 64)
-        >>> schedule.depth(), schedule.work(), schedule.batches[planning.Batch("forward", layers=64)]
+        >>> schedule.depth(), schedule.work(), schedule.batches["forward", 64]
         (3, 192, 3)
     """
 
@@ -78,7 +61,11 @@ class Schedule:
 
     @property
     def batches(self) -> collections.Counter[Batch]:
-        """How often each batch is evaluated, one after the other."""
+        """How often each batch is evaluated, by its kind and its number of layers.
+
+        Kinds: "forward"; "linearise", a forward evaluation for the sake of its transpose; "adjoint", the transpose for the
+        state; "gradient", that for the parameters; "newton", an iteration of Newton's method.
+        """
         batches: collections.Counter[Batch] = collections.Counter()
         for event in self.events:
             if event.kind != "message":
@@ -104,51 +91,34 @@ class Schedule:
 
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
-        return sum(n * batch.layers for batch, n in self._evaluations(kinds))
+        return sum(n * layers for layers, n in self._evaluations(kinds))
 
     def depth(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default) that wait for each other."""
         return sum(n for _, n in self._evaluations(kinds))
 
-    def _evaluations(self, kinds: tuple[str, ...]) -> Iterator[tuple[Batch, int]]:
-        for batch, n in self.batches.items():
-            if batch.kind in (kinds or EVALUATIONS):
-                yield batch, n * EVALUATIONS.get(batch.kind, 1)
+    def _evaluations(self, kinds: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+        for (kind, layers), n in self.batches.items():
+            if kind in (kinds or EVALUATIONS):
+                yield layers, n * EVALUATIONS.get(kind, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A forward or adjoint solve of a chain, which `count_work` counts by calling the methods here.
+    """A forward or adjoint solve of a chain, which `count_work` counts by calling the methods here."""
 
-    Attributes:
-        layers: number of steps of the chain, on all workers.
-        workers: number of workers that the chain is spread over.
-        auto: number of layers for ``at_once="auto"``.
-        at_once: number of layers that are evaluated at once.
-        kept: whether the forward solve leaves linearisations of all layers to the adjoint.
-        adjoint: whether this is the adjoint solve, which gives the gradient too.
-        in_rows: whether to count rows of layers that follow each other.
-        step: the coarse step, if the chain is a coarse level; None for layers.
-        span: number of layers that a step stands for.
-        unit: number of steps that must live on one worker.
-        phase: name of the part of the solve that is counted.
-        in_turn: whether the workers do that part one after the other.
-        schedule: what has been counted so far.
-    """
-
-    layers: int
+    layers: int  # steps of the chain, on all workers
     workers: int = 1
-    auto: float = math.inf
-    at_once: float = math.inf
-    kept: bool = False
-    adjoint: bool = False
-    in_rows: bool = False
-    step: CoarseStep | None = None
-    span: int = 1
-    unit: int = 1
-    phase: str = "sweep"
-    in_turn: bool = False
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    at_once: float = math.inf  # layers that are evaluated at once
+    kept: bool = False  # whether the forward solve leaves linearisations of all layers to the adjoint
+    adjoint: bool = False  # whether this is the adjoint solve, which gives the gradient too
+    in_rows: bool = False  # whether to count rows of layers that follow each other
+    step: CoarseStep | None = None  # the coarse step, if the chain is a coarse level; None for layers
+    span: int = 1  # layers that a step stands for
+    unit: int = 1  # steps that must live on one worker
+    phase: str = "sweep"  # name of the part of the solve that is counted
+    in_turn: bool = False  # whether the workers do that part one after the other
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)  # what has been counted so far
 
     @property
     def mine(self) -> int:
@@ -160,17 +130,9 @@ class Work:
         """Messages of a prefix sum over the workers, one after the other."""
         return prefix_messages(self.workers)
 
-    def on(self, steps: int, step: CoarseStep, span: int) -> "Work":
-        """Return a coarse level of this chain; what it counts is added to the same schedule."""
-        return dataclasses.replace(self, layers=steps, step=step, span=span)
-
     def during(self, phase: str) -> "Work":
         """Return this chain with the name of the phase that is counted next; it is added to the same schedule."""
         return dataclasses.replace(self, phase=phase)
-
-    def apart(self) -> "Work":
-        """Return this chain, with a schedule of its own."""
-        return dataclasses.replace(self, schedule=Schedule())
 
     def steps(self, count: int, at_once: int) -> None:
         """Record ``count`` steps of the chain, one after the other, each at ``at_once`` places."""
@@ -197,7 +159,7 @@ class Work:
     def evaluate_again(self, count: int, at_once: int) -> None:
         """Record forward evaluations for states that the adjoint solve lacks."""
         if self.adjoint and not self.kept:
-            self.add("forward", count, at_once, rows=at_once)
+            self.during("states again").add("forward", count, at_once, rows=at_once)
 
     def add(self, kind: str, count: int, layers: int, *, rows: int = 0) -> None:
         """Record ``count`` batches of one kind, cut into ``at_once`` layers; where that is one, in ``rows`` rows."""
@@ -231,108 +193,41 @@ def prefix_messages(workers: int) -> int:
     return 0 if workers == 1 else 1 + max(0, workers - 2).bit_length()
 
 
-class Sizes(NamedTuple):
-    """Sizes that the memory of a solver depends on.
-
-    Attributes:
-        layers: number of layers, on all workers.
-        workers: number of workers that they are spread over.
-        state: bytes of the state.
-        linearised: bytes of a state and of the linearisation of a layer.
-        parameters: bytes of a layer's parameters.
-        examples: number of examples in the state.
-        auto: number of layers for ``at_once="auto"``.
-    """
-
-    layers: int
-    workers: int
-    state: int
-    linearised: int
-    parameters: int
-    examples: int
-    auto: float
-
-    @property
-    def mine(self) -> int:
-        """Number of layers on the busiest worker."""
-        return math.ceil(self.layers / self.workers)
-
-
-class Held(NamedTuple):
-    """Bytes of a training step on one worker.
-
-    Attributes:
-        kept: states and linearisations that the forward solve keeps for the adjoint.
-        working: temporary arrays of the solvers.
-    """
-
-    kept: int
-    working: int
-
-
 @functools.singledispatch
 def count_work(solver: Solver, work: Work) -> None:
-    """Record the work of a solve, including its last sweep and the gradient.
-
-    Register a function for a class of solvers with ``@planning.count_work.register``. Otherwise the program of a solve of a
-    model network is read.
-
-    Args:
-        solver: the solver, as `Solver.resolve` returns it.
-        work: the chain to solve. Its methods record batches of layers and messages.
-
-    Example:
-        >>> import lp_jax
-        >>> from lp_jax import planning
-        >>> class Mine(lp_jax.Solver):
-        ...     iterations = 3
-        >>> @planning.count_work.register
-        ... def _(solver: Mine, work: planning.Work) -> None:
-        ...     work.steps(solver.iterations, work.mine)
-        >>> planning.count(Mine(), 64).depth()
-        3
-    """
+    """Record the work of a solve, including its last sweep and the gradient."""
     raise Uncounted
 
 
 @functools.singledispatch
 def count_steps(coarse_step: CoarseStep, work: Work, count: int, at_once: int) -> None:
-    """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers.
-
-    Register a function for a class of coarse steps with ``@planning.count_steps.register``. Otherwise the program of the whole
-    solve is read.
-
-    Example:
-        >>> import lp_jax
-        >>> from lp_jax import planning
-        >>> class Two(lp_jax.CoarseStep):  # two layers of an interval, one after the other
-        ...     def coarsen(self, chain, level, span, *, at_once): ...
-        >>> _ = planning.count_steps.register(Two, lambda step, work, count, at_once: work.evaluate(2 * count, at_once))
-        >>> planning.count(lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=Two()), 64).depth()
-        36
-    """
+    """Record ``count`` coarse steps, one after the other, each in ``at_once`` intervals of ``work.span`` layers."""
     raise Uncounted
 
 
 @functools.singledispatch
-def held(solver: Solver, sizes: Sizes) -> Held:
-    """Return the memory of a training step with this solver; by default that of a sweep over all layers.
+def held(solver: Solver, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
+    """Return the bytes of a training step on one worker: kept by the forward solve for the adjoint, and temporary arrays.
 
-    Register a function for a class of solvers with ``@planning.held.register``.
+    By default they are those of a sweep over all layers. Register a function for a class of solvers with
+    ``@planning.held.register``.
 
     Example:
         >>> from lp_jax import Solver, planning
         >>> class Lean(Solver):
         ...     iterations = 3
-        >>> _ = planning.held.register(Lean, lambda solver, sizes: planning.Held(sizes.state, 2 * sizes.mine * sizes.state))
-        >>> planning.held(Lean(), planning.Sizes(64, 4, state=8, linearised=24, parameters=32, examples=1, auto=64.0))
-        Held(kept=8, working=256)
+        >>> lean = lambda solver, machine, layers, workers: (machine.state_bytes, 2 * layers // workers * machine.state_bytes)
+        >>> _ = planning.held.register(Lean, lean)
+        >>> times = dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,))
+        >>> planning.memory(Lean(), 64, planning.Machine(**times, state_bytes=8), workers=4)[1:]
+        (8, 256)
     """
+    mine = math.ceil(layers / workers)
     if solver.keeps_states:
-        kept = sizes.mine * sizes.linearised
+        kept = mine * machine.linearised_bytes
     else:
-        kept = math.ceil(sizes.mine / solver.stride(sizes.layers)) * sizes.state
-    return Held(kept, _OF_A_SWEEP * sizes.mine * sizes.state)
+        kept = math.ceil(mine / solver.stride(layers)) * machine.state_bytes
+    return kept, _OF_A_SWEEP * mine * machine.state_bytes
 
 
 _OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
@@ -372,13 +267,6 @@ def evaluates(solver: Solver) -> str:
     return "batches"
 
 
-@functools.singledispatch
 def most_at_once(solver: Solver, auto: float) -> float:
     """Return the number of layers that are evaluated at once, given the number for "auto"."""
     return auto if solver.at_once == "auto" else float(solver.at_once)
-
-
-@functools.singledispatch
-def is_identity(coarse_step: object) -> bool:
-    """Return whether a coarse step does nothing, so that the coarse problem is a prefix sum."""
-    return False

@@ -1,6 +1,6 @@
 """Solvers for a model and a batch, before it is trained."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,16 +14,8 @@ from lp_jax.train._supervised import Measure, cross_entropy
 from lp_jax.train._types import Batch
 
 
-class Inner(NamedTuple):
-    """The problem of the layers that are solved for, without the rest of the network."""
-
-    problem: Problem
-    cotangent: State  # of the last state, as the loss gives it
-    fewer: dict[str, PyTree] | None  # arrays for a quarter of the examples; None below eight examples
-
-
-def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> Inner:
-    """Return the problem of a classifier's layers: of the longest block, if there are several."""
+def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> tuple[Problem, State]:
+    """Return the problem of a classifier's layers, of the longest block, and the cotangent of its last state."""
     graphdef = nnx.graphdef(model)
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
     lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts]
@@ -50,18 +42,10 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
         y1 = run(y, parts[longest : longest + 1], context)
         return jax.grad(lambda y: loss(merged.closing(run(y, parts[longest + 1 :], context)), targets))(y1)
 
-    def problem(x: PyTree) -> tuple[Problem, State, dict[str, PyTree]]:
-        y, context = begin(params, x, key)
-        return network(params)[1][longest].problem(y, **context), y, context
-
     x, targets, *key = batch
-    whole, y, context = problem(x)
-    quarter = len(targets) // 4
-    fewer = None
-    if quarter >= 2:
-        smaller, _, _ = problem(jax.tree.map(lambda leaf: leaf[:quarter], x))
-        fewer = {name: getattr(smaller, name) for name in ("y0", "shared", "data")}
-    return Inner(whole, end(params, y, context, targets), fewer)
+    y, context = begin(params, x, key)
+    problem = network(params)[1][longest].problem(y, **context)
+    return problem, end(params, y, context, targets)
 
 
 def plan(
@@ -71,7 +55,7 @@ def plan(
 
     ``params`` are those that `classification` or `regression` returns. A batch is ``(x, labels)`` or ``(x, labels, key)``.
     ``loss`` is `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)``. The options are those of `lp_jax.plan`:
-    ``error``, ``workers``, ``machine``, ``interconnect``, ``seconds``.
+    ``error``, ``workers``, ``machine``, ``seconds`` and others.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -85,5 +69,5 @@ def plan(
         >>> train.plan(model, params, batch, seconds=0.1).error
         0.01
     """
-    problem, cotangent, fewer = inner(model, params, batch, loss)
-    return planning.plan(problem, cotangent=cotangent, fewer=fewer, **options)
+    problem, cotangent = inner(model, params, batch, loss)
+    return planning.plan(problem, cotangent=cotangent, **options)

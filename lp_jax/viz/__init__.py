@@ -17,9 +17,9 @@ from lp_jax.viz._describe import Described as Described
 from lp_jax.viz._describe import describe as describe
 from lp_jax.viz._hierarchy import hierarchy as hierarchy
 from lp_jax.viz._plan import plan as plan
-from lp_jax.viz._race import race as race
 from lp_jax.viz._schedule import schedule as schedule
 from lp_jax.viz._training import costs as costs
 from lp_jax.viz._training import curves as curves
 from lp_jax.viz._training import gradient_errors as gradient_errors
+from lp_jax.viz._training import race as race
 from lp_jax.viz._training import residuals as residuals

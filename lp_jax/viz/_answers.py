@@ -84,16 +84,12 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
     spreads = [float(np.std(t)) for t, _ in columns]
     count = min(len(columns), _MOST_PANELS)
     single = count == 1
-    shares = sorted(error / spread for error, spread in zip(errors, spreads, strict=True) if spread)
-    if single:
-        title = f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}"
-    elif shares:
-        ends = dict.fromkeys(f"{share:.2g}" for share in (shares[0], shares[-1]))
+    shares = [error / spread for error, spread in zip(errors, spreads, strict=True) if spread]
+    title = f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}" if single else "Answers"
+    if shares and not single:
+        ends = dict.fromkeys(f"{share:.2g}" for share in (min(shares), max(shares)))
         title = f"Typical errors are {' to '.join(ends)} of how far values spread"
-    else:
-        title = "Answers"
-    width, height = (6.5, 6.5) if single else (4.8 * count, 5.2)
-    fig = figure(title, width=width, height=height)
+    fig = figure(title, width=6.5 if single else 4.8 * count, height=6.5 if single else 5.2)
     for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
         ax.plot(line, line, **DASHED)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from lp_jax._solvers._coarse_step import CoarseStep
+from lp_jax._solvers._coarse_step import CoarseStep, Identity
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
@@ -16,7 +16,6 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.planning import summary
 from lp_jax.planning._path import Stop, path
 from lp_jax.planning._words import iterations
-from lp_jax.planning._work import is_identity
 
 MOST_ITERATIONS = 4  # that are drawn
 
@@ -56,7 +55,7 @@ def describe(solver: Solver, layers: int) -> Described:
 def _(solver: MGRIT, layers: int) -> Described:
     grid = solver.grid(layers)
     rest = f"only {grid[-1][0]} coarse steps remain one after another"
-    if is_identity(solver.coarse_step):
+    if solver.coarse_step == Identity():
         rest = "the coarse solve is a prefix sum"
     note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
     stops = path(solver, layers, min(solver.iterations, MOST_ITERATIONS))

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -43,9 +42,9 @@ def hierarchy(
 ) -> Figure:
     """Draw how a solver goes through a network.
 
-    For a solver with levels, the picture shows the path of its cycles through them, and the C- and F-points of each level over
-    [t0, t1]. For a solver without levels it shows which layers are evaluated at the same time, and which wait. Iterations after
-    the fourth and points between the first and last intervals are left out, so that the rest is legible.
+    For a solver with levels, the picture shows the path of its cycles, and the C- and F-points of each level over [t0, t1];
+    otherwise, which layers are evaluated at the same time, and which wait. Iterations after the fourth and points between the
+    first and last intervals are left out.
 
     Args:
         solver: solver of the forward solve.
@@ -104,10 +103,8 @@ def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
         points = np.minimum(numbers * row.span, layers)
         coarse, shown = (numbers % row.factor == 0) | (numbers == row.steps), place.shows(points)
         x = place.x(points)
-        parts = (
-            [(coarsest, shown)] if row.factor == 1 else [(coarse_point, shown & coarse), (fine_point, shown & ~coarse)]
-        )
-        for kind, part in parts:
+        parts = {coarse_point: shown & coarse, fine_point: shown & ~coarse}
+        for kind, part in ({coarsest: shown} if row.factor == 1 else parts).items():
             ax.scatter(x[part], np.full(part.sum(), -level), zorder=3, **kinds[kind])
         if level < last:
             ax.vlines(x[shown & coarse], -level - 1, -level, color=RED, linewidth=0.8, alpha=0.45, zorder=2)
@@ -191,16 +188,12 @@ def _words_of(label: str, *, last: bool) -> str:
 
 def _label_place(stops: Sequence[Stop], i: int) -> dict[str, Any]:
     """Place of a label next to the path: above a peak, below a valley, else on the right."""
-    level = stops[i].level
-    before = stops[i - 1].level if i else level
-    after = stops[i + 1].level if i + 1 < len(stops) else level
-    if max(before, after) <= level:  # a valley
+    level, before, after = (stops[min(max(j, 0), len(stops) - 1)].level for j in (i, i - 1, i + 1))
+    if max(before, after) <= level:
         return {"xytext": (0, -15), "ha": "center", "va": "top"}
-    if min(before, after) >= level:  # a peak
+    if min(before, after) >= level:
         return {"xytext": (0, 14), "ha": "center", "va": "bottom"}
-    if after > level:
-        return {"xytext": (11, 6), "ha": "left", "va": "bottom"}
-    return {"xytext": (11, -6), "ha": "left", "va": "top"}
+    return {"xytext": (11, 6 if after > level else -6), "ha": "left", "va": "bottom" if after > level else "top"}
 
 
 class _Batch(NamedTuple):
@@ -215,11 +208,10 @@ def batches(solver: Solver, layers: int) -> list[_Batch]:
     """Return the batches of a solve on one device, one after the other."""
     drawn = []
     for event in count(solver, layers, kept=solver.keeps_states).events:
-        places = math.ceil(layers / event.layers) if event.in_turn else 1
-        for place in range(places):
-            first = place * event.layers
+        starts = range(0, layers if event.in_turn else 1, event.layers)
+        for first in starts:
             batch = _Batch(first, min(event.layers, layers - first), event.phase)
-            drawn += [batch] * (event.times // places)
+            drawn += [batch] * (event.times // len(starts))
     return drawn
 
 
@@ -256,10 +248,11 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
         return f"Adjoint: {summary(adjoint)}."
     differing = differences(solver, adjoint).items()
     others = [f"{name} = {_words(value)}" for name, value in differing if name not in ("iterations", "sweeps")]
-    same = f"but {', '.join(others)}, and with" if others else "with"
+    text = "Adjoint: the same from right to left"
     if adjoint.exact and not others:
-        return "Adjoint: the same from right to left."
-    return f"Adjoint: the same from right to left, {same} {numbered(adjoint.iterations, iteration_name(adjoint))}."
+        return f"{text}."
+    but = f"but {', '.join(others)}, and " if others else ""
+    return f"{text}, {but}with {numbered(adjoint.iterations, iteration_name(adjoint))}."
 
 
 def _words(value: object) -> str:

@@ -19,7 +19,7 @@ def plan(found: Plan) -> Figure:
 
     Example:
         >>> from lp_jax import planning, viz
-        >>> flat = dict.fromkeys(("forward", "linearise", "adjoint", "gradient"), (1e-5, 1e-5))
+        >>> flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> found = planning.choose(64, planning.Machine(at_once=(1, 1024), **flat))
         >>> [ax.get_xlabel() for ax in viz.plan(found).axes]  # no gradient was taken
         ['devices']
@@ -35,13 +35,9 @@ def plan(found: Plan) -> Figure:
 
 def _title(result: Plan) -> str:
     if result.solver.exact:
-        text = f"{result.layers} layers: serial propagation"
-        gain, devices = max(
-            (result.serial_seconds / row.both, row.devices) for row in result.scaling() if row.both is not None
-        )
-        if gain < 1.15:
-            return text
-        return f"{text}; predicted {times(gain)} times as fast on {devices:,} devices"
+        gain, devices = max((result.serial_seconds / row.both, row.devices) for row in result.scaling() if row.both)
+        more = f"; predicted {times(gain)} times as fast on {devices:,} devices" if gain >= 1.15 else ""
+        return f"{result.layers} layers: serial propagation{more}"
     where = f" on {result.workers} workers" if result.workers > 1 else ""
     solvers = label(result.solver, result.adjoint_solver)
     return f"{result.layers} layers{where}: {solvers}, predicted {times(result.speedup)} times as fast as serial"
@@ -68,11 +64,7 @@ def _devices(ax: Axes, result: Plan) -> None:
     rows = result.scaling()
     lines = {"layers": "layers", "data": "examples", "both": "layers and examples", "pipeline": "pipeline"}
     for number, (field, name) in enumerate(lines.items()):
-        points = [
-            (row.devices, result.serial_seconds / seconds)
-            for row in rows
-            if (seconds := getattr(row, field)) is not None
-        ]
+        points = [(row.devices, result.serial_seconds / s) for row in rows if (s := getattr(row, field)) is not None]
         if points:
             ax.plot(*zip(*points, strict=True), label=name, **line_style(number))
     ax.axhline(1.0, color=GREY, linewidth=0.8)

@@ -1,5 +1,6 @@
 """The space-time picture of a training step: the work of each worker over time."""
 
+import collections
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ _MOST_LABELS = 17
 
 
 class Block(NamedTuple):
-    """A phase of a worker without a pause, from ``start`` to ``end``, in evaluations of a layer."""
+    """A phase of a worker without a pause, in evaluations of a layer."""
 
     worker: int
     phase: str
@@ -73,8 +74,8 @@ def schedule(
 ) -> Figure:
     """Draw the work of each worker over time in a training step, value and gradient.
 
-    Time counts evaluations of a layer, as `lp_jax.planning.count` does. Messages take no time. For a solver with a tolerance
-    the largest number of iterations is drawn.
+    Time counts evaluations of a layer, as `lp_jax.planning.count` does. Messages take no time. With a tolerance, the largest
+    number of iterations is drawn.
 
     Args:
         solver: solver of the forward solve.
@@ -124,11 +125,11 @@ def schedule(
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     phases = dict.fromkeys(block.phase for line in (there, back) for block in line.blocks)
-    handles: list[Artist] = [Patch(color=_colour(phase), label=phase) for phase in phases]
+    handles: list[Artist] = [Patch(color=COLOURS.get(phase, SKY), label=phase) for phase in phases]
     if there.messages or back.messages:
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
     legend(ax, "above", handles=handles, ncols=4, columnspacing=1.4)
-    note(fig, _note(pairs, num_layers, at_once, costs))
+    note(fig, _note(pairs, at_once, "Newton iteration" in phases and "newton" not in costs))
     return fig
 
 
@@ -180,12 +181,14 @@ def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping
 def _lengths(events: Sequence[Event], costs: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return phases and their lengths; a transpose and the evaluation that it belongs to are one block."""
     lengths: list[tuple[str, float]] = []
-    for last, event in itertools.pairwise([None, *events]):
-        assert event is not None
+    last = ""  # kind
+    for event in events:
+        phase = "gradient" if event.kind == "gradient" else event.phase
         length = event.times * costs.get(event.kind, 1.0)
-        if last is not None and last.kind != event.kind and _phase(last) == _phase(event):
+        if lengths and last != event.kind and lengths[-1][0] == phase:
             length += lengths.pop()[1]
-        lengths.append((_phase(event), length))
+        lengths.append((phase, length))
+        last = event.kind
     return lengths
 
 
@@ -201,27 +204,18 @@ def _groups(events: Sequence[Event]) -> Iterator[tuple[bool, list[Event]]]:
             yield in_turn, kept
 
 
-def _phase(event: Event) -> str:
-    return "gradient" if event.kind == "gradient" else event.phase
-
-
-def _colour(phase: str) -> str:
-    return COLOURS.get(phase, SKY)
-
-
 def _draw(ax: Axes, line: Timeline, start: float) -> None:
-    lanes: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    lanes: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
     for block in line.blocks:
-        lanes.setdefault((block.worker, block.phase), []).append((start + block.start, block.end - block.start))
+        lanes[block.worker, block.phase].append((start + block.start, block.end - block.start))
     for (worker, phase), spans in lanes.items():
         place = (worker - _LANE / 2, _LANE)
-        ax.broken_barh(spans, place, facecolor=_colour(phase), edgecolor="white", linewidth=1.0, zorder=2)
+        ax.broken_barh(spans, place, facecolor=COLOURS.get(phase, SKY), edgecolor="white", linewidth=1.0, zorder=2)
     for message in line.messages:
         way = message.to - message.worker
         ends = (message.worker + way * _LANE / 2, message.to - way * _LANE / 2)
         ax.plot([start + message.time] * 2, ends, color=INK, linewidth=1.4, zorder=3, label="_message")
     if line.messages:
-        way = line.messages[0].to - line.messages[0].worker
         times = [start + message.time for message in line.messages]
         places = [message.to - way * (_LANE / 2 + 0.08) for message in line.messages]
         ax.scatter(times, places, marker="v" if way > 0 else "^", s=24, color=INK, zorder=3)
@@ -247,11 +241,10 @@ def _labels(layers: int, workers: int, solver: Solver) -> dict[int, str]:
     return names
 
 
-def _note(pair: tuple[Solver, Solver], layers: int, at_once: float, costs: Mapping[str, float]) -> str:
+def _note(pair: tuple[Solver, Solver], at_once: float, newton: bool) -> str:
     of = "A worker evaluates its layers one after another" if at_once == 1 else "A worker evaluates its layers at once"
     text = f"Forward: {summary(pair[0])}. Adjoint: {summary(pair[1])}. {of}; messages take no time here."
-    kinds = {batch.kind for solver in pair for batch in count(solver, layers, adjoint=solver is pair[1]).batches}
-    if "newton" in kinds and "newton" not in costs:
+    if newton:
         text += " A Newton iteration is drawn as one evaluation, and takes more: its Jacobians."
     if not (pair[0].exact and pair[1].exact):
         text += " Serial propagation is exact; with few iterations the gradient is approximate."

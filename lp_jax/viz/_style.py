@@ -55,16 +55,11 @@ def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
         ax.spines[side].set_color(GREY)
 
 
-def line_style(number: int) -> dict[str, Any]:
-    """Return the colour, dashes and width of a line among others."""
-    dashes = ("-", "--", ":", "-.")[number % 4]
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes, "linewidth": 2.3}
-
-
-def marked_style(number: int) -> dict[str, Any]:
-    """Return the colour, marker and width of a line of few points."""
-    marker = MARKERS[number % len(MARKERS)]
-    return {"color": COLOURS[number % len(COLOURS)], "marker": marker, "markersize": 8, "linewidth": 2.3}
+def line_style(number: int, *, marked: bool = False) -> dict[str, Any]:
+    """Return the colour, width and dashes of a line among others; for few points, markers instead of dashes."""
+    marks = {"marker": MARKERS[number % len(MARKERS)], "markersize": 8}
+    dashes = {"linestyle": ("-", "--", ":", "-.")[number % 4]}
+    return {"color": COLOURS[number % len(COLOURS)], "linewidth": 2.3, **(marks if marked else dashes)}
 
 
 DASHED: dict[str, Any] = {"color": GREY, "linewidth": 1.3, "linestyle": (0, (2, 2)), "zorder": 1}

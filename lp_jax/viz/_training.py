@@ -1,4 +1,4 @@
-"""Pictures of a training run: curves, residuals and gradient errors."""
+"""Pictures of training runs: curves, races, costs, residuals and gradient errors."""
 
 import math
 import textwrap
@@ -19,7 +19,6 @@ from lp_jax.viz._style import (
     legend,
     line_style,
     logarithmic,
-    marked_style,
     note,
     number,
     whole_numbers,
@@ -42,24 +41,24 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_ylabel() for ax in viz.curves({"serial": rows}).axes]
         ['training loss', 'test accuracy']
     """
-    require_runs(runs)
-    of_classes = any(np.isfinite(columns(rows, "test", "accuracy")[1]).any() for rows in runs.values())
+    _require_runs(runs)
+    of_classes = any(np.isfinite(_columns(rows, "test", "accuracy")[1]).any() for rows in runs.values())
     score, shown = ("accuracy", "{:.1%}") if of_classes else ("loss", "{:.3g}")
-    final = {name: _last(rows, score) for name, rows in runs.items()}
+    tests = {name: _columns(rows, "test", score) for name, rows in runs.items()}
+    final = {name: float(scores[-1]) if scores.size else None for name, (_, scores) in tests.items()}
     fig = figure(_curves_title(final, score, shown))
     loss_ax, test_ax = fig.subplots(1, 2)
     for i, (name, rows) in enumerate(runs.items()):
         steps, losses = _losses(name, rows)
         loss_ax.plot(steps, losses, color=line_style(i)["color"], linewidth=0.7, alpha=0.3)
         loss_ax.plot(steps, _smooth(losses), label=name, **line_style(i))
-        steps, scores = columns(rows, "test", score)
         ends = name if final[name] is None else f"{name}: {shown.format(final[name])}"
-        test_ax.plot(steps, scores, label=ends, **line_style(i))
+        test_ax.plot(*tests[name], label=ends, **line_style(i))
     logarithmic(loss_ax, "y")
     dress(loss_ax, x="training step", y="training loss", title="Loss of each batch, and its running mean")
     dress(test_ax, x="training step", y=f"test {score}", title=f"Test {score} of the exact network")
     if of_classes:
-        accuracy_axis(test_ax, runs)
+        _accuracy_axis(test_ax, runs)
     else:
         logarithmic(test_ax, "y")
     legend(loss_ax, "upper right")
@@ -67,13 +66,57 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
+def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
+    """Draw test accuracy against seconds of training, and the time at which each run reached a target.
+
+    Seconds are the sum of ``step_time`` up to the step of an evaluation, without the time of evaluations.
+
+    Args:
+        runs: rows of each run's `lp_jax.train.Log`, by its name: those of kind "train" with ``step_time``, those of kind "test"
+            with ``accuracy``. The title compares the fastest run with the first one.
+        target: accuracy to reach, from 0 to 1; None takes the best one that all runs reach.
+
+    Raises:
+        ValueError: if there are no runs, or a run has no step of training or no evaluation.
+
+    Example:
+        >>> from lp_jax import viz
+        >>> def log(seconds):
+        ...     train = [{"kind": "train", "step": n, "step_time": seconds} for n in (1, 2)]
+        ...     return train + [{"kind": "test", "step": n, "accuracy": 0.45 * n} for n in (1, 2)]
+        >>> viz.race({"serial": log(0.2), "layer-parallel": log(0.1)}, target=0.9).get_suptitle()
+        'Layer-parallel training reaches 90.0% in 0.2 s, serial training in 0.4 s'
+    """
+    _require_runs(runs)
+    lines = {name: _accuracies(name, rows) for name, rows in runs.items()}
+    if target is None:
+        target = min(float(np.nanmax(accuracies)) for _, accuracies in lines.values())
+    reached = {
+        name: next((float(t) for t, accuracy in zip(*line, strict=True) if accuracy >= target), None)
+        for name, line in lines.items()
+    }
+    fig = figure(_race_title(reached, target))
+    ax = fig.subplots()
+    for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
+        ax.plot(seconds, accuracies, label=name, **line_style(i))
+        if (at := reached[name]) is not None:
+            ax.plot(
+                [at], [target], **line_style(i, marked=True) | {"markersize": 12}, markeredgecolor="white", zorder=5
+            )
+    ax.axhline(target, **DASHED)
+    ax.set_xlim(left=0)
+    _accuracy_axis(ax, runs)
+    dress(ax, x="seconds of training", y="test accuracy", title=f"Markers: where {target:.1%} is reached")
+    legend(ax, "lower right")
+    return fig
+
+
 def costs(runs: Mapping[str, Rows]) -> Figure:
     """Draw training loss against its cost: work and depth.
 
     Args:
-        runs: rows of each run, by its name. Rows of kind "train" have ``loss``, and ``work`` and ``depth`` up to there. Work is
-            evaluations of layers times their examples. Depth is evaluations one after another. A run without depth is left out
-            of the second half.
+        runs: rows of each run, by its name. Rows of kind "train" have ``loss``, and up to there ``work``, evaluations of layers
+            times their examples, and ``depth``, evaluations one after another. The second half shows runs with depth only.
 
     Raises:
         ValueError: if there are no runs, or a run has no step of training.
@@ -84,7 +127,7 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_xlabel() for ax in viz.costs({"one-shot": rows}).axes]
         ['layers x examples evaluated', 'layers evaluated one after the other']
     """
-    require_runs(runs)
+    _require_runs(runs)
     fig = figure("Training loss against its cost")
     axes = fig.subplots(1, 2, sharey=True)
     labels = "layers x examples evaluated", "layers evaluated one after the other"
@@ -92,7 +135,7 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
     for ax, column, x, title in zip(axes, ("work", "depth"), labels, titles, strict=True):
         for i, (name, rows) in enumerate(runs.items()):
             _, losses = _losses(name, rows)
-            _, spent = columns(rows, "train", column)
+            _, spent = _columns(rows, "train", column)
             if not np.isnan(spent).all():
                 ax.plot(spent, _smooth(losses), label=name, **line_style(i))
         logarithmic(ax, "x", "y")
@@ -105,9 +148,8 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers
     """Draw the residual norm per cycle, forward and adjoint, at a few moments of training.
 
     Args:
-        rows: rows of a `lp_jax.train.Log`; those of kind "probe" with columns ``forward_residual_1``, ... and
-            ``adjoint_residual_1``, ... are drawn. With ``forward_scale`` and ``adjoint_scale``, norms of states, the title
-            distinguishes growth from rounding.
+        rows: rows of a `lp_jax.train.Log`; those of kind "probe" with ``forward_residual_1``, ... and ``adjoint_residual_1``, ...
+            are drawn. ``forward_scale`` and ``adjoint_scale``, norms of states, let the title distinguish growth from rounding.
         moments: number of moments, evenly chosen, including the first and the last.
         iteration: name of an iteration.
         solvers: names of the forward and the adjoint solver, for the titles.
@@ -134,7 +176,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
             known = np.flatnonzero(norms >= 0)
             shade = 0.35 + 0.65 * (i + 1) / len(chosen)
-            ax.plot(known + 1, norms[known], alpha=shade, label=f"step {row['step']}", **marked_style(i))
+            ax.plot(known + 1, norms[known], alpha=shade, label=f"step {row['step']}", **line_style(i, marked=True))
         logarithmic(ax, "y")
         longest = max(np.flatnonzero(norms >= 0)[-1] + 1 if np.any(norms >= 0) else 1 for norms in norms_at)
         ax.set_xlim(0.8, max(longest, 2) + 0.2)
@@ -183,7 +225,12 @@ def gradient_errors(
     fig = figure(_errors_title(errors, iteration))
     ax = fig.subplots()
     for i, (name, values) in enumerate(errors.items()):
-        ax.plot(np.arange(1, len(values) + 1) if work is None else work[name], values, label=name, **marked_style(i))
+        ax.plot(
+            np.arange(1, len(values) + 1) if work is None else work[name],
+            values,
+            label=name,
+            **line_style(i, marked=True),
+        )
     if run is not None:
         name, count, error = run
         ax.plot([count], [error], "*", color=INK, markersize=20, label=name, markeredgecolor="white", zorder=5)
@@ -201,42 +248,36 @@ def gradient_errors(
     return fig
 
 
-def require_runs(runs: Mapping[str, Rows]) -> None:
+def _require_runs(runs: Mapping[str, Rows]) -> None:
     """Refuse a picture without runs."""
     if not runs:
         raise ValueError("runs is empty; give the rows of at least one run.")
 
 
 def _losses(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    steps, losses = columns(rows, "train", "loss")
+    steps, losses = _columns(rows, "train", "loss")
     if not steps.size:
         raise ValueError(f"the run {name!r} has no row of kind 'train'.")
     return steps, losses
 
 
-def columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps of the rows of a kind that have a value of this name, and the values."""
     pairs = [(row["step"], row[name]) for row in rows if row["kind"] == kind and name in row]
     steps = np.array([step for step, _ in pairs], dtype=float)
     return steps, np.array([math.nan if value is None else value for _, value in pairs], dtype=float)
 
 
-def _last(rows: Rows, score: str) -> float | None:
-    _, values = columns(rows, "test", score)
-    return float(values[-1]) if values.size else None
-
-
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Return the running mean over the last steps, in a window that grows with the run."""
-    window = max(1, len(values) // 30)
+    """Return the running mean over the last thirtieth of the steps."""
     sums, ends = np.cumsum([0.0, *values]), np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
+    starts = np.maximum(ends - max(1, len(values) // 30), 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
+def _accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
     """Set the y-axis to most of the curve, up to 100 %: the first evaluations, near chance, would flatten the rest."""
-    values = np.concatenate([columns(rows, "test", "accuracy")[1] for rows in runs.values()])
+    values = np.concatenate([_columns(rows, "test", "accuracy")[1] for rows in runs.values()])
     low = float(np.nanquantile(values, 0.1)) if values.size else 0.0
     ax.set_ylim(max(0.0, 1 - 1.4 * (1 - low)), 1.0)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -256,11 +297,11 @@ def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]]
     factors, grown = [], []
     for solve, norms_at in histories.items():
         for row, norms in zip(chosen, norms_at, strict=True):
-            known = norms[norms > 0]  # neither unmeasured nor exactly solved
+            known = norms[norms > 0].tolist()  # neither unmeasured nor exactly solved
             if len(known) > 1:
-                factors.append(float(known[0] / known[-1]))
+                factors.append(known[0] / known[-1])
                 scale = float(row.get(f"{solve}_scale") or 0.0)  # type: ignore[arg-type]
-                if convergence_warning(solve, known.tolist(), scale):
+                if convergence_warning(solve, known, scale):
                     grown.append(1 / factors[-1])
     if not factors:
         return f"Residual norm in each {iteration}"
@@ -284,3 +325,27 @@ def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:
     worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
     title = f"After {count} {iteration}{'s' * (count > 1)}, the gradient error is {number(at[worst])} with {worst}"
     return title if worst == best else f"{title},\n{number(at[best])} with {best}"
+
+
+def _race_title(reached: Mapping[str, float | None], target: float) -> str:
+    """The time of the fastest run, and that of the first one."""
+    times = {name: seconds for name, seconds in reached.items() if seconds is not None}
+    if not times:
+        return f"No run reaches {target:.1%}"
+    first, best = next(iter(reached)), min(times, key=lambda name: times[name])
+    title = f"{best[:1].upper()}{best[1:]} training reaches {target:.1%} in {times[best]:.3g} s"
+    if first == best:
+        return title
+    return f"{title}, {first} training " + (f"in {times[first]:.3g} s" if first in times else "never")
+
+
+def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of training before each evaluation, and its accuracy."""
+    steps, times = _columns(rows, "train", "step_time")
+    evaluated, accuracies = _columns(rows, "test", "accuracy")
+    for kind, values in (("train", steps), ("test", accuracies[np.isfinite(accuracies)])):
+        if not values.size:
+            what = "" if kind == "train" else " with an accuracy"
+            raise ValueError(f"the run {name!r} has no row of kind {kind!r}{what}.")
+    total = np.concatenate([np.zeros(1), np.cumsum(np.nan_to_num(times))])
+    return total[np.searchsorted(steps, evaluated, side="right")], accuracies
