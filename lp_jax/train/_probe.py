@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
+from lp_jax.planning._gradient_error import inner_products, relative_error
 from lp_jax.train._ranks import Ranks, all_sums
 from lp_jax.train._types import Batch, LossFn
 
@@ -51,23 +52,10 @@ def _gradient(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _compare(g: PyTree, e: PyTree, ranks: Ranks | None) -> GradientError:
-    def products(a: jax.Array, b: jax.Array) -> jax.Array:  # of one parameter: |a - b|^2, |a|^2, |b|^2, (a, b)
-        return jnp.stack([jnp.sum(x * y) for x, y in ((a - b, a - b), (a, a), (b, b), (a, b))])
-
-    sums = jax.tree.map(products, g, e)
+    sums = jax.tree.map(inner_products, g, e)
     groups: dict[str, jax.Array] = {}
     for path, leaf in jax.tree.leaves_with_path(all_sums(ranks, sums)):
         name = jax.tree_util.keystr(path[:1], simple=True)
         groups[name] = groups[name] + leaf if name in groups else leaf
-    relative, cosine = _error(jax.tree.reduce(jnp.add, groups))
-    return GradientError(relative, cosine, {name: _error(group)[0] for name, group in groups.items()})
-
-
-def _error(products: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return relative error and cosine; both are 0 for a group without gradient."""
-    error, gg, ee, ge = products
-    return _ratio(jnp.sqrt(error), jnp.sqrt(ee)), _ratio(ge, jnp.sqrt(gg) * jnp.sqrt(ee))
-
-
-def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.where((a == 0) & (b == 0), jnp.zeros_like(a), a / b)
+    relative, cosine = relative_error(jax.tree.reduce(jnp.add, groups))
+    return GradientError(relative, cosine, {name: relative_error(group)[0] for name, group in groups.items()})
