@@ -185,7 +185,7 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
 def test_a_wrong_value_in_a_file_is_wrong_use(cli, tmp_path):
     (tmp_path / "run.yaml").write_text("checkpoint_every: 0\n")
     code, out, err = cli("train", "digits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "run")
-    assert code == 2 and out == "" and "must be a positive whole number; got 0" in one_line(err)
+    assert code == 2 and out == "" and "Not of type PositiveInt: 0" in one_line(err)
     assert "lp-jax train digits --help" in err
 
 
@@ -196,35 +196,34 @@ def test_short_form_of_a_solver_is_code(solver):
 
 WRONG = {
     "--layers 0": "--layers must be at least 1; got 0",
-    "--layers many": "--layers: must be a whole number; got 'many'",
+    "--layers many": "--layers: Expected a <class 'int'>. Given value: many",
     "--t1 0": "--t1 must be positive; got 0.0",
     "--learning_rate 0": "--learning_rate must be positive",
-    "--model transformer": "--model must be one of dense, conv, resnet; got 'transformer'",
+    "--model transformer": "--model must be one of dense, conv; got 'transformer'",
     "--heads 2": "there is no option --heads.",
     "--solver MGRIT --solver.levels 0": "levels must be at least 1; got 0",
-    "--solver MGRIT --solver.levels two": "must be a whole number; got 'two'",
+    "--solver MGRIT --solver.levels two": "--solver: Expected a <class 'int'>. Got value: two",
     "--solver MGRIT --solver.coarsening [4,1]": "coarsening must be at least 2; got 1",
     "--solver MGRIT --solver.relaxation CF": 'relaxation must be "F"',
     "--solver MGRIT --solver.cycle X": "cycle must be",
     "--solver MGRIT --solver.coarse_step.sweeps -1": "sweeps must be at least 1; got -1",
-    "--solver MGRIT --solver.coarse_step Nobody": "there is no solver 'Nobody'",
+    "--solver MGRIT --solver.coarse_step Nobody": "--solver: there is no solver 'Nobody'. It is MGRIT, Picard",
     "--adjoint_solver MGRIT --adjoint_solver.storage none": "storage must be",
-    "--solver Picard --solver.levels 3": "--solver: Picard has no levels.",
+    "--solver Picard --solver.levels 3": "--solver: Option 'levels' is not accepted",
     "--solver nowhere.Solver": "No module named 'nowhere'",
     "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
     "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
-    "--adjoint_iterations 0": "--adjoint_iterations: must be a positive whole number; got '0'",
-    "--log-every 0": "--log_every: must be a positive whole number; got '0'",
-    "--devices 0": "--devices: must be a positive whole number; got '0'",
+    "--adjoint_iterations 0": "--adjoint_iterations: Not of type PositiveInt: 0 does not conform to restriction v>0",
+    "--log-every 0": "--log_every: Not of type PositiveInt: 0",
+    "--devices 0": "--devices: invalid PositiveInt value: '0'",
     "--config nowhere.yaml": "File does not exist",
     "--frobnicate": "there is no option --frobnicate.",
     "--learnin_rate 1": "there is no option --learnin_rate; did you mean --learning_rate?",
     "--no-compar": "did you mean --no_compare?",
-    "--solver mgrit": "there is no solver 'mgrit'. Did you mean MGRIT?",
-    "--solver.levels 3": "fields go with a solver, like --solver MGRIT --solver.levels 3",
-    "--solver Picard --solver.sweep 3": "Picard has no sweep. Did you mean --solver.sweeps?",
-    "--solver Newton --solver.sweeps 3": "Newton has no sweeps. Did you mean --solver.iterations?",
-    "--solver Picard --solver.rtol abc": "must be a number; got 'abc'",
+    "--solver mgrit": "--solver: Expected a dot import path string: mgrit. It is MGRIT, Picard, Newton",
+    "--solver.levels 3": "lp_jax.Solver is abstract. It is MGRIT, Picard, Newton",
+    "--solver Picard --solver.sweep 3": "'sweep' is not accepted. It is MGRIT",
+    "--solver Picard --solver.rtol abc": "could not convert string to float: 'abc'",
 }
 
 
@@ -361,7 +360,6 @@ def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, 
 METHODS = {
     "one-shot": ["--epochs", "4"],
     "nested": ["--epochs", "2", "--serial", "--devices", "2", "--depths", "[4, 8]"],
-    "mgopt": ["--epochs", "2", "--serial"],
 }
 
 
@@ -380,10 +378,8 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, unmeas
         assert found[method]["work"] == 1400 * (steps * unit.work() + trials * trial.work())
         assert found[method]["depth"] == steps * unit.depth() + trials * trial.depth()
         assert found[method]["depth"] < steps * 24
-    elif method == "nested":  # an epoch with half of the layers, one with all
+    else:  # an epoch with half of the layers, one with all
         assert found[method]["work"] == 200 * steps / 2 * 24 * (1 / 2 + 1)
-    else:
-        assert steps * 24 * 3 < found[method]["work"] / 200 < steps * 24 * 8
     saved = tmp_path / "checkpoints" / ("8-layers" if method == "nested" else "") / str(steps)
     shutil.rmtree(saved)  # as if the run had ended before
     unmeasured()
@@ -393,10 +389,9 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, unmeas
     assert [again[i]["time"] == rows[i]["time"] for i in (0, -1)] == [True, False]  # only its end was trained again
 
 
-@pytest.mark.parametrize("method, depths", [("nested", [2, 4, 8]), ("mgopt", [4, 8])])
-def test_depths_that_are_not_given_are_parts_of_the_network(method, depths):
-    given, _ = options("--method", method, "--layers", "8")
-    assert _methods.schedule(given, _settings.prepare("digits", vars(given))[0]) == depths
+def test_depths_that_are_not_given_are_parts_of_the_network():
+    given, _ = options("--method", "nested", "--layers", "8")
+    assert _methods.schedule(given, _settings.prepare("digits", vars(given))[0]) == [2, 4, 8]
 
 
 def test_what_is_charged_is_what_was_taken():
@@ -434,11 +429,10 @@ def test_solvers_that_cannot_be_counted_have_no_cost(cli, copied, tmp_path, monk
     [
         (["--method", "nested", "--depths", "[3, 8]"], "each a multiple of the one before"),
         (["--method", "nested", "--depths", "[2, 4]"], "end with the 8 layers of the network; got [2, 4]"),
-        (["--method", "mgopt", "--depths", "[8]"], "--depths must have two numbers or more"),
-        (["--method", "mgopt", "--depths", "[1, 2, 8]"], "--depths of mgopt must grow by one factor"),
-        (["--method", "mgopt", "--controller", "0.3"], "--controller goes with --method direct and one-shot"),
-        (["--depths", "[4, 8]"], "--depths goes with --method nested and mgopt; got direct"),
-        (["--method", "annealing"], "'direct', 'one-shot', 'nested', 'mgopt'"),
+        (["--method", "nested", "--depths", "[8]"], "--depths must have two numbers or more"),
+        (["--method", "nested", "--controller", "0.3"], "--controller goes with --method direct and one-shot"),
+        (["--depths", "[4, 8]"], "--depths goes with --method nested; got direct"),
+        (["--method", "annealing"], "'direct', 'one-shot', 'nested'"),
     ],
 )
 def test_methods_that_cannot_be_are_one_line(cli, tmp_path, options, message):

@@ -67,7 +67,7 @@ def test_pixels_of_a_field(field):
     np.testing.assert_array_equal(y[order] + 1, TRUTH[TRUTH != 0][raw_order])
     for band in range(4):
         assert np.corrcoef(x[order, band], raw[raw_order, band])[0, 1] > 1 - 1e-6
-    with pytest.raises(ValueError, match=r"test_fraction 0.01 leaves class 0, of 12 samples, 0 of them to test with"):
+    with pytest.raises(ValueError, match="should be greater or equal to the number of classes"):  # scikit-learn's
         contrib.indian_pines(field, test_fraction=0.01)
     with pytest.raises(ValueError, match=r"test_fraction must be between 0 and 1, both excluded; got 1\.5"):
         contrib.indian_pines(field, test_fraction=1.5)
@@ -124,8 +124,8 @@ def test_photographs_from_folders(tiny):
     grey = np.array([False, False, True, False, False, True])[:, None, None]
     assert np.abs(green - np.where(grey, expected, 0)).max() <= 2
     assert np.abs(blue - np.where(grey, expected, 255 - expected)).max() <= 2
-    fewer = contrib.tiny_imagenet(tiny, ["n02"], per_class=2)
-    np.testing.assert_array_equal(fewer.train_x, got.train_x[3:5])
+    fewer = contrib.tiny_imagenet(tiny, ["n02"])
+    np.testing.assert_array_equal(fewer.train_x, got.train_x[3:])
     np.testing.assert_array_equal(fewer.test_x, got.test_x[:1])
     assert fewer.names == ("n02",) and fewer.test_y.tolist() == [0]
 

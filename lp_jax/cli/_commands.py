@@ -34,14 +34,11 @@ _EXAMPLES: Mapping[str, Examples] = {
     "train": [
         ("lp-jax train digits", "8 x 8 pixels, from scikit-learn"),
         ("lp-jax train arrays --data mine.npz", "your own x and y, from a file of NumPy's"),
-        ("lp-jax train mnist --data FOLDER", "from the four IDX files"),
         ("lp-jax train gum --data FOLDER", "tag the words of a treebank with a transformer"),
-        ("lp-jax train timeseries --data FOLDER --name BasicMotions", "a recurrent network, parallel in time"),
     ],
     "plan": [
         ("lp-jax plan digits", "a solver for this network on this machine"),
         ("lp-jax plan digits --workers 8 --error 1e-3", "layers spread over eight such machines, a closer gradient"),
-        ("lp-jax plan digits --save machine.json", "keep what was measured"),
         ("lp-jax plan machine machine.json --layers 1024", "predict from what was measured elsewhere"),
     ],
     "bench": [

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 from lp_jax import Serial, planning
@@ -17,35 +16,26 @@ def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, blocks: int, 
     """Return the rows of training with the work and the depth up to there, of all blocks, without probes and buffers.
 
     Work is the number of evaluations of layers times the examples of each: forward ones, transposed ones and gradients of
-    parameters. Depth is the number of evaluations one after another, if all others run at the same time.
-    A solver with a tolerance counts with the iterations that it took: forward those of each row, adjoint those of the last
-    probe. A row without iterations was a serial step of a `lp_jax.train.Controller`. Work and depth are None for solvers
-    that cannot be counted, and depth where it is not known.
+    parameters. Depth is the number of evaluations one after another, if all others run at the same time. Both are None for
+    solvers that cannot be counted. ``layers`` is the number of layers of a block, before any row of kind "depth". Blocks are
+    solved one after another.
 
-    Args:
-        rows: rows of a log; rows of kind "depth" mark changes of the number of layers.
-        solvers: the forward and the adjoint solver.
-        layers: number of layers of a block, before any row of kind "depth".
-        blocks: number of blocks, which are solved one after another.
-        examples: number of examples of a step.
+    A solver with a tolerance counts with the iterations that it took: forward those of each row, adjoint those of the last
+    probe. A row without iterations was a serial step of a `lp_jax.train.Controller`.
     """
     try:
         costs = list(_costs(rows, solvers, layers))
     except NotImplementedError:  # the planner says which
         return [{**row, "work": None, "depth": None} for row in rows if row["kind"] == "train"]
     works = itertools.accumulate(float(work * blocks * examples) for _, work, _ in costs)
-    # the sum with a depth that is not known is NaN
-    depths = list(itertools.accumulate(float(depth * blocks) for _, _, depth in costs))
-    known = not any(map(math.isnan, depths))
+    depths = itertools.accumulate(float(depth * blocks) for _, _, depth in costs)
     return [
-        {**row, "work": work, "depth": depth if known else None}
-        for (row, _, _), work, depth in zip(costs, works, depths, strict=True)
+        {**row, "work": work, "depth": depth} for (row, _, _), work, depth in zip(costs, works, depths, strict=True)
     ]
 
 
 def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Row, float, float]]:
-    """Yield the rows of training, each with its work and its depth; NaN for a depth that is not known."""
-    exact = all(solver.exact for solver in solvers)
+    """Yield the rows of training, each with its work and its depth."""
     probed = next((unflat("adjoint_residual", row) for row in rows if row["kind"] == "probe"), [])
     for row in rows:
         if row["kind"] == "depth":
@@ -56,12 +46,8 @@ def _costs(rows: Sequence[Row], solvers: Pair, layers: int) -> Iterator[tuple[Ro
             iterations = len(unflat("forward_residual", row)), len(probed)
             forward, adjoint = _with_iterations(solvers, *iterations)
             gradient, trials = _training_step(forward, adjoint, layers), row.get("trials", 0)
-            if "gradients" in row:  # MG/Opt counts its gradients itself
-                work = gradient.work() * row["gradients"]
-                yield row, work, work if exact else math.nan
-            else:  # a trial of a line search is a forward solve with the adjoint's iterations
-                trial = _count(adjoint, layers)
-                yield row, gradient.work() + trials * trial.work(), gradient.depth() + trials * trial.depth()
+            trial = _count(adjoint, layers)  # of a line search: a forward solve with the adjoint's iterations
+            yield row, gradient.work() + trials * trial.work(), gradient.depth() + trials * trial.depth()
 
 
 def _with_iterations(solvers: Pair, forward: int, adjoint: int) -> Pair:

@@ -10,21 +10,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+from jsonargparse.typing import PositiveInt
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import lp_jax
 from lp_jax import MGRIT, MeshComm, Picard, Rediscretize, Serial, nn, planning, train, viz
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._experiment import SERIAL, Experiment, Run, experiment
 from lp_jax.cli._launch import set_cpu_devices
-from lp_jax.cli._menu import MenuParser, positive_int
+from lp_jax.cli._menu import MenuParser
 from lp_jax.cli._methods import depth_by_depth
 from lp_jax.cli._models import Pair
-from lp_jax.cli._reason import why
+from lp_jax.cli._plan import make_plan
 from lp_jax.cli._report import make_writable, plain_console, quick_compilation, save, write_json
 from lp_jax.cli._settings import prepare
 from lp_jax.cli._workers import ONE_DEVICE, Place, copies, devices, mesh_comm
@@ -56,27 +56,19 @@ def sweeps(number: tuple[int, int]) -> tuple[Picard, Picard]:
     return Picard(sweeps=forward), Picard(sweeps=adjoint)
 
 
-def ways(layers: int, comm: MeshComm | None) -> dict[str, tuple[Sequence[int], Pair, Place]]:
-    """Return the ways to train this many layers, by name: successive numbers of layers, the solvers, and the place.
+def ways(layers: int, comm: MeshComm | None) -> Iterator[tuple[str, Sequence[int], Pair, Place]]:
+    """Yield the ways to train this many layers: name, successive numbers of layers, solvers and place.
 
     ``comm`` is None on one device.
     """
-    single, depths = ONE_DEVICE, (layers // 4, layers // 2, layers)
-    spread = single if comm is None else devices(comm)
-    exact: dict[str, tuple[Sequence[int], Pair, Place]] = {"exact": ((layers,), SERIAL, single)}
+    once, depths, spread = (layers,), (layers // 4, layers // 2, layers), ONE_DEVICE if comm is None else devices(comm)
+    yield "exact", once, SERIAL, ONE_DEVICE
     if comm is not None:
-        exact["data parallel"] = (layers,), SERIAL, copies(comm)
-    return exact | {
-        "layer-parallel": ((layers,), sweeps(SWEEPS), spread),
-        "layer-parallel, rough": ((layers,), sweeps(ROUGH), spread),
-        "nested": (depths, SERIAL, single),
-        "nested, layer-parallel": (depths, sweeps(SWEEPS), spread),
-    }
-
-
-def optimizer_of(made: Experiment) -> optax.GradientTransformation:
-    training = made.settings.training
-    return optax.adam(optax.cosine_decay_schedule(training.learning_rate, made.task.steps_per_epoch * training.epochs))
+        yield "data parallel", once, SERIAL, copies(comm)
+    yield "layer-parallel", once, sweeps(SWEEPS), spread
+    yield "layer-parallel, rough", once, sweeps(ROUGH), spread
+    yield "nested", depths, SERIAL, ONE_DEVICE
+    yield "nested, layer-parallel", depths, sweeps(SWEEPS), spread
 
 
 def trained(
@@ -88,6 +80,8 @@ def trained(
     rest. Rows of kind "probe" have the gradient's error at the first and at the last parameters, unless it is exact.
     """
     settings, task = made.settings, made.task
+    training, total = settings.training, task.steps_per_epoch * settings.training.epochs
+    optimizer = optax.adam(optax.cosine_decay_schedule(training.learning_rate, total))
 
     def test(model: nn.Classifier) -> list[train.Every]:
         exact = exact_loss(trunk_of(model).num_layers)
@@ -97,26 +91,20 @@ def trained(
 
         return [train.Every("test", task.steps_per_epoch, measure)]
 
-    _, state, log = depth_by_depth(made, depths, optimizer_of(made), measures=test, meter=train.Bar(name, console))
+    _, state, log = depth_by_depth(made, depths, optimizer, measures=test, meter=train.Bar(name, console))
     without_compilation(log)
     if not made.exact:
         for step, params in ((0, made.params), (int(state.step), state.params)):
             error = made.gradient_error(params, next(made.batches(0)), *made.solvers)
             log.write(kind="probe", step=step, gradient_error=error)
     state = state._replace(params=_on_one_device(state.params))
-    return Run(name, made, state, log, settings.training.batch_size)
+    return Run(name, made, state, log, training.batch_size)
 
 
 def trunk_of(model: nn.Classifier) -> nn.LayerParallel:
     """Return the layers that are solved for."""
     assert isinstance(model.trunk, nn.LayerParallel)
     return model.trunk
-
-
-def layers_problem(made: Experiment) -> lp_jax.Problem:
-    """Return the problem of the layers for the first batch."""
-    x, *_ = next(made.batches(0))
-    return trunk_of(made.model).problem(made.model.opening(x))
 
 
 def _on_one_device(params: PyTree) -> PyTree:
@@ -183,31 +171,33 @@ def table(runs: Sequence[Run]) -> Table:
     return result
 
 
-def reason(made: Experiment, comm: MeshComm | None, runs: Sequence[Run]) -> str:
-    """Return an explanation of the time of the layer-parallel row."""
-    times = {run.name: seconds(run) for run in runs}
-    return why(
-        layers_problem(made),
-        sweeps(SWEEPS),
-        comm,
-        optimizer=optimizer_of(made),
-        params=made.params,
-        measured=times["layer-parallel"] / times["exact"],
+def reason(plan: planning.Plan, workers: int, runs: Sequence[Run]) -> str:
+    """Return an explanation of the time of the layer-parallel row; ``plan`` has the times of the layers on this machine."""
+    spent, pair = {run.name: seconds(run) for run in runs}, sweeps(SWEEPS)
+    serial = planning.training_step(*SERIAL, plan.layers).depth()
+    counted = planning.training_step(*pair, plan.layers, workers=workers)
+    sent = f", with {counted.states + counted.reductions} messages" if workers > 1 else ""
+    predicted = planning.predict(*pair, plan.layers, plan.machine, workers=workers).seconds / plan.serial_seconds
+    return (
+        f"Why: an exact step is {serial} evaluations of one layer, one after another. A layer-parallel step is "
+        f"{counted.depth()} evaluations of {max(batch.layers for batch in counted.batches)} layers at once: {SWEEPS[0] + 1} "
+        f"forward, {SWEEPS[1]} adjoint and the gradient{sent}. From the times of layers on this machine the planner predicts "
+        f"{predicted:.2f} of the exact step's time. Measured: {spent['layer-parallel'] / spent['exact']:.2f}."
     )
 
 
 def predictions(made: Experiment, params: PyTree) -> Iterator[str]:
     """Yield the planner's predictions for the same network on one H200 and on eight."""
-    gpu = planning.estimate(layers_problem(made), device="H200")
+    x, *_ = batch = next(made.batches(0))
+    gpu = planning.estimate(trunk_of(made.model).problem(made.model.opening(x)), device="H200")
     gpu = dataclasses.replace(gpu, latency=1e-5, bandwidth=2e11)
-    plan = train.plan(made.model, params, next(made.batches(0)), machine=gpu, error=1e-2, seconds=2.0)
-    for there in plan.scaling((1, 8)):
-        along, across = there.split
-        how = "" if there.devices == 1 else f" ({along} along the layers x {across} along the examples)"
-        if there.both is not None:
+    there = train.plan(made.model, params, batch, machine=gpu, error=1e-2, seconds=2.0)
+    for on in there.scaling((1, 8)):
+        how = "" if on.devices == 1 else " ({} along the layers x {} along the examples)".format(*on.split)
+        if on.both is not None:
             yield (
-                f"{there.devices} H200{how}: {1e3 * there.both:.2g} ms a step, {plan.serial_seconds / there.both:.2g} times as "
-                f"fast as layer after layer on one"
+                f"{on.devices} H200{how}: {1e3 * on.both:.2g} ms a step, {there.serial_seconds / on.both:.2g} times as fast as "
+                "layer after layer on one"
             )
 
 
@@ -261,16 +251,11 @@ _SIX = Picard(sweeps=6)
 def run(args: Sequence[str]) -> None:
     parser = MenuParser(prog="lp-jax demo", description=ABOUT, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs", "demo"),
-        metavar="FOLDER",
-        help="Folder for the table and the pictures.",
-    )
+    folder = Path("runs", "demo")
+    add("--out", type=Path, default=folder, metavar="FOLDER", help="Folder for the table and the pictures.")
     add("--layers", type=int, default=4096, metavar="N", help="Number of layers, a multiple of 64.")
     add("--seed", type=int, default=0, metavar="N", help="Seed of the split, the first parameters and the batches.")
-    add("--epochs", type=positive_int, default=6, metavar="N", help="Number of epochs of each training.")
+    add("--epochs", type=PositiveInt, default=6, metavar="N", help="Number of epochs of each training.")
     add("--no-pictures", action="store_true", help="Draw no pictures.")
     options = parser.parse_args(args)
     if options.layers < 64 or options.layers % 64:
@@ -296,14 +281,13 @@ def run(args: Sequence[str]) -> None:
 
     runs = [
         trained(name, depths, experiment(settings, task, place, pair), exact_loss, console)
-        for name, (depths, pair, place) in ways(settings.layers, comm).items()
+        for name, depths, pair, place in ways(settings.layers, comm)
     ]
     out.print(table(runs))
     out.print(EXPLAINED.format(*SWEEPS, *ROUGH))
     made = experiment(settings, task)
-    with console.status("measuring each part of a step on this machine"):
-        text = reason(made, comm, runs)
-    out.print(f"{text}\n")
+    plan = make_plan(settings, task, console, workers=workers, seconds=2.0)
+    out.print(f"{reason(plan, workers, runs)}\n")
     with console.status("predicting times on other machines"):
         lines = list(predictions(made, runs[0].state.params))
     out.print("\n".join(["Predicted for the same network on other machines:", *lines, ""]))

@@ -25,21 +25,13 @@ from lp_jax.train._types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A network for a task, with its solvers, on its devices.
-
-    Attributes:
-        settings: settings of the network and of training.
-        task: the data.
-        solvers: the forward and the adjoint solver.
-        place: the devices of layers and examples.
-        model: the network at its initial parameters.
-    """
+    """A network for a task, with its solvers, on its devices."""
 
     settings: Settings
     task: Task
     solvers: Pair
     place: Place
-    model: nn.Classifier
+    model: nn.Classifier  # at its initial parameters
 
     @functools.cached_property
     def tested(self) -> nn.Classifier:
@@ -54,28 +46,28 @@ class Experiment:
         return self.place.loss(loss_fn), self.place.everywhere(params)
 
     @functools.cached_property
+    def _training(self) -> tuple[LossFn, PyTree]:
+        return self.loss(self.model)
+
+    @property
     def loss_fn(self) -> LossFn:
         """Loss of training."""
-        return self.loss(self.model)[0]
+        return self._training[0]
+
+    @property
+    def params(self) -> PyTree:
+        """The initial parameters."""
+        return self._training[1]
 
     @functools.cached_property
     def test_fn(self) -> LossFn:
         """Loss of evaluation."""
         return self.loss(self.tested)[0]
 
-    @functools.cached_property
-    def params(self) -> PyTree:
-        """The initial parameters."""
-        return self.loss(self.model)[1]
-
     @property
     def exact(self) -> bool:
         """Whether both solvers are exact."""
         return all(solver.exact for solver in self.solvers)
-
-    def of(self, model: nn.Classifier) -> "Experiment":
-        """Return the same with another network."""
-        return dataclasses.replace(self, model=model)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """Yield the batches of an epoch, on the devices that use them."""
@@ -131,23 +123,14 @@ SERIAL: Pair = (Serial(), Serial())
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished training.
+    """A finished training."""
 
-    Attributes:
-        name: name of the run in tables and pictures.
-        made: the network, at its initial parameters.
-        state: the last state.
-        log: rows of the run.
-        examples: number of examples of a step.
-        seconds: time of this call, with compiling and measuring; None if nothing was left to train.
-    """
-
-    name: str
+    name: str  # in tables and pictures
     made: Experiment
-    state: TrainState
+    state: TrainState  # the last one
     log: Log
-    examples: int
-    seconds: float | None = None
+    examples: int  # of a step
+    seconds: float | None = None  # of this call, with compiling and measuring; None if nothing was left to train
 
     @property
     def rows(self) -> list[Row]:

@@ -1,8 +1,7 @@
 """The C library's heap: memory that a step frees is kept for the next one.
 
-XLA takes the temporaries of a step from the C library. glibc may return them to the system after each step. The next step
-then fetches every page anew, which takes up to half of its time. A few bytes decide whether a program suffers, so comparing
-two programs may measure nothing else.
+XLA takes the temporaries of a step from the C library. glibc may return them to the system, and the next step fetches every
+page anew. An exact step of 256 layers of 64 units on 200 examples then takes 59 ms of processor time instead of 36.
 """
 
 import contextlib
@@ -14,11 +13,7 @@ _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "MALLOC
 
 
 def keep_heap() -> None:
-    """Ask glibc to keep freed memory. Does nothing with another C library, or if the user has settings of their own.
-
-    It calls ``mallopt``, because environment variables are read before a process starts: a command would have to start itself
-    again.
-    """
+    """Ask glibc to keep freed memory, unless the user has settings of their own. Does nothing with another C library."""
     if any(name in os.environ for name in _OWN):
         return
     with contextlib.suppress(AttributeError, OSError):

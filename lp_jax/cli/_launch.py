@@ -35,23 +35,14 @@ def unchanged(value: T) -> T:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One process of a run. The default is a process on its own.
+    """One process of a run. The default is a process on its own."""
 
-    Attributes:
-        number: number of this process.
-        size: number of processes.
-        agree: ``agree(signal)`` returns the signal that any process received.
-        broadcast: ``broadcast(value)`` returns the first process's value.
-        all_failed: whether every process fails within a few seconds.
-        abort: ``abort(code)`` ends the whole job.
-    """
-
-    number: int = 0
-    size: int = 1
-    agree: Callable[[int | None], int | None] = unchanged
-    broadcast: Callable[[PyTree], PyTree] = unchanged
-    all_failed: Callable[[], bool] = lambda: True
-    abort: Callable[[int], object] = sys.exit
+    number: int = 0  # of this process
+    size: int = 1  # number of processes
+    agree: Callable[[int | None], int | None] = unchanged  # the signal that any process received
+    broadcast: Callable[[PyTree], PyTree] = unchanged  # the first process's value
+    all_failed: Callable[[], bool] = lambda: True  # whether every process fails within a few seconds
+    abort: Callable[[int], object] = sys.exit  # ends the whole job with an exit code
 
     @property
     def is_root(self) -> bool:

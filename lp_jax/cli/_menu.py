@@ -54,24 +54,6 @@ def unknown_option(args: Iterable[str], options: Collection[str]) -> str | None:
     return f"there is no option {unknown}" + (f"; did you mean --{near}?" if near else ".")
 
 
-def positive_int(value: str | int) -> int:
-    """Return a number above 0 from the command line or a file of options."""
-    if not str(value).isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number; got {value!r}.")
-    return int(value)
-
-
-def positive_float(value: str | float) -> float:
-    """Return a number above 0 from the command line or a file of options."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number; got {value!r}.")
-    return number
-
-
 def description(about: str, examples: Examples) -> str:
     """Return the head of a help text: the purpose of the command, and example calls."""
     width = max((len(call) for call, _ in examples), default=0)

@@ -1,11 +1,12 @@
 """The methods of ``lp-jax train``, and a run of one of them."""
 
 import argparse
+import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,18 +23,9 @@ from lp_jax.cli._problem import Settings
 from lp_jax.train._log import flat
 from lp_jax.train._probe import gradient_error
 from lp_jax.train._types import Batch
-from lp_jax.train.contrib import mgopt
-
-Optimizer: TypeAlias = optax.GradientTransformation
-
 
 _PROBES = 6  # of the gradient in a run, by default
 _TESTS = 20  # in a run, if each step is an epoch
-
-
-def _longer(solver: Solver) -> Solver:
-    """Return the solver with enough iterations to show its convergence; unchanged if it has a tolerance."""
-    return solver if solver.has_tolerance else planning.with_effort(solver, max(solver.iterations + 2, 4))
 
 
 def train_one(
@@ -65,13 +57,20 @@ def train_one(
             made,
             schedule(options, made.settings),
             optimizer,
-            measures=lambda model: _measures(made.of(model), options, steps),
+            measures=lambda model: _measures(dataclasses.replace(made, model=model), options, steps),
             folder=folder / "checkpoints",
             config=fingerprint,
             **arguments,
         )
     else:
-        step_fn, state, batches, steps = _BEGIN[method](made, options, optimizer)
+        batches: Callable[[int], Iterable[Batch]] = made.batches
+        if method == "one-shot":
+            batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
+            batches, steps = (lambda epoch: [batch]), 1
+            step_fn, state = _one_shot(made, batch)
+        else:
+            step_fn = train.make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
+            state = train.init_state(made.params, optimizer)
         state, controller = made.place.everywhere(state), None
         if options.controller and not made.solvers[0].exact:
             controller = train.Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
@@ -97,20 +96,10 @@ def train_one(
     return Run(name, made, state, log, training.batch_size * made.task.steps_per_epoch // steps, seconds)
 
 
-Begin: TypeAlias = tuple[train.StepFn, train.TrainState, Callable[[int], Iterable[Batch]], int]
-"""The step, the first state, the batches of an epoch and their number: the beginning of `lp_jax.train.fit`."""
-
-
-def _direct(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
-    step_fn = train.make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
-    return step_fn, train.init_state(made.params, optimizer), made.batches, made.task.steps_per_epoch
-
-
-def _one_shot(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
-    """Take all examples in each step, and L-BFGS, whose trials use the adjoint solver."""
-    batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
+def _one_shot(made: Experiment, batch: Batch) -> tuple[train.StepFn, train.TrainState]:
+    """Return a step with all examples, by L-BFGS, whose trials use the adjoint solver, and the first state."""
     solver, adjoint_solver = made.solvers
-    step_fn, state = train.one_shot(
+    return train.one_shot(
         made.loss_fn,
         made.params,
         optax.chain(train.scale_by_lbfgs(20, ranks=made.place.ranks), optax.scale(-1.0)),
@@ -120,31 +109,10 @@ def _one_shot(made: Experiment, options: argparse.Namespace, optimizer: Optimize
         line_search=train.Backtracking(solver=adjoint_solver),
         ranks=made.place.ranks,
     )
-    return step_fn, state, lambda epoch: [batch], 1
-
-
-def _mgopt(made: Experiment, options: argparse.Namespace, optimizer: Optimizer) -> Begin:
-    depths = schedule(options, made.settings)
-    step_fn, state = mgopt(
-        made.model,
-        optimizer,
-        levels=len(depths),
-        factor=depths[1] // depths[0],
-        loss=made.loss,
-        ranks=made.place.ranks,
-    )
-    return step_fn, state, made.batches, made.task.steps_per_epoch
-
-
-_BEGIN: Mapping[str, Callable[[Experiment, argparse.Namespace, Optimizer], Begin]] = {
-    "direct": _direct,
-    "one-shot": _one_shot,
-    "mgopt": _mgopt,
-}
 
 
 def depth_by_depth(
-    made: Experiment, depths: Sequence[int], optimizer: Optimizer, **options: Any
+    made: Experiment, depths: Sequence[int], optimizer: optax.GradientTransformation, **options: Any
 ) -> tuple[nn.Classifier, train.TrainState, train.Log]:
     """Train at each depth for the same number of epochs; ``options`` are those of `lp_jax.train.nested`."""
     settings = made.settings
@@ -166,17 +134,15 @@ def depth_by_depth(
 
 
 def schedule(options: argparse.Namespace, settings: Settings) -> list[int]:
-    """Return the numbers of layers of a method's stages: those of ``--depths``, or parts of the network's."""
-    parts, layers = _PARTS[options.method], settings.layers
-    depths = options.depths or [layers // part for part in parts if layers % part == 0]
+    """Return the numbers of layers that ``--method nested`` goes through: those of ``--depths``, or a quarter, half and all."""
+    layers = settings.layers
+    depths = options.depths or [layers // part for part in (4, 2, 1) if layers % part == 0]
     factors = [deeper / depth for depth, deeper in itertools.pairwise(depths)]
     if depths[-1] != layers or not factors or not all(factor > 1 and factor.is_integer() for factor in factors):
         raise UsageError(
             f"--depths must have two numbers or more, each a multiple of the one before, and end with the {layers} layers of "
             f"the network; got {depths}."
         )
-    if options.method == "mgopt" and len(set(factors)) > 1:
-        raise UsageError(f"--depths of mgopt must grow by one factor, like [16, 32, 64]; got {depths}.")
     return list(depths)
 
 
@@ -185,17 +151,12 @@ def check_method(options: argparse.Namespace, settings: Settings) -> None:
     method = options.method
     if method == "one-shot" and settings.model.dropout > 0:
         raise UsageError("--method one-shot needs the same network in every step; add --dropout 0.")
-    if method not in _PARTS:
-        if options.depths:
-            raise UsageError(f"--depths goes with --method nested and mgopt; got {method}.")
-        return
-    if options.controller:
+    if options.depths and method != "nested":
+        raise UsageError(f"--depths goes with --method nested; got {method}.")
+    if options.controller and method == "nested":
         raise UsageError(f"--controller goes with --method direct and one-shot; got {method}.")
-    schedule(options, settings)
-
-
-_PARTS = {"nested": (4, 2, 1), "mgopt": (2, 1)}
-"""Methods with several depths: the default divisors of the network's number of layers."""
+    if method == "nested":
+        schedule(options, settings)
 
 
 def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: int) -> list[train.Every]:
@@ -216,12 +177,14 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
         loss_fn, operands = made.loss_fn, batch  # whose programs other measurements use, too
         if state.restart is not None:
             loss_fn, operands = restarted, (batch, state.restart)
+        # with enough iterations to show the convergence
+        longer = [s if s.has_tolerance else planning.with_effort(s, max(s.iterations + 2, 4)) for s in made.solvers]
         error = gradient_error(loss_fn, state.params, operands, *made.solvers, ranks=made.place.ranks)
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,
             **flat("gradient_error", error.groups),
-            **made.residuals(state.params, batch, *map(_longer, made.solvers)),
+            **made.residuals(state.params, batch, *longer),
         }
 
     probe_every = options.probe_every or max(1, total // _PROBES)

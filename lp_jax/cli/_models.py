@@ -46,9 +46,6 @@ class Model(abc.ABC):
     blocks: ClassVar[int] = 1
     """Number of blocks of layers, each with a solve of its own."""
 
-    residual: ClassVar[bool] = False
-    """Whether ``--model resnet`` may mean this model."""
-
     layer_name: ClassVar[str] = "layers"
 
     @property
@@ -85,8 +82,6 @@ class Model(abc.ABC):
 class Dense(Model):
     """Dense residual layers."""
 
-    residual: ClassVar[bool] = True
-
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
         return nn.Classifier(
             nn.DenseOpening(task.shape, self.width, rngs=rngs),
@@ -104,7 +99,6 @@ class Conv(Model):
     """
 
     stride: int = 1
-    residual: ClassVar[bool] = True
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
         width, (*space, inputs) = self.width, task.shape
@@ -123,7 +117,6 @@ class Conv(Model):
 class Pooled(Model):
     """Four blocks of convolutional layers with batch norm; images are halved and channels doubled in between."""
 
-    residual: ClassVar[bool] = True
     blocks: ClassVar[int] = 4
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:

@@ -10,13 +10,12 @@ from typing import Any, Literal, NoReturn
 
 import jax
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, get_loader, set_parsing_settings
-from jsonargparse.typing import PositiveInt, register_type
+from jsonargparse.typing import PositiveFloat, PositiveInt, register_type
 
 import lp_jax
-from lp_jax._arrays._check import nearest
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import UsageError
-from lp_jax.cli._menu import MenuParser, in_words, positive_float, positive_int, unknown_option
+from lp_jax.cli._menu import MenuParser, in_words, unknown_option
 from lp_jax.cli._models import Model, Pair
 from lp_jax.cli._problem import Problem, model_and_training
 from lp_jax.cli._task import Training
@@ -27,8 +26,6 @@ register_type(jax.Array, float, float)  # a tolerance may be traced; here it is 
 
 ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
 """A line search with two sweeps leaves states from which one sweep is enough for a gradient."""
-
-METHODS = ("direct", "one-shot", "nested", "mgopt")
 
 _FIRST = {
     *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
@@ -86,7 +83,7 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
 
 def add_launch(parser: argparse.ArgumentParser | ArgumentParser) -> None:
     add = parser.add_argument_group("Devices").add_argument
-    add("--devices", type=positive_int, metavar="N", help="Number of devices that the layers are spread over.")
+    add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
     add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
     add("--mpi", action="store_true", help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.")
     add(
@@ -125,20 +122,20 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     )
     add(
         "--adjoint_iterations",
-        type=positive_int,
+        type=PositiveInt,
         metavar="N",
         help="Number of iterations of the adjoint solver, without a tolerance.",
     )
     add(
         "--spatial",
-        type=positive_int,
+        type=PositiveInt,
         metavar="D",
         help="Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
         "--solver.relaxation FCF.",
     )
     add(
         "--controller",
-        type=positive_float,
+        type=PositiveFloat,
         metavar="BOUND",
         help="Keep the gradient's error below this part of its mini-batch noise, by changing the tolerances. Try 0.1. "
         "Needs solvers with a tolerance.",
@@ -146,30 +143,29 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     add = parser.add_argument_group("Method").add_argument
     add(
         "--method",
-        choices=METHODS,
+        choices=("direct", "one-shot", "nested"),
         default="direct",
         help="How to train. direct takes a step for each batch. one-shot takes all examples in each step, one step an epoch; "
         "each solve begins where the last one ended, and the optimizer is L-BFGS. nested trains shallow "
-        "networks first, those of --depths. mgopt corrects the deep network by steps on shallower ones.",
+        "networks first, those of --depths.",
     )
     add(
         "--depths",
         type=list[PositiveInt] | None,
         metavar="[N, ...]",
-        help="Numbers of layers that nested and mgopt go through, the network's own last: [16, 32, 64]. Default: a quarter, a "
-        "half and all for nested, a half and all for mgopt.",
+        help="Numbers of layers that nested goes through, the network's own last. Default: a quarter, a half and all.",
     )
     add_launch(parser)
     add_folder(parser, problem)
     add = parser.add_argument_group("Watching").add_argument
-    add("--checkpoint_every", type=positive_int, metavar="N", default=200, help="Number of steps between checkpoints.")
+    add("--checkpoint_every", type=PositiveInt, metavar="N", default=200, help="Number of steps between checkpoints.")
     add(
         "--probe_every",
-        type=positive_int,
+        type=PositiveInt,
         metavar="N",
         help="Number of steps between gradient probes. Default: 6 probes in a run.",
     )
-    add("--log_every", type=positive_int, metavar="N", default=10, help="Number of steps between fetching metrics.")
+    add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
     add("--no_compare", action="store_true", help="Train no exact baseline for comparison.")
     add("--no_pictures", action="store_true", help="Draw no pictures.")
 
@@ -198,7 +194,7 @@ def parser_of(
     for name, text in problem.sources.items():
         add(f"--{name}", type=Path if name == "data" else str, metavar=name.upper(), help=text)
     kinds = "; ".join(f"{name}: {one.about()}" for name, one in problem.models.items())
-    add("--model", choices=problem.choices, default=kind, help=f"The model. Its options are those below. {kinds}.")
+    add("--model", choices=list(problem.models), default=kind, help=f"The model. Its options are those below. {kinds}.")
     parser.add_class_arguments(type(model), None)
     parser.add_class_arguments(Training, None, skip=set(unused))
     training = {name: value for name, value in dataclasses.asdict(problem.training).items() if name not in unused}
@@ -257,46 +253,24 @@ def _coarsened(solver: Any, dims: int | None) -> Solver:
         raise UsageError(f"--spatial needs a solver with levels, like --solver MGRIT; got {code(solver)}.") from None
 
 
-_SOLVERS = ("MGRIT", "Picard", "Newton", "Serial", "auto")
+_FRAMES = ("Parser key ", "Problem with ", "Does not validate ", "Subtypes: ", "Errors:", "Given value", "Type ")
+"""Beginnings of the lines in which jsonargparse says where a value is wrong. The others say what is wrong, for each type."""
 
 
 def _reason(text: str) -> str:
-    """Return a parser's message in the words of the command line."""
-    cause = _cause(text)
-    name = cause.partition(":")[0]
-    if match := re.search(r"Expected a dot import path string: (\S+)", cause):
-        near = nearest(match[1], _SOLVERS)
-        hint = f"Did you mean {near}?" if near else f"It is {', '.join(_SOLVERS)}, or module.Class."
-        return f"{name}: there is no solver {match[1]!r}. {hint}"
-    if "is abstract" in cause:
-        return f"{name}: fields go with a solver, like {name} MGRIT {name}.levels 3; add one of {', '.join(_SOLVERS[:-1])}."
-    if match := re.search(r"class_path '[\w.]*?(\w+)':\s+Option '(\w+)' is not accepted", cause):
-        kind: Any = getattr(lp_jax, match[1], None)  # None for a class of the user's
-        fields = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
-        near = nearest(match[2], fields)
-        hint = f"Did you mean {name}.{near}?" if near else f"{name}.help {match[1]} lists what it has."
-        return f"{name}: {match[1]} has no {match[2]}. {hint}"
-    if match := re.search(r"could not convert string to float: '(.*?)'", cause):
-        return f"{name}: must be a number; got {match[1]!r}."
-    if match := re.search(r"Expected a <class '(int|float)'>\. Got value: (\S+)", cause):
-        return f"{name}: must be a {'whole ' * (match[1] == 'int')}number; got {match[2]!r}."
-    return cause
-
-
-def _cause(text: str) -> str:
-    """Return the cause in a parser's message, which has a reason for each type that does not fit.
-
-    The reasons are read from the text: of a union, jsonargparse chains the error of the first type only. Those of the other
-    types are lines of its message.
-    """
-    key = re.match(r'Parser key "([\w.]+)":', text)
-    head, *parts = re.split(r"\n\s*- ", re.sub(r"\s*Given value.*", "", text, flags=re.DOTALL))
-    reasons = [part for part in parts if "Does not validate" not in part]
-    telling = [part for part in reasons if not part.startswith(("Expected a ", "Import path"))]
-    cause = telling[-1] if telling else reasons[0] if reasons else head[key.end() :] if key else head
-    value = re.search(r"Given value: (\w+)$", text)
-    cause = cause if value is None or value[1] in cause else f"{cause}. Got value: {value[1]}"
-    return f"--{key[1]}: {cause}" if key else cause
+    """Return the cause in a parser's message, and what solvers there are if it is about one."""
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    causes = [line for line in lines if not line.startswith(_FRAMES)] or lines
+    cause = next((line for line in reversed(causes) if not line.startswith("Expected a ")), causes[0])
+    if cause.startswith("Expected a <") and "value" not in cause:
+        cause = f"{cause}. {lines[-1]}"
+    cause = re.sub(r"Expected a dot import path string: (.*)", r"there is no solver '\1'", cause)
+    if key := re.match(r'Parser key "([\w.]+)":', text):
+        cause = f"--{key[1]}: {cause}"
+    if not re.match("--(adjoint_)?solver:", cause):
+        return cause
+    classes = "MGRIT, Picard, Newton, Serial or module.Class"
+    return f"{cause}. It is {classes}, then its options, like --solver.levels 3; --solver.help CLASS lists them."
 
 
 def overridden(stored: Mapping[str, Any], look: argparse.Namespace) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import jax
 from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from lp_jax import planning
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import experiment
-from lp_jax.cli._menu import MenuParser, description, positive_float, positive_int
+from lp_jax.cli._menu import MenuParser, description
 from lp_jax.cli._options import first_look, parse, parser_of, spelled_out
 from lp_jax.cli._problem import Settings
 from lp_jax.cli._settings import find, prepare
@@ -59,7 +60,7 @@ def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     )
     parser = MenuParser(prog="lp-jax plan machine", description=about, allow_abbrev=False)
     parser.add_argument("file", type=Path, help="Machine file.")
-    parser.add_argument("--layers", type=positive_int, metavar="N", required=True, help="Number of layers.")
+    parser.add_argument("--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers.")
     _add_plan(parser)
     options = parser.parse_args(list(spelled_out(args)))
     machine = _machine(options.file)
@@ -106,13 +107,13 @@ def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._Arg
     group = parser.add_argument_group("Plan")
     group.add_argument(
         "--workers",
-        type=positive_int,
+        type=PositiveInt,
         metavar="N",
         default=1,
         help="Number of devices that the layers are spread over.",
     )
     group.add_argument(
-        "--error", type=positive_float, metavar="X", default=1e-2, help="Largest relative error of the gradient."
+        "--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient."
     )
     group.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
     return group
@@ -122,7 +123,7 @@ def _add_network(parser: ArgumentParser) -> None:
     add = _add_plan(parser).add_argument
     add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
     add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
-    add("--seconds", type=positive_float, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
+    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
 
 
 def _machine(path: Path) -> planning.Machine:

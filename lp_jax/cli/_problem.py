@@ -27,15 +27,11 @@ class Problem:
     examples: tuple[tuple[str, str], ...]  # (call, what it does), for the help
     about: str = ""  # first line of the help
 
-    @property
-    def choices(self) -> list[str]:
-        """Names for ``--model``: "resnet" stands for the first model, if it is residual."""
-        return [*self.models, *(["resnet"] if next(iter(self.models.values())).residual else [])]
-
     def kind(self, name: str | None) -> str:
-        if name not in (None, *self.choices):
-            raise UsageError(f"--model must be one of {', '.join(self.choices)}; got {name!r}.")
-        return next(iter(self.models)) if name is None or name == "resnet" else name
+        """Return the name of a model, by default the first one."""
+        if name not in (None, *self.models):
+            raise UsageError(f"--model must be one of {', '.join(self.models)}; got {name!r}.")
+        return name or next(iter(self.models))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

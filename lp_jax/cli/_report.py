@@ -27,11 +27,8 @@ from lp_jax.train import residuals
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CONFIG = "config.json"
-"""File of the options that a run was started with."""
-
-LOCK = "run.lock"
-"""File that names the process at work in the folder."""
+CONFIG = "config.json"  # the options that a run was started with
+LOCK = "run.lock"  # the process at work in the folder
 
 
 def new_run(folder: Path) -> None:
@@ -108,8 +105,7 @@ def make_writable(folder: Path) -> None:
         raise CommandError(f"cannot write to {folder}: {error.strerror}; choose another --out.") from None
 
 
-ITERATIONS, MOST_ITERATIONS = 3, 8
-"""Smallest and largest number of iterations that are drawn."""
+ITERATIONS, MOST_ITERATIONS = 3, 8  # smallest and largest number of iterations that are drawn
 
 
 def plain_console(**options: Any) -> Console:
@@ -131,19 +127,15 @@ def table(runs: Sequence[Run]) -> Table:
         result.add_row("devices", *(str(s["devices"]) for s in summaries))
     result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
     if any(s["seconds"] is not None for s in summaries):
-        result.add_row("this call, with compiling and tests", *(_seconds(s["seconds"]) for s in summaries))
+        result.add_row("this call, with compiling and tests", *(_or_empty("{:.1f} s", s["seconds"]) for s in summaries))
     result.add_row("steps", *(str(s["steps"]) for s in summaries))
-    result.add_row("work: layers x examples evaluated", *(_count(s["work"]) for s in summaries))
-    result.add_row("depth: layers one after the other", *(_count(s["depth"]) for s in summaries))
+    result.add_row("work: layers x examples evaluated", *(_or_empty("{:,.0f}", s["work"]) for s in summaries))
+    result.add_row("depth: layers one after the other", *(_or_empty("{:,.0f}", s["depth"]) for s in summaries))
     return result
 
 
-def _count(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}"
-
-
-def _seconds(number: float | None) -> str:
-    return "" if number is None else f"{number:.1f} s"
+def _or_empty(text: str, number: float | None) -> str:
+    return "" if number is None else text.format(number)
 
 
 def _gradient_error(summary: Mapping[str, Any]) -> str:

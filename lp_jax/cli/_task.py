@@ -1,14 +1,16 @@
 """A task that a network learns: settings of training, and data as batches."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator
 
+import jax
 import numpy as np
 
 from lp_jax import data
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax.data._dataset import Arrays, scaler
+from lp_jax.data._dataset import Scaler
 from lp_jax.nn import Classifier
 from lp_jax.train import classification, cross_entropy, mean_squared_error, regression
 from lp_jax.train._supervised import Measure
@@ -71,25 +73,20 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
     """
     unscaled = None
     if not dataset.classes:
-        scale = scaler(dataset.train_y)
+        scale = Scaler(dataset.train_y)
         dataset, unscaled = dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)), scale.back
-
-    def cut(x: Arrays, start: int) -> PyTree:
-        part = slice(start, start + _EVALUATION_BATCH)
-        return tuple(leaf[part] for leaf in x) if isinstance(x, tuple) else _scaled(x[part])
 
     def batches(epoch: int) -> Iterator[Batch]:
         for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
             yield _scaled(x), y
 
-    test = [
-        (cut(dataset.test_x, i), dataset.test_y[i : i + _EVALUATION_BATCH])
-        for i in range(0, len(dataset.test_y), _EVALUATION_BATCH)
-    ]
+    starts = range(0, len(dataset.test_y), _EVALUATION_BATCH)
+    cuts = [slice(start, start + _EVALUATION_BATCH) for start in starts]
+    test = [jax.tree.map(operator.itemgetter(part), (dataset.test_x, dataset.test_y)) for part in cuts]
     return Task(
         batches=batches,
         steps_per_epoch=steps_per_epoch(len(dataset.train_y), training),
-        test_batches=test,
+        test_batches=[(_scaled(x), y) for x, y in test],
         shape=dataset.shape,
         outputs=dataset.classes or dataset.train_y.shape[-1],
         loss=classification if dataset.classes else regression,

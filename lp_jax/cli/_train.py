@@ -76,9 +76,11 @@ def _train(
         raise _another_model(folder, earlier["fingerprint"], settings.fingerprint())
     if options.solver == "auto":
         pair = _recommended(settings, task, mesh_sizes(options), console, processes)
-    _same_everywhere(settings, pair, processes)
-    made = experiment(settings, task, workers(options, settings, processes.size, pair), pair)
     texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
+    mine = settings.flat() | texts
+    if difference := first_difference(processes.once(lambda: mine), mine):
+        raise CommandError(f"this process was started otherwise than the first: {difference}.")
+    made = experiment(settings, task, workers(options, settings, processes.size, pair), pair)
     if earlier is not None and any(earlier[which] != text for which, text in texts.items()):
         console.print(f"the solver changes, from {earlier['solver']}")
     if processes.is_root:
@@ -130,13 +132,6 @@ def _recommended(settings: Settings, task: Task, sizes: Mapping[str, int], conso
     return plan.solver, plan.adjoint_solver
 
 
-def _same_everywhere(settings: Settings, pair: Pair, processes: Launch) -> None:
-    """Refuse processes that were started with different options."""
-    mine = {**settings.flat(), "solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
-    if difference := first_difference(processes.once(lambda: mine), mine):
-        raise CommandError(f"this process was started otherwise than the first: {difference}.")
-
-
 def _show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is_root: bool) -> None:
     """Show table, summary and pictures. All processes measure; the first one shows."""
     folder, made, params = options.out, runs[0].made, runs[0].state.params
@@ -175,5 +170,7 @@ def _answers(made: Experiment, params: PyTree) -> "dict[str, Figure]":
         pairs = [(y, np.asarray(predict(made.tested, params, x))) for x, y in task.test_batches]
         truth, answers = (task.unscaled(np.concatenate(column)) for column in zip(*pairs, strict=True))
         return {"predictions.png": viz.predictions(truth, answers)}
+    if task.outputs > _MOST_CLASSES:
+        return {}
     matrix = confusion_matrix(made.tested, params, task.test_batches, classes=task.outputs)
-    return {"confusion.png": viz.confusion(matrix, task.names)} if len(matrix) <= _MOST_CLASSES else {}
+    return {"confusion.png": viz.confusion(matrix, task.names)}

@@ -31,29 +31,17 @@ def _count(params: PyTree) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """The devices of the layers and of the examples of a batch. The default is a single device.
+    """The devices of the layers and of the examples of a batch. The default is a single device."""
 
-    Attributes:
-        comm: the devices of the solves.
-        ranks: the MPI ranks that hold the layers, if any.
-        devices: number of devices.
-        about: ``about()`` returns a line on them.
-        everywhere: ``everywhere(tree)`` returns arrays of one worker on all workers.
-        share: ``share(batch)`` spreads a batch over the workers.
-        loss: ``loss(loss_fn)`` returns the loss of a whole batch, from the loss of a share.
-        count: ``count(params)`` returns the number of all parameters.
-        checkpoints: ``checkpoints(folder, config=...)`` returns the checkpoints of a run.
-    """
-
-    comm: MeshComm | MPIComm | None = None
-    ranks: Ranks | None = None
-    devices: int = 1
-    about: Callable[[], str] = str
-    everywhere: Callable[[PyTree], PyTree] = unchanged
-    share: Callable[[PyTree], PyTree] = unchanged
-    loss: Callable[[LossFn], LossFn] = unchanged
-    count: Callable[[PyTree], int] = _count
-    checkpoints: Callable[..., Checkpoints | RankCheckpoints] = Checkpoints
+    comm: MeshComm | MPIComm | None = None  # devices of the solves
+    ranks: Ranks | None = None  # MPI ranks that hold the layers, if any
+    devices: int = 1  # number of devices
+    about: Callable[[], str] = str  # a line on them
+    everywhere: Callable[[PyTree], PyTree] = unchanged  # from arrays of one worker to arrays on all workers
+    share: Callable[[PyTree], PyTree] = unchanged  # spreads a batch over the workers
+    loss: Callable[[LossFn], LossFn] = unchanged  # from the loss of a share to that of a whole batch
+    count: Callable[[PyTree], int] = _count  # number of all parameters
+    checkpoints: Callable[..., Checkpoints | RankCheckpoints] = Checkpoints  # of a run: (folder, config=...)
 
 
 ONE_DEVICE = Place()

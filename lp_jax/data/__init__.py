@@ -12,15 +12,10 @@ from lp_jax.data._batches import padded as padded
 from lp_jax.data._characters import characters as characters
 from lp_jax.data._dataset import DataError as DataError
 from lp_jax.data._dataset import Dataset as Dataset
-from lp_jax.data._gum import Sentence as Sentence
 from lp_jax.data._gum import Tagging as Tagging
 from lp_jax.data._gum import gum as gum
-from lp_jax.data._gum import read_conllu as read_conllu
 from lp_jax.data._mnist import digits as digits
 from lp_jax.data._mnist import mnist as mnist
-from lp_jax.data._mnist import read_idx as read_idx
 from lp_jax.data._peaks import peaks as peaks
-from lp_jax.data._timeseries import Series as Series
-from lp_jax.data._timeseries import read_ts as read_ts
 from lp_jax.data._timeseries import timeseries as timeseries
 from lp_jax.data._timeseries import uci_har as uci_har

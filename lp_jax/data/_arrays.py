@@ -1,13 +1,11 @@
 """Your own arrays, in a NumPy file."""
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, reading, stratified, wrong
+from lp_jax.data._dataset import Dataset, reading, split, wrong
 
 _WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values for each sample"
 
@@ -43,24 +41,28 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
     path = Path(path)
     with reading(path, _WANTED), np.load(path, allow_pickle=False) as file:
         stored = {name: file[name] for name in file.files}
-    held_out = "test_x" in stored or "test_y" in stored
-    pairs = [_pair(path, stored, prefix) for prefix in ("", "test_")[: 1 + held_out]]
-    (_, y), (_, test_y) = pairs[0], pairs[-1]
-    if (y.dtype.kind == "f") != (test_y.dtype.kind == "f"):
-        raise wrong(path, f"y holds {y.dtype} and test_y {test_y.dtype}", "classes or values in both")
-    targets, classes = _values(path, y) if y.dtype.kind == "f" else _classes(path, [y for _, y in pairs])
-    parts = [(_inputs(x), targets(y)) for x, y in pairs]
-    if held_out:
-        for name, train, test in zip("xy", *parts, strict=True):
+    x, y = _pair(path, stored, "")
+    values = y.dtype.kind == "f"
+    if "test_x" in stored or "test_y" in stored:
+        test_x, test_y = _pair(path, stored, "test_")
+        if values != (test_y.dtype.kind == "f"):
+            raise wrong(path, f"y holds {y.dtype} and test_y {test_y.dtype}", "classes or values in both")
+        for name, train, test in (("x", x, test_x), ("y", y, test_y)):
             if train.shape[1:] != test.shape[1:]:
                 got = f"test_{name} has samples of shape {test.shape[1:]} and {name} {train.shape[1:]}"
                 raise wrong(path, got, "the same shape")
+        parts = x, y, test_x, test_y
     else:
-        ((x, y),) = parts
-        positions = stratified(y if len(classes) else np.zeros(len(y)), test_fraction, np.random.default_rng(seed))
-        parts = [(x[at], y[at]) for at in positions]
-    shape = parts[0][0].shape[1:]
-    return Dataset(*parts[0], *parts[1], classes=len(classes), shape=shape, names=tuple(map(str, classes)))
+        parts = split(x, y, test_fraction, seed, by_class=not values)
+    x, y, test_x, test_y = parts
+    known = np.unique(np.concatenate([y, test_y]))
+    if len(known) < 2:
+        raise wrong(path, f"y holds one {'value' if values else 'class'}, {known[0]}", "two or more")
+    if values:
+        return Dataset(_inputs(x), y, _inputs(test_x), test_y, classes=0, shape=x.shape[1:])
+    y, test_y = (np.searchsorted(known, labels).astype(np.int32) for labels in (y, test_y))
+    names = tuple(map(str, known))
+    return Dataset(_inputs(x), y, _inputs(test_x), test_y, classes=len(names), shape=x.shape[1:], names=names)
 
 
 def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.ndarray, np.ndarray]:
@@ -78,23 +80,7 @@ def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.nd
     for name, array in ((a, x), (b, y)):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise wrong(path, f"{name} holds numbers that are not finite", "finite ones")
-    return x, y
-
-
-Targets: TypeAlias = Callable[[np.ndarray], np.ndarray]
-
-
-def _classes(path: Path, labels: Sequence[np.ndarray]) -> tuple[Targets, np.ndarray]:
-    classes = np.unique(np.concatenate(labels))
-    if len(classes) < 2:
-        raise wrong(path, f"y holds one class, {classes.tolist()}", "two or more")
-    return lambda y: np.searchsorted(classes, y).astype(np.int32), classes
-
-
-def _values(path: Path, y: np.ndarray) -> tuple[Targets, np.ndarray]:
-    if (y == y[:1]).all():
-        raise wrong(path, f"y holds one value, {y.reshape(-1)[0]:g}", "values that differ")
-    return lambda y: y.reshape(len(y), -1), np.empty(0)
+    return x, y.reshape(len(y), -1) if y.dtype.kind == "f" else y
 
 
 def _inputs(x: np.ndarray) -> np.ndarray:

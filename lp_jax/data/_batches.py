@@ -59,7 +59,7 @@ def generator(seed: int, epoch: int) -> np.random.Generator:
 
 
 def groups(order: np.ndarray, size: int, drop_last: bool) -> list[np.ndarray]:
-    """Return the parts of an order, ``size`` numbers each; a last one that is not full may be left out."""
+    """Return the parts of an order, ``size`` numbers each."""
     end = len(order) - len(order) % size if drop_last else len(order)
     return [order[start : start + size] for start in range(0, end, size)]
 

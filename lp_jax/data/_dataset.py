@@ -2,8 +2,7 @@
 
 import gzip
 import importlib
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -65,46 +64,34 @@ def check_fraction(test_fraction: float) -> None:
         raise ValueError(f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}.")
 
 
-def stratified(
-    labels: np.ndarray, test_fraction: float, generator: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return training positions and held-out positions, the same fraction of every class, each in a random order."""
+def split(
+    x: np.ndarray, y: np.ndarray, test_fraction: float, seed: int, *, by_class: bool = True
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return training and held-out samples, ``(train_x, train_y, test_x, test_y)``, by default the same part of every class."""
     check_fraction(test_fraction)
-    train, test = [], []
-    for label in np.unique(labels):
-        (of_class,) = np.nonzero(labels == label)
-        of_class = generator.permutation(of_class)
-        held_out = round(test_fraction * len(of_class))
-        if not 0 < held_out < len(of_class):
-            raise ValueError(
-                f"test_fraction {test_fraction} leaves class {label}, of {len(of_class)} samples, "
-                f"{held_out} of them to test with; wanted at least one to train and one to test with."
-            )
-        test.append(of_class[:held_out])
-        train.append(of_class[held_out:])
-    return generator.permutation(np.concatenate(train)), generator.permutation(np.concatenate(test))
+    train_test_split = require("sklearn.model_selection").train_test_split
+    labels = y if by_class else None
+    train_x, test_x, train_y, test_y = train_test_split(
+        x, y, test_size=test_fraction, random_state=seed, stratify=labels
+    )
+    return train_x, train_y, test_x, test_y
 
 
-class Scaler(NamedTuple):
-    """Scales channels, the last axis, to mean 0 and standard deviation 1, as float32, and back."""
+class Scaler:
+    """Scales channels, the last axis, to the mean 0 and standard deviation 1 of ``values``, as float32, and back."""
 
-    mean: np.ndarray
-    deviation: np.ndarray
+    def __init__(self, values: np.ndarray):
+        self._scaler = require("sklearn.preprocessing").StandardScaler().fit(_rows(values))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        return ((values - self.mean) / self.deviation).astype(np.float32)
+        return self._scaler.transform(_rows(values)).reshape(values.shape).astype(np.float32)
 
     def back(self, scaled: np.ndarray) -> np.ndarray:
-        return scaled * self.deviation + self.mean
+        return self._scaler.inverse_transform(_rows(scaled)).reshape(scaled.shape)
 
 
-def scaler(values: np.ndarray) -> Scaler:
-    """Return the scaler for the channels of ``values``. Constant channels become 0."""
-    axes = tuple(range(values.ndim - 1))
-    mean, deviation = (np.asarray(moment(values, axis=axes, dtype=np.float64)) for moment in (np.mean, np.std))
-    # rounding leaves a small deviation for a constant
-    deviation = np.where(deviation <= 1e-7 * np.abs(mean), 1.0, deviation)
-    return Scaler(mean, deviation)
+def _rows(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1, values.shape[-1]).astype(np.float64)
 
 
 def wrong(place: object, got: str, wanted: str) -> DataError:
@@ -143,17 +130,6 @@ def find(folder: Path, name: str, wanted: str) -> Path:
         if path.exists():
             return path
     raise wrong(folder, f"has no file {name} or {name}.gz", wanted)
-
-
-def select_classes(classes: Sequence[str] | None, known: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """Return the names of the classes to take: ``classes``, which must be known, or all."""
-    names = tuple(known if classes is None else classes)
-    if not 0 < len(set(names)) == len(names):
-        raise ValueError(f"classes must be at least one name, none of them twice; got {list(names)}.")
-    for name in names:
-        if name not in known:
-            raise wrong(folder, f"has no class {name!r}", f"one of {textwrap.shorten(', '.join(known), 100)}")
-    return names
 
 
 def require(module: str) -> ModuleType:

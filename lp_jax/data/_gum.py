@@ -3,7 +3,7 @@
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,19 +18,7 @@ _COLUMNS = 10
 
 
 class Sentence(NamedTuple):
-    """A sentence, and its words' annotations.
-
-    Attributes:
-        words: the words as written.
-        upos: their universal parts of speech, like ``NOUN``.
-        feats: their morphological features as in the file, like ``Case=Nom|Number=Sing``; ``_`` for none.
-        text: the sentence as written, from the comment ``# text``; without the comment, the words joined by spaces.
-
-    Example:
-        >>> from lp_jax import data
-        >>> data.Sentence(words=("Rivers", "flow"), upos=("NOUN", "VERB"), feats=("Number=Plur", "_"), text="Rivers flow").upos
-        ('NOUN', 'VERB')
-    """
+    """Words, their parts of speech and features as in the file, and the comment ``# text``, or the words joined by spaces."""
 
     words: tuple[str, ...]
     upos: tuple[str, ...]
@@ -38,31 +26,9 @@ class Sentence(NamedTuple):
     text: str
 
 
-def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
-    r"""Read the sentences of a CoNLL-U file, plain or gzipped (``.gz``), in their order, with the package ``conllu``.
-
-    Lines for multiword tokens (1-2) and for empty words (1.1) are left out.
-
-    Raises:
-        ModuleNotFoundError: if conllu is not installed.
-        DataError: if the file is missing, has no sentence, is damaged or not in UTF-8; or if a sentence has fewer than 10
-            columns, a word without letters, ids out of order, or a part of speech outside the 17 of Universal Dependencies.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from lp_jax import data
-        >>> rows = ["1 Rivers river NOUN _ Number=Plur 2 nsubj _ _", "2 flow flow VERB _ _ 0 root _ _", "", ""]
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = pathlib.Path(folder) / "two-words.conllu"
-        ...     _ = path.write_text("\n".join(rows).replace(" ", "\t"))
-        ...     data.read_conllu(path)
-        [Sentence(words=('Rivers', 'flow'), upos=('NOUN', 'VERB'), feats=('Number=Plur', '_'), text='Rivers flow')]
-
-    Reference:
-        De Marneffe, Manning, Nivre, Zeman, "Universal Dependencies", Computational Linguistics 47 (2021); the format:
-        https://universaldependencies.org/format.html
-    """
-    path, wanted = Path(path), "a CoNLL-U file"
+def read_conllu(path: Path) -> list[Sentence]:
+    """Read the sentences of a CoNLL-U file in their order, without multiword tokens (1-2) and empty words (1.1)."""
+    wanted = "a CoNLL-U file"
     raw = dict.fromkeys(("xpos", "feats", "head", "deps", "misc"), lambda row, column: row[column])
     parsed = require("conllu").parse_incr(io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw)
     sentences: list[Sentence] = []
@@ -93,7 +59,6 @@ def _sentence(place: str, tokens: Any) -> Sentence:  # a conllu.TokenList
 
 PADDING, UNKNOWN = "<padding>", "<unknown>"
 SHAPES = ("lower", "Capitalised", "UPPER", "miXed", "number", "letters and digits", "sign")
-FEATURES = ("word", "suffix", "prefix", "shape")
 
 
 def shape(word: str) -> str:
@@ -110,27 +75,15 @@ def shape(word: str) -> str:
     return "UPPER" if word.isupper() else "miXed"
 
 
-class Features:
-    """Turns words into rows of numbers, one column for each of `FEATURES`."""
-
-    def __init__(self, words: Iterable[str], min_count: int):
-        unknown = (tuple(f"<unknown {shape}>" for shape in SHAPES), (UNKNOWN,), (UNKNOWN,), SHAPES)
-        tables = []
-        for column, reserved in zip(zip(*map(_columns, words), strict=True), unknown, strict=True):
-            counts = Counter(entry for entry in column if entry not in reserved)
-            frequent = sorted(counts, key=lambda entry: (-counts[entry], entry))
-            tables.append((PADDING, *reserved, *(entry for entry in frequent if counts[entry] >= min_count)))
-        self.vocabularies = tuple(tables)
-        self._ids = [{entry: number for number, entry in enumerate(entries)} for entries in tables]
-
-    def __call__(self, words: Sequence[str]) -> np.ndarray:
-        """Return the features of words, ``(words, columns)`` int32. An unknown word has the number of its shape as its first."""
-        rows = []
-        for word, suffix, prefix, kind in map(_columns, words):
-            of_word, of_suffix, of_prefix, of_shape = self._ids
-            number = of_shape[kind]
-            rows.append((of_word.get(word, number), of_suffix.get(suffix, 1), of_prefix.get(prefix, 1), number))
-        return np.array(rows, np.int32)
+def vocabularies(words: Iterable[str], min_count: int) -> list[tuple[str, ...]]:
+    """Return the entries of each column by number: padding, unknown ones, then the others, most frequent first."""
+    unknown = (tuple(f"<unknown {shape}>" for shape in SHAPES), (UNKNOWN,), (UNKNOWN,), SHAPES)
+    tables = []
+    for column, reserved in zip(zip(*map(_columns, words), strict=True), unknown, strict=True):
+        counts = Counter(entry for entry in column if entry not in reserved)
+        frequent = sorted(counts, key=lambda entry: (-counts[entry], entry))
+        tables.append((PADDING, *reserved, *(entry for entry in frequent if counts[entry] >= min_count)))
+    return tables
 
 
 def _columns(word: str) -> tuple[str, str, str, str]:
@@ -146,7 +99,6 @@ class Tagging(NamedTuple):
         dev: development sentences, for choosing settings.
         test: held-out sentences.
         tags: names of the labels.
-        features: names of the columns of the inputs.
         vocabularies: entries by number, for each column; number 0 is padding in all columns.
         unseen: for each split, the number of words whose tag does not occur in training; their labels are -1.
         test_words: words of the held-out sentences, to show.
@@ -159,15 +111,14 @@ class Tagging(NamedTuple):
         ...     rows = ["1 Rivers _ NOUN _ _ _ _ _ _", "2 flow _ VERB _ _ _ _ _ _", "", ""]
         ...     _ = (folder / f"two-{split}.conllu").write_text(chr(10).join(rows).replace(" ", chr(9)))
         >>> tagging = data.gum(folder)
-        >>> tagging.tags, tagging.features
-        (('NOUN', 'VERB'), ('word', 'suffix', 'prefix', 'shape'))
+        >>> tagging.tags
+        ('NOUN', 'VERB')
     """
 
     train: Sequences
     dev: Sequences
     test: Sequences
     tags: tuple[str, ...]
-    features: tuple[str, ...]
     vocabularies: tuple[tuple[str, ...], ...]
     unseen: dict[str, int]
     test_words: list[tuple[str, ...]]
@@ -189,8 +140,6 @@ def gum(
     *,
     min_count: int = 2,
     max_length: int | None = None,
-    longer: str = "split",
-    strict: bool = False,
 ) -> Tagging:
     """Load GUM, or another treebank of Universal Dependencies, as a problem of tagging words.
 
@@ -211,18 +160,16 @@ def gum(
         folder: folder of the files.
         task: "upos" for parts of speech, or "feats" for morphological features, where each combination is a tag.
         min_count: smallest number of occurrences in training for a word, a prefix or a suffix of the vocabulary.
-        max_length: length of the longest sentence that a model takes, or None.
-        longer: treatment of longer sentences. "split": parts of ``max_length`` words, the last one shorter; "cut": further
-            words are left out; "refuse": an error.
-        strict: refuse tags that training does not have, instead of counting them and giving them no label.
+        max_length: length of the longest sentence that a model takes. Longer ones are split into parts of this length, the
+            last one shorter. None leaves sentences whole.
 
     Returns:
         A `Tagging`, whose parts are for `bucketed`.
 
     Raises:
-        DataError: if files are missing or malformed; with "refuse", if a sentence is too long; with ``strict``, if a tag does
-            not occur in training.
-        ValueError: if ``task`` or ``longer`` is unknown, or a count is below 1.
+        ModuleNotFoundError: if conllu is not installed.
+        DataError: if files are missing or malformed, or a part of speech is none of Universal Dependencies' 17.
+        ValueError: if ``task`` is unknown, or a count is below 1.
         TypeError: if a count is not an integer.
 
     Example:
@@ -233,38 +180,35 @@ def gum(
 
     Reference:
         Zeldes, "The GUM corpus: creating multilayer resources in the classroom", Language Resources and Evaluation 51
-        (2017).
+        (2017); the format: https://universaldependencies.org/format.html
     """
     _check.one_of("task", task, ("upos", "feats"))
-    _check.one_of("longer", longer, ("split", "cut", "refuse"))
     _check.integer("min_count", min_count, least=1)
     if max_length is not None:
         _check.integer("max_length", max_length, least=1)
     paths = {split: _find(Path(folder), split) for split in ("train", "dev", "test")}
     sentences = {split: read_conllu(path) for split, path in paths.items()}
-    features = Features((word for sentence in sentences["train"] for word in sentence.words), min_count)
+    known = vocabularies((word for sentence in sentences["train"] for word in sentence.words), min_count)
+    ids = [{entry: number for number, entry in enumerate(entries)} for entries in known]
     tags = tuple(sorted({tag for sentence in sentences["train"] for tag in getattr(sentence, task)}))
     numbers = {tag: number for number, tag in enumerate(tags)}
-    for split, path in paths.items():
-        for at, sentence in enumerate(sentences[split], 1):
-            place, tagged = f"{path}: sentence {at}", getattr(sentence, task)
-            if strict and (absent := set(tagged) - set(tags)):
-                raise wrong(place, f"{task} {min(absent)!r}", "one that the training sentences have, as strict=True")
-            if longer == "refuse" and len(tagged) > (max_length or len(tagged)):
-                got = f"{len(tagged)} words, beginning with {' '.join(sentence.words[:4])!r}"
-                raise wrong(place, got, f"at most {max_length}")
+
+    def row(columns: tuple[str, str, str, str]) -> tuple[int, ...]:
+        word, suffix, prefix, kind = columns
+        number = ids[3][kind]  # an unknown word has the number of its shape
+        return ids[0].get(word, number), ids[1].get(suffix, 1), ids[2].get(prefix, 1), number
 
     def numbered(pieces: list[Sentence]) -> Sequences:
+        x = [np.array([row(_columns(word)) for word in piece.words], np.int32) for piece in pieces]
         labels = [[numbers.get(tag, UNLABELLED) for tag in getattr(piece, task)] for piece in pieces]
-        return Sequences([features(piece.words) for piece in pieces], [np.array(row, np.int32) for row in labels])
+        return Sequences(x, [np.array(row, np.int32) for row in labels])
 
-    pieces = {split: [piece for s in sentences[split] for piece in _pieces(s, max_length, longer)] for split in paths}
+    pieces = {split: [piece for s in sentences[split] for piece in _pieces(s, max_length)] for split in paths}
     parts = {split: numbered(pieces[split]) for split in paths}
     return Tagging(
         **parts,
         tags=tags,
-        features=FEATURES,
-        vocabularies=features.vocabularies,
+        vocabularies=tuple(known),
         unseen={split: sum(int(np.sum(y == UNLABELLED)) for y in part.y) for split, part in parts.items()},
         test_words=[piece.words for piece in pieces["test"]],
     )
@@ -278,8 +222,8 @@ def _find(folder: Path, split: str) -> Path:
     return paths[0]
 
 
-def _pieces(sentence: Sentence, max_length: int | None, longer: str) -> list[Sentence]:
+def _pieces(sentence: Sentence, max_length: int | None) -> list[Sentence]:
     length = max_length or len(sentence.words)
     words, upos, feats, text = sentence
     parts = [slice(start, start + length) for start in range(0, len(words), length)]
-    return [Sentence(words[p], upos[p], feats[p], text) for p in (parts[:1] if longer == "cut" else parts)]
+    return [Sentence(words[p], upos[p], feats[p], text) for p in parts]

@@ -6,33 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, check_fraction, content, find, reading, require, wrong
+from lp_jax.data._dataset import Dataset, check_fraction, content, find, reading, require, split, wrong
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
 
 
-def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read an IDX file, plain or gzipped (``.gz``), into an array in the machine's byte order.
+def read_idx(path: Path) -> np.ndarray:
+    """Read an IDX file into an array in the machine's byte order.
 
     Byte 2 of the file is the type of the values, byte 3 the number of axes; then the size of each axis in 4 bytes, then
     the values, the last axis fastest.
-
-    Raises:
-        DataError: if the file is missing, damaged, not an IDX file, or shorter or longer than its header says.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from lp_jax import data
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = pathlib.Path(folder) / "labels-idx1-ubyte"
-        ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))
-        ...     data.read_idx(path)
-        array([7, 2, 1], dtype=uint8)
-
-    Reference:
-        LeCun, Cortes, Burges, "The MNIST database of handwritten digits", 1998, section "File formats".
     """
-    path = Path(path)
     raw = content(path, "an IDX file")
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
         types = ", ".join(f"{code:02x}" for code in _TYPES)
@@ -123,6 +107,4 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
     bunch = require("sklearn.datasets").load_digits()
     x = (bunch.images[..., None] / 16.0).astype(np.float32)
     y = bunch.target.astype(np.int32)
-    split = require("sklearn.model_selection").train_test_split
-    train_x, test_x, train_y, test_y = split(x, y, test_size=test_fraction, random_state=seed, stratify=y)
-    return Dataset(train_x, train_y, test_x, test_y, classes=10, shape=x.shape[1:])
+    return Dataset(*split(x, y, test_fraction, seed), classes=_CLASSES, shape=x.shape[1:])

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, stratified
+from lp_jax.data._dataset import Dataset, split
 
 _HALF = 3.0  # half of the square's side
 _BLOCK = 20_000
@@ -65,8 +65,7 @@ def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classe
             missing[wanted] -= len(new)
     x = (np.concatenate(points) / _HALF).astype(np.float32)
     y = np.concatenate(labels)
-    train, test = stratified(y, test_fraction, generator)
-    return Dataset(x[train], y[train], x[test], y[test], classes=classes, shape=(2,))
+    return Dataset(*split(x, y, test_fraction, seed), classes=classes, shape=(2,))
 
 
 def _function(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from lp_jax import data as datasets
 from lp_jax.cli._models import Conv, Dense
 from lp_jax.cli._problem import Problem
 from lp_jax.cli._task import Task, Training, task_of
-from lp_jax.data._dataset import scaler
+from lp_jax.data._dataset import Scaler
 
 
 def load(training: Training, data: Path) -> Task:
@@ -17,7 +17,7 @@ def load(training: Training, data: Path) -> Task:
     dataset = datasets.arrays(data, seed=training.seed)
     x, test_x = np.asarray(dataset.train_x), np.asarray(dataset.test_x)
     if x.dtype != np.uint8:  # bytes are pixels
-        scale = scaler(x)
+        scale = Scaler(x)
         dataset = dataset._replace(train_x=scale(x), test_x=scale(test_x))
     task = task_of(dataset, training)
     y = f"{task.outputs} classes"

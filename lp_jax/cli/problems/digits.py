@@ -11,12 +11,9 @@ PROBLEM = Problem(
     training=Training(epochs=30),
     examples=(
         ("lp-jax train digits", "layer-parallel, then serially to compare"),
-        ("lp-jax train digits --serial --out runs/exact", "only the exact baseline"),
         ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
         ("lp-jax train digits --solver MGRIT --solver.levels 3 --solver.cycle F", "multigrid, three levels"),
-        ("lp-jax train digits --solver MGRIT --adjoint_iterations 1", "fewer cycles for the gradient"),
         ("lp-jax train digits --solver MGRIT --solver.coarse_step Rediscretize", "the field's standard coarse step"),
-        ("lp-jax train digits --solver Picard --solver.sweeps 3", "fixed-point sweeps, no coarse level"),
         ("lp-jax train digits --solver mymodule.MySolver", "a solver of your own, a subclass of lp_jax.Solver"),
         ("lp-jax train digits --solver.help MGRIT", "the options of a solver"),
         ("lp-jax train digits --devices 4", "the layers over four devices"),

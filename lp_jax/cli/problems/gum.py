@@ -1,7 +1,6 @@
 """Tag the words of a treebank, GUM or the like, with their parts of speech."""
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from lp_jax.train._types import Batch
 
 _LENGTHS = (16, 32, 64, 144)  # of sentences
 _SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
-_WIDTH = 100  # of a line
 
 
 def load(training: Training, data: Path) -> Task:
@@ -38,40 +36,21 @@ def load(training: Training, data: Path) -> Task:
 
 
 def tag_samples(tagging: datasets.Tagging, length: int, predict: Predict) -> str:
-    """Return sentences of the test set with the model's tags, and the right tags below wrong ones."""
+    """Return sentences of the test set with the model's tags."""
     fit = [i for i, words in enumerate(tagging.test_words) if len(words) in _WORDS] or [0]
     shown = fit[:: -(-len(fit) // _SENTENCES)]
     answers = predict(datasets.padded([tagging.test.x[i] for i in shown], length)).argmax(axis=-1)
-    blocks: list[str] = []
-    for i, row in zip(shown, answers, strict=True):
-        tags = [tagging.tags[number] for number in row[: len(tagging.test_words[i])]]
-        right = [tagging.tags[number] if number >= 0 else "?" for number in tagging.test.y[i]]
-        blocks += interlinear(tagging.test_words[i], tags, right)
-    return "Test sentences, their tags as given, and the right ones below wrong ones:\n\n" + "\n\n".join(blocks)
-
-
-def interlinear(words: Sequence[str], tags: Sequence[str], right: Sequence[str]) -> Iterator[str]:
-    """Yield words above tags, in blocks of short lines."""
-    columns = [
-        (word, tag, "" if tag == wanted else wanted) for word, tag, wanted in zip(words, tags, right, strict=True)
-    ]
-    widths = [max(map(len, column)) + 2 for column in columns]
-    starts = [0, *itertools.accumulate(widths)]
-    block: list[int] = []
-    for i, end in enumerate(starts[1:]):
-        if block and end - starts[block[0]] > _WIDTH:
-            yield _lines([columns[j] for j in block], [widths[j] for j in block])
-            block = []
-        block.append(i)
-    yield _lines([columns[j] for j in block], [widths[j] for j in block])
-
-
-def _lines(columns: Sequence[tuple[str, str, str]], widths: Sequence[int]) -> str:
     lines = [
-        "".join(part.ljust(n) for part, n in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*columns, strict=True)
+        " ".join(map(functools.partial(tagged, tagging.tags), tagging.test_words[i], row, tagging.test.y[i]))
+        for i, row in zip(shown, answers, strict=True)
     ]
-    return "\n".join(line for line in lines if line)
+    return "\n\n".join(["Test sentences as word/TAG; after a wrong tag, the right one in brackets:", *lines])
+
+
+def tagged(tags: Sequence[str], word: str, answer: int, right: int) -> str:
+    """Return ``word/TAG``, or ``word/TAG[RIGHT]``; a negative ``right`` is unknown."""
+    wanted = "?" if right < 0 else tags[right]
+    return f"{word}/{tags[answer]}" + ("" if answer == right else f"[{wanted}]")
 
 
 PROBLEM = Problem(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, reading, require, scaler, stratified, wrong
+from lp_jax.data._dataset import Dataset, Scaler, reading, require, split, wrong
 
 _NAMES = """Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats
 Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-Drives Stone-Steel-Towers"""
@@ -50,9 +50,9 @@ def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, see
         raise wrong(truth_file, f"values {truth.min()} to {truth.max()}", f"0 to {len(names)}, not all of them 0")
     known = truth != 0
     x, y = image[known].astype(np.float64), truth[known].astype(np.int32) - 1
-    train, test = stratified(y, test_fraction, np.random.default_rng(seed))
-    x = scaler(x[train])(x)
-    return Dataset(x[train], y[train], x[test], y[test], classes=len(names), shape=x.shape[1:], names=names)
+    train_x, train_y, test_x, test_y = split(x, y, test_fraction, seed)
+    scaled = Scaler(train_x)
+    return Dataset(scaled(train_x), train_y, scaled(test_x), test_y, classes=len(names), shape=x.shape[1:], names=names)
 
 
 def _variable(path: Path, name: str, *, axes: int) -> np.ndarray:

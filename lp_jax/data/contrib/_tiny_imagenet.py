@@ -1,22 +1,20 @@
 """Tiny ImageNet, from its folders of JPEG files."""
 
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, lines, reading, require, select_classes, wrong
+from lp_jax.data._dataset import Dataset, lines, reading, require, wrong
 
 _SIDE = 64
 _ANNOTATIONS = "val/val_annotations.txt"
 
 
-def tiny_imagenet(
-    folder: str | os.PathLike[str], classes: Sequence[str] | None = None, *, per_class: int | None = None
-) -> Dataset:
+def tiny_imagenet(folder: str | os.PathLike[str], classes: Sequence[str] | None = None) -> Dataset:
     """Load Tiny ImageNet: 200 classes of photographs of 64 x 64 pixels, 500 of each for training, 50 held out.
 
     The folder, usually ``tiny-imagenet-200``, has ``train/WNID/images/*.JPEG``, ``val/images/*.JPEG`` and
@@ -27,7 +25,6 @@ def tiny_imagenet(
         folder: folder of the files.
         classes: names (WordNet ids, like "n01443537") of the classes to take, numbered in this order; by default all, in
             alphabetical order.
-        per_class: number of training images of each class, the first ones; by default all.
 
     Returns:
         A `Dataset` of inputs ``(64, 64, 3)``, uint8: 1.4 GB for all images. Scale each batch to [0, 1], best on the device:
@@ -36,7 +33,7 @@ def tiny_imagenet(
     Raises:
         ModuleNotFoundError: if Pillow is not installed.
         DataError: if files are missing or malformed, images have another size, or a class is missing or has no images.
-        ValueError: if there are no classes or one is given twice, or ``per_class`` is below 1.
+        ValueError: if there are no classes or one is given twice.
 
     Example:
         >>> from lp_jax.data import contrib
@@ -48,13 +45,15 @@ def tiny_imagenet(
         Le, Yang, "Tiny ImageNet visual recognition challenge", Stanford CS 231N, 2015.
     """
     folder, opened = Path(folder), require("PIL.Image").open
-    if per_class is not None:
-        _check.integer("per_class", per_class, least=1)
     known = sorted(path.parent.name for path in folder.glob("train/*/images") if path.is_dir())
     if not known:
         raise wrong(folder, "has no folders train/*/images", "one for each class")
-    names = select_classes(classes, known, folder)
-    train = [(path, name) for name in names for path in _of_class(folder / "train" / name / "images")[:per_class]]
+    names = tuple(known if classes is None else classes)
+    if not 0 < len(set(names)) == len(names):
+        raise ValueError(f"classes must be at least one name, none of them twice; got {list(names)}.")
+    if absent := set(names) - set(known):
+        raise wrong(folder, f"has no class {min(absent)!r}", f"one of {textwrap.shorten(', '.join(known), 100)}")
+    train = [(path, name) for name in names for path in _of_class(folder / "train" / name / "images")]
     test = [(path, name) for path, name in _held_out(folder, known) if name in names]
     if absent := set(names) - {name for _, name in test}:
         raise wrong(folder / _ANNOTATIONS, f"no image of class {min(absent)!r}", "at least one")
