@@ -220,7 +220,7 @@ WRONG = {
     "--frobnicate": "there is no option --frobnicate.",
     "--learnin_rate 1": "there is no option --learnin_rate; did you mean --learning_rate?",
     "--no-compar": "did you mean --no_compare?",
-    "--solver mgrit": "--solver: Expected a dot import path string: mgrit. It is MGRIT, Picard, Newton",
+    "--solver mgrit": "--solver: there is no solver 'mgrit'. It is MGRIT, Picard, Newton",
     "--solver.levels 3": "lp_jax.Solver is abstract. It is MGRIT, Picard, Newton",
     "--solver Picard --solver.sweep 3": "'sweep' is not accepted. It is MGRIT",
     "--solver Picard --solver.rtol abc": "could not convert string to float: 'abc'",

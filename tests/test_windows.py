@@ -151,5 +151,5 @@ def test_a_planner_counts_what_was_taken():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"windows=4.*at least 2 with a tolerance.*sweeps=1"):
+    with pytest.raises(ValueError, match=r"windows=4.*with a tolerance takes at least 2 sweeps; got sweeps=1"):
         lp_jax.Picard(sweeps=1, windows=4, rtol=1e-3)

@@ -103,9 +103,9 @@ def assume(numbers: Processor) -> Iterator[None]:
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> from lp_jax import planning
-        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
         >>> with planning.assume(planning.processor("gpu", "H200")):
-        ...     solution = lp_jax.solve(step, jnp.ones(4096), jnp.ones((8, 64)))
+        ...     solution = lp_jax.solve(step, jnp.ones((4096, 4, 4)), jnp.ones((8, 4)))
         >>> int(solution.stats.iterations) > 0
         True
     """
