@@ -16,7 +16,7 @@ import pytest
 from command import run
 
 from conftest import QUICK
-from lp_jax.cli import main
+from lp_jax.cli import _errors, _launch, main
 from lp_jax.train._log import read_rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -69,6 +69,27 @@ def test_several_processes_that_do_not_know_of_each_other_are_refused(tmp_path, 
     monkeypatch.setenv(variable, "3")
     code, _, err = run(capsys, "train", "digits", "--out", tmp_path / "run")
     assert code == 2 and "one of 3 processes" in err and not (tmp_path / "run").exists()
+
+
+def test_the_coordinator_listens_where_it_was_told(monkeypatch, tmp_path, capsys):
+    asked = {}
+
+    def initialize(address, count, number, **options):
+        asked.update(options, address=address)
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    arguments = ["--distributed", "--coordinator", "127.0.0.1:1234", "--process", "0/2", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit):
+        main(["train", "digits", *arguments])
+    assert "nobody came" in capsys.readouterr().err
+    assert asked["coordinator_bind_address"] == asked["address"] == "127.0.0.1:1234"
+
+
+@pytest.mark.parametrize("error", [None, _errors.CommandError("disk full"), _errors.UsageError("no such option")])
+def test_processes_pass_values_and_errors_as_json(error):
+    value, raised = _launch._broadcast(({"layers": 4, "out": "run"}, error))
+    assert value == {"layers": 4, "out": "run"} and (type(raised), str(raised)) == (type(error), str(error))
 
 
 def test_a_process_that_was_started_otherwise_is_refused(tmp_path, train):

@@ -3,13 +3,13 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -136,7 +136,9 @@ def _distributed(options: argparse.Namespace) -> Launch:
     # jax knows Slurm and older versions of Open MPI by themselves
     method = "mpi4py" if number is None and "OMPI_COMM_WORLD_RANK" in os.environ else None
     try:
-        jax.distributed.initialize(address, count, number, cluster_detection_method=method)
+        jax.distributed.initialize(
+            address, count, number, cluster_detection_method=method, coordinator_bind_address=address
+        )
     except (ValueError, RuntimeError) as error:
         raise CommandError(
             f"the processes did not find each other ({error}); start with srun, with mpirun, or each by hand with "
@@ -158,11 +160,15 @@ def _agree(signal: int | None) -> int | None:
     return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
 
 
-def _broadcast(value: PyTree) -> PyTree:
-    words = np.frombuffer(pickle.dumps(value), np.uint8)
+def _broadcast(outcome: tuple[Any, UserError | None]) -> tuple[Any, UserError | None]:
+    """The first process's value and error, as JSON: what comes from another process is data, and runs nothing."""
+    value, error = outcome
+    text = json.dumps([value, None if error is None else [isinstance(error, UsageError), str(error)]])
+    words = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(words))))
     padded = words if jax.process_index() == 0 else np.zeros(size, np.uint8)
-    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes())
+    value, error = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes())
+    return value, None if error is None else (UsageError if error[0] else CommandError)(error[1])
 
 
 def _all_failed() -> bool:

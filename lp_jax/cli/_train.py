@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ def _train(
     if options.solver == "auto":
         pair = _recommended(settings, task, mesh_sizes(options), console, processes)
     texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
-    mine = settings.flat() | texts
+    mine = json.loads(json.dumps(settings.flat() | texts, default=str))  # as another process receives it
     if difference := first_difference(processes.once(lambda: mine), mine):
         raise CommandError(f"this process was started otherwise than the first: {difference}.")
     made = experiment(settings, task, workers(options, settings, processes.size, pair), pair)
