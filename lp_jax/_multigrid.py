@@ -17,8 +17,6 @@ from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 
-_BY_LEVEL = ("F", "FCF")
-
 
 def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
     """Return the levels that a solve works on.
@@ -114,27 +112,20 @@ def march(level: Level) -> CPoints:
 
 
 def _scheme(
-    relaxation: Relaxation | tuple[Relaxation, ...], c_weight: float | jax.Array, coarsest: Solver
+    relaxation: Relaxation | tuple[Relaxation, ...] = ("F", "FCF"),
+    c_weight: float | jax.Array = 1.0,
+    coarsest: Solver = Serial(),
 ) -> _cycle.Scheme:
     return _cycle.Scheme(functools.partial(relaxed, relaxation, c_weight), coarsest)
 
 
-def v_cycle(
-    levels: Sequence[Level],
-    u: CPoints,
-    *,
-    relaxation: Relaxation | tuple[Relaxation, ...] = _BY_LEVEL,
-    c_weight: float | jax.Array = 1.0,
-    coarsest: Solver = Serial(),
-) -> tuple[CPoints, Scalar]:
+def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
     """One V-cycle of the full approximation scheme.
 
     Args:
         levels: finest first.
         u: C-points of ``levels[0]``, leaves ``(intervals, ...)``.
-        relaxation: as for `MGRIT`.
-        c_weight: as for `MGRIT`.
-        coarsest: as for `MGRIT`.
+        options: ``relaxation``, ``c_weight`` and ``coarsest``, as for `MGRIT`.
 
     Returns:
         The corrected C-points, and this worker's sum of squared residuals after relaxation; ``levels[0].norm`` makes it the norm
@@ -148,7 +139,7 @@ def v_cycle(
         >>> round(float(problem.solve(solver=lp_jax.MGRIT(levels=3, cycle=cycle)).y1), 3)
         2.695
     """
-    return _cycle.fas_cycle(_scheme(relaxation, c_weight, coarsest), levels, u, "V")
+    return _cycle.fas_cycle(_scheme(**options), levels, u, "V")
 
 
 def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
@@ -158,7 +149,7 @@ def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
         >>> import lp_jax
         >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.f_cycle)
     """
-    return _cycle.fas_cycle(_scheme(**(_DEFAULTS | options)), levels, u, "F")
+    return _cycle.fas_cycle(_scheme(**options), levels, u, "F")
 
 
 def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
@@ -168,7 +159,7 @@ def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
         >>> import lp_jax
         >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.w_cycle)
     """
-    return _cycle.fas_cycle(_scheme(**(_DEFAULTS | options)), levels, u, "W")
+    return _cycle.fas_cycle(_scheme(**options), levels, u, "W")
 
 
 def cascade(levels: Sequence[Level], kind: str = "V", **options: PyTree) -> CPoints:
@@ -183,7 +174,4 @@ def cascade(levels: Sequence[Level], kind: str = "V", **options: PyTree) -> CPoi
         >>> u.shape
         (16,)
     """
-    return _cycle.cascade(_scheme(**(_DEFAULTS | options)), levels, kind)
-
-
-_DEFAULTS: dict[str, PyTree] = {"relaxation": _BY_LEVEL, "c_weight": 1.0, "coarsest": Serial()}
+    return _cycle.cascade(_scheme(**options), levels, kind)

@@ -12,6 +12,8 @@ import pytest
 from data_files import CODES, MNIST, PAGE, idx, mnist, ragged, refused, run_page, same, write
 
 from lp_jax import data
+from lp_jax.cli._task import Training
+from lp_jax.cli.problems import arrays as arrays_problem
 from lp_jax.data import contrib
 from lp_jax.data._gum import read_conllu
 from lp_jax.data._mnist import read_idx
@@ -287,12 +289,26 @@ def test_arrays_of_ones_own(tmp_path):
     assert (got.classes, got.names, got.shape) == (2, ("a", "b"), (3,)) and got.test_x.shape == (6, 3)
     rows = np.concatenate([got.train_x, got.test_x]), np.concatenate([got.train_y, got.test_y])
     order = np.argsort(rows[0][:, 0])
-    np.testing.assert_array_equal(rows[0][order], x.astype(np.float32))
+    np.testing.assert_array_equal(rows[0][order], x)
     assert [got.names[label] for label in rows[1][order]] == y.tolist()
     path = saved(tmp_path, x=x.astype(np.uint8), y=[7, 3] * 10, test_x=x[:2].astype(np.uint8), test_y=[3, 7])
     got = data.arrays(path)
     assert got.train_x.dtype == np.uint8 and len(got.train_x) == 20 and got.names == ("3", "7")
     assert got.test_y.tolist() == [0, 1]
+
+
+def test_large_labels_stay_apart(tmp_path):
+    y, test_y = np.array([2**53, 2**53 + 1] * 2), np.array([2**53 + 1, 2**63], np.uint64)
+    got = data.arrays(saved(tmp_path, x=np.ones((4, 2)), y=y, test_x=np.ones((2, 2)), test_y=test_y))
+    assert got.names == (str(2**53), str(2**53 + 1), str(2**63)) and got.test_y.tolist() == [1, 2]
+
+
+def test_the_command_scales_in_double_precision(tmp_path):
+    """Noise on 1e8 has as many values after scaling as before; float32 knows one."""
+    x = 1e8 + np.random.default_rng(0).normal(size=(96, 1))
+    task = arrays_problem.load(Training(epochs=1, batch_size=8), saved(tmp_path, x=x, y=[0, 1] * 48))
+    seen = np.concatenate([x for x, *_ in [*task.batches(0), *task.test_batches]])
+    assert seen.dtype == np.float32 and len(np.unique(seen)) > 80 and abs(seen.std() - 1) < 0.2
 
 
 @pytest.mark.parametrize("shape", [(20,), (20, 3)])
@@ -314,7 +330,10 @@ def test_values_of_ones_own(tmp_path, shape):
             {"x": np.ones((4, 2)), "y": np.ones(4, complex)},
             "y holds complex128; wanted classes, integers or strings, or float",
         ),
-        ({"x": np.ones((4, 2)), "y": np.array([1, np.nan, 2, 3])}, "y holds numbers that are not finite"),
+        (
+            {"x": np.ones((4, 2)), "y": np.array([1, np.nan, 2, 3])},
+            r"y holds nan in sample 1; wanted finite numbers below 1e\+150",
+        ),
         ({"x": np.ones((4, 2)), "y": np.full(4, 2.5)}, "y holds one value, 2.5; wanted two or more"),
         (
             {"x": np.ones((4, 2)), "y": np.arange(4.0), "test_x": np.ones((4, 2)), "test_y": np.arange(4)},
@@ -324,7 +343,12 @@ def test_values_of_ones_own(tmp_path, shape):
             {"x": np.ones((4, 2)), "y": np.arange(4.0), "test_x": np.ones((4, 2)), "test_y": np.ones((4, 3))},
             r"test_y has samples of shape \(3,\) and y \(1,\)",
         ),
-        ({"x": np.full((4, 2), np.nan), "y": np.arange(4)}, "x holds numbers that are not finite"),
+        ({"x": np.full((4, 2), np.nan), "y": np.arange(4)}, r"x holds nan in sample 0, at \[0\]; wanted finite"),
+        ({"x": np.ones((4, 2)), "y": np.array([1, 2e160, 2, 3])}, "y holds 2e[+]160 in sample 1"),
+        (
+            {"x": np.ones((4, 2)), "y": np.arange(4), "test_x": np.ones((4, 2)), "test_y": np.array([*"0123"])},
+            "y holds int64 and test_y <U1; wanted classes of one kind",
+        ),
         ({"x": np.ones((4, 2)), "y": np.ones(4, int)}, "y holds one class"),
         ({"x": np.ones((4, 2)), "y": np.arange(4), "test_x": np.ones((4, 2))}, "has no test_y"),
     ],

@@ -7,6 +7,7 @@ import numpy as np
 
 from lp_jax.data._dataset import Dataset, reading, split, wrong
 
+_LARGEST = 1e150  # its square is a number: a deviation can be computed
 _WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values for each sample"
 
 
@@ -22,8 +23,9 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
         seed: seed of that split.
 
     Returns:
-        A `Dataset` with the names of the classes; inputs are float32, or uint8 as they are. Values are as they are,
-        ``(samples, values)``, and ``classes`` is 0.
+        A `Dataset` with the names of the classes. Inputs of one or two bytes are float32, or uint8 as they are; float32 and
+        float64 stay, and longer integers are float64: scale such inputs before they become float32, as the command does. Values
+        are as they are, ``(samples, values)``, and ``classes`` is 0.
 
     Raises:
         DataError: if the file cannot be read or has other arrays.
@@ -55,6 +57,10 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
     else:
         parts = split(x, y, test_fraction, seed, by_class=not values)
     x, y, test_x, test_y = parts
+    if y.dtype.kind != test_y.dtype.kind and not {y.dtype.kind, test_y.dtype.kind} <= {"i", "u"}:
+        raise wrong(path, f"y holds {y.dtype} and test_y {test_y.dtype}", "classes of one kind")
+    if np.result_type(y, test_y).kind == "f" and not values:  # int64 and uint64: large numbers would merge
+        y, test_y = y.astype(object), test_y.astype(object)
     known = np.unique(np.concatenate([y, test_y]))
     if len(known) < 2:
         raise wrong(path, f"y holds one {'value' if values else 'class'}, {known[0]}", "two or more")
@@ -78,10 +84,14 @@ def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.nd
     if y.dtype.kind not in "iubUf":
         raise wrong(path, f"{b} holds {y.dtype}", "classes, integers or strings, or floating-point values")
     for name, array in ((a, x), (b, y)):
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise wrong(path, f"{name} holds numbers that are not finite", "finite ones")
+        if array.dtype.kind == "f" and not (fine := np.abs(array) < _LARGEST).all():
+            row, *column = map(int, np.argwhere(~fine)[0])
+            at = f"sample {row}" + (f", at {column}" if column else "")
+            raise wrong(path, f"{name} holds {array[row, *column]} in {at}", f"finite numbers below {_LARGEST:.0e}")
     return x, y.reshape(len(y), -1) if y.dtype.kind == "f" else y
 
 
 def _inputs(x: np.ndarray) -> np.ndarray:
-    return x if x.dtype == np.uint8 else x.astype(np.float32)
+    if x.dtype == np.uint8 or (x.dtype.kind == "f" and x.dtype.itemsize in (4, 8)):
+        return x
+    return x.astype(np.float32 if x.dtype.itemsize < 4 else np.float64)
