@@ -489,6 +489,22 @@ def test_a_slower_step_is_said_with_what_to_do(times, slower):
     )
 
 
+def test_losses_that_are_not_finite_are_said():
+    """A log has None for them."""
+    made = _experiment.experiment(*_settings.prepare("digits", {"layers": 8, "width": 4}))
+    log = train.Log()
+    log.write(kind="train", step=1, epoch=0, loss=1.0, step_time=1.0)
+    log.write(kind="probe", step=1, gradient_error=float("inf"), gradient_cosine=float("nan"))
+    log.write(kind="test", step=1, accuracy=0.5, loss=float("nan"))
+    state = train.TrainState(step=1, params=None, opt_state=None)
+    run = _experiment.Run("serial", made, state, log, examples=10)
+    columns = [list(column.cells) for column in _report.table([run]).columns]
+    assert columns[1][columns[0].index("test loss")] == "not finite"
+    assert list(_report.remarks([run])) == [
+        "serial has failed: its test loss is not finite. Look for very large inputs in the test set."
+    ]
+
+
 def test_a_run_made_exact_has_no_gradient_error_of_before(cli, copied):
     more = ["--resume", "--serial", "--epochs", "3", "--no-compare", "--no-pictures"]
     code, out, _ = cli("train", "digits", "--out", copied, *more)

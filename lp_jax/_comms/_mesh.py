@@ -236,8 +236,6 @@ class OnMesh(Workers):
     derivatives do; the tests compare them with those of one device.
 
     Attributes:
-        mesh: the mesh.
-        axis: its axis.
         opened: whether the caller is in that ``shard_map`` already, with its own layers.
     """
 

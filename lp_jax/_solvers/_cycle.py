@@ -69,9 +69,8 @@ def cascade(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoints:
     Returns:
         C-points of ``levels[0]``.
     """
-    fine, coarse, *coarser = [
-        dataclasses.replace(level, linearise_at=None) for level in levels
-    ]  # there are no states yet
+    # there are no states yet to linearise at
+    fine, coarse, *coarser = [dataclasses.replace(level, linearise_at=None) for level in levels]
     if fine.has_sources or fine.rhs is not None:
         zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))
         coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))

@@ -121,21 +121,24 @@ def table(runs: Sequence[Run]) -> Table:
     summaries = [run.summary() for run in runs]
     if all("test_accuracy" in s for s in summaries):
         result.add_row("test accuracy", *(f"{s['test_accuracy']:.2%}" for s in summaries))
-    result.add_row("test loss", *(f"{s['test_loss']:.4f}" for s in summaries))
+    result.add_row("test loss", *(_shown("{:.4f}", s["test_loss"], _NOT_FINITE) for s in summaries))
     result.add_row("gradient error at the end", *map(_gradient_error, summaries))
     if any(s["devices"] > 1 for s in summaries):
         result.add_row("devices", *(str(s["devices"]) for s in summaries))
     result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
     if any(s["seconds"] is not None for s in summaries):
-        result.add_row("this call, with compiling and tests", *(_or_empty("{:.1f} s", s["seconds"]) for s in summaries))
+        result.add_row("this call, with compiling and tests", *(_shown("{:.1f} s", s["seconds"]) for s in summaries))
     result.add_row("steps", *(str(s["steps"]) for s in summaries))
-    result.add_row("work: layers x examples evaluated", *(_or_empty("{:,.0f}", s["work"]) for s in summaries))
-    result.add_row("depth: layers one after the other", *(_or_empty("{:,.0f}", s["depth"]) for s in summaries))
+    result.add_row("work: layers x examples evaluated", *(_shown("{:,.0f}", s["work"]) for s in summaries))
+    result.add_row("depth: layers one after the other", *(_shown("{:,.0f}", s["depth"]) for s in summaries))
     return result
 
 
-def _or_empty(text: str, number: float | None) -> str:
-    return "" if number is None else text.format(number)
+_NOT_FINITE = "not finite"  # None in a log
+
+
+def _shown(text: str, number: float | None, otherwise: str = "") -> str:
+    return otherwise if number is None else text.format(number)
 
 
 def _gradient_error(summary: Mapping[str, Any]) -> str:
@@ -143,7 +146,8 @@ def _gradient_error(summary: Mapping[str, Any]) -> str:
         return "exact"
     early = summary["gradient_error_step"] != summary["steps"]
     when = f" at step {summary['gradient_error_step']}" if early else ""
-    return f"{summary['gradient_error']:.1e}{when} (cosine {summary['gradient_cosine']:.4f})"
+    error, cosine = summary["gradient_error"], summary["gradient_cosine"]
+    return f"{_shown('{:.1e}', error, _NOT_FINITE)}{when} (cosine {_shown('{:.4f}', cosine, _NOT_FINITE)})"
 
 
 _NOISE = 1.05  # ratios of times below this do not count as slower
@@ -152,7 +156,10 @@ _NOISE = 1.05  # ratios of times below this do not count as slower
 def remarks(runs: Sequence[Run]) -> Iterator[str]:
     """Yield remarks on the table: trainings that failed or were slower, and what to do."""
     for run in runs:
-        tests = [row["loss"] for row in run.log.of("test") if row["loss"] is not None]
+        losses = [row["loss"] for row in run.log.of("test")]
+        if losses and losses[-1] is None:
+            yield f"{run.name} has failed: its test loss is not finite. Look for very large inputs in the test set."
+        tests = [loss for loss in losses if loss is not None]
         if len(tests) > 1 and tests[-1] > tests[0]:
             yield (
                 f"{run.name} has failed: its test loss ended at {tests[-1]:.3g}, above the {tests[0]:.3g} that it began with. "
