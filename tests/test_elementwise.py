@@ -246,5 +246,7 @@ def test_all_operations_lower_for_a_gpu(two_intervals):
         traced = jax.jit(jax.grad(loss)).trace(*drawn(nn.ParaGRU, jnp.float32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     except RuntimeError as error:
-        pytest.skip(str(error))
+        if "AbstractDevice" not in str(error):
+            raise
+        pytest.skip("jax 0.12 lowers a kernel only where there is a GPU")
     assert text.count("triton") >= 6

@@ -104,6 +104,34 @@ def test_by_hand_under_shard_map(cycles):
     np.testing.assert_allclose(norm, levels[0].norm(squares), rtol=1e-12)
 
 
+def test_gradients_of_a_cycle_by_hand_are_those_of_one_device():
+    """By all that goes in, taken outside of the ``shard_map``, whose check is off."""
+    u = jnp.broadcast_to(Y0, (N // 4, *Y0.shape))
+
+    def cycles(params, u, y0, comm):
+        levels = mg.hierarchy(problem(params, comm).replace(y0=y0), TWO)
+        for _ in range(2):
+            u, squares = two_grid(levels, u)
+        return u, levels[0].norm(squares)
+
+    def gradient(sequential):
+        run = functools.partial(cycles, comm=None)
+        if sequential is not None:
+            comm, specs = lp_jax.MeshComm(MESH, sequential=sequential), (P("layers"), P("layers"), P())
+            run = functools.partial(cycles, comm=comm)
+            run = jax.shard_map(run, mesh=MESH, in_specs=specs, out_specs=(P("layers"), P()), check_vma=False)
+
+        def loss(*given):
+            out, norm = run(*given)
+            return jnp.sum(jnp.sin(out)) + norm
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(PARAMS, u, Y0)
+
+    assert relative_error(gradient("gather"), gradient(None)) < 1e-13
+    with pytest.raises(ValueError, match="once to a cycle by hand, with a level"):
+        gradient("relay")
+
+
 def test_truncated_coarse_problems():
     """AT-MGRIT: with k sweeps a coarse point sees the k points before it; with all of them it is the two-grid method."""
     fine, coarse = levels = mg.hierarchy(problem(), TWO)

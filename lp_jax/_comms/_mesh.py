@@ -200,7 +200,7 @@ class _Inside(Comm):
                 "Change the coarsening, or the number of devices."
             )
         if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
-            raise ValueError("the pieces of a cycle need jax.shard_map(..., check_vma=False).")
+            raise ValueError("the pieces of a cycle need check_vma=False, and gradients outside of the shard_map.")
         held, mesh = (layers,) * self.size, comm.automatic
         return OnMesh(layers=total, held=held, sequential=comm.sequential, mesh=mesh, axis=comm.axis, opened=True)
 
@@ -316,6 +316,6 @@ def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:
 
 
 _RELAYED = (
-    "Reverse mode was applied twice to lp_jax.solve over a mesh, with a level that is solved one device after the other. Take "
-    "forward over reverse (jax.jvp of jax.grad, jax.hessian), Picard or Newton, or one device."
+    "Reverse mode was applied twice to lp_jax.solve over a mesh, or once to a cycle by hand, with a level that is solved one "
+    "device after the other. Take forward over reverse (jax.jvp of jax.grad), MeshComm(sequential='gather') or one device."
 )

@@ -17,7 +17,7 @@ VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What a cycle does on its levels.
+    """The relaxation of a cycle, and its solver of the coarsest level.
 
     Attributes:
         relax: ``relax(level, u, points)``: relaxation, then the residual; with the states that enter every step if ``points``.

@@ -58,7 +58,7 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     if any(size % 2 == 0 for size in taps):
         raise ValueError(f"a kernel must have an odd number of taps along each axis of space; got {taps}.")
     if formulation == "auto":
-        # on two cores XLA takes 4 to 30 times as long for a scan's gradient (jax 0.10), 4 to 13 for images of 8 x 8 (jax 0.12)
+        # on two cores XLA takes 4 to 30 times as long for a scan's gradient (jax 0.10), 4 and 11 for images of 8 x 8 (jax 0.12)
         formulation = "products" if default_platform() == "cpu" else "xla"
     return (_xla if formulation == "xla" else _products)(x, kernel)
 

@@ -111,7 +111,7 @@ class Diagnosis:
 
     @property
     def _kind(self) -> tuple[str, str]:
-        """What the chain does to a disturbance, and advice."""
+        """Whether the chain damps, keeps or amplifies a disturbance, in words; and advice."""
         return next((verb, advice) for most, verb, advice in _BEHAVIOURS if self.growth <= most)
 
     def __str__(self) -> str:
