@@ -92,7 +92,13 @@ def network(name: str, width: int, layers: int, unit: str = "steps") -> str:
     return f"{_CELLS[name]}, {width} units, {layers:,} {unit}"
 
 
-_CELLS = {"gru": "GRU", "paragru": "ParaGRU", "paralstm": "ParaLSTM"}
+_CELLS = {
+    "gru": "GRU",
+    "paragru": "ParaGRU",
+    "paralstm": "ParaLSTM",
+    "gru, resets": "GRU with resets",
+    "paragru, resets": "ParaGRU with resets",
+}
 
 
 def scans(name: str, layers: int) -> dict[str, Scan]:
@@ -430,6 +436,7 @@ TASKS: dict[str, tuple[int, Task]] = {
             dtypes=(jnp.float32, jnp.bfloat16),
         ),
     ),
+    "resets": (30, _gradients(("paragru, resets", 64, 1024, 16), ("gru, resets", 64, 1024, 16))),
     "loops in graphs": (20, _loops_in_graphs),
 }
 """By name: seconds that a task takes on an H100, roughly, and what it does. In the order of their worth."""

@@ -148,6 +148,22 @@ def diagonal(kind: Any, units: int, features: int = 1, classes: int = 10) -> Mod
     return Model(weights, parts, lambda weights, y: kind.output(y) @ weights["leave"])
 
 
+def with_resets(model: Model, every: int = 64) -> Model:
+    """A recurrent model whose state begins again in each example, on average after ``every`` steps."""
+
+    def parts(weights: Any, x: jax.Array) -> tuple[Any, Any, Any]:
+        body, init, xs = model.parts(weights, x)
+        again = jnp.asarray(np.random.default_rng(3).random((x.shape[1], len(x), 1)) * every < 1)
+
+        def begin_again(carry: Any, x: Any) -> tuple[Any, Any]:
+            x, again = x
+            return body(jax.tree.map(lambda start, y: jnp.where(again, start, y), init, carry), x)
+
+        return begin_again, init, (xs, again)
+
+    return dataclasses.replace(model, parts=parts)
+
+
 def _linear(weights: Any, y: jax.Array) -> jax.Array:
     return y @ weights["leave"]
 
@@ -158,10 +174,12 @@ MODELS: dict[str, Callable[[int, int], Model]] = {
     "gru": lambda units, steps: gru(units),
     "paragru": lambda units, steps: diagonal(nn.ParaGRU, units),
     "paralstm": lambda units, steps: diagonal(nn.ParaLSTM, units),
+    "gru, resets": lambda units, steps: with_resets(gru(units)),
+    "paragru, resets": lambda units, steps: with_resets(diagonal(nn.ParaGRU, units)),
 }
 """By name, from width and layers or time steps."""
 
-RECURRENT = ("gru", "paragru", "paralstm")
+RECURRENT = ("gru", "paragru", "paralstm", "gru, resets", "paragru, resets")
 
 
 class Data(NamedTuple):
