@@ -24,10 +24,15 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def rounding(level: Level) -> jax.Array:
-    """Residual norm from rounding, for states about as large as ``y0``. No solve gets below it."""
+    """Residual norm from rounding, for states about as large as ``y0``."""
+    return level.in_units(level.workers.total(level.interval_span) * rounding_of(level, level.y0))
+
+
+def rounding_of(level: Level, u: CPoints) -> Scalar:
+    """Square of the rounding of states. No residual norm gets below it; where states decay, it is below `rounding`."""
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    squares = [jnp.square(_eps(x)) * sum_of_squares(level, _finite(x)).astype(dtype) for x in jax.tree.leaves(level.y0)]
-    return level.in_units(level.workers.total(level.interval_span) * jnp.sum(jnp.stack(squares)))
+    squares = [jnp.square(_eps(x)) * sum_of_squares(level, _finite(x)).astype(dtype) for x in jax.tree.leaves(u)]
+    return jnp.sum(jnp.stack(squares))
 
 
 def smallest_rtol(level: Level) -> float:

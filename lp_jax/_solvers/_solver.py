@@ -25,6 +25,7 @@ from lp_jax._levels._tolerance import (
     largest_reference,
     relative_error,
     rounding,
+    rounding_of,
     smallest_rtol,
     unit_of,
 )
@@ -290,11 +291,11 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     state, spent, reported, first, recovers, corrections = solver.init(levels, guess)
     taken = spent if reported is None else reported
     cycles = solver.iterations - spent
-    least, floor = rounding(fine), ROUNDING * rounding(fine)
+    largest = rounding(fine)
 
     def stats(iterations: jax.Array | int, norms: jax.Array, met: jax.Array | bool) -> Stats:
         norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
-        return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, floor))
+        return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, ROUNDING * largest))
 
     if cycles <= 0:
         u, measured = solver.c_points(levels, state), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
@@ -309,8 +310,8 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
     most = largest_reference(fine).astype(dtype) if spent and first is None else jnp.inf
     by_corrections = solver.rtol is not None and corrections is not None
 
-    def limit(norms: jax.Array) -> jax.Array:
-        """The largest residual norm that meets a tolerance."""
+    def limit(norms: jax.Array, least: jax.Array) -> jax.Array:
+        """The largest residual norm that meets a tolerance; no smaller one than rounding leaves."""
         reference = jnp.minimum(norms[0] if first is None else first, most)
         asked = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
         if solver.rtol is not None and not by_corrections:
@@ -330,12 +331,14 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         if corrections is not None and by_corrections:
             parts = corrections(at.state, state)
         else:
-            parts = changed_unseen(fine, *(solver.c_points(levels, u) for u in (at.state, state)))
+            before, after = (solver.c_points(levels, u) for u in (at.state, state))
+            parts = jnp.stack([changed_unseen(fine, before, after)[0].astype(dtype), rounding_of(fine, after)])
         summed = workers.sum(jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)]))
         norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
         met, last = jnp.asarray(False), norms[at.done]
         if not by_corrections or solver.atol is not None:  # else XLA drops residual norms that nobody reads
-            met = jnp.isfinite(last) & (last <= limit(norms))
+            least = largest if by_corrections else jnp.minimum(largest, fine.in_units(summed[2]))
+            met = jnp.isfinite(last) & (last <= limit(norms, least))
         if not by_corrections:  # zero does not count where squares vanished
             return Progress(state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0)))
         sizes = fine.in_units(summed[1:].reshape(parts.shape))
@@ -354,7 +357,8 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         return u, stats(end.done + taken, end.norms, met)
     if not by_corrections:
         last = end.norms[end.done - 1]
-        met |= (last > 0) & (last <= floor)
+        least = jnp.minimum(largest, fine.in_units(workers.sum(rounding_of(fine, u))))
+        met |= (last > 0) & (last <= ROUNDING * least)
     # a loop of at most one turn: under vmap a cond would always propagate serially
     u, _ = lax.while_loop(
         lambda carry: ~carry[1], lambda _: (march(fine)[0], _tree.varying(jnp.asarray(True), met)), (u, met)
