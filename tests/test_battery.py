@@ -1,4 +1,4 @@
-"""Every solver x adjoint solver x storage x interval map, under jit, grad, vmap and scan, against a hand-written scan."""
+"""Solvers, adjoint solvers, storage and layers at once, under jit, grad, vmap and scan, against a hand-written scan."""
 
 import dataclasses
 import functools
@@ -41,6 +41,7 @@ def loss_of(y):
 
 
 EXACT = {"iterations": N, "atol": 1e-15}
+AROUND = lp_jax.Picard(sweeps=2, around="trajectory")
 SOLVERS = {
     "serial": lp_jax.Serial(),
     "serial-checkpointed": lp_jax.Serial(checkpoint_every=5),
@@ -52,9 +53,12 @@ SOLVERS = {
     "newton-shared": lp_jax.Newton(jacobian="shared", iterations=N, atol=1e-15, batch_axes=0),
     "mgrit-1": lp_jax.MGRIT(levels=1),
     "mgrit-mean": lp_jax.MGRIT(levels=2, coarsening=5, coarse_step=lp_jax.Rediscretize(params="mean"), **EXACT),
-    "mgrit-W": lp_jax.MGRIT(levels=3, coarsening=(3, 2), cycle="W", relaxation="F", coarse_step=INJECT, **EXACT),
-    "mgrit-picard": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=1), **EXACT),
-    "mgrit-trajectory": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory"), **EXACT),
+    "mgrit-W": lp_jax.MGRIT(
+        levels=3, coarsening=(3, 2), cycle="W", relaxation="F", coarse_step=INJECT, storage="all", **EXACT
+    ),
+    "mgrit-picard": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=1), storage="all", **EXACT),
+    "mgrit-trajectory": lp_jax.MGRIT(coarsening=4, coarse_step=AROUND, **EXACT),
+    "mgrit-trajectory-all": lp_jax.MGRIT(coarsening=4, coarse_step=AROUND, storage="all", **EXACT),
     "mgrit-identity": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Identity(), start="guess", **EXACT),
     "mgrit-coarsest": lp_jax.MGRIT(coarsening=4, coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=6), **EXACT),
 }
@@ -75,55 +79,41 @@ def oracle():
     return value, (of_params, *others, of_x)
 
 
-def variants(solver):
-    if isinstance(solver, lp_jax.MGRIT) and solver.levels > 1:
-        for storage in ("c_points", "all"):
-            for at_once in (math.inf, 1, 3):
-                yield {"storage": storage, "at_once": at_once}
-    elif isinstance(solver, lp_jax.Picard | lp_jax.Newton):
-        for at_once in (math.inf, 1, 3):
-            yield {"at_once": at_once}
-    else:
-        yield {}
+CASES = [  # solver, adjoint solver, layers at once; what is stored is a field of the solver
+    ("serial", "serial", "auto"),
+    ("serial", "picard", "auto"),
+    ("serial-checkpointed", "serial-checkpointed", "auto"),
+    ("serial-checkpointed", "picard", "auto"),
+    ("picard", "picard", 3),
+    ("picard", "serial", math.inf),
+    ("picard-secant", "picard-secant", math.inf),
+    ("picard-c-points", "picard-c-points", 1),
+    ("picard-c-points", "mgrit-identity", 3),
+    ("newton", "newton", 3),
+    ("newton", "picard", math.inf),
+    ("newton-shared", "newton-shared", math.inf),
+    ("mgrit-1", "mgrit-1", "auto"),
+    ("mgrit-1", "picard", "auto"),
+    ("mgrit-mean", "mgrit-mean", 3),
+    ("mgrit-W", "mgrit-W", math.inf),
+    ("mgrit-picard", "mgrit-picard", 1),
+    ("mgrit-trajectory", "mgrit-trajectory", 3),
+    ("mgrit-trajectory-all", "mgrit-trajectory-all", 3),  # the coarse step reads what is stored
+    ("mgrit-trajectory", "serial", math.inf),
+    ("mgrit-identity", "mgrit-identity", math.inf),
+    ("mgrit-identity", "newton", 1),
+    ("mgrit-coarsest", "mgrit-coarsest", 1),
+]
 
 
-OTHERS = {  # which adjoint solver is another's is no matter to either: each kind before and after another
-    "serial": "picard",
-    "serial-checkpointed": "picard",
-    "picard": "serial",
-    "picard-c-points": "mgrit-identity",
-    "newton": "picard",
-    "mgrit-1": "picard",
-    "mgrit-identity": "newton",
-    "mgrit-trajectory": "serial",
-}
-
-
-def combinations():
-    """Each solver with itself, and some with another adjoint solver.
-
-    Variants take turns: their numbers are compared with each other below and in test_at_once.py. A coarse step around
-    the trajectory reads what is stored, so it comes with both storages.
-    """
-    for number, (name, solver) in enumerate(SOLVERS.items()):
-        choices = list(variants(solver))
-        for turn in (0, 3) if name == "mgrit-trajectory" else (0,):
-            yield name, name, choices[(number + turn) % len(choices)]
-        if name in OTHERS:
-            yield name, OTHERS[name], choices[(number + 1) % len(choices)]
-
-
-@pytest.mark.parametrize(
-    "forward, adjoint, fields",
-    list(combinations()),
-    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
-)
-def test_value_and_gradient(oracle, forward, adjoint, fields):
+@pytest.mark.parametrize("forward, adjoint, at_once", CASES)
+def test_value_and_gradient(oracle, forward, adjoint, at_once):
     params, y0, shared, data = operands()
-    solver = dataclasses.replace(SOLVERS[forward], **fields)
-    names = {field.name for field in dataclasses.fields(SOLVERS[adjoint])}
-    adjoint_fields = {k: v for k, v in fields.items() if k in names and k == "at_once"}
-    adjoint_solver = dataclasses.replace(SOLVERS[adjoint], **adjoint_fields)
+    names = forward, adjoint
+    solver, adjoint_solver = (
+        SOLVERS[name] if at_once == "auto" or name == "serial" else dataclasses.replace(SOLVERS[name], at_once=at_once)
+        for name in names
+    )
 
     @jax.jit
     def value_and_gradient(params, y0, shared, x):
