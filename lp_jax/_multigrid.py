@@ -41,8 +41,8 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
     """
     _inputs.solver("solver", solver)
     program, arrays = _traced.trace(problem.replace(comm=problem.comm.inside()), (solver,))
-    solver = solver.resolve(program.workers.layers)
-    return solver.discretize(program.chain(program.with_slots(arrays)))
+    resolved: Solver = arrays.solver
+    return resolved.discretize(program.chain(program.slots(arrays.slices), arrays.y0, arrays.shared))
 
 
 def coarsen(level: Level, coarse_step: CoarseStep, factor: int = 1) -> Level:

@@ -121,7 +121,7 @@ class Problem(Network):
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
         specs = functools.partial(_partitions, program, arrays)
         arrays = program.refuse_forward_mode(arrays)
-        y1, aux, (stats, trajectory) = self.comm.call(program.solve, arrays, specs)
+        y1, aux, (stats, trajectory) = self.comm.adapt(program.solve, arrays, specs)(arrays)
         return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
 
     def solve_vjp(
@@ -180,7 +180,8 @@ def _partitions(program: Program, arrays: Arrays) -> Output:
 
     like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
     first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
-    _, aux = jax.eval_shape(dict(program.steps)[0].advance, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
+    layer = program.chain(*arrays[:3]).layer()
+    _, aux = jax.eval_shape(layer, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
     nowhere: PyTree = PartitionSpec()
     return (
         jax.tree.map(spec, arrays.y0),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import lp_jax
-from lp_jax._programs._step import LayerStep
+from lp_jax._levels._layer import LayerStep
 from lp_jax._solvers._default import SWEEPS
 
 PACKAGE = Path(lp_jax.__file__).parent
@@ -62,13 +62,13 @@ def calls(solver, **options):
 
 def evaluations(solver):
     """The `callers` of the step's program, each time that an iteration in a gradient evaluates it."""
-    stacks, advance = [], LayerStep.advance
+    stacks, evaluate = [], LayerStep.evaluate
 
-    def watch(self, *arguments):
+    def watch(self, *arguments, **options):
         stacks.append([name for name, _ in callers(sys._getframe(1)) if not name.startswith("check_arguments")])
-        return advance(self, *arguments)
+        return evaluate(self, *arguments, **options)
 
-    with mock.patch.object(LayerStep, "advance", watch):
+    with mock.patch.object(LayerStep, "evaluate", watch):
         trace(solver, lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params))
     asked_for_structure = "Linearised._from_state"  # evaluates nothing in the end
     return [s for s in stacks if any(name.endswith(".improve") for name in s) and asked_for_structure not in s]

@@ -109,17 +109,6 @@ class Arrays(NamedTuple):
     adjoint_guess: CPoints | None = None
     watch: jax.Array | None = None
 
-    def parts(self) -> "tuple[Arrays, Arrays]":
-        """Split into the arrays that are spread over the workers and those that each worker has. `join` undoes it."""
-        nothing: PyTree = None
-        spread = Arrays(self.slices, nothing, nothing, guess=self.guess, adjoint_guess=self.adjoint_guess)
-        return spread, self._replace(slices=nothing, guess=None, adjoint_guess=None)
-
-    @staticmethod
-    def join(spread: "Arrays", common: "Arrays") -> "Arrays":
-        """Undo `parts`."""
-        return common._replace(slices=spread.slices, guess=spread.guess, adjoint_guess=spread.adjoint_guess)
-
 
 Times = ArrayLike | Sequence[float]
 """A time, or increasing times."""

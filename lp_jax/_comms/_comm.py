@@ -90,9 +90,11 @@ class Comm(abc.ABC):
         """Return the tree, ``y0`` and ``shared``; refuse ``facts`` on the problem that differ between workers' callers."""
         return tree
 
-    def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
-        """Return ``program(arrays)``; ``specs()`` are the partitions of its outputs, for types that hold them."""
-        return program(arrays)
+    def adapt(
+        self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
+    ) -> Callable[[PyTree], PyTree]:
+        """Return ``program`` for these arrays; ``specs()`` are the partitions of its outputs, for types that hold them."""
+        return program
 
     def inside(self) -> "Comm":
         """Return this comm where every worker passes its own layers and calls the pieces of a cycle by itself."""

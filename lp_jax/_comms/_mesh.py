@@ -79,16 +79,22 @@ class MeshComm(Comm):
             return here
         return Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
 
-    def call(self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]) -> PyTree:
+    def adapt(
+        self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
+    ) -> Callable[[PyTree], PyTree]:
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
         meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
         if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
-            return program(arrays)
+            return program
         nowhere = NamedSharding(self.mesh, PartitionSpec())
-        arrays = jax.tree.map(lambda x: _reshard(x, nowhere) if jax.typeof(x).sharding.mesh.empty else x, arrays)
+
+        def everywhere(x: jax.Array) -> jax.Array:
+            return _reshard(x, nowhere) if jax.typeof(x).sharding.mesh.empty else x
+
         leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
-        return _with_automatic_axes(program, explicit, tuple(leaves), structure)(arrays)
+        automatic = _with_automatic_axes(program, explicit, tuple(leaves), structure)
+        return lambda arrays: automatic(jax.tree.map(everywhere, arrays))
 
     def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""

@@ -1,6 +1,7 @@
 """The problem as the solvers receive it: a chain of layers, not yet grouped into intervals."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -8,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, PyTree, Slices, SliceStep, Stacked, State, Transfer, Which
 from lp_jax._comms._workers import Local, Workers
+from lp_jax._levels._layer import Traced
 from lp_jax._levels._level import Level
 from lp_jax._levels._linear import Linearised
 
@@ -22,37 +23,33 @@ class Chain:
     """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
 
     Attributes:
-        layer: ``layer(which)`` is the layer on a level, or another of the user's steps, as ``(u, x, shared) -> (u_next, aux)``.
-            It is the identity on padding.
+        traced: the layers of the whole network, without their operands.
         slices: stacked operands of this worker's layers. Padding has index >= ``layers``.
         shared: operand of every step.
         y0: the state that enters.
-        layers: number of layers of the whole network.
-        padded: whether layers check for padding.
         workers: where the layers live.
-        differentiable: which leaves of ``slices`` have a gradient.
-        recurrent: whether all other differentiable leaves are in ``shared``: the weights of a recurrent network.
-        footprint: cost and memory of a layer.
-        single_example: whether a layer also takes a single example.
+        padded: whether layers check for padding, on which they are the identity.
+        level: the level whose steps an interval consists of; None for the whole network.
     """
 
-    layer: Callable[[Which], Advance]
+    traced: Traced
     slices: Slices
     shared: PyTree
     y0: State
-    layers: int
-    padded: bool
     workers: Workers
-    differentiable: tuple[bool, ...] = ()
-    recurrent: bool = False
-    footprint: Footprint = Footprint(0, 0, 0.0)
-    single_example: bool = False
+    padded: bool
+    level: int | None = None
 
     def at_once(self, setting: int | float | str) -> int:
         """Number of layers that a solver with this setting evaluates at once, on each worker."""
         if setting == "auto":
-            return self.workers.processor.at_once(self.footprint, self.steps)
+            return self.workers.processor.at_once(self.traced.footprint, self.steps)
         return max(1, int(min(cast(float, setting), self.steps)))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the whole network."""
+        return self.traced.layers
 
     @property
     def total(self) -> int:
@@ -66,12 +63,19 @@ class Chain:
 
     def step(self, which: Which) -> SliceStep:
         """The layer on a level, or another of the user's steps, without aux."""
-        layer = self.layer(which)
-        return lambda u, x, shared: layer(u, x, shared)[0]
+        return self._evaluate(which, aux=False)
+
+    def layer(self) -> Advance:
+        """The layer on the finest level, with aux."""
+        return self._evaluate(0, aux=True)
+
+    def _evaluate(self, which: Which, *, aux: bool) -> Callable[..., PyTree]:
+        step = dict(self.traced.steps)[which if self.level is None else self.level]
+        return functools.partial(step.evaluate, aux=aux, layers=self.layers if self.padded else None)
 
     def emitting(self, seen: Sequence[bool]) -> Advance:
         """The layer on the finest level. It emits the inexact leaves of aux that are ``seen``."""
-        layer = self.layer(0)
+        layer = self.layer()
 
         def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, list[jax.Array]]:
             u_next, aux = layer(u, x, shared)
@@ -83,7 +87,7 @@ class Chain:
     @property
     def linearised(self) -> Linearised:
         """The layer of the finest level, linearised."""
-        return Linearised(self.layer(0), self.differentiable, weights=self.recurrent)
+        return Linearised(self.layer(), self.traced.differentiable, weights=self.traced.recurrent)
 
     def finest(self, factor: int, *, at_once: int, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""
@@ -96,9 +100,9 @@ class Chain:
             factor=factor,
             workers=self.workers,
             at_once=at_once,
-            unroll=self.workers.processor.serial_unroll(self.footprint),
+            unroll=self.workers.processor.serial_unroll(self.traced.footprint),
             transfer=transfer,
-            single_example=self.single_example,
+            single_example=self.traced.single_example and self.level is None,
             chain=self,
         )
 
@@ -106,29 +110,10 @@ class Chain:
         """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
         layers = slices.index.shape[0]
         workers = Local(layers=layers, held=(layers,), processor=self.workers.processor).fit(unit)
-        layer = self.layer(level)
-        if workers.padded and not self.padded:
-            layer = skip_padding(layer, self.layers)
-        return Chain(
-            layer=lambda _: layer,
-            slices=pad_slices(slices, workers.held[0], self.layers),
-            shared=shared,
-            y0=y0,
-            layers=self.layers,
-            padded=self.padded or workers.padded,
-            workers=workers,
-            footprint=self.footprint,
+        padded, slices = self.padded or workers.padded, pad_slices(slices, workers.held[0], self.layers)
+        return dataclasses.replace(
+            self, slices=slices, shared=shared, y0=y0, workers=workers, padded=padded, level=level
         )
-
-
-def skip_padding(layer: Advance, layers: int) -> Advance:
-    """Make ``layer`` the identity on padding, slices with an index >= ``layers``."""
-
-    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
-        u_next, aux = layer(u, x, shared)
-        return _tree.where(x.index < layers, u_next, u), aux
-
-    return advance
 
 
 def pad_slices(slices: Slices, n: int, layers: int) -> Slices:

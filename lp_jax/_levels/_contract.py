@@ -42,7 +42,7 @@ def emit_gradient(chain: Chain, forward: Advance) -> Advance:
 
     def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
         operand, u, source = x
-        leaves, combine = _tree.partition(operand, chain.differentiable)
+        leaves, combine = _tree.partition(operand, chain.traced.differentiable)
         pull = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
         lam_next, gradient = pull((lam, source))
         return lam_next, combine(gradient, fill=None)
@@ -73,7 +73,7 @@ def gradient_of_aux(
         total: list[jax.Array], operands: tuple[Slices, Stacked, list[Stacked]]
     ) -> tuple[list[jax.Array], tuple[Stacked, Slices]]:
         slices, states, sources = operands
-        leaves, combine = _tree.partition(slices, chain.differentiable)
+        leaves, combine = _tree.partition(slices, chain.traced.differentiable)
 
         def outputs(states: Stacked, leaves: list[jax.Array], shared: list[jax.Array]) -> list[Stacked]:
             weights = combine_shared(shared)

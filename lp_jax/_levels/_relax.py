@@ -86,19 +86,6 @@ def with_points(level: Level, u: CPoints) -> Relaxed:
     return Relaxed(u, _tree.sub(swept, u), incoming, level.merge(entered))
 
 
-def fcf_relax(level: Level, u: CPoints, count: int, weight: jax.Array | float) -> Relaxed:
-    """Apply `c_relax` ``count`` times, then `with_residual`; both are sweeps, in one loop."""
-
-    def body(carry: tuple[CPoints, CPoints, CPoints], _: None) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
-        u, swept, _ = carry
-        u = _tree.blend(weight, swept, u)
-        incoming = level.incoming(u)
-        return (u, sweep(level, incoming)[0], incoming), None
-
-    (u, swept, incoming), _ = lax.scan(body, (u, u, u), length=count + 1)
-    return Relaxed(u, _tree.sub(swept, u), incoming)
-
-
 def relaxed(
     relaxation: Relaxation | tuple[Relaxation, ...], weight: jax.Array | float, level: Level, u: CPoints, points: bool
 ) -> Relaxed:
@@ -111,7 +98,16 @@ def relaxed(
         for _ in range(rule.count("C")):
             u = c_relax(level, u, weight)
     else:
-        return fcf_relax(level, u, rule.count("C"), weight)
+
+        def sweeps(carry: tuple[CPoints, CPoints, CPoints], _: None) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
+            u, swept, _ = carry
+            u = _tree.blend(weight, swept, u)
+            incoming = level.incoming(u)
+            return (u, sweep(level, incoming)[0], incoming), None
+
+        # C-relaxations, and the sweep of the residual, in one loop
+        (u, swept, incoming), _ = lax.scan(sweeps, (u, u, u), length=rule.count("C") + 1)
+        return Relaxed(u, _tree.sub(swept, u), incoming)
     return with_points(level, u) if points else with_residual(level, u)
 
 

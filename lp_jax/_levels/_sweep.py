@@ -31,7 +31,7 @@ def sweep(
         the position of its step.
     """
     if level.factor == 1:
-        return each(level, single(level, advance), incoming, (level.xs, level.rhs))
+        return each(level, single(level, advance), incoming)(incoming, (level.xs, level.rhs))
     count, emitted = level.factor if count is None else count, None
     if advance is not None:
         room = _room(level, advance, *_tree.entry_like((incoming, level.xs)))
@@ -53,14 +53,14 @@ def sweep(
     return interval(0, carry) if level.intervals == 1 else lax.fori_loop(0, level.intervals, interval, carry)
 
 
-def each(level: Level, one: Callable[..., PyTree], *operands: PyTree) -> PyTree:
-    """Apply ``one`` to every entry of the operands' leading axis, ``level.at_once`` entries at a time."""
-    n = _tree.leading(operands)
+def each(level: Level, one: Callable[..., PyTree], like: PyTree) -> Callable[..., PyTree]:
+    """Let ``one`` take all entries of operands as long as ``like``, ``level.at_once`` entries at a time."""
+    n = _tree.leading(like)
     size = chunk(n, level.at_once)
     at_once = batched(one, size)
     if size == n:
-        return at_once(*operands)
-    return in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
+        return at_once
+    return lambda *operands: in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
 
 
 def _chunks(
@@ -93,7 +93,21 @@ def _at_once(
         xs = jax.vmap(level.expand, in_axes=(0, None))(some, level.shared)
     one = jax.vmap(advance or level.step, in_axes=(0, 0, None))
 
-    def step(u: CPoints, n: jax.Array | int) -> tuple[CPoints, PyTree]:
+    def write(emitted: PyTree, new: PyTree, n: jax.Array | int) -> PyTree:
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            if whole:
+                return lax.dynamic_update_index_in_dim(x, new, n, axis=1)
+            new = lax.expand_dims(new, (1,))
+            return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
+
+        return jax.tree.map(put, emitted, new)
+
+    def body(
+        i: jax.Array | int, carry: tuple[CPoints, PyTree], keep: Callable[..., PyTree] = write
+    ) -> tuple[CPoints, PyTree]:
+        u, emitted = carry
+        n = level.factor - 1 - i if level.reverse else i
+
         def take(x: jax.Array) -> jax.Array:
             if len(x) == size:
                 return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
@@ -102,27 +116,14 @@ def _at_once(
 
         out = one(u, jax.tree.map(take, xs), level.shared)
         u, new = out if advance else (out, None)
-        return _tree.add(u, jax.tree.map(take, rhs)), new
-
-    def body(i: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
-        u, emitted = carry
-        n = level.factor - 1 - i if level.reverse else i
-        u, new = step(u, n)
-        return u, jax.tree.map(functools.partial(put, n=n), emitted, new)
-
-    def put(x: jax.Array, new: jax.Array, n: jax.Array | int) -> jax.Array:
-        if whole:
-            return lax.dynamic_update_index_in_dim(x, new, n, axis=1)
-        new = lax.expand_dims(new, (1,))
-        return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
+        return _tree.add(u, jax.tree.map(take, rhs)), keep(emitted, new, n)
 
     turns = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
     if turns < level.factor or not whole:
         return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
-    outputs = []
-    for n in range(level.factor)[:: -1 if level.reverse else 1]:
-        u, new = step(u, n)
-        outputs.append(new)
+    outputs: list[PyTree] = []
+    for i in range(level.factor):
+        u, outputs = body(i, (u, outputs), lambda outputs, new, _: [*outputs, new])
     return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(outputs[::-1] if level.reverse else outputs))
 
 

@@ -62,4 +62,4 @@ def _coarse_steps(coarse: Level, incoming: Points) -> Points:
         return incoming
     xs = coarse.merge(coarse.xs)
 
-    return each(coarse, lambda u, x: coarse.step(u, x, coarse.shared), incoming, xs)
+    return each(coarse, lambda u, x: coarse.step(u, x, coarse.shared), incoming)(incoming, xs)

@@ -188,15 +188,6 @@ def same_shapes(out: Sequence[Any], u: State, *, step: str = "step", y: str = "y
             )
 
 
-def same_output(out: PyTree, structure: jax.tree_util.PyTreeDef) -> None:
-    """Refuse an output of the step with another structure than in the first trace."""
-    if jax.tree.structure(out) != structure:
-        raise TypeError(
-            f"step must return the same structure in every call; got {structure} and then {jax.tree.structure(out)}. Let it "
-            "depend on nothing but its arguments."
-        )
-
-
 def guess(value: str | CPoints, y0: State, intervals: int) -> str | CPoints:
     """Return "constant", "zeros", or C-points with leaves ``(intervals, ...)``; refuse all else."""
     if isinstance(value, str):

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._gradient import reverse_only, without_gradient
-from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State, Which
+from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State
 from lp_jax._comms._workers import Workers
-from lp_jax._levels._chain import Chain, pad_slices, skip_padding
+from lp_jax._levels._chain import Chain, pad_slices
+from lp_jax._levels._layer import Traced
 from lp_jax._levels._result import DONE, SERIAL, if_finite
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._programs._asked import count_ends, counts_of, report_stats
-from lp_jax._programs._step import LayerStep
 from lp_jax._solvers._serial import propagate
-from lp_jax._solvers._solver import Stats, iterate
+from lp_jax._solvers._solver import Solver, Stats, iterate
 
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
 """The state after the last layer and aux, both differentiable; and the rest of a `Solution`."""
@@ -53,26 +52,19 @@ class Program:
     takes only a token.
 
     Attributes:
-        steps: the layer on each level, and other steps of the solvers.
+        traced: the layers.
         workers: number of layers, and those of each worker, with slots for whole intervals of both solves.
-        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
-        has_aux: whether the step returns ``(y_next, aux)``.
-        recurrent: whether all differentiable operands of a step except its inputs are shared: the weights of a recurrent
-            network. Their gradient is then one contraction over all steps.
-        footprint: cost and memory of a layer.
-        single_example: whether the step also takes a single example, for a solver that averages examples.
+        stride: number of layers between two C-points of the forward solve.
+        adjoint_stride: the same of the adjoint solve.
         zeros: whether both solves start from zeros.
         scan: whether the solve is a ``lax.scan`` that JAX differentiates.
         done: result code of a solve that did what was asked.
     """
 
-    steps: tuple[tuple[Which, LayerStep], ...]
+    traced: Traced
     workers: Workers
-    differentiable: tuple[bool, ...]
-    has_aux: bool
-    recurrent: bool
-    footprint: Footprint
-    single_example: bool
+    stride: int
+    adjoint_stride: int
     zeros: bool = False
     scan: bool = False
     done: int = DONE
@@ -126,34 +118,14 @@ class Program:
         out, left = self._forward(arrays, keep=True)
         return out, functools.partial(self._backward, arrays, left, keep=True)
 
-    def chain(self, arrays: Arrays) -> Chain:
-        """The chain of the layers in ``arrays``: all layers, or those of one worker."""
-        steps, layers, padded = dict(self.steps), self.workers.layers, self.workers.padded
+    def chain(self, slices: Slices, y0: State, shared: PyTree) -> Chain:
+        """The chain of these layers: all layers, or those of one worker."""
+        padded = self.workers.padded
+        return Chain(traced=self.traced, slices=slices, y0=y0, shared=shared, workers=self.workers, padded=padded)
 
-        def layer(which: Which) -> Advance:
-            return skip_padding(steps[which].advance, layers) if padded else steps[which].advance
-
-        return Chain(
-            layer=layer,
-            slices=arrays.slices,
-            shared=arrays.shared,
-            y0=arrays.y0,
-            layers=layers,
-            padded=padded,
-            workers=self.workers,
-            differentiable=self.differentiable,
-            recurrent=self.recurrent,
-            footprint=self.footprint,
-            single_example=self.single_example,
-        )
-
-    def with_slots(self, arrays: Arrays) -> Arrays:
-        """Pad the arrays that are spread over the workers to all slots."""
-        workers, n = self.workers, self.workers.layers
-        stride, of_adjoint = (1 if s is None else s.stride(n) for s in (arrays.solver, arrays.adjoint_solver))
-        guess, adjoint_guess = workers.pad(arrays.guess, stride), workers.pad(arrays.adjoint_guess, of_adjoint)
-        slices = pad_slices(arrays.slices, workers.rows[1], n)
-        return arrays._replace(slices=slices, guess=guess, adjoint_guess=adjoint_guess)
+    def slots(self, slices: Slices) -> Slices:
+        """Pad the layers that the caller passed to all slots."""
+        return pad_slices(slices, self.workers.rows[1], self.workers.layers)
 
     def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         leaves, combine = _tree.partition((arrays.slices, arrays.y0, arrays.shared))
@@ -196,9 +168,8 @@ def first_equal(program: Program) -> Program:
 
 def _scan(program: Program, arrays: Arrays) -> Output:
     """Serial propagation."""
-    solver, workers = arrays.solver, program.workers
-    stride = solver.stride(workers.layers)
-    y1, (states, aux) = propagate(program.chain(arrays), None if solver.keeps_states else stride)
+    solver, workers, stride = arrays.solver, program.workers, program.stride
+    y1, (states, aux) = propagate(program.chain(*arrays[:3]), None if solver.keeps_states else stride)
     c_points = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
     stats = _no_stats(y1, program.done)
     if program.done == SERIAL:
@@ -210,17 +181,19 @@ def _scan(program: Program, arrays: Arrays) -> Output:
 
 def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
     """The forward solve, with the arrays that the adjoint needs if ``keep``."""
-    solver, workers = arrays.solver, program.workers
+    workers = program.workers
 
-    def body(spread: Arrays, common: Arrays) -> tuple[tuple[Forward, PyTree], tuple[State, Stats]]:
-        arrays = Arrays.join(spread, common)
-        chain, solver, guess = program.chain(arrays), arrays.solver, arrays.guess
+    def body(
+        spread: tuple[Slices, CPoints | None], common: tuple[State, PyTree, Solver]
+    ) -> tuple[tuple[Forward, PyTree], tuple[State, Stats]]:
+        (slices, guess), (y0, shared, solver) = spread, common
+        chain = program.chain(slices, y0, shared)
         levels = solver.discretize(chain)
         if program.zeros:
-            guess = _tree.zeros_like(_tree.repeat(chain.y0, levels[0].intervals))
+            guess = _tree.zeros_like(_tree.repeat(y0, levels[0].intervals))
         iterated, stats = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
-        advance = _emit(chain, keep_states) if keep_states or program.has_aux else None
+        advance = _emit(chain, keep_states) if keep_states or program.traced.has_aux else None
         u, emitted = solver.finish(levels, iterated, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         entered = entered_in_final_sweep(levels[0], iterated, u) if keep and not keep_states else None
@@ -228,10 +201,10 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         stats = stats._replace(result=program.ended(if_finite(stats.result, y1)))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
-    used = arrays._replace(adjoint_solver=None, adjoint_guess=None, watch=None)
-    (left, aux), (y1, stats) = workers.map(body)(*program.with_slots(used).parts())
-    report_stats("forward", solver, workers.layers, stats)
-    out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, solver.stride(workers.layers)))
+    spread = program.slots(arrays.slices), workers.pad(arrays.guess, program.stride)
+    (left, aux), (y1, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, arrays.solver))
+    report_stats("forward", arrays.solver, workers.layers, stats)
+    out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, program.stride))
     return out, left if keep else None
 
 
@@ -239,29 +212,25 @@ def _backward(
     program: Program, arrays: Arrays, left: Forward, cotangent: State, seen: Seen, *, keep: bool
 ) -> tuple[Arrays, Stats]:
     """The adjoint solve: the gradient, with the final cotangents as ``adjoint_guess`` if ``keep``, and the stats."""
-    solver, workers = arrays.adjoint_solver, program.workers
-    stride = arrays.solver.stride(workers.layers)
+    solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride
 
-    def body(spread: tuple[Arrays, Forward, Seen], common: tuple[Arrays, State]) -> tuple[Arrays, tuple[Arrays, Stats]]:
-        (mine, left, seen), (others, cotangent) = spread, common
-        arrays = Arrays.join(mine, others)
-        start = "zeros" if arrays.adjoint_guess is None and program.zeros else arrays.adjoint_guess
-        chain, solver = program.chain(arrays), arrays.adjoint_solver
-        gradient, stats = solve_adjoint(chain, solver, left, stride, cotangent, seen, start)
-        mine, others = gradient._replace(adjoint_guess=gradient.adjoint_guess if keep else None).parts()
-        return mine, (others, stats)
+    def body(spread: tuple[Slices, CPoints | None, Forward, Seen], common: PyTree) -> tuple[PyTree, PyTree]:
+        (slices, guess, left, seen), (y0, shared, solver, cotangent) = spread, common
+        start = "zeros" if guess is None and program.zeros else guess
+        chain = program.chain(slices, y0, shared)
+        gradient, stats = solve_adjoint(chain, solver, left, program.stride, cotangent, seen, start)
+        return (gradient.slices, gradient.adjoint_guess if keep else None), (gradient.y0, gradient.shared, stats)
 
-    mine, others = program.with_slots(arrays._replace(solver=None, guess=None, watch=None)).parts()
-    spread, (common, stats) = workers.map(body)((mine, left, workers.pad(seen)), (others, cotangent))
+    spread = program.slots(arrays.slices), workers.pad(arrays.adjoint_guess, stride), left, workers.pad(seen)
+    (slices, ended), (y0, shared, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, solver, cotangent))
     report_stats("adjoint", solver, workers.layers, stats)
-    gradient, stats = Arrays.join(spread, common), stats._replace(result=program.ended(stats.result))
-    ended = workers.trim(gradient.adjoint_guess, solver.stride(workers.layers))
-    return gradient._replace(slices=workers.trim(gradient.slices), adjoint_guess=ended), stats
+    gradient = Arrays(workers.trim(slices), y0, shared, adjoint_guess=workers.trim(ended, stride))
+    return gradient, stats._replace(result=program.ended(stats.result))
 
 
 def _emit(chain: Chain, keep_states: bool) -> Advance:
     """A step of the finest level that emits aux; with ``keep_states`` also its input state and its linearisation."""
-    layer, linearised = chain.layer(0), chain.linearised
+    layer, linearised = chain.layer(), chain.linearised
 
     def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         if keep_states:

@@ -15,12 +15,12 @@ from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Transfer, Which
 from lp_jax._comms._comm import common_unit
+from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
 from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
 from lp_jax._programs._network import Network
 from lp_jax._programs._program import Program, first_equal
-from lp_jax._programs._step import Hoisted, LayerStep, Signature, needs_its_trace, signature
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Layers, choose
 from lp_jax._solvers._elementwise import places
@@ -38,30 +38,34 @@ def prepare(
     """Make the program and the arrays of a solve."""
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    by_default, traced = solver is None, None
+    by_default, found = solver is None, None
     if solver is None:
-        ((solver, adjoint_default), _), traced = default(problem)
+        ((solver, adjoint_default), _), found = default(problem)
         adjoint_solver = adjoint_default if adjoint_solver is None else adjoint_solver
     _inputs.solver("solver", solver)
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     _inputs.solver("adjoint_solver", adjoint_solver)
     pair = solver, adjoint_solver
-    program, arrays = trace(problem, pair) if traced is None or not _suits(traced[0], pair) else traced
-    workers, layers = program.workers, program.workers.layers
-    solver, adjoint_solver = solver.resolve(layers), adjoint_solver.resolve(layers)
-    intervals, of_adjoint = (-(-workers.rows[0] // each.stride(layers)) for each in (solver, adjoint_solver))
+    program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
+    workers, layers, solver, adjoint_solver = (
+        program.workers,
+        program.workers.layers,
+        arrays.solver,
+        arrays.adjoint_solver,
+    )
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
-    guess = _inputs.guess(guess, arrays.y0, intervals)
+    guess = _inputs.guess(guess, arrays.y0, -(-workers.rows[0] // program.stride))
     warm = not isinstance(guess, str)
     if adjoint_guess is not None:
-        adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, of_adjoint)
+        intervals = -(-workers.rows[0] // program.adjoint_stride)
+        adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
     scan = (
         adjoint_guess is None
         and exact
-        and (not workers.processor.launches or not (program.recurrent and solver.keeps_states))
+        and (not workers.processor.launches or not (program.traced.recurrent and solver.keeps_states))
     )
     arrays = arrays._replace(
         solver=solver.resolve(layers, warm=True) if warm else solver,
@@ -79,12 +83,12 @@ def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tupl
     program, arrays = trace(problem, SWEEPS)
     workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
     examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
-    layer = program.chain(arrays).step(0), y, x, arrays.shared
+    layer = program.chain(*arrays[:3]).step(0), y, x, arrays.shared
     recurrent = workers.processor.launches and workers.size == 1 and shares_weights(*layer)
     if recurrent:
         examples, in_place = couplings(*layer)
     at = Layers(
-        footprint=program.footprint,
+        footprint=program.traced.footprint,
         layers=workers.layers,
         workers=workers.size,
         processor=workers.processor,
@@ -99,10 +103,13 @@ def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tupl
     return choose(at), (program, arrays)
 
 
-def _suits(program: Program, solvers: Sequence[Solver]) -> bool:
-    """Whether a program traced for sweeps serves these solvers: no layers stay together, and nothing else is evaluated."""
+def _reused(program: Program, arrays: Arrays, solvers: Sequence[Solver]) -> tuple[Program, Arrays] | None:
+    """A program traced for sweeps, for these solvers; None if layers must stay together, or others are evaluated."""
     n = program.workers.layers
-    return all(s.resolve(n).unit(n) == 1 and s.resolve(n).needs(n) == Needs() for s in solvers)
+    forward, adjoint = (solver.resolve(n) for solver in solvers)
+    if any(solver.unit(n) != 1 or solver.needs(n) != Needs() for solver in (forward, adjoint)):
+        return None
+    return program, arrays._replace(solver=forward, adjoint_solver=adjoint)
 
 
 def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
@@ -116,7 +123,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     times = {name: t for name, t in (("t0", t0), ("t1", t1)) if not isinstance(t, jax.core.Tracer)}
     y0, shared = comm.compared((y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()})
     workers = dataclasses.replace(workers, processor=asked.value.processor or _processor(comm.platform))
-    slots = workers.fit(common_unit([solver.resolve(steps) for solver in solvers], steps))
+    solvers = [solver.resolve(steps) for solver in solvers]
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     if traced_times:
         t0, t1 = comm.replicate((t0, t1))
@@ -132,7 +139,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
 
     x, tracing = _tree.entry_like(slices), _Tracing(problem, shared)
-    needs = [solver.resolve(steps).needs(steps) for solver in solvers]
+    needs = [solver.needs(steps) for solver in solvers]
     for need in needs:
         for level, u in enumerate(_states_on_levels(need.transfers, y0)):
             tracing.add(level, problem.step, level, u, x)
@@ -145,18 +152,23 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
         for u, own in filter(None, (whole, single)):
             tracing.add(which, other, 0, u, own)
 
-    terms, seen_by_all = workers.processor.outer_terms, (shared, tuple(tracing.closed_over))
+    seen_by_all = shared, tuple(tracing.closed_over)
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
-    program = Program(
+    recurrent = weights and not any(jax.tree.leaves(mask.params))
+    terms = (
+        0 if recurrent else workers.processor.outer_terms
+    )  # each turn of a scan adds to the gradient of shared weights
+    traced = Traced(
         steps=tracing.steps(terms),
-        workers=slots,
+        layers=steps,
         differentiable=differentiable,
-        has_aux=problem.has_aux,
-        recurrent=weights and not any(jax.tree.leaves(mask.params)),
+        recurrent=recurrent,
         footprint=footprint(tracing.programs[0], x, terms=terms),
         single_example=single is not None,
     )
-    return program, Arrays(slices, y0, seen_by_all)
+    slots, strides = workers.fit(common_unit(solvers, steps)), [solver.stride(steps) for solver in solvers]
+    arrays = Arrays(slices, y0, seen_by_all, solver=solvers[0], adjoint_solver=solvers[-1])
+    return Program(traced, slots, stride=strides[0], adjoint_stride=strides[-1]), arrays
 
 
 class _Tracing:

@@ -205,7 +205,7 @@ class Newton(Solver):
         return dataclasses.replace(self, iterations=1, relaxations=0, **WITHOUT_TOLERANCE)
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
-        everything = self.at_once == "auto" and chain.footprint.counted
+        everything = self.at_once == "auto" and chain.traced.footprint.counted
         level = chain.finest(1, at_once=chain.at_once(math.inf if everything else self.at_once))
         origin = None if self.jacobian_of is None else chain.step(self.jacobian_of)
         return (dataclasses.replace(level, origin=origin),)
@@ -314,7 +314,8 @@ class Newton(Solver):
             jacobian = jacobian.T if level.reverse else jacobian
             return jacobian if self.damping is None else kind.damp(jacobian, self.damping)
 
-        return each(level, one, level.xs[1] if level.reverse else entering, operands)
+        at = level.xs[1] if level.reverse else entering
+        return each(level, one, at)(at, operands)
 
 
 def _finite_or_old(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -72,7 +72,7 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     Returns:
         The last state; and the state after each layer, and aux, stacked over the layers.
     """
-    unroll, layer = chain.workers.processor.serial_unroll(chain.footprint), chain.layer(0)
+    unroll, layer = chain.workers.processor.serial_unroll(chain.traced.footprint), chain.layer()
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, PyTree]]:
         u, aux = layer(u, x, chain.shared)

@@ -239,7 +239,7 @@ def _numbers(problem: Problem) -> tuple[float, float]:
     @functools.partial(jax.jit, compiler_options=compile_fast())
     def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, jax.Array]:
         program, operands = trace(problem.replace(**arrays), (Serial(),))
-        chain = program.chain(operands)
+        chain = program.chain(*operands[:3])
         step, shared = chain.step(0), chain.shared
 
         def transposed(y: State, x: Slices) -> Callable[[State], State]:

@@ -44,7 +44,7 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
 
 
 def _machine(program: Program, arrays: Arrays, known: Processor) -> Machine:
-    layer, layers = program.footprint, program.workers.layers
+    layer, layers = program.traced.footprint, program.workers.layers
     y, params = arrays.y0, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays.slices.params)
     sizes = tuple(sorted({1, max(1, layers // 16), layers}))
     started, single = known.launch * layer.kernels, known.one(layer, steps=layers)

@@ -70,7 +70,7 @@ def few(problem: Problem, count: int) -> Problem:
 def kept_bytes(program: Program, arrays: Arrays) -> int:
     """Return the bytes that the linearisation of a layer holds besides its state."""
     first = jax.tree.map(lambda x: x[0], arrays.slices)
-    kept = jax.eval_shape(program.chain(arrays).linearised.evaluate, arrays.y0, first, arrays.shared)[2]
+    kept = jax.eval_shape(program.chain(*arrays[:3]).linearised.evaluate, arrays.y0, first, arrays.shared)[2]
     return sum(x.size * x.dtype.itemsize for x in kept)
 
 
@@ -132,13 +132,13 @@ def adding(params: PyTree) -> float:
 
 def has_counts(problem: Problem) -> bool:
     """Return whether the operations of a layer's program can be counted."""
-    return trace(problem, (Picard(),))[0].footprint.counted
+    return trace(problem, (Picard(),))[0].traced.footprint.counted
 
 
 def layers_at_once(problem: Problem) -> int:
     """Return the number of layers that ``at_once="auto"`` evaluates at once, on one device."""
     program, arrays = trace(problem.replace(comm=None), (Picard(),))
-    return program.chain(arrays).at_once("auto")
+    return program.chain(*arrays[:3]).at_once("auto")
 
 
 def sweep(problem: Problem, at_once: int | float) -> list[float]:

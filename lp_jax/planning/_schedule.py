@@ -11,9 +11,10 @@ from jax import lax
 
 from lp_jax._arrays._at_once import ACCELERATOR
 from lp_jax._arrays._products import cost_of
-from lp_jax._arrays._types import CPoints, PyTree, Slices, State
+from lp_jax._arrays._types import CPoints, Layer, PyTree, Slices, State
 from lp_jax._comms._workers import Run, Workers
 from lp_jax._levels._chain import Chain
+from lp_jax._levels._layer import LayerStep, Traced
 from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._solver import Solver, iterate
@@ -73,7 +74,10 @@ def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: boo
     unit = solver.unit(layers)
     mine = math.ceil(layers / unit / workers) * unit
     held = (mine,) * math.ceil(layers / mine)
-    chain = functools.partial(_chain, _Counted(sequential="relay", layers=layers, held=held, processor=ACCELERATOR))
+    needs = solver.needs(layers)
+    steps = tuple((which, _LAYER) for which in (*range(len(needs.transfers) + 1), *needs.steps))
+    marked = _Counted(sequential="relay", layers=layers, held=held, processor=ACCELERATOR)
+    chain = functools.partial(_chain, Traced(steps, layers, (True, False, False, False)), marked)
     first = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
     forward = functools.partial(_forward, first, chain, kept=kept)
     arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))
@@ -107,22 +111,24 @@ def _spread(messages: int, events: Sequence[Event]) -> list[Event]:
     return spread
 
 
-def _layer(y: State, x: Slices, shared: PyTree) -> tuple[State, None]:
-    return y + x.dt * jnp.sum(jnp.tanh(x.params @ y)), None
+def _step(y: State, layer: Layer) -> State:
+    return y + layer.dt * jnp.sum(jnp.tanh(layer.params @ y))
 
 
-def _chain(workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
+_LAYER = LayerStep(_step, 0, False, structure=jax.tree.structure(0), in_place=True)
+
+
+def _chain(traced: Traced, workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
     steps = len(matrices)
     dt = jnp.full(steps, 1 / workers.layers, jnp.float32)
+    slices = Slices(matrices, None, jnp.cumsum(dt), dt, jnp.arange(steps, dtype=jnp.int32))
     return Chain(
-        layer=lambda level: _layer,
-        slices=Slices(matrices, None, jnp.cumsum(dt), dt, jnp.arange(steps, dtype=jnp.int32)),
-        shared=(),
+        traced=traced,
+        slices=slices,
+        shared=((), ()),
         y0=y0,
-        layers=workers.layers,
-        padded=workers.padded,
         workers=workers,
-        differentiable=(True, False, False, False),
+        padded=workers.padded,
     )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from jax.extend import core
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._outer import with_few_terms
 from lp_jax._arrays._products import inside
-from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step
-from lp_jax._programs import _inputs
+from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, Which
 
 Signature = tuple[tuple[tuple[int, ...], np.dtype], ...]
 """Shapes and dtypes of the leaves of a state."""
@@ -38,7 +38,7 @@ class Hoisted:
 class LayerStep:
     """The user's step on one level, as a function of (state, slice, shared).
 
-    A call runs the user's Python code. `advance` evaluates the program that JAX cached for the same shapes instead, where
+    A call runs the user's Python code. `evaluate` takes the program that JAX cached for the same shapes instead, where
     possible, so that the code runs once, however often a solve contains the step.
 
     Attributes:
@@ -62,12 +62,15 @@ class LayerStep:
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
         params, shared, data = _tree.with_fresh_keys((x.params, shared, x.data))
         out = self.step(u, Layer(params, shared, data, x.t, x.dt, x.index, Static(self.level)))
-        if self.structure is not None:
-            _inputs.same_output(out, self.structure)
+        if self.structure is not None and jax.tree.structure(out) != self.structure:
+            raise TypeError(
+                f"step must return the same structure in every call; got {self.structure} and then "
+                f"{jax.tree.structure(out)}. Let it depend on nothing but its arguments."
+            )
         return out
 
-    def advance(self, u: State, x: Slices, shared: Shared) -> tuple[State, PyTree]:
-        """Return ``(u_next, aux)``; aux is None without ``has_aux``."""
+    def evaluate(self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None) -> PyTree:
+        """Return ``u_next``, with ``aux`` ``(u_next, aux)``; padding, slices with an index >= ``layers``, does nothing."""
         if self.in_place:
             out = self(u, x, shared[0])
         else:
@@ -77,7 +80,10 @@ class LayerStep:
                 program = self._of_hoisted(u, shared[1]) if self.hoisted else jax.make_jaxpr(self)(u, x, shared[0])
             evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
             out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
-        return out if self.has_aux else (out, None)
+        u_next, emitted = out if self.has_aux else (out, None)
+        if layers is not None:
+            u_next = _tree.where(x.index < layers, u_next, u)
+        return (u_next, emitted) if aux else u_next
 
     def _of_hoisted(self, u: State, closed_over: Sequence[jax.Array]) -> core.ClosedJaxpr:
         hoisted = dict(self.hoisted)[signature(u)]
@@ -111,3 +117,30 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     except Exception:
         return True
     return any(isinstance(c, jax.core.Tracer) for c in constants)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """The traced layers of a network: all that is static about them.
+
+    Attributes:
+        steps: the layer on each level, and other steps of the solvers.
+        layers: number of layers.
+        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
+        recurrent: whether all differentiable operands of a step except its inputs are shared: the weights of a recurrent
+            network. Their gradient is then one contraction over all steps.
+        footprint: cost and memory of a layer.
+        single_example: whether the step also takes a single example, for a solver that averages examples.
+    """
+
+    steps: tuple[tuple[Which, LayerStep], ...]
+    layers: int
+    differentiable: tuple[bool, ...]
+    recurrent: bool = False
+    footprint: Footprint = Footprint(0, 0, 0.0)
+    single_example: bool = False
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether the step returns ``(y_next, aux)``."""
+        return self.steps[0][1].has_aux
