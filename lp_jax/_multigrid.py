@@ -1,20 +1,15 @@
 """`multigrid`: the levels of a problem, and cycles on them."""
 
-import functools
 from collections.abc import Callable, Sequence
-
-import jax
 
 from lp_jax._arrays._types import CPoints, PyTree, Scalar
 from lp_jax._levels import _sweep
 from lp_jax._levels._level import Level
-from lp_jax._levels._relax import Relaxation, relaxed
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs, _traced
 from lp_jax._solvers import _cycle
 from lp_jax._solvers._coarse_step import CoarseStep, coarser
 from lp_jax._solvers._rediscretize import Rediscretize
-from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 
 
@@ -111,14 +106,6 @@ def march(level: Level) -> CPoints:
     return _sweep.march(level)[0]
 
 
-def _scheme(
-    relaxation: Relaxation | tuple[Relaxation, ...] = ("F", "FCF"),
-    c_weight: float | jax.Array = 1.0,
-    coarsest: Solver = Serial(),
-) -> _cycle.Scheme:
-    return _cycle.Scheme(functools.partial(relaxed, relaxation, c_weight), coarsest)
-
-
 def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
     """One V-cycle of the full approximation scheme.
 
@@ -139,7 +126,7 @@ def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
         >>> round(float(problem.solve(solver=lp_jax.MGRIT(levels=3, cycle=cycle)).y1), 3)
         2.695
     """
-    return _cycle.fas_cycle(_scheme(**options), levels, u, "V")
+    return _cycle.fas_cycle(_cycle.Scheme(**options), levels, u, "V")
 
 
 def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
@@ -149,7 +136,7 @@ def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
         >>> import lp_jax
         >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.f_cycle)
     """
-    return _cycle.fas_cycle(_scheme(**options), levels, u, "F")
+    return _cycle.fas_cycle(_cycle.Scheme(**options), levels, u, "F")
 
 
 def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
@@ -159,7 +146,7 @@ def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
         >>> import lp_jax
         >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.w_cycle)
     """
-    return _cycle.fas_cycle(_scheme(**options), levels, u, "W")
+    return _cycle.fas_cycle(_cycle.Scheme(**options), levels, u, "W")
 
 
 def cascade(levels: Sequence[Level], kind: str = "V", **options: PyTree) -> CPoints:
@@ -174,4 +161,4 @@ def cascade(levels: Sequence[Level], kind: str = "V", **options: PyTree) -> CPoi
         >>> u.shape
         (16,)
     """
-    return _cycle.cascade(_scheme(**options), levels, kind)
+    return _cycle.cascade(_cycle.Scheme(**options), levels, kind)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 
+from lp_jax._arrays import _products
 from lp_jax._arrays._at_once import footprint
 from lp_jax._arrays._evaluate import bind, evaluate
 from lp_jax._arrays._types import PyTree
@@ -226,9 +227,9 @@ class _Rules:
         )
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        parts = _Parts.of(eqn, ins)
         if not all(hasattr(v.aval, "shape") for v in eqn.invars):  # references, and types of other libraries
             return bind(eqn, ins)
+        parts = _Parts.of(eqn, ins)
         about, solvers = self._decide(eqn, parts)
         out, why = (None, "") if solvers is None else self._solve(eqn, parts, solvers)
         if why:
@@ -266,7 +267,7 @@ class _Rules:
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
             carry=tuple(init),
-            flops=footprint(parts.program.jaxpr, [], terms=0).flops,
+            flops=footprint(parts.program.jaxpr, []).flops,
             name=str(eqn.source_info.name_stack),
             source=_source(eqn),
         )
@@ -318,14 +319,8 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, eqn: core.JaxprEqn, ins: list[Any]) -> "_Parts":
-        """Tell them apart by their shapes: operands and outputs of the steps have a leading axis more than within a step."""
-        program = eqn.params["jaxpr"]
-        inside = program.jaxpr.invars
-        of_steps = sum(_rank(v) > _rank(w) for v, w in zip(eqn.invars, inside, strict=True))
-        outputs = sum(_rank(v) > _rank(w) for v, w in zip(eqn.outvars, program.jaxpr.outvars, strict=True))
-        first = len(ins) - of_steps
-        consts = first - (len(eqn.outvars) - outputs)
-        return cls(program, ins[:consts], ins[consts:first], ins[first:])
+        consts, carries = _products.scan_parts(eqn)
+        return cls(eqn.params["jaxpr"], ins[:consts], ins[consts : consts + carries], ins[consts + carries :])
 
     def split(self, out: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         n = len(self.init)
@@ -341,10 +336,6 @@ class _Parts(NamedTuple):
                 return bind(eqn, ins)
 
         return self.split(evaluate(self.program.jaxpr, self.program.consts, [*self.consts, *carry, *x], operation))
-
-
-def _rank(v: Any) -> int:
-    return len(getattr(v.aval, "shape", ()))
 
 
 def _source(eqn: core.JaxprEqn) -> str:

@@ -14,7 +14,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, State
 from lp_jax._comms._comm import OneDevice
-from lp_jax._programs._network import Network
+from lp_jax._programs._inputs import Network
 from lp_jax._programs._program import Output, Program, seen_of
 from lp_jax._programs._traced import prepare
 from lp_jax._solution import Solution
@@ -104,13 +104,7 @@ class Problem(Network):
         guess: str | CPoints = "constant",
         adjoint_guess: CPoints | None = None,
     ) -> Solution:
-        """Return the `Solution`, as `lp_jax.solve` does.
-
-        Args:
-            solver: as for `lp_jax.solve`, like all arguments here.
-            adjoint_solver: as for `lp_jax.solve`.
-            guess: as for `lp_jax.solve`.
-            adjoint_guess: as for `lp_jax.solve`.
+        """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same.
 
         Example:
             >>> import jax.numpy as jnp, lp_jax
@@ -132,13 +126,7 @@ class Problem(Network):
         guess: str | CPoints = "constant",
         adjoint_guess: CPoints | None = None,
     ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
-        """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does.
-
-        Args:
-            solver: as for `lp_jax.solve`, like all arguments here.
-            adjoint_solver: as for `lp_jax.solve`.
-            guess: as for `lp_jax.solve`.
-            adjoint_guess: as for `lp_jax.solve`.
+        """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same.
 
         Example:
             >>> import jax.numpy as jnp, lp_jax

@@ -121,13 +121,7 @@ def scanned(
     The step is a layer of time 1 (``t1 = N``). The state is the carry, or the list of its leaves if it holds other classes
     than dict, list and tuple, with None for integers and keys. Aux is the ``ys``, in the order in which they are computed.
 
-    Args:
-        body: as for `scan`, like all other arguments.
-        init: as for `scan`.
-        xs: as for `scan`.
-        length: as for `scan`.
-        reverse: as for `scan`.
-        comm: as for `scan`.
+    Its arguments are those of `scan`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -141,16 +135,11 @@ def scanned(
 
 @dataclasses.dataclass(frozen=True)
 class _BodyStep:
-    """A scan's body as ``step(y, layer)``; ``layer.data`` begins with the leaves of the carry that are not solved for.
-
-    Attributes:
-        carry: the carry's structure.
-        state: the structure of what is solved for, with None in the places of the other leaves.
-    """
+    """A scan's body as ``step(y, layer)``; ``layer.data`` begins with the leaves of the carry that are not solved for."""
 
     body: Body
     carry: jax.tree_util.PyTreeDef
-    state: jax.tree_util.PyTreeDef
+    state: jax.tree_util.PyTreeDef  # of what is solved for, with None in the places of the other leaves
 
     @classmethod
     def of(cls, body: Body, init: PyTree) -> "_BodyStep":
@@ -219,35 +208,22 @@ def _length(xs: Stacked, length: Any) -> int:
 
 
 def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
-    """Give weakly typed leaves of ``init`` the dtypes that the body returns, as ``lax.scan`` does; refuse other differences.
+    """Give weakly typed leaves of ``init`` the dtypes that ``lax.scan`` gives them; refuse other differences."""
 
-    Leaves that the body also returns weakly typed are made strong last. If they then widen others, that is refused.
-    """
-
-    def weak(a: object) -> bool:
-        return bool(getattr(a, "weak_type", False))
-
-    def as_returned(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a.astype(b.dtype) if weak(a) and not (weak(b) and a.dtype == b.dtype) else a
-
-    def strong(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a.astype(a.dtype) if weak(a) else a
-
-    def leaves(init: PyTree, x: PyTree) -> list[jax.Array]:
+    def carry(init: PyTree, x: PyTree) -> PyTree:
         out = body(init, x)
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
         _inputs.like_state(out[0], init, step="body")
-        return jax.tree.leaves(out[0])
+        return out[0]
 
-    out = jax.eval_shape(leaves, init, x)
-    for change in (as_returned, strong):
-        given, structure = jax.tree.flatten(init)
-        if not any(map(weak, given)):
-            break
-        init = jax.tree.unflatten(structure, map(change, given, out))
-        out = jax.eval_shape(leaves, init, x)
-        _inputs.same_shapes(out, init, step="body", y="carry")
+    if any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(init)):
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), x)
+        step = lambda c, x: (carry(c, x), None)  # noqa: E731
+        kinds = jax.eval_shape(lambda init, xs: jax.tree.leaves(lax.scan(step, init, xs, 1)[0]), init, one)
+        leaves, structure = jax.tree.flatten(init)
+        return jax.tree.unflatten(structure, [x.astype(kind.dtype) for x, kind in zip(leaves, kinds, strict=True)])
+    out = jax.eval_shape(lambda init, x: jax.tree.leaves(carry(init, x)), init, x)
     _inputs.same_shapes(out, init, step="body", y="carry")
     return init
 

@@ -105,15 +105,7 @@ def solve_vjp(
 ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
     """`solve`, and the pullback of ``y1`` and ``aux`` that also returns the adjoint solve's stats.
 
-    Args:
-        step: as for `solve`, like all other arguments.
-        params: as for `solve`.
-        y0: as for `solve`.
-        solver: as for `solve`.
-        adjoint_solver: as for `solve`.
-        guess: as for `solve`.
-        adjoint_guess: as for `solve`.
-        **problem: ``shared``, ``data``, ``t0``, ``t1``, ``comm`` and ``has_aux``, as for `solve`.
+    Its arguments are those of `solve`.
 
     Returns:
         The solution, and ``pullback(y1_cotangent, aux_cotangent=None) -> (gradients, adjoint_stats)``, whose `Gradients`

@@ -246,8 +246,15 @@ REMEMBER = {
 }
 
 
-@pytest.mark.parametrize("seen", ["all", "last"])
-@pytest.mark.parametrize("name", REMEMBER)
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        *((name, "last") for name in REMEMBER),
+        ("average, rate 0.01", "all"),
+        ("linear", "all"),
+        ("gate rather shut", "all"),
+    ],
+)
 def test_chains_that_remember(name, seen):
     """A small residual is a large error there. The gradient of every argument by itself is right, or exact by a fallback."""
     loss, arguments = loss_of(REMEMBER[name], seen)
@@ -270,7 +277,7 @@ def scaled(w, scale, solver=None, adjoint_solver=None):
     return scale * jnp.sum(last)
 
 
-@pytest.mark.parametrize("scale", [1e-22, 1e-19, 1e-15, 1e15, 1e19, 1e22])
+@pytest.mark.parametrize("scale", [1e-22, 1e-15, 1e19, 1e22])
 @pytest.mark.parametrize(
     "pair",
     [SWEEPS, (lp_jax.MGRIT(iterations=8, rtol=1e-4, fallback=True), None)],
@@ -283,7 +290,7 @@ def test_a_loss_in_any_unit(pair, scale):
     assert [int(x) for x in results] == [_result.DONE] * 2
 
 
-@pytest.mark.parametrize("unit", [1e-22, 1.0, 1e22])
+@pytest.mark.parametrize("unit", [1e-22, 1e22])
 @pytest.mark.parametrize(
     "solver",
     [

@@ -19,42 +19,34 @@ def of(f):
     return cost(f, W, X, unit=UNIT)
 
 
-def test_products_in_a_row_and_side_by_side():
-    assert of(lambda w, x: w @ (w @ (w @ x))) == (3, 3)
-    assert of(lambda w, x: w @ x + w.T @ x) == (2, 1)
-    assert of(lambda w, x: jnp.sum(jax.vmap(lambda v: w @ v)(jnp.stack([x] * 5)))) == (5, 1)
-    assert of(lambda w, x: x) == (0, 0)
+def looped(f):
+    """Six turns of a loop."""
+    return lambda w, x: jax.lax.scan(lambda carry, _: f(w, carry), x, None, length=6)[0]
 
 
-def test_loops():
-    assert of(lambda w, x: jax.lax.fori_loop(0, 9, lambda i, y: w @ y, x)) == (9, 9)
-    assert of(lambda w, x: jax.lax.map(lambda v: w @ v, jnp.stack([x] * 7))) == (7, 1)
-    assert of(lambda w, x: jax.lax.scan(lambda y, v: (w @ (y + w @ v), None), x, jnp.stack([x] * 7))[0]) == (14, 8)
-    nested = lambda w, x: jax.lax.fori_loop(0, 3, lambda i, y: jax.lax.fori_loop(0, 5, lambda j, y: w @ y, y), x)  # noqa: E731
-    assert of(nested) == (15, 15)
+two_chains = lambda w, x: looped(lambda w, c: ((w @ (w @ c[0]), w @ c[1]), None))(w, (x, x))  # noqa: E731
+COUNTED = {
+    "in a row": (lambda w, x: w @ (w @ (w @ x)), 3, 3),
+    "side by side": (lambda w, x: w @ x + w.T @ x, 2, 1),
+    "a batch": (lambda w, x: jnp.sum(jax.vmap(lambda v: w @ v)(jnp.stack([x] * 5))), 5, 1),
+    "none": (lambda w, x: x, 0, 0),
+    "fori_loop": (lambda w, x: jax.lax.fori_loop(0, 9, lambda i, y: w @ y, x), 9, 9),
+    "map": (lambda w, x: jax.lax.map(lambda v: w @ v, jnp.stack([x] * 7)), 7, 1),
+    "scan": (lambda w, x: jax.lax.scan(lambda y, v: (w @ (y + w @ v), None), x, jnp.stack([x] * 7))[0], 14, 8),
+    "loops in a loop": (looped(lambda w, y: (jax.lax.fori_loop(0, 5, lambda j, y: w @ y, y), None)), 30, 30),
+    "two chains": (two_chains, 18, 12),
+    "the short one": (lambda w, x: two_chains(w, x)[1], 6, 6),
+    "outputs that nobody reads": (looped(lambda w, y: (w @ y, w @ (w @ y))), 6, 6),
+    "branches": (lambda w, x: jax.lax.cond(x[0] > 0, lambda v: w @ (w @ v), lambda v: w @ v, x), 2, 2),
+    "jit": (jax.jit(lambda w, x: (w @ x, w @ (w @ x))), 3, 2),
+}
+"""A function of a matrix and a vector, its products, and those that wait for each other."""
 
 
-def test_two_chains_in_one_loop():
-    """One of them is half as long; only what is asked for counts."""
-
-    def body(carry, _):
-        a, b = carry
-        return (w_ @ (w_ @ a), w_ @ b), None
-
-    w_ = W
-    both = lambda w, x: jax.lax.scan(body, (x, x), None, length=6)[0]  # noqa: E731
-    assert of(both) == (18, 12)
-    assert of(lambda w, x: both(w, x)[1]) == (6, 6)
-
-
-def test_dead_products_are_free():
-    def body(y, _):
-        return w_ @ y, w_ @ (w_ @ y)
-
-    w_ = W
-    assert of(lambda w, x: jax.lax.scan(body, x, None, length=6)[0]) == (6, 6)
-    assert of(lambda w, x: jax.lax.cond(x[0] > 0, lambda v: w @ (w @ v), lambda v: w @ v, x)) == (2, 2)
-    assert of(jax.jit(lambda w, x: (w @ x, w @ (w @ x)))) == (3, 2)
+@pytest.mark.parametrize("name", COUNTED)
+def test_products_are_counted_as_by_hand(name):
+    f, work, depth = COUNTED[name]
+    assert of(f) == (work, depth)
 
 
 def test_loops_of_unknown_length_are_refused():

@@ -114,16 +114,13 @@ def test_a_solver_stands_in_for_a_coarse_step_and_the_coarsest_level(page):
         assert page["error"](solver) < 1e-14
 
 
-def test_a_solver_is_planned(page):
+def test_a_solver_is_planned_and_drawn(page):
     """Each iteration propagates through four layers, eight of them at a time; so does the final sweep."""
     solver = page["BlockJacobi"](iterations=6)
     assert any("BlockJacobi" in line for line in page["printed"])
     counted = planning.count(solver, 32)
     assert counted.depth("forward") == 7 * 4 and counted.work("forward") == 7 * 32
-
-
-def test_a_solver_is_drawn(page):
-    title = viz.hierarchy(page["BlockJacobi"](iterations=6), 32).get_suptitle()
+    title = viz.hierarchy(solver, 32).get_suptitle()
     assert title == "32 layers in intervals of 4, all at once"
 
 

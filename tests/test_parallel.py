@@ -2,13 +2,12 @@
 
 import contextlib
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from problems import relative_error
@@ -189,15 +188,6 @@ def test_a_function_jitted_already_keeps_its_name_donation_and_shardings():
     np.testing.assert_allclose(out, plain(W, np.concatenate([X, X])[:4])[0], rtol=1e-12)
 
 
-def test_within_a_shard_map():
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (PartitionSpec(), PartitionSpec("batch")), "out_specs": PartitionSpec("batch")}
-    f = jax.shard_map(lambda w, x: plain(w, x)[0], mesh=mesh, **specs)
-    four = np.concatenate([X, X])[:4]
-    assert solved(f, W, four) == 1
-    same(f, W, four)
-
-
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_step_that_sums_over_devices_within_a_shard_map(checked):
     """Its result is the same on every device, and so is that of `lp_jax.scan` and of `parallel`, gradients too."""
@@ -277,34 +267,6 @@ def test_arguments_that_are_no_arrays_are_constants():
             lp_jax.parallel(plain, **options)(W, X)
 
 
-class Block(linen.Module):
-    @linen.compact
-    def __call__(self, x, train):
-        h = linen.Dense(8)(linen.LayerNorm()(x))
-        return x + 0.1 * linen.Dropout(0.1, deterministic=not train)(linen.Dense(WIDTH)(linen.gelu(h))), None
-
-
-class Net(linen.Module):
-    def setup(self):
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}}
-        self.blocks = linen.scan(linen.remat(Block, static_argnums=(2,)), in_axes=linen.broadcast, length=N, **axes)()
-
-    def __call__(self, x, train):
-        return self.blocks(x, train)[0]
-
-
-def test_linen_unchanged():
-    """A scan of rematerialised blocks in ``setup``, with dropout."""
-    x, key = jnp.asarray(X, jnp.float32), jax.random.key(3)
-    params = Net().init(jax.random.key(0), x, False)
-
-    def f(params, x):
-        return Net().apply(params, x, True, rngs={"dropout": key})
-
-    assert solved(f, params, x) == 1
-    same(f, params, x, tolerance=1e-5)
-
-
 class Normed(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, momentum=0.5)
@@ -374,9 +336,3 @@ def test_compiled_like_a_scan_by_hand():
         text = jax.jit(jax.grad(lambda w, f=f: total(f(w, X)))).lower(W).compile().as_text()
         sizes.append(text.count(" = "))
     assert abs(sizes[1] - sizes[0]) < 0.1 * sizes[0], sizes
-
-
-def test_nothing_is_said_of_ordinary_functions():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.jit(jax.grad(lambda w: total(lp_jax.parallel(plain, solver=EXACT)(w, X))))(W)

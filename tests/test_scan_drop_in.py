@@ -50,7 +50,7 @@ def test_carries(name):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("solver", [None, lp_jax.MGRIT(), lp_jax.Newton()], ids=["default", "MGRIT", "Newton"])
+@pytest.mark.parametrize("solver", [None, lp_jax.Newton()], ids=["default", "Newton"])
 def test_a_carry_with_nothing_to_solve_for_is_the_same_with_any_solver(solver):
     body, init, xs = BODIES["a counter"]
     np.testing.assert_array_equal(lp_jax.scan(body, init, xs, solver=solver)[1], lax.scan(body, init, xs)[1])
@@ -94,18 +94,16 @@ def test_arguments_of_lax_scan(options):
         np.testing.assert_allclose(lp_jax.scan(body, 0.0, XS, solver=solver, **options)[1], wanted[1], rtol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("length", "error", "words"),
-    [(-1, ValueError, "length must be at least 0; got -1"), (4.0, TypeError, "length must be an integer.*got 4.0")],
-)
-def test_lengths_that_are_none(length, error, words):
-    with pytest.raises(error, match=words):
-        lp_jax.scan(lambda c, x: (c, None), 0.0, None, length)
+def test_lengths_that_are_none():
+    def scan(length):
+        return lp_jax.scan(lambda c, x: (c, None), 0.0, None, length)
 
-
-def test_a_traced_length_is_refused():
-    with pytest.raises(TypeError, match=re.escape("length must be an integer that is known when scan is traced")):
-        jax.jit(lambda n: lp_jax.scan(lambda c, x: (c, None), 0.0, None, n))(4)
+    with pytest.raises(ValueError, match="length must be at least 0; got -1"):
+        scan(-1)
+    with pytest.raises(TypeError, match=r"length must be an integer.*got 4.0"):
+        scan(4.0)
+    with pytest.raises(TypeError, match="length must be an integer that is known when scan is traced"):
+        jax.jit(scan)(4)
 
 
 WEAK = {

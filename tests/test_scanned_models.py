@@ -218,35 +218,6 @@ def haliax():
     return EQUINOX, lambda stacked: total(stacked.fold(x, scales)), stacked
 
 
-def linear_recurrence():
-    """Diagonal, over time, with gates that depend on the input."""
-    x = normal(0, 20, 3, 8)
-
-    def body(h, gated):
-        decay, x = gated
-        h = decay * h + jnp.sqrt(1 - decay**2) * x
-        return h, h
-
-    def loss(weights):
-        return total(lax.scan(body, jnp.zeros((3, 8)), (jax.nn.sigmoid(x @ weights[0] + 2.0), x @ weights[1])))
-
-    return JAX, loss, normal(1, 2, 8, 8) / 3
-
-
-def one_at_a_time():
-    """A recurrent cell for one example, which ``jax.vmap`` takes over the batch."""
-    x = normal(0, 4, 20, 3)
-
-    def cell(weights, h, x):
-        update, reset = jax.nn.sigmoid(weights[0] @ h + weights[1, :, :3] @ x), jax.nn.sigmoid(weights[2] @ h)
-        return update * h + (1 - update) * jnp.tanh(weights[3] @ (reset * h) + weights[4, :, :3] @ x)
-
-    def loss(weights):
-        return total(jax.vmap(lambda x: lax.scan(lambda h, x: (cell(weights, h, x), None), jnp.zeros(8), x)[0])(x))
-
-    return JAX, loss, normal(1, 5, 8, 8) / 2
-
-
 # --------------------------------------------------------------------------------------------------------------------
 
 MODELS = {
@@ -258,8 +229,6 @@ MODELS = {
     "Linen, recurrent": recurrent,
     "Equinox": equinox,
     "Haliax": haliax,
-    "linear recurrence": linear_recurrence,
-    "cell for one example": one_at_a_time,
 }
 
 

@@ -23,29 +23,19 @@ from lp_jax._arrays._types import PyTree
 
 
 class Footprint(NamedTuple):
-    """Cost and memory of one evaluation of a layer.
+    """Cost and memory of one evaluation of a layer."""
 
-    Attributes:
-        operands: bytes of the layer's own parameters and data.
-        working: bytes of its states and of the arrays that are alive between them.
-        flops: flops of its products.
-        counted: whether these numbers are known; not with a callback or a foreign call in the program.
-        few: whether it has a product of a few rows, at least two: see `with_few_terms`.
-        one_row: whether all of its products have one row.
-        numbers: numbers that its other operations compute; a convolution counts its products.
-        kernels: number of its products and reductions, with those operations that fuse with them.
-        branches: work in a batch of layers relative to this, as a batch evaluates all branches of a switch.
-    """
-
-    operands: int
-    working: int
-    flops: float
-    counted: bool = True
-    few: bool = False
-    one_row: bool = False
-    numbers: float = 0.0
-    kernels: int = 1
-    branches: float = 1.0
+    operands: int  # bytes of the layer's own parameters and data
+    working: int  # bytes of its states and of the arrays that are alive between them
+    flops: float  # of its products
+    counted: bool = True  # whether these numbers are known; not with a callback or a foreign call in the program
+    few: bool = (
+        False  # whether gradients of its weights are sums of outer products, of at least two rows: see `with_few_terms`
+    )
+    one_row: bool = False  # whether all of its products have one row
+    numbers: float = 0.0  # that its other operations compute; a convolution counts its products
+    kernels: int = 1  # its products and reductions, with those operations that fuse with them
+    branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
 
 
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:

@@ -101,7 +101,7 @@ def _inputs(equation: core.JaxprEqn, out: Flags) -> Flags:
 
 def _scan_outputs(equation: core.JaxprEqn, out: Flags) -> Flags:
     """Flag the outputs of a scan's body that are needed, by the flagged outputs or by a later turn."""
-    consts, carries = _parts(equation)
+    consts, carries = scan_parts(equation)
     (body,) = inside(equation)
     while True:
         used = _live(body, out)[0][consts : consts + carries]
@@ -111,8 +111,8 @@ def _scan_outputs(equation: core.JaxprEqn, out: Flags) -> Flags:
         out = more
 
 
-def _parts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """Numbers of constants and carries of a scan. All other operands and results have one axis less in its body."""
+def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
+    """Numbers of constants and carries of a scan, told by shapes: all other operands and results lose an axis in its body."""
     (body,) = inside(equation)
 
     def alike(outer: Sequence[core.Var | core.Literal], inner: Sequence[core.Var | core.Literal]) -> int:
@@ -207,7 +207,7 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int
 def _scan_depths(
     equation: core.JaxprEqn, body: core.Jaxpr, entering: tuple[float, ...], out: Flags, terms: int | None
 ) -> tuple[float, ...]:
-    (consts, carries), length = _parts(equation), equation.params["length"]
+    (consts, carries), length = scan_parts(equation), equation.params["length"]
     out = _scan_outputs(equation, out)
     fixed, state, xs = entering[:consts], entering[consts : consts + carries], entering[consts + carries :]
     history: list[tuple[float, ...]] = []

@@ -87,27 +87,16 @@ Shared = tuple[PyTree, tuple[jax.Array, ...]]
 
 
 class Arrays(NamedTuple):
-    """The arrays of a solve. Its gradient has the same type, with None for parts without gradient.
-
-    Attributes:
-        slices: the layers, leaves ``(N, ...)``.
-        y0: the state that enters.
-        shared: operands of every layer.
-        solver: solver of the forward solve, a pytree whose tolerances are arrays.
-        adjoint_solver: solver of the adjoint solve.
-        guess: C-points at which the forward solve starts, ``(intervals, ...)``; None for the solver's own start.
-        adjoint_guess: the same for the adjoint solve. In a gradient, the states at which that solve ended.
-        watch: an array whose gradient counts how solves ended; None where no count is wanted.
-    """
+    """The arrays of a solve. Its gradient has the same type, with None for parts without gradient."""
 
     slices: Slices
     y0: State
     shared: Shared
-    solver: PyTree = None
+    solver: PyTree = None  # of the forward solve; its tolerances are arrays
     adjoint_solver: PyTree = None
-    guess: CPoints | None = None
-    adjoint_guess: CPoints | None = None
-    watch: jax.Array | None = None
+    guess: CPoints | None = None  # C-points at which the forward solve starts; None for the solver's own start
+    adjoint_guess: CPoints | None = None  # the same for the adjoint solve; in a gradient, where that solve ended
+    watch: jax.Array | None = None  # its gradient counts how solves ended; None where no count is wanted
 
 
 Times = ArrayLike | Sequence[float]

@@ -114,11 +114,7 @@ class MeshComm(Comm):
         )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
-        """Return ``make(keys)``, stacked over the layers, made where it is used.
-
-        An array can be split into equal parts only: where the number of workers does not divide the number of layers, every
-        device has all of it.
-        """
+        # an array can be split into equal parts only
         spread = PartitionSpec(self.axis) if len(keys) % self.size == 0 else PartitionSpec()
         words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)  # NumPy: of this process
 
@@ -128,8 +124,6 @@ class MeshComm(Comm):
         return jax.jit(build, out_shardings=NamedSharding(self.automatic, spread))(words)
 
     def spread(self, stacked: Stacked) -> Stacked:
-        """Spread arrays over all layers, made under jit, over the devices, if they can be split evenly."""
-
         def leaf(x: jax.Array) -> jax.Array:
             if x.shape[0] % self.size:
                 return x
@@ -139,7 +133,6 @@ class MeshComm(Comm):
         return jax.tree.map(leaf, stacked)
 
     def adopt(self, tree: PyTree) -> PyTree:
-        """Move arrays that are committed to other devices to those of the mesh."""
         devices = set(self.mesh.devices.flat)
 
         def leaf(x: jax.Array) -> jax.Array:
@@ -240,14 +233,11 @@ class OnMesh(Workers):
     have loops of its own that start from constants, and no sum over devices is slipped into its derivative. A
     gradient does not differentiate through the ``shard_map``, as forward and adjoint solve open one each. Second
     derivatives do; the tests compare them with those of one device.
-
-    Attributes:
-        opened: whether the caller is in that ``shard_map`` already, with its own layers.
     """
 
     mesh: Mesh | AbstractMesh
     axis: str
-    opened: bool = False
+    opened: bool = False  # whether the caller is in that ``shard_map`` already, with its own layers
 
     def index(self) -> jax.Array:
         return lax.axis_index(self.axis)

@@ -128,23 +128,18 @@ class MPIComm(Comm):
         return _wire.apply_by_dtype(tree, reduce)
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
-        """Return ``make(keys)`` for this rank's layers; for all of them without solvers. ``keys`` are those of all layers."""
         return make(keys if solvers is None else self.share(keys, solvers))
 
     def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
-        """Return this rank's part of arrays over all layers."""
-
         def leaf(x: jax.Array) -> jax.Array:
             return x[_runs(len(x), self.size, common_unit(solvers, len(x)))[self.rank]]
 
         return jax.tree.map(leaf, stacked)
 
     def replicate(self, tree: PyTree) -> PyTree:
-        """Return the tree, equal on all ranks; its gradient is the sum over the ranks, as each uses its own layers."""
         return _replicate(tree, self) if self.size > 1 else tree
 
     def compared(self, tree: PyTree, facts: dict[str, str]) -> PyTree:
-        """Return the tree; refuse ``facts`` that differ between the ranks, and with ``check`` trees that differ."""
         if self.size == 1:
             return tree
         if facts:

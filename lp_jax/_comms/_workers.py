@@ -226,14 +226,7 @@ class Workers(abc.ABC):
         return total
 
     def prefers_gather(self, operands: PyTree, state: State, total: int, solves: int) -> bool:
-        """Whether a level of ``total`` sequential steps is solved on every worker, from a copy of all its operands.
-
-        Args:
-            operands: operands of this worker's steps, leaves ``(n, ...)``.
-            state: one state.
-            total: number of steps of the level.
-            solves: how often the level is solved.
-        """
+        """Whether a level of ``total`` steps is solved on every worker ``solves`` times, from a copy of all its operands."""
         if self.size == 1 or self.sequential != "auto":
             return self.size > 1 and self.sequential == "gather"
         one = _tree.nbytes(state)
@@ -241,10 +234,6 @@ class Workers(abc.ABC):
         relayed = solves * (self.active - 1) * (_LATENCY + one)
         gathered = total * (each + solves * one) + (solves + 1) * _LATENCY
         return gathered < relayed
-
-    def norm(self, squares: jax.Array) -> Scalar:
-        """Return the 2-norm, from every worker's sum of squares."""
-        return jnp.sqrt(self.sum(squares))
 
 
 _LATENCY = 100_000

@@ -15,37 +15,31 @@ from lp_jax._levels._linear import Linearised
 _LEAST = 4  # fewest layers that are summed over at once
 
 
-def with_cotangent(advance: Advance, *, keep: bool) -> Advance:
-    """Let ``advance`` also emit the cotangent that enters, if ``keep``."""
+Pull = Callable[[State, Slices, PyTree, PyTree], Callable[[State], tuple[PyTree, ...]]]
+"""The pullback of a layer, ``pull(u, operand, shared, more)``; ``more`` are sources, or the kept linearisation.
 
-    def both(lam: State, x: PyTree, shared: PyTree) -> tuple[State, PyTree]:
-        lam_next, emitted = advance(lam, x, shared)
-        return lam_next, (emitted, lam if keep else None)
-
-    return both
+It returns the cotangent of ``u``, and those of the leaves of the operand that have a gradient."""
 
 
-def emit_linearised_gradient(linearised: Linearised) -> Advance:
-    """`emit_gradient` from the kept linearisation of the step."""
+def pull_step(chain: Chain, forward: Advance) -> Pull:
+    """The pullback of the layer itself, with the cotangents of what it emits as sources."""
 
-    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
-        operand, u, kept = x
-        _, combine = _tree.partition(operand, linearised.differentiable)
-        lam_next, gradient, _ = linearised.transpose(u, operand, shared, kept)(lam)
-        return lam_next, combine(gradient, fill=None)
-
-    return advance
-
-
-def emit_gradient(chain: Chain, forward: Advance) -> Advance:
-    """An adjoint step of the finest level that emits the gradient for its slice."""
-
-    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, Slices]:
-        operand, u, source = x
+    def pull(u: State, operand: Slices, shared: PyTree, source: PyTree) -> Callable[[State], tuple[PyTree, ...]]:
         leaves, combine = _tree.partition(operand, chain.traced.differentiable)
-        pull = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
-        lam_next, gradient = pull((lam, source))
-        return lam_next, combine(gradient, fill=None)
+        back = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
+        return lambda lam: back((lam, source))
+
+    return pull
+
+
+def emit_gradient(chain: Chain, pull: Pull, *, keep: bool) -> Advance:
+    """An adjoint step of the finest level that emits the gradient for its slice, and the cotangent that enters, if ``keep``."""
+
+    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, PyTree]:
+        operand, u, more = x
+        _, combine = _tree.partition(operand, chain.traced.differentiable)
+        lam_next, gradient, *_ = pull(u, operand, shared, more)(lam)
+        return lam_next, (combine(gradient, fill=None), lam if keep else None)
 
     return advance
 
@@ -61,12 +55,7 @@ def sources_of(chain: Chain, cotangents: Sequence[Stacked | None]) -> list[Stack
 def gradient_of_aux(
     chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int
 ) -> tuple[Stacked, tuple[Slices, list[jax.Array]]]:
-    """Pull back ``sources``, the cotangents of aux, through ``at_once`` layers at a time.
-
-    Returns:
-        The gradient with respect to the states that enter the layers, ``(N, ...)``, the right-hand side of the adjoint system;
-        and the gradients for the operands of each layer and for the shared ones, summed over this worker's layers.
-    """
+    """Pull ``sources``, the cotangents of aux, back: to the adjoint's right-hand side, and to own and shared operands."""
     shared, combine_shared = _tree.partition(chain.shared)
 
     def layers(

@@ -40,24 +40,15 @@ class LayerStep:
 
     A call runs the user's Python code. `evaluate` takes the program that JAX cached for the same shapes instead, where
     possible, so that the code runs once, however often a solve contains the step.
-
-    Attributes:
-        step: the user's function.
-        level: ``layer.level`` of the step.
-        has_aux: whether it returns ``(y_next, aux)``.
-        structure: structure of its output, the same in every call; None before the first trace.
-        terms: most rows of a product whose weight's gradient is a sum of outer products; 0 for none.
-        hoisted: programs by signature of the state, if the step closes over traced values.
-        in_place: whether its code must run in every trace: see `needs_its_trace`.
     """
 
     step: Step
     level: int
     has_aux: bool
-    structure: jax.tree_util.PyTreeDef | None = None
-    terms: int = 0
-    hoisted: tuple[tuple[Signature, Hoisted], ...] = ()
-    in_place: bool = False
+    structure: jax.tree_util.PyTreeDef | None = None  # of its output; None before the first trace
+    terms: int = 0  # most rows of a product whose weight's gradient is a sum of outer products; 0 for none
+    hoisted: tuple[tuple[Signature, Hoisted], ...] = ()  # by the state's signature, if it closes over traced values
+    in_place: bool = False  # whether its code must run in every trace: see `needs_its_trace`
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
         params, shared, data = _tree.with_fresh_keys((x.params, shared, x.data))
@@ -74,9 +65,8 @@ class LayerStep:
         if self.in_place:
             out = self(u, x, shared[0])
         else:
-            with jax.sharding.use_abstract_mesh(
-                jax.sharding.get_abstract_mesh()
-            ):  # JAX does not treat None as an empty mesh
+            mesh = jax.sharding.get_abstract_mesh()  # JAX does not treat None as an empty one
+            with jax.sharding.use_abstract_mesh(mesh):
                 program = self._of_hoisted(u, shared[1]) if self.hoisted else jax.make_jaxpr(self)(u, x, shared[0])
             evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
             out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
@@ -123,22 +113,16 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
 class Traced:
     """The traced layers of a network: all that is static about them.
 
-    Attributes:
-        steps: the layer on each level, and other steps of the solvers.
-        layers: number of layers.
-        differentiable: which leaves of the slices have a gradient: the inexact ones, times only where they are traced.
-        recurrent: whether all differentiable operands of a step except its inputs are shared: the weights of a recurrent
-            network. Their gradient is then one contraction over all steps.
-        footprint: cost and memory of a layer.
-        single_example: whether the step also takes a single example, for a solver that averages examples.
+    In a ``recurrent`` network all differentiable operands of a step except its inputs are shared: the weights. Their gradient is
+    one contraction over all steps.
     """
 
-    steps: tuple[tuple[Which, LayerStep], ...]
+    steps: tuple[tuple[Which, LayerStep], ...]  # the layer on each level, and other steps of the solvers
     layers: int
-    differentiable: tuple[bool, ...]
+    differentiable: tuple[bool, ...]  # the leaves of the slices with a gradient; times only where they are traced
     recurrent: bool = False
-    footprint: Footprint = Footprint(0, 0, 0.0)
-    single_example: bool = False
+    footprint: Footprint = Footprint(0, 0, 0.0)  # cost and memory of a layer
+    single_example: bool = False  # whether the step also takes a single example, for a solver that averages examples
 
     @property
     def has_aux(self) -> bool:

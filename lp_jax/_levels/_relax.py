@@ -22,19 +22,12 @@ T = TypeVar("T")
 
 
 class Relaxed(NamedTuple):
-    """A level after its pre-relaxation.
-
-    Attributes:
-        u: the C-points.
-        residual: the residual there.
-        incoming: states that enter the intervals.
-        points: states that enter every step, leaves ``(steps, ...)``; None where they are not needed.
-    """
+    """A level after its pre-relaxation."""
 
     u: CPoints
-    residual: CPoints
-    incoming: CPoints
-    points: Points | None = None
+    residual: CPoints  # at the C-points
+    incoming: CPoints  # states that enter the intervals
+    points: Points | None = None  # states that enter every step, ``(steps, ...)``; None where they are not needed
 
 
 def f_relax(level: Level, u: CPoints) -> Points:

@@ -20,15 +20,8 @@ def sweep(
 ) -> tuple[CPoints, PyTree]:
     """Propagate states through the first ``count`` steps of their intervals (by default all), all intervals at once.
 
-    Args:
-        level: the level.
-        incoming: states that enter the intervals, leaves ``(intervals, ...)``.
-        advance: step that replaces ``level.step`` and also emits something.
-        count: number of steps, in the direction of the chain.
-
-    Returns:
-        The states reached, ``(intervals, ...)``, and the trees that ``advance`` emitted, grouped as by `Level.split`, each at
-        the position of its step.
+    It returns the states reached, ``(intervals, ...)``, and what ``advance``, in the place of the level's step, emitted at each
+    step, grouped as by `Level.split`.
     """
     if level.factor == 1:
         return each(level, single(level, advance), incoming)(incoming, (level.xs, level.rhs))

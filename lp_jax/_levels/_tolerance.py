@@ -98,16 +98,9 @@ def relative_error(
     All states are compared with the first correction, or with the states where these are smaller; the state that leaves the
     chain, from which the gradient of ``y0`` comes, with itself. The error is infinite where that is lost in the rounding of sums.
 
-    Args:
-        level: the level that is solved.
-        norms: ``(leaves, 4)``, see `measure_corrections`.
-        count: number of sweeps before this one.
-        first: norms of the first correction, ``(leaves,)``.
-        errors: errors of the sweeps before, ``(sweeps,)``.
-        warm: whether sweeps started from a guess: its correction is no measure, and the states are one.
-
-    Returns:
-        The last correction as a relative error, the error that is left, and ``first``.
+    ``norms`` are those of `measure_corrections`, ``first`` those of the first correction, ``errors`` those of the
+    ``count`` sweeps before. After a ``warm`` start the first correction is no measure, and the states are one. It returns the
+    last correction as a relative error, the error that is left, and ``first``.
     """
     leaves = jax.tree.leaves(level.y0)
     dtype = norms.dtype

@@ -48,18 +48,14 @@ def coarse_rhs(coarse: Level, v: Points, r: Points, incoming: Points | None = No
     """
     if incoming is None:
         incoming = coarse.incoming_points(v)
-    return _tree.add(r, _tree.sub(v, _coarse_steps(coarse, incoming)))
+    if coarse.step is identity:
+        stepped = incoming
+    else:
+        one = each(coarse, lambda u, x: coarse.step(u, x, coarse.shared), incoming)
+        stepped = one(incoming, coarse.merge(coarse.xs))
+    return _tree.add(r, _tree.sub(v, stepped))
 
 
 def correct(level: Level, u: CPoints, new: Points, old: Points) -> CPoints:
     """Coarse-grid correction of the C-points, ``u_c + P(u'_j - v_j)``."""
     return _tree.add(u, prolong(level, _tree.sub(new, old)))
-
-
-def _coarse_steps(coarse: Level, incoming: Points) -> Points:
-    """``Phi'(v_{j-1})`` for every coarse step at once."""
-    if coarse.step is identity:
-        return incoming
-    xs = coarse.merge(coarse.xs)
-
-    return each(coarse, lambda u, x: coarse.step(u, x, coarse.shared), incoming)(incoming, xs)

@@ -23,13 +23,12 @@ from lp_jax._arrays._types import Advance, Arrays, CPoints, Points, PyTree, Slic
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._contract import (
     emit_gradient,
-    emit_linearised_gradient,
     gradient_of_aux,
     of_linearised,
     of_steps,
+    pull_step,
     shared_gradient,
     sources_of,
-    with_cotangent,
 )
 from lp_jax._levels._level import Level, identity
 from lp_jax._levels._linear import Linearised
@@ -39,21 +38,12 @@ from lp_jax._solvers._solver import Solver, Stats, iterate
 
 
 class Forward(NamedTuple):
-    """Arrays that the forward solve leaves for the adjoint.
+    """Arrays that the forward solve leaves for the adjoint, from its final sweep on the finest level."""
 
-    Attributes:
-        c_points: states that leave every interval of the forward solve's finest level, after its final sweep,
-            ``(intervals, ...)``.
-        entered: states that entered every interval in the final sweep; all states of the sweep can be recomputed from them.
-            None where they follow from ``c_points``.
-        states: states that entered every layer in the final sweep, ``(N, ...)``; None where they are to be recomputed.
-        linearisations: arrays that `Linearised` keeps for every layer at ``states``, ``(N, ...)``; None with ``states``.
-    """
-
-    c_points: CPoints
-    entered: CPoints | None = None
-    states: Stacked | None = None
-    linearisations: PyTree = None
+    c_points: CPoints  # states that leave every interval, ``(intervals, ...)``
+    entered: CPoints | None = None  # states that entered every interval; None where they follow from ``c_points``
+    states: Stacked | None = None  # states that entered every layer, ``(N, ...)``; None where they are to be recomputed
+    linearisations: PyTree = None  # arrays that `Linearised` keeps for every layer, ``(N, ...)``; None with ``states``
 
 
 def entered_in_final_sweep(level: Level, iterated: CPoints | None, c_points: CPoints) -> CPoints | None:
@@ -70,22 +60,11 @@ def solve_adjoint(
     aux_cotangents: Sequence[Stacked | None] = (),
     guess: CPoints | str | None = None,
 ) -> tuple[Arrays, Stats]:
-    """Solve the adjoint system and form the gradient.
+    """Solve the adjoint system of ``chain`` and form the gradient, None for leaves that are not differentiated.
 
-    Args:
-        chain: the forward problem.
-        solver: solver of the adjoint system.
-        left: arrays from the forward solve.
-        stride: number of layers between two C-points of the forward solve.
-        y1_cotangent: cotangent of the state after the last layer.
-        aux_cotangents: cotangents of the inexact leaves of aux, ``(N, ...)``; None for leaves that the loss does not see;
-            empty if it sees none.
-        guess: where the solve starts: cotangents of the states that enter the intervals, "zeros", or None for the solver's
-            own start.
-
-    Returns:
-        The gradient and the stats. The gradient is None for leaves that are not differentiated; its ``adjoint_guess`` are the
-        cotangents of the states that enter the intervals.
+    ``stride`` is the number of layers between two C-points of the forward solve; ``aux_cotangents`` are those of the inexact
+    leaves of aux, ``(N, ...)``, None for leaves that the loss does not see. The ``adjoint_guess`` of the gradient are the
+    cotangents of the states that enter the intervals.
     """
     forward, linearised = solver.discretize(chain), chain.linearised
     fine = forward[0]
@@ -114,10 +93,10 @@ def solve_adjoint(
     of_aux = None
     if left.linearisations is None:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
-        emit, contraction = emit_gradient(chain, advance), of_steps(fine, advance)
+        pull, contraction = pull_step(chain, advance), of_steps(fine, advance)
     else:
         finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
-        emit, contraction = emit_linearised_gradient(linearised), of_linearised(fine, linearised)
+        pull, contraction = linearised.transpose, of_linearised(fine, linearised)
         if sources:
             rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
             finest = finest.with_rhs(rhs)
@@ -131,7 +110,7 @@ def solve_adjoint(
         guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
     lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)
-    lam, (slices, cotangents) = solver.finish(levels, lam, with_cotangent(emit, keep=bool(weights)))
+    lam, (slices, cotangents) = solver.finish(levels, lam, emit_gradient(chain, pull, keep=bool(weights)))
     slices = fine.merge(slices)
     shared = shared_gradient(fine, finest, cotangents, contraction)
     if of_aux is not None:

@@ -25,19 +25,15 @@ class Watch:
 
 
 class Asked(NamedTuple):
-    """Replacements and reports for the solves inside the context.
+    """Replacements and reports for the solves inside the context; None leaves them as they are.
 
-    Attributes:
-        solvers: forward and adjoint solver for all solves; None keeps those of each solve.
-        report: ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve.
-        watch: counts the solves that are differentiated; None for no count.
-        processor: numbers of the devices; None for those that are known of their kind.
+    ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve.
     """
 
-    solvers: tuple[Solver, Solver | None] | None = None
+    solvers: tuple[Solver, Solver | None] | None = None  # forward and adjoint, of all solves
     report: Callable[[str, Solver, int], Callable[[Stats], None]] | None = None
-    watch: Watch | None = None
-    processor: Processor | None = None
+    watch: Watch | None = None  # counts the solves that are differentiated
+    processor: Processor | None = None  # numbers of the devices, else those that are known of their kind
 
 
 asked = jax.make_user_context(Asked())

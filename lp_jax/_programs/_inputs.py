@@ -1,5 +1,6 @@
-"""Refusals of `solve`, at trace time, and the times of the layers."""
+"""What `solve` is given, its refusals at trace time, and the times of the layers."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,40 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from lp_jax._arrays._types import CPoints, PyTree, State
+from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._comms._mesh import MeshComm
 from lp_jax._solvers._solver import Solver
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """The fields of a `Problem`, which says what they are, and their checks."""
+
+    step: Step
+    params: Stacked
+    y0: State
+    _: dataclasses.KW_ONLY
+    shared: PyTree = None
+    data: Stacked = None
+    t0: Times = 0.0
+    t1: Times = 1.0
+    comm: Comm = None  # type: ignore[assignment]
+    has_aux: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.step):
+            raise TypeError(f"step must be a function step(y, layer) -> y_next; got {self.step!r}.")
+        object.__setattr__(self, "y0", state(self.y0))
+        object.__setattr__(self, "comm", comm(self.comm))
+        for name in ("params", "shared", "data"):
+            object.__setattr__(self, name, arrays(getattr(self, name), name))
+        number_of_layers(self.params, self.data, one_worker=self.comm == OneDevice())
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that were passed: all layers; with `MPIComm`, those of this rank."""
+        return int(jax.tree.leaves((self.params, self.data))[0].shape[0])
 
 
 def state(y0: State) -> State:
@@ -55,12 +86,16 @@ def note_on_call(step: Callable[..., PyTree], u: State, params: PyTree) -> str:
     )
     if isinstance(params, jax.Array):
         note += " Where the array is meant, write layer.params, not layer."
-    if isinstance(params, list) and len(params) > 1 and all(alike(params[0], other) for other in params[1:]):
-        note += (
-            f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
-            "lambda *leaves: jnp.stack(leaves), *params)."
-        )
-    return note
+    return note + _unstacked(params)
+
+
+def _unstacked(params: PyTree) -> str:
+    if not isinstance(params, list) or len(params) < 2 or not all(alike(params[0], other) for other in params[1:]):
+        return ""
+    return (
+        f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
+        "lambda *leaves: jnp.stack(leaves), *params)."
+    )
 
 
 def alike(a: PyTree, b: PyTree) -> bool:
@@ -88,15 +123,9 @@ def number_of_layers(params: PyTree, data: PyTree, *, one_worker: bool = True) -
         )
     if len(set(lengths.values())) > 1:
         different = ", ".join(f"{where}: {n}" for where, n in lengths.items())
-        stacked = ""
-        if isinstance(params, list) and all(alike(params[0], other) for other in params[1:]):
-            stacked = (
-                f" params is a list of {len(params)} equal trees: if these are the layers, stack them, jax.tree.map(lambda "
-                "*leaves: jnp.stack(leaves), *params)."
-            )
         raise ValueError(
             f"params (and data) must have one leading length, the number of layers; got {different}. Pass what all layers "
-            f"share as `shared`.{stacked}"
+            f"share as `shared`.{_unstacked(params)}"
         )
     where, n = next(iter(lengths.items()))
     if n == 0 and one_worker:

@@ -50,24 +50,15 @@ class Program:
     Equal programs are compiled once (`first_equal`): their functions are jitted, and JAX caches compiled programs.
     On an MPI rank without layers they are inlined into the program around them: jaxlib 0.11 and 0.12 fail at a call that
     takes only a token.
-
-    Attributes:
-        traced: the layers.
-        workers: number of layers, and those of each worker, with slots for whole intervals of both solves.
-        stride: number of layers between two C-points of the forward solve.
-        adjoint_stride: the same of the adjoint solve.
-        zeros: whether both solves start from zeros.
-        scan: whether the solve is a ``lax.scan`` that JAX differentiates.
-        done: result code of a solve that did what was asked.
     """
 
     traced: Traced
-    workers: Workers
-    stride: int
-    adjoint_stride: int
-    zeros: bool = False
-    scan: bool = False
-    done: int = DONE
+    workers: Workers  # with slots for whole intervals of both solves
+    stride: int  # number of layers between two C-points of the forward solve
+    adjoint_stride: int  # the same of the adjoint solve
+    zeros: bool = False  # whether both solves start from zeros
+    scan: bool = False  # whether the solve is a ``lax.scan`` that JAX differentiates
+    done: int = DONE  # result code of a solve that did what was asked
 
     def ended(self, result: jax.Array) -> jax.Array:
         """The result code of a solve; `SERIAL` for `DONE` where nothing else was tried."""
@@ -152,7 +143,7 @@ class Program:
         return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)  # each keeps its compiled programs, some MB, and the step
 def _first(program: Program) -> Program:
     """Return the first of equal programs, from the cache."""
     return program

@@ -19,7 +19,6 @@ from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_i
 from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
-from lp_jax._programs._network import Network
 from lp_jax._programs._program import Program, first_equal
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Layers, choose
@@ -29,7 +28,7 @@ from lp_jax._solvers._solver import Needs, Solver
 
 
 def prepare(
-    problem: Network,
+    problem: _inputs.Network,
     solver: Solver | None,
     adjoint_solver: Solver | None,
     guess: str | CPoints,
@@ -47,12 +46,8 @@ def prepare(
     _inputs.solver("adjoint_solver", adjoint_solver)
     pair = solver, adjoint_solver
     program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
-    workers, layers, solver, adjoint_solver = (
-        program.workers,
-        program.workers.layers,
-        arrays.solver,
-        arrays.adjoint_solver,
-    )
+    workers, layers = program.workers, program.workers.layers
+    solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
     guess = _inputs.guess(guess, arrays.y0, -(-workers.rows[0] // program.stride))
@@ -62,11 +57,8 @@ def prepare(
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
-    scan = (
-        adjoint_guess is None
-        and exact
-        and (not workers.processor.launches or not (program.traced.recurrent and solver.keeps_states))
-    )
+    contracts = workers.processor.launches and program.traced.recurrent and solver.keeps_states  # see `Serial`
+    scan = exact and adjoint_guess is None and not contracts
     arrays = arrays._replace(
         solver=solver.resolve(layers, warm=True) if warm else solver,
         adjoint_solver=adjoint_solver,
@@ -78,7 +70,7 @@ def prepare(
     return first_equal(dataclasses.replace(program, zeros=not warm and guess == "zeros", scan=scan, done=done)), arrays
 
 
-def default(problem: Network) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
+def default(problem: _inputs.Network) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
     """The solvers that stand for None and their seconds; and the program and arrays from which a layer's cost was read."""
     program, arrays = trace(problem, SWEEPS)
     workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
@@ -112,7 +104,7 @@ def _reused(program: Program, arrays: Arrays, solvers: Sequence[Solver]) -> tupl
     return program, arrays._replace(solver=forward, adjoint_solver=adjoint)
 
 
-def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
+def trace(problem: _inputs.Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
     """Place the layers, trace the step once per level of each solver, and hoist the values that it closes over."""
     comm = problem.comm
     params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
@@ -174,7 +166,7 @@ def trace(problem: Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]
 class _Tracing:
     """The traced steps of a problem, and the values that they close over."""
 
-    def __init__(self, problem: Network, shared: PyTree) -> None:
+    def __init__(self, problem: _inputs.Network, shared: PyTree) -> None:
         self.problem, self.shared = problem, shared
         self.closed_over: list[jax.Array] = []
         self.programs: list[core.Jaxpr] = []
@@ -233,7 +225,9 @@ class _Tracing:
         return step, Hoisted(closed.jaxpr, tuple(positions))
 
 
-def _single_example(problem: Network, y0: State, x: Slices, shared: PyTree, axes: int) -> tuple[State, Slices] | None:
+def _single_example(
+    problem: _inputs.Network, y0: State, x: Slices, shared: PyTree, axes: int
+) -> tuple[State, Slices] | None:
     """State and slice of a batch of one; None if the step does not take that, as where it closes over a batch."""
 
     def call(u: State, x: Slices) -> State:

@@ -1,14 +1,17 @@
 """Multigrid cycles over a tuple of levels, finest first. Static recursion; one screen, like the paper's algorithm."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import jax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import CPoints, Points, Scalar
 from lp_jax._levels._level import Level, sum_of_squares
-from lp_jax._levels._relax import Relaxed, f_relax
+from lp_jax._levels._relax import Relaxation, f_relax, relaxed
 from lp_jax._levels._sweep import sweep
 from lp_jax._levels._transfer import coarse_rhs, correct, prolong, restrict
+from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, solve_levels
 
 VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
@@ -17,31 +20,21 @@ VISITS = {"V": ("V",), "F": ("F", "V"), "W": ("W", "W")}
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """The relaxation of a cycle, and its solver of the coarsest level.
+    """The relaxation of a cycle, and its solver of the coarsest level, as `MGRIT` has them."""
 
-    Attributes:
-        relax: ``relax(level, u, points)``: relaxation, then the residual; with the states that enter every step if ``points``.
-        coarsest: solver of the coarsest level.
-    """
-
-    relax: Callable[[Level, CPoints, bool], Relaxed]
-    coarsest: Solver
+    relaxation: Relaxation | tuple[Relaxation, ...] = ("F", "FCF")
+    c_weight: float | jax.Array = 1.0
+    coarsest: Solver = Serial()
 
 
 def fas_cycle(scheme: Scheme, levels: Sequence[Level], u: CPoints, kind: str) -> tuple[CPoints, Scalar]:
-    """One FAS cycle on ``levels[0]``, and the sum of squares of this worker's residuals.
+    """One FAS cycle of a kind, "V", "F" or "W", on ``levels[0]`` with C-points ``u``.
 
-    Args:
-        scheme: relaxation, and solver of the coarsest level.
-        levels: this level and all coarser ones.
-        u: C-points of ``levels[0]``, leaves ``(intervals, ...)``.
-        kind: "V", "F" or "W".
-
-    Returns:
-        The corrected C-points, and the sum over the C-points after relaxation, before correction.
+    It returns the corrected C-points, and the sum of squares of this worker's residuals after relaxation, before correction.
     """
     fine, *coarser = levels
-    u, r, incoming, points = scheme.relax(fine, u, any(level.linearise_at for level in coarser))
+    points_too = any(level.linearise_at for level in coarser)
+    u, r, incoming, points = relaxed(scheme.relaxation, scheme.c_weight, fine, u, points_too)
     coarse, *coarser = [level.linearised_at(points) for level in coarser]
     v = restrict(fine, u)
     rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
@@ -65,9 +58,6 @@ def cascade(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoints:
     It replaces the first visit of a cycle of its kind. Further visits (F, W) follow on every level but the finest and the
     coarsest. An adjoint with sources restricts them like a cycle that starts from zeros: the C-point at the end of an
     interval gets the propagated sum of its sources.
-
-    Returns:
-        C-points of ``levels[0]``.
     """
     # there are no states yet to linearise at
     fine, coarse, *coarser = [dataclasses.replace(level, linearise_at=None) for level in levels]

@@ -30,33 +30,19 @@ _MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
 class Layers(NamedTuple):
-    """A network and its device, as the choice sees them: known when the network is traced.
-
-    Attributes:
-        footprint: cost and memory of a layer.
-        layers: number of layers.
-        workers: number of workers.
-        processor: numbers of their devices.
-        state: bytes of the state.
-        examples: number of examples along the first axis of the state, if the layer's program keeps them apart; else 0.
-        numbers: numbers of an example's state.
-        recurrent: whether all layers have the same weights.
-        driven: whether each layer has arrays of its own all the same: the inputs of a recurrent network.
-        in_place: number of leaves of the state, if a layer combines only numbers at equal positions of them; else 0.
-        places: numbers of a leaf of the state, if a kernel may march through the layers; else 0.
-    """
+    """A network and its device, as the choice sees them: known when the network is traced."""
 
     footprint: Footprint
     layers: int
     workers: int
     processor: Processor
-    state: int
-    examples: int
-    numbers: int
-    recurrent: bool
-    driven: bool = False
-    in_place: int = 0
-    places: int = 0
+    state: int  # bytes of the state
+    examples: int  # along the first axis of the state, if the layer's program keeps them apart; else 0
+    numbers: int  # of an example's state
+    recurrent: bool  # whether all layers have the same weights
+    driven: bool = False  # whether each layer has arrays of its own all the same: the inputs of a recurrent network
+    in_place: int = 0  # leaves of the state, if a layer combines only numbers at equal positions of them; else 0
+    places: int = 0  # numbers of a leaf of the state, if a kernel may march through the layers; else 0
 
 
 def choose(layers: Layers) -> tuple[Pair, float]:

@@ -1,7 +1,6 @@
 """Multigrid-reduction-in-time over the layers."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State, Transfer
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
-from lp_jax._levels._relax import Relaxation, at_level, per_level, relaxed
+from lp_jax._levels._relax import Relaxation, at_level, per_level
 from lp_jax._levels._sweep import sweep
 from lp_jax._levels._transfer import fit_transfer
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval, coarser
@@ -201,7 +200,7 @@ class MGRIT(Solver):
 
     @property
     def _scheme(self) -> Scheme:
-        return Scheme(functools.partial(relaxed, self.relaxation, self.c_weight), self.coarsest)
+        return Scheme(self.relaxation, self.c_weight, self.coarsest)
 
     @property
     def _kind(self) -> str:

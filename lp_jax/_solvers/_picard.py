@@ -24,7 +24,7 @@ from lp_jax._solvers._picard_sweeps import (
     sweep_interval,
     with_slope,
 )
-from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort, solve_intervals
+from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort
 from lp_jax._solvers._windows import slide
 
 
@@ -174,7 +174,7 @@ class Picard(Solver):
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         if self.windows > 1:
-            return solve_intervals(self, chain, level, span)
+            return super().coarsen(chain, level, span, at_once=at_once)
         require_fixed_effort(self)
         if self.secant:
             raise ValueError(f"coarse_step={self!r} would depend on the sweeps before it; leave secant out.")

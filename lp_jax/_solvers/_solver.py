@@ -179,23 +179,18 @@ class Solver(CoarseStep):
         return self.rtol is not None or self.atol is not None
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
-        return solve_intervals(self, chain, level, span)
+        require_fixed_effort(self)
+        solver = self.resolve(span)
+
+        def through(u: State, xs: Slices, shared: PyTree) -> State:
+            levels = solver.discretize(chain.interval(level, xs, shared, u, solver.unit(span)))
+            return levels[0].last(solve_levels(solver, levels))
+
+        return Coarse(through, _tree.split(chain.slices, span))
 
 
 WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}
 """Fields of a solver with a fixed number of iterations."""
-
-
-def solve_intervals(solver: Solver, chain: Chain, level: int, span: int) -> Coarse:
-    """``solver``, run on the layers of each interval, as the steps of a coarse level."""
-    require_fixed_effort(solver)
-    solver = solver.resolve(span)
-
-    def through(u: State, xs: Slices, shared: PyTree) -> State:
-        levels = solver.discretize(chain.interval(level, xs, shared, u, solver.unit(span)))
-        return levels[0].last(solve_levels(solver, levels))
-
-    return Coarse(through, _tree.split(chain.slices, span))
 
 
 def require_fixed_effort(solver: Solver) -> None:
@@ -276,15 +271,9 @@ def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None 
 
 
 def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
-    """Run ``solver`` on ``levels``, to a fixed number of iterations or to a tolerance.
+    """Run ``solver`` on ``levels`` from a guess or its own start, to a fixed number of iterations or to a tolerance.
 
-    Args:
-        solver: defines the start, an iteration, the number of iterations and the tolerances.
-        levels: finest first.
-        guess: C-points, leaves ``(intervals, ...)``, or None for the solver's own start.
-
-    Returns:
-        The C-points and the stats. Their result does not check that the states are finite.
+    The result in the stats does not say whether the states are finite.
     """
     fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
     levels, workers, dtype = (fine, *levels[1:]), fine.workers, _tree.real_dtype(fine.y0, at_least=jnp.float32)
@@ -368,20 +357,11 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
 
 
 class Progress(NamedTuple):
-    """State of the iterations of a solver with a tolerance.
+    """State of the iterations of a solver with a tolerance."""
 
-    Attributes:
-        state: the solver's state.
-        done: number of iterations.
-        norms: residual norms.
-        errors: what is compared with the tolerance: residual norms, or relative errors from the solver's corrections.
-        first: size of the first correction, by leaves of the state.
-        met: whether the tolerance is met.
-    """
-
-    state: PyTree
-    done: jax.Array
-    norms: jax.Array
-    errors: jax.Array
-    first: jax.Array
-    met: jax.Array
+    state: PyTree  # of the solver
+    done: jax.Array  # number of iterations
+    norms: jax.Array  # of residuals
+    errors: jax.Array  # compared with the tolerance: residual norms, or relative errors from the solver's corrections
+    first: jax.Array  # size of the first correction, by leaves of the state
+    met: jax.Array  # whether the tolerance is met
