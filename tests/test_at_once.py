@@ -200,6 +200,16 @@ def test_a_layer_is_told_by_its_program():
     assert 8 * BATCH * WIDTH <= one.working <= 3 * 8 * BATCH * WIDTH
 
 
+def test_gradients_are_sums_of_outer_products_where_layers_have_weights_of_their_own():
+    """In a scan with shared weights each turn would add such a sum to the gradient, which takes longer."""
+    params, y0 = problem()
+    own = lp_jax.Problem(step, params, y0)
+    shared = lp_jax.Problem(
+        lambda y, layer: jnp.tanh(y @ layer.shared + layer.data), None, y0, shared=params[0][0], data=jnp.ones(8)
+    )
+    assert [trace(each, (Picard(),))[0].traced.steps[0][1].terms for each in (own, shared)] == [CPU.outer_terms, 0]
+
+
 def test_what_cannot_be_counted_is_evaluated_one_by_one():
     params, y0 = problem()
 

@@ -161,12 +161,6 @@ def push(tree: PyTree, entry: PyTree, *, reverse: bool) -> PyTree:
     return jax.tree.map(leaf, tree, entry)
 
 
-def cumsum(tree: PyTree, start: PyTree, *, reverse: bool = False) -> PyTree:
-    """``start`` plus inclusive prefix sums (suffix sums if ``reverse``) along the leading axis."""
-    before, _ = prefix_sums(wide(tree), start, reverse=reverse)
-    return narrow(add(before, wide(tree)), tree)
-
-
 def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | None = None) -> tuple[PyTree, PyTree]:
     """``start`` plus the sum of the entries before each one (after it, if ``reverse``), and ``start`` plus all.
 

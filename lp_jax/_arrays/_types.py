@@ -26,18 +26,9 @@ else:
     Scalar = jax.Array
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 class Static(int):
     """An integer that is structure of a pytree, not a leaf: transformations of JAX leave it as it is."""
-
-    def tree_flatten(self) -> tuple[tuple[()], int]:
-        """No leaves, and the number as structure."""
-        return (), int(self)
-
-    @classmethod
-    def tree_unflatten(cls, number: int, _: tuple[()]) -> "Static":
-        """Undo `tree_flatten`."""
-        return cls(number)
 
 
 class Layer(NamedTuple):

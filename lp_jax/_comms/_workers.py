@@ -173,11 +173,6 @@ class Workers(abc.ABC):
             edge = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), u)
         return self.broadcast(edge, 0 if reverse else self.active - 1)
 
-    def cumsum(self, increments: CPoints, y0: State, *, reverse: bool) -> CPoints:
-        """Return ``y0`` plus the inclusive prefix sums of the increments."""
-        start = self._before(increments, y0, reverse=reverse)
-        return _tree.cumsum(increments, start, reverse=reverse)
-
     def prefix_sums(
         self, increments: Stacked, y0: State, *, reverse: bool, factor: Scalar | None = None
     ) -> tuple[Stacked, State]:

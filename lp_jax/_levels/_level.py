@@ -121,7 +121,9 @@ class Level:
 
     def cumsum(self, increments: CPoints, y0: State) -> CPoints:
         """Prefix sums of increments in the order of the chain, starting from ``y0``."""
-        return self.workers.cumsum(increments, y0, reverse=self.reverse)
+        wide = _tree.wide(increments)
+        before, _ = self.workers.prefix_sums(wide, y0, reverse=self.reverse)
+        return _tree.narrow(_tree.add(before, wide), increments)
 
     @property
     def ends_short(self) -> bool:

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from lp_jax._arrays import _check, _tree
+from lp_jax._arrays import _check
+from lp_jax._arrays._at_once import in_chunks
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Stacked, State
 from lp_jax._levels._chain import Chain
@@ -67,11 +67,7 @@ class Serial(Solver):
 
 
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, PyTree]]:
-    """A ``lax.scan`` over the layers, which JAX differentiates.
-
-    Returns:
-        The last state; and the state after each layer, and aux, stacked over the layers.
-    """
+    """A ``lax.scan`` over the layers, which JAX differentiates: the last state; the states after the layers, and aux."""
     unroll, layer = chain.workers.processor.serial_unroll(chain.traced.footprint), chain.layer()
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, PyTree]]:
@@ -80,16 +76,9 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
 
     if checkpoint_every is None or checkpoint_every >= chain.steps:
         return lax.scan(body, chain.y0, chain.slices, unroll=unroll)
-    size, n = checkpoint_every, chain.steps
 
     @jax.checkpoint
     def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, PyTree]]:
         return lax.scan(body, u, xs, unroll=unroll)
 
-    full = n - n % size
-    u, out = lax.scan(segment, chain.y0, _tree.split(jax.tree.map(lambda x: x[:full], chain.slices), size))
-    out = _tree.merge(out)
-    if full < n:
-        u, rest = segment(u, jax.tree.map(lambda x: x[full:], chain.slices))
-        out = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
-    return u, out
+    return in_chunks(segment, chain.y0, chain.slices, checkpoint_every)
