@@ -56,18 +56,9 @@ class Gradients(NamedTuple):
 class Problem(Network):
     """A deep network and the state that enters it, as one value: ``solve(step, params, y0, ...)`` is ``problem.solve(...)``.
 
-    `plan`, `calibrate` and `hierarchy` take a problem; `scanned` and ``nn.LayerParallel.problem`` return one.
-
-    Args:
-        step: ``step(y, layer) -> y_next``, see `solve`.
-        params: parameters of the layers; leaves ``(N, ...)``. Shapes (`jax.ShapeDtypeStruct`) are enough to plan with.
-        y0: the state entering layer 0, a pytree of floating-point or complex arrays.
-        shared: operands of every layer, seen as ``layer.shared``, not stacked.
-        data: per-layer inputs; leaves ``(N, ...)``, seen as ``layer.data``.
-        t0: time at which layer 0 starts.
-        t1: time at which the last layer ends, or N + 1 increasing times.
-        comm: where the layers live, as for `solve`. The attribute is a `Comm`; one device for None.
-        has_aux: whether ``step`` returns ``(y_next, aux)``.
+    `plan`, `calibrate` and `hierarchy` take a problem; `scanned` and ``nn.LayerParallel.problem`` return one. Its arguments are
+    those of `solve` that say what is solved: ``step``, ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1``, ``comm`` and
+    ``has_aux``. Shapes (`jax.ShapeDtypeStruct`) are enough to plan with. The attribute ``comm`` is a `Comm`, one device for None.
 
     Raises:
         ValueError: for leaves of different lengths or none.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from networks import mesh
+from problems import dense_params, dense_state, dense_step
 
 import lp_jax
 from lp_jax._arrays import _at_once, _products
@@ -24,15 +25,8 @@ from lp_jax._solvers._picard import Picard
 LAYERS, BATCH, WIDTH = 14, 3, 2
 
 
-def step(y, layer):
-    w, b = layer.params
-    return y + layer.dt * jnp.tanh(y @ w + b[None])
-
-
 def problem(layers=LAYERS):
-    rng = np.random.default_rng(0)
-    params = rng.normal(size=(layers, WIDTH, WIDTH)), rng.normal(size=(layers, WIDTH))
-    return jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
+    return dense_params(layers, WIDTH), dense_state(BATCH, WIDTH)
 
 
 def solved(solver, layers=LAYERS):
@@ -40,7 +34,7 @@ def solved(solver, layers=LAYERS):
     params, y0 = problem(layers)
 
     def loss(params, y0):
-        solution = lp_jax.solve(step, params, y0, t1=3.0, solver=solver)
+        solution = lp_jax.solve(dense_step, params, y0, t1=3.0, solver=solver)
         return jnp.sum(solution.y1**3), (solution.y1, solution.stats.residual_norms)
 
     gradient, seen = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, y0)
@@ -103,7 +97,7 @@ def test_what_is_no_number_of_layers_is_refused(kind, value, words):
 def test_more_layers_than_there_are_is_refused():
     params, y0 = problem()
     with pytest.raises(ValueError, match=r"at_once=15\).*14 layers.*math.inf"):
-        lp_jax.solve(step, params, y0, solver=lp_jax.Picard(at_once=15))
+        lp_jax.solve(dense_step, params, y0, solver=lp_jax.Picard(at_once=15))
 
 
 @pytest.mark.parametrize("n, most, size", [(12, 12, 12), (12, 20, 12), (12, 5, 4), (13, 4, 4), (14, 5, 5), (7, 1, 1)])
@@ -194,7 +188,7 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
 
 def test_a_layer_is_told_by_its_program():
     params, y0 = problem()
-    one = trace(lp_jax.Problem(step, params, y0), (Picard(),))[0].traced.footprint
+    one = trace(lp_jax.Problem(dense_step, params, y0), (Picard(),))[0].traced.footprint
     assert one.operands == 8 * (WIDTH * WIDTH + WIDTH + 2) + 4  # weights, bias, t and dt, index
     assert one.flops == 2 * BATCH * WIDTH * WIDTH and one.counted
     assert 8 * BATCH * WIDTH <= one.working <= 3 * 8 * BATCH * WIDTH
@@ -203,7 +197,7 @@ def test_a_layer_is_told_by_its_program():
 def test_gradients_are_sums_of_outer_products_where_layers_have_weights_of_their_own():
     """In a scan with shared weights each turn would add such a sum to the gradient, which takes longer."""
     params, y0 = problem()
-    own = lp_jax.Problem(step, params, y0)
+    own = lp_jax.Problem(dense_step, params, y0)
     shared = lp_jax.Problem(
         lambda y, layer: jnp.tanh(y @ layer.shared + layer.data), None, y0, shared=params[0][0], data=jnp.ones(8)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from problems import relative_error
+from problems import dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
 from lp_jax import multigrid as mg
@@ -16,21 +16,15 @@ from lp_jax import planning, viz
 
 RNG = np.random.default_rng(0)
 N = 32
-PARAMS = RNG.normal(size=(N, 3, 3)) / 2, RNG.normal(size=(N, 3)) / 2
-Y0 = RNG.normal(size=(2, 3))
+PARAMS, Y0 = dense_params(N, 3), dense_state(2, 3)
 MESH = jax.make_mesh((4,), ("layers",), axis_types=(AxisType.Auto,))
 COMM = lp_jax.MeshComm(MESH)
 SETTINGS = {"coarsening": 4, "iterations": 3, "coarse_step": lp_jax.Rediscretize("mean")}
 TWO = lp_jax.MGRIT(relaxation="F", **SETTINGS)
 
 
-def step(y, layer):
-    w, b = layer.params
-    return y + layer.dt * jnp.tanh(y @ w + b[None])
-
-
 def problem(params=PARAMS, comm=None):
-    return lp_jax.Problem(step, params, Y0, t1=2.0, comm=comm)
+    return lp_jax.Problem(dense_step, params, Y0, t1=2.0, comm=comm)
 
 
 def two_grid(levels, u):

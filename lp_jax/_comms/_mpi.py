@@ -38,9 +38,7 @@ class MPIComm(Comm):
     Args:
         comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates
             of it, so that they cannot meet the caller's. All ranks make these together, when it is first used here.
-        sequential: how a level is solved step after step: "relay", one rank after the other, while the parameters stay
-            where they are; "gather", on every rank at once, from a copy of the level's parameters; or "auto", whichever
-            needs less time by the bytes and the number of messages.
+        sequential: as for `MeshComm`, with ranks in the place of devices.
         patience: seconds that a rank waits for the others, before a solve that is traced, and when it ends. Then the job ends.
         check: whether every solve compares ``y0`` and ``shared`` on all ranks, by two sums of their bits, one message each.
 
