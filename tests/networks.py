@@ -20,10 +20,12 @@ def assert_close(got, wanted, rtol=1e-12):
     chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=rtol)
 
 
-def mesh(size=4):
-    """The first so many devices in a row."""
+def mesh(size=4, **settings):
+    """The first ``size`` devices in a row."""
     auto = jax.sharding.AxisType.Auto
-    return lp_jax.MeshComm(jax.make_mesh((size,), ("layers",), axis_types=(auto,), devices=jax.devices()[:size]))
+    return lp_jax.MeshComm(
+        jax.make_mesh((size,), ("layers",), axis_types=(auto,), devices=jax.devices()[:size]), **settings
+    )
 
 
 class BatchNormed(nnx.Module):

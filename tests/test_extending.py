@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from networks import mesh
 
 import lp_jax
 from lp_jax import planning, viz
@@ -43,11 +43,6 @@ def page(as_a_user_has_it, tmp_path_factory):
     return names | {"printed": printed.getvalue().splitlines(), "gradient": exact}
 
 
-def mesh_comm(workers):
-    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
-    return lp_jax.MeshComm(mesh)
-
-
 def gradient(problem, solver, **changed):
     problem = problem.replace(**changed)
     return jax.jit(jax.grad(lambda p: jnp.sum(problem.replace(params=p).solve(solver=solver).y1 ** 2)))(problem.params)
@@ -70,7 +65,7 @@ def test_a_coarse_step_converges_to_serial_propagation(page):
     """Eight intervals: finite termination after eight cycles, forward and adjoint."""
     solver = lp_jax.MGRIT(coarsening=4, iterations=8, coarse_step=page["two_layers"])
     assert page["error"](solver) < 1e-14
-    assert_close(gradient(page["problem"], solver, comm=mesh_comm(3)), page["gradient"], 1e-12)
+    assert_close(gradient(page["problem"], solver, comm=mesh(3)), page["gradient"], 1e-12)
     injected, halves = page["printed"][0].split()
     assert float(halves) < float(injected)
 
@@ -98,7 +93,7 @@ def test_a_solver_is_differentiated_on_any_comm(page):
     solver = page["BlockJacobi"](iterations=8)
     params = jax.tree.map(lambda x: np.asarray(x)[:30], page["params"])
     exact = gradient(page["problem"], lp_jax.Serial(), params=params)
-    for comm in (None, mesh_comm(3)):
+    for comm in (None, mesh(3)):
         assert_close(gradient(page["problem"], solver, params=params, comm=comm), exact, 1e-12)
     tolerant = page["BlockJacobi"](iterations=30, atol=1e-13)
     solution = page["problem"].replace(params=params).solve(solver=tolerant)
@@ -221,8 +216,8 @@ def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
 def test_a_comm_counts_the_messages_of_a_program(page):
     """The coarse solve of the first cycle and of the second; the second's sweep and the final one; the norms; the end."""
     assert +page["comm"].messages == {"relay": 2, "shift": 2, "sum": 1, "broadcast": 1}
-    plain = page["error"](page["injection"], comm=mesh_comm(2))
-    np.testing.assert_allclose(page["error"](page["injection"], comm=page["Counted"](mesh_comm(2))), plain, rtol=1e-12)
+    plain = page["error"](page["injection"], comm=mesh(2))
+    np.testing.assert_allclose(page["error"](page["injection"], comm=page["Counted"](mesh(2))), plain, rtol=1e-12)
 
 
 def test_an_architecture_has_the_gradient_of_its_layers_one_after_another(page):

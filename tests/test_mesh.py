@@ -15,6 +15,7 @@ import test_battery as battery
 from compiled import collectives, compiled
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from networks import mesh
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
@@ -57,12 +58,6 @@ SOLVERS = {
     "serial": lp_jax.Serial(),
     "serial checkpointed": lp_jax.Serial(checkpoint_every=5),
 }
-
-
-def line(workers: int, **settings) -> lp_jax.MeshComm:
-    """The first so many devices in a row."""
-    mesh = jax.make_mesh((workers,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
-    return lp_jax.MeshComm(mesh, **settings)
 
 
 def everything(solver, comm, adjoint=None, operands=None):
@@ -113,7 +108,7 @@ WORKERS = {
 @pytest.mark.parametrize(("name", "workers"), WORKERS.items())
 def test_no_solver_depends_on_the_number_of_devices(name, workers):
     """W-cycles ask most of the coarsest level, so there the devices work in turn."""
-    comm = line(workers, sequential="relay" if name == "W" else "gather")
+    comm = mesh(workers, sequential="relay" if name == "W" else "gather")
     assert_same(everything(SOLVERS[name], comm), on_one_device(name))
 
 
@@ -126,19 +121,19 @@ def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch
     wanted = on_one_device(name)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(lp_jax.MeshComm, "platform", "gpu")
-    assert_same(everything(SOLVERS[name], workers and line(workers)), wanted)
+    assert_same(everything(SOLVERS[name], workers and mesh(workers)), wanted)
 
 
 def test_forward_and_adjoint_may_coarsen_differently():
     """Runs are aligned to both: 12 layers here. Six and four intervals: exact after as many cycles."""
     solver, adjoint = (lp_jax.MGRIT(iterations=k, coarsening=m, coarse_step=INJECT) for m, k in ((4, 6), (6, 4)))
     y1, _, wanted, _ = on_one_device("serial")
-    got, _, gradients, _ = everything(solver, line(2), adjoint)
+    got, _, gradients, _ = everything(solver, mesh(2), adjoint)
     assert relative_error((got, gradients), (y1, wanted)) < 1e-12
 
 
 def test_one_device_in_the_mesh():
-    assert_same(everything(SOLVERS["FCF"], line(1)), on_one_device("FCF"))
+    assert_same(everything(SOLVERS["FCF"], mesh(1)), on_one_device("FCF"))
 
 
 EXACT = {
@@ -157,7 +152,7 @@ def of_shared_and_closed_over(arrays, solver):
     def step(y, layer):
         return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + (layer.data + offset)[None])
 
-    return jnp.sum(lp_jax.solve(step, params, y0, shared=scale, data=data, t1=2.0, solver=solver, comm=line(4)).y1 ** 2)
+    return jnp.sum(lp_jax.solve(step, params, y0, shared=scale, data=data, t1=2.0, solver=solver, comm=mesh(4)).y1 ** 2)
 
 
 def arrays_of_all_kinds():
@@ -191,7 +186,7 @@ def test_guesses(workers):
     params, y0 = dense_params(30, 4), dense_state(3, 4)
     guess = "zeros" if workers == 2 else jnp.asarray(np.random.default_rng(0).normal(size=(8, 3, 4)))
     given = {"solver": lp_jax.MGRIT(iterations=1, start="guess"), "guess": guess}
-    got, wanted = (lp_jax.solve(dense_step, params, y0, comm=comm, **given) for comm in (line(workers), None))
+    got, wanted = (lp_jax.solve(dense_step, params, y0, comm=comm, **given) for comm in (mesh(workers), None))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
@@ -211,7 +206,7 @@ def test_scalar_states_aux_loops_in_the_step_and_closures():
 
     scale = jnp.linspace(0.5, 1.5, 13)
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
-    wanted, got = (run(scale, 1.01, comm) for comm in (None, line(8)))
+    wanted, got = (run(scale, 1.01, comm) for comm in (None, mesh(8)))
     np.testing.assert_array_equal(got[0][1]["index"], np.arange(13))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
@@ -219,7 +214,7 @@ def test_scalar_states_aux_loops_in_the_step_and_closures():
 
 def test_vmap_eager_and_another_batch():
     run = functools.partial(lp_jax.solve, dense_step, dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=INJECT))
-    comm, y0 = line(3), np.asarray(dense_state(5, 4))
+    comm, y0 = mesh(3), np.asarray(dense_state(5, 4))
     wanted = np.asarray(run(y0).y1)
     for batch in (5, 2):
         np.testing.assert_allclose(run(y0[:batch], comm=comm).y1, wanted[:batch], rtol=1e-12)
@@ -229,7 +224,7 @@ def test_vmap_eager_and_another_batch():
 
 def test_arrays_may_be_anywhere():
     """On one device, on all, or spread already, committed or not."""
-    comm, params, y0 = line(4), dense_params(16, 4), dense_state(3, 4)
+    comm, params, y0 = mesh(4), dense_params(16, 4), dense_state(3, 4)
     wanted = lp_jax.solve(dense_step, params, y0).y1
     spread = NamedSharding(comm.mesh, PartitionSpec("layers"))
     for placed in (jax.devices()[5], spread, NamedSharding(comm.mesh, PartitionSpec())):
@@ -241,7 +236,7 @@ def test_training_ends_with_the_same_parameters():
     """A hundred steps on real digits, 22 layers; over two ranks of MPI in ranks_solve.py."""
     wanted, losses = digits_training.train(digits_training.initial(), None)
     assert losses[-1] < 0.5 * losses[0]
-    assert relative_error(digits_training.train(digits_training.initial(), line(8))[0], wanted) < 1e-8
+    assert relative_error(digits_training.train(digits_training.initial(), mesh(8))[0], wanted) < 1e-8
 
 
 @pytest.mark.parametrize(("relaxations", "sequential"), [(0, "gather"), (1, "relay")])
@@ -251,7 +246,7 @@ def test_collectives(relaxations, sequential):
     params, y0 = dense_params(n, width), dense_state(batch, width)
     hierarchy = {"levels": levels, "relaxation": ("F" + "CF" * relaxations, "FCF"), "coarse_step": INJECT}
     solver = lp_jax.MGRIT(iterations=cycles, start="guess", at_once=1, **hierarchy)
-    comm = line(workers, sequential=sequential)
+    comm = mesh(workers, sequential=sequential)
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
 
     def loss(params, y0):
@@ -281,7 +276,7 @@ def test_collectives(relaxations, sequential):
 
 def test_picard_sends_a_prefix_sum():
     """Of one state each, 1 + log2(workers - 1) per sweep; nothing else."""
-    params, y0, comm, sweeps = dense_params(64, 8), dense_state(3, 8), line(8), 3
+    params, y0, comm, sweeps = dense_params(64, 8), dense_state(3, 8), mesh(8), 3
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
     solver = lp_jax.Picard(sweeps=sweeps)
     run = jax.jit(lambda params: lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1)
@@ -327,7 +322,7 @@ def test_memory_falls_with_the_number_of_devices():
     solver = lp_jax.MGRIT(coarsening=4, iterations=2)
     temporary, arguments = {}, {}
     for workers in (1, 8):
-        comm = line(workers)
+        comm = mesh(workers)
 
         def loss(params, comm=comm):
             return jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1 ** 2)
@@ -362,7 +357,7 @@ def test_parameters_and_what_the_optimizer_keeps_are_spread():
         none = jnp.int32(0)
         return jnp.mean(solution.y1**2), train.Info(none, solution.stats, solution.result)
 
-    comm = line(8)
+    comm = mesh(8)
     with jax.numpy_dtype_promotion("standard"):
         make = lambda rngs: nn.DenseResidual(width, rngs=rngs)  # noqa: E731
         trunk = nn.LayerParallel(make, layers, comm=comm, rngs=nnx.Rngs(0))

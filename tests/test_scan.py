@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
-from jax.sharding import AxisType
+from networks import mesh
 from problems import INJECT
 
 import lp_jax
@@ -151,10 +151,9 @@ def test_the_results_are_those_of_lax_scan(monkeypatch, name, n, reverse):
 def test_layers_over_devices():
     body, make = BODIES["counting"]
     operands = make(13)
-    mesh = jax.make_mesh((8,), ("layers",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
 
     def scan(*arguments):
-        return lp_jax.scan(*arguments, solver=lp_jax.MGRIT(iterations=4), comm=lp_jax.MeshComm(mesh))
+        return lp_jax.scan(*arguments, solver=lp_jax.MGRIT(iterations=4), comm=mesh(8))
 
     wanted = everything(jax.lax.scan, body, operands, 13, False)
     assert_same(everything(scan, body, operands, 13, False), wanted, 1e-13)
