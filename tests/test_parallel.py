@@ -286,7 +286,7 @@ class Model(nnx.Module):
         return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
 
 
-@pytest.mark.parametrize("solver", [SERIAL, EXACT, None])
+@pytest.mark.parametrize("solver", [EXACT, None])
 def test_nnx_unchanged(solver):
     """Batch statistics, a counter and dropout's streams reach the caller's modules, under ``nnx.jit``."""
     models = [Model(nnx.Rngs(0)) for _ in range(2)]
@@ -305,7 +305,7 @@ def test_nnx_unchanged(solver):
             np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", [SERIAL, EXACT, None, lp_jax.MGRIT(), lp_jax.Newton(iterations=N, batch_axes=1)])
+@pytest.mark.parametrize("solver", [EXACT, None, lp_jax.MGRIT(), lp_jax.Newton(iterations=N, batch_axes=1)])
 def test_symbolic_dimensions(solver):
     """A program exported once for all sizes of the batch."""
     (batch,) = jax.export.symbolic_shape("batch")
