@@ -18,8 +18,8 @@ Signature = tuple[tuple[tuple[int, ...], np.dtype], ...]
 """Shapes and dtypes of the leaves of a state."""
 
 
-def signature(u: State) -> Signature:
-    """Shapes and dtypes of a state, as a hashable value."""
+def signature(u: PyTree) -> Signature:
+    """Shapes and dtypes of a state, or of its shapes, as a hashable value."""
     return tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(u))
 
 
