@@ -45,7 +45,7 @@ from benchmarks.gpu_models import (
 )
 from benchmarks.harness import Contender, measure, relative_error, spread
 from benchmarks.manifest import cores
-from lp_jax import Newton, Picard, nn, planning
+from lp_jax import Newton, Picard, Secant, nn, planning
 
 SECONDS, EXACT = 600, "float32 in full"
 OF_CUDNN = 8192  # steps; it refuses 65,536 of 16 examples
@@ -108,7 +108,7 @@ def scans(name: str, layers: int) -> dict[str, Scan]:
         found["written out"] = functools.partial(lax.scan, unroll=True)
     if name == "gru":
         found["Newton, shared"] = functools.partial(lp_jax.scan, solver=Newton(jacobian="shared", rtol=1e-3))
-        found["sweeps, secant"] = functools.partial(lp_jax.scan, solver=Picard(sweeps=64, rtol=1e-3, secant=True))
+        found["sweeps, secant"] = functools.partial(lp_jax.scan, solver=Secant(sweeps=64, rtol=1e-3))
     return found
 
 

@@ -66,8 +66,8 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
     two: dict[str, Any] = {"coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=1)}
     more = {
         "Picard, 8 sweeps": lp_jax.Picard(sweeps=8),
-        "Picard, 8 windows, 4 sweeps": lp_jax.Picard(sweeps=4, windows=8),
-        "Picard, a window slides, to 1e-3": lp_jax.Picard(sweeps=4, windows=8, rtol=1e-3),
+        "Picard, 8 windows, 4 sweeps": lp_jax.Windowed(sweeps=4, windows=8),
+        "Picard, a window slides, to 1e-3": lp_jax.Windowed(sweeps=4, windows=8, rtol=1e-3),
         "MGRIT, m = 16": lp_jax.MGRIT(**two),
         "MGRIT, m = 16, all kept": lp_jax.MGRIT(**two, storage="all"),
     }
@@ -76,7 +76,7 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
     if network == "gru":
         more["Newton, 5 after 16 relaxations"] = lp_jax.Newton(iterations=5, relaxations=16, batch_axes=1)
         more["Newton, shared, 5/5"] = lp_jax.Newton(jacobian="shared", iterations=5)
-        more["Picard, secant, to 1e-3"] = lp_jax.Picard(sweeps=64, rtol=1e-3, secant=True)
+        more["Picard, secant, to 1e-3"] = lp_jax.Secant(sweeps=64, rtol=1e-3)
     loops = {"lax.scan": 1, "lax.scan, unroll=8": 8}
     if network == "mlp" and layers <= WRITTEN_OUT:
         loops["every layer written out"] = layers

@@ -49,7 +49,7 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
         "Picard 2, 2 levels, 1/1": _mgrit(1, 1, coarsening=8, coarse_step=two),
         "Picard 1, 3 levels, 2/1": _mgrit(2, 1, levels=3, coarsening=8, coarse_step=one),
         TO_A_TOLERANCE: SWEEPS,
-        "Picard, 8 windows, 3/2": (lp_jax.Picard(sweeps=3, windows=8), lp_jax.Picard(sweeps=2, windows=8)),
+        "Picard, 8 windows, 3/2": (lp_jax.Windowed(sweeps=3, windows=8), lp_jax.Windowed(sweeps=2, windows=8)),
     }
     if network == "voxels":
         thorough = {"coarsening": 4, "relaxation": "FCF", "coarse_step": injection}

@@ -40,12 +40,14 @@ from lp_jax._solvers._newton import Newton as Newton
 from lp_jax._solvers._newton import Shrink as Shrink
 from lp_jax._solvers._picard import Picard as Picard
 from lp_jax._solvers._rediscretize import Rediscretize as Rediscretize
+from lp_jax._solvers._secant import Secant as Secant
 from lp_jax._solvers._serial import Serial as Serial
 from lp_jax._solvers._solver import Needs as Needs
 from lp_jax._solvers._solver import Solver as Solver
 from lp_jax._solvers._solver import Start as Start
 from lp_jax._solvers._solver import Stats as Stats
 from lp_jax._solvers._spatial import spatial as spatial
+from lp_jax._solvers._windowed import Windowed as Windowed
 from lp_jax.planning import calibrate as calibrate
 from lp_jax.planning import plan as plan
 from lp_jax.planning._gradient_error import GradientErrors as GradientErrors

@@ -44,7 +44,7 @@ def solved(solver, layers=LAYERS):
 SOLVERS = {
     "Picard": lp_jax.Picard(sweeps=2),
     "Picard, states": lp_jax.Picard(sweeps=2, storage="states"),
-    "Picard, windows": lp_jax.Picard(sweeps=2, windows=2),
+    "Picard, windows": lp_jax.Windowed(sweeps=2, windows=2),
     "Newton": lp_jax.Newton(iterations=2, batch_axes=1),
     "Newton, shared": lp_jax.Newton(iterations=2, jacobian="shared"),
     "Newton, diagonal": lp_jax.Newton(iterations=2, batch_axes=1, jacobian="diagonal", storage="states"),

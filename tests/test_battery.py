@@ -46,7 +46,7 @@ SOLVERS = {
     "serial": lp_jax.Serial(),
     "serial-checkpointed": lp_jax.Serial(checkpoint_every=5),
     "picard": lp_jax.Picard(sweeps=N),
-    "picard-secant": lp_jax.Picard(sweeps=N, secant=True),
+    "picard-secant": lp_jax.Secant(sweeps=N),
     "picard-c-points": lp_jax.Picard(sweeps=N, storage="states"),
     "newton": lp_jax.Newton(iterations=N, atol=1e-15, batch_axes=0),
     # without an axis of examples the mean is the state itself; means are tested in test_shared_jacobian.py

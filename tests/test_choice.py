@@ -298,7 +298,7 @@ def test_a_loss_in_any_unit(pair, scale):
         lp_jax.Picard(sweeps=64, rtol=1e-6, fallback=True, at_once=4),
         lp_jax.MGRIT(iterations=4, rtol=1e-6, fallback=True),
         lp_jax.Newton(iterations=8, rtol=1e-6, fallback=True, batch_axes=1),
-        lp_jax.Picard(sweeps=8, windows=3, rtol=1e-6, fallback=True),
+        lp_jax.Windowed(sweeps=8, windows=3, rtol=1e-6, fallback=True),
     ],
     ids=["sweeps", "some at once", "cycles", "Newton", "windows"],
 )

@@ -117,7 +117,7 @@ PAIRS = {
     "--serial": (lp_jax.Serial(), lp_jax.Serial()),
     "--solver MGRIT": (lp_jax.MGRIT(), lp_jax.MGRIT()),
     "--solver Picard --solver.sweeps 3 --adjoint_iterations 2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
-    "--solver Picard --solver.windows 8 --adjoint_solver MGRIT": (lp_jax.Picard(windows=8), lp_jax.MGRIT()),
+    "--solver Windowed --solver.windows 8 --adjoint_solver MGRIT": (lp_jax.Windowed(windows=8), lp_jax.MGRIT()),
     "--adjoint_solver Serial": (_models.Dense.solvers[0], lp_jax.Serial()),
     f"{NEWTON} --solver.iterations 7": (
         lp_jax.Newton(iterations=7, batch_axes=1),

@@ -31,7 +31,7 @@ SOLVERS = {
     "serial": lp_jax.Serial(),
     "picard": lp_jax.Picard(sweeps=3),
     "picard, states only": lp_jax.Picard(sweeps=3, storage="states"),
-    "picard, windows": lp_jax.Picard(sweeps=3, windows=4),
+    "picard, windows": lp_jax.Windowed(sweeps=3, windows=4),
     "mgrit, 2 levels": lp_jax.MGRIT(),
     "mgrit, 3 levels": lp_jax.MGRIT(levels=3, coarsening=2),
     "mgrit, F-cycle": lp_jax.MGRIT(levels=3, coarsening=2, cycle="F", start="guess", coarse_step=INJECT),

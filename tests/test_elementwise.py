@@ -41,11 +41,8 @@ def drawn(cell, dtype=jnp.float64, steps=STEPS):
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    gates, diagonals = (
-        tuple(draw(steps, BATCH, UNITS) for _ in range(3)),
-        tuple(draw(1, UNITS) for _ in range(cell.diagonals)),
-    )
-    y0 = draw(BATCH, UNITS)
+    gates = tuple(draw(steps, BATCH, UNITS) for _ in range(3))
+    diagonals, y0 = tuple(draw(1, UNITS) for _ in range(cell.diagonals)), draw(BATCH, UNITS)
     return ((y0, draw(BATCH, UNITS)) if cell is nn.ParaLSTM else y0), gates, diagonals
 
 
@@ -66,12 +63,7 @@ def errors(a, b):
 
 
 @pytest.mark.parametrize(
-    "cell, dtype, count",
-    [
-        (nn.ParaGRU, jnp.float32, 1),
-        (nn.ParaGRU, jnp.bfloat16, 2),
-        (nn.ParaLSTM, jnp.float32, 2),
-    ],
+    "cell, dtype, count", [(nn.ParaGRU, jnp.float32, 1), (nn.ParaGRU, jnp.bfloat16, 2), (nn.ParaLSTM, jnp.float32, 2)]
 )
 def test_values_and_gradients_are_those_of_a_scan(cell, dtype, count, interpreted, monkeypatch):
     monkeypatch.setattr(_elementwise, "intervals", lambda steps, places: count)
@@ -149,12 +141,8 @@ def test_refusals():
     alone = lambda y, x: (jnp.tanh(y + x), None)  # noqa: E731
     with pytest.raises(ValueError, match=r"one device.*got 2 worker\(s\)"):
         solve(alone, jnp.ones(4), comm=mesh(2))
-    spread = jax.shard_map(
-        lambda y: solve(alone, y)[0],
-        mesh=jax.make_mesh((2,), ("a",)),
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec(),
-    )
+    everywhere = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+    spread = jax.shard_map(lambda y: solve(alone, y)[0], mesh=jax.make_mesh((2,), ("a",)), **everywhere)
     with pytest.raises(ValueError, match=r"outside of shard_map"):
         jax.jit(spread)(jnp.ones(4))
 
@@ -189,22 +177,15 @@ def test_where_the_default_takes_it():
         for device in (processor("cpu"), processor("gpu", "Tesla V100"), processor("gpu"), processor("tpu", "TPU v4")):
             assert chosen(device, cell) != SOLVER
     assert chosen(H200, steps=8) != SOLVER
-    with planning.assume(H200):  # no weights are shared
-        driven = lp_jax.Problem(
-            lambda y, layer: jnp.tanh(0.5 * y + layer.data), None, jnp.ones(8), data=jnp.ones((256, 8))
-        )
-        assert planning.default(driven).solver == SOLVER
     with jax.set_mesh(jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))):
         assert chosen(H200) != SOLVER
-    with planning.assume(H200):  # a step that combines numbers
-        mixing = lp_jax.Problem(
-            lambda y, layer: jnp.tanh(y @ layer.shared),
-            None,
-            jnp.ones((2, 4)),
-            shared=jnp.ones((4, 4)),
-            data=jnp.ones(512),
-        )
-        assert planning.default(mixing).solver != SOLVER
+    without_weights = lp_jax.Problem(
+        lambda y, x: jnp.tanh(0.5 * y + x.data), None, jnp.ones(8), data=jnp.ones((256, 8))
+    )
+    fields = {"shared": jnp.ones((4, 4)), "data": jnp.ones(512)}
+    mixing = lp_jax.Problem(lambda y, layer: jnp.tanh(y @ layer.shared), None, jnp.ones((2, 4)), **fields)
+    with planning.assume(H200):
+        assert planning.default(without_weights).solver == SOLVER != planning.default(mixing).solver
 
 
 def test_a_node_of_several_devices_is_none_of_one(monkeypatch):

@@ -31,6 +31,11 @@ gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
 MESHES = {"layers": ((4,), ("layers",)), "layers and examples": ((4, 2), ("layers", "data"))}
 
 
+def put(mesh, *spec):
+    """Put arrays on the devices of a mesh."""
+    return lambda x: jax.device_put(jnp.asarray(x), NamedSharding(mesh, PartitionSpec(*spec)))
+
+
 @pytest.mark.parametrize(
     ("name", "placed", "set_mesh"),
     [
@@ -45,26 +50,15 @@ def test_the_numbers_and_places_are_those_of_the_arguments(name, placed, set_mes
     params = jnp.asarray(RNG.normal(size=(16 if placed == "spread" else 13, 4, 4)))
     wanted = gradient(params, Y0, None)
     arguments = params, Y0
-    if placed != "anywhere":
-        specs = (PartitionSpec("layers"), PartitionSpec("data" if "data" in mesh.axis_names else None))
-        specs = specs if placed == "spread" else (PartitionSpec(),) * 2
-        arguments = tuple(
-            jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)
-        )
+    if placed == "everywhere":
+        arguments = tuple(map(put(mesh), arguments))
+    elif placed == "spread":
+        arguments = put(mesh, "layers")(params), put(mesh, "data" if "data" in mesh.axis_names else None)(Y0)
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
         got = gradient(*arguments, mesh)
         assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
         if placed == "spread":
             assert [jax.typeof(g).sharding.spec for g in got[1]] == [jax.typeof(x).sharding.spec for x in arguments]
-
-
-def test_outputs_have_a_place():
-    mesh = jax.make_mesh((4, 2), ("layers", "data"))
-    with jax.set_mesh(mesh):
-        y0 = jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("data")))
-        solution = lp_jax.solve(step, jnp.ones((8, 4, 4)), y0, comm=mesh, has_aux=True)
-    assert jax.typeof(solution.y1).sharding.spec == PartitionSpec("data", None)
-    assert jax.typeof(solution.aux["y"]).sharding.spec == PartitionSpec(None, "data", None)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -78,7 +72,7 @@ def test_a_batch_over_the_axis_of_the_layers_is_refused(jit):
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match=r"y0 and shared.*sharded over the axis 'layers'.*another axis"),
     ):
-        (jax.jit(solve) if jit else solve)(jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("layers"))))
+        (jax.jit(solve) if jit else solve)(put(mesh, "layers")(Y0))
 
 
 def test_what_a_step_closes_over_has_no_place_either():
@@ -91,29 +85,30 @@ def test_what_a_step_closes_over_has_no_place_either():
 
         return jnp.sum(lp_jax.solve(step, params, Y0, solver=SOLVER, comm=comm).y1 ** 2)
 
-    scale = jax.device_put(jnp.linspace(0.5, 1, 4), NamedSharding(mesh, PartitionSpec()))
-    got, wanted = (
-        jax.jit(jax.grad(closing), static_argnums=1)(x, comm)
-        for x, comm in ((scale, mesh), (jnp.linspace(0.5, 1, 4), None))
-    )
-    np.testing.assert_allclose(got, wanted, rtol=1e-13)
+    plain, gradient = jnp.linspace(0.5, 1, 4), jax.jit(jax.grad(closing), static_argnums=1)
+    scale = put(mesh)(plain)
+    np.testing.assert_allclose(gradient(scale, mesh), gradient(plain, None), rtol=1e-13)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"closes over float64\[4\].*shared="):
         closing(scale, mesh)
 
 
-def test_the_pullback_takes_arrays_of_an_explicit_mesh():
+def test_outputs_have_a_place_and_the_pullback_takes_arrays_that_have_one():
     mesh = jax.make_mesh((4, 2), ("layers", "data"))
-    params = jax.device_put(jnp.asarray(RNG.normal(size=(16, 4, 4))), NamedSharding(mesh, PartitionSpec("layers")))
-    y0 = jax.device_put(Y0, NamedSharding(mesh, PartitionSpec("data")))
+    params, y0 = put(mesh, "layers")(RNG.normal(size=(16, 4, 4))), put(mesh, "data")(Y0)
 
     def pulled(*arrays, comm):
         solution, pullback = lp_jax.solve_vjp(step, *arrays, comm=comm, has_aux=True)
-        return solution.y1, pullback(jnp.ones((8, 4)), {"y": jnp.ones((16, 8, 4)), "number": None})[0][:2]
+        gradients = pullback(jnp.ones((8, 4)), {"y": jnp.ones((16, 8, 4)), "number": None})[0]
+        return solution.y1, solution.aux["y"], *gradients[:2]
 
-    wanted = pulled(np.asarray(params), Y0, comm=None)
-    assert relative_error(jax.tree.leaves(pulled(params, y0, comm=mesh)), jax.tree.leaves(wanted)) < 1e-13
+    wanted, got = pulled(np.asarray(params), Y0, comm=None), pulled(params, y0, comm=mesh)
+    assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"solve_vjp does not work inside jax.set_mesh"):
         pulled(params, y0, comm=mesh)
+    with jax.set_mesh(mesh):
+        solution = lp_jax.solve(step, params, y0, comm=mesh, has_aux=True)
+    assert jax.typeof(solution.y1).sharding.spec == PartitionSpec("data", None)
+    assert jax.typeof(solution.aux["y"]).sharding.spec == PartitionSpec(None, "data", None)
 
 
 def test_a_scan_of_a_batch_over_devices_without_a_comm():
@@ -131,7 +126,6 @@ def test_a_scan_of_a_batch_over_devices_without_a_comm():
     gradient = jax.jit(jax.value_and_grad(scanned, argnums=(0, 1, 2)))
     wanted = gradient(*arrays)
     with jax.set_mesh(mesh):
-        specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
-        got = gradient(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)))
+        got = gradient(*map(put(mesh), arrays[:2]), put(mesh, "data")(arrays[2]))
     assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
     assert jax.typeof(got[1][2]).sharding.spec == PartitionSpec("data", None)

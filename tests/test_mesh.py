@@ -51,8 +51,8 @@ SOLVERS = {
     "Picard": lp_jax.Picard(sweeps=3),
     "falls back": lp_jax.Picard(sweeps=2, rtol=1e-12, fallback=True),
     "cycles fall back": lp_jax.MGRIT(coarsening=2, iterations=2, rtol=1e-12, fallback=True),  # by Picard's coarse steps
-    "windows": lp_jax.Picard(sweeps=3, windows=3),
-    "secant": lp_jax.Picard(sweeps=4, secant=True),
+    "windows": lp_jax.Windowed(sweeps=3, windows=3),
+    "secant": lp_jax.Secant(sweeps=4),
     "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
     "Newton, shared": lp_jax.Newton(jacobian="shared", iterations=3, batch_axes=0),
     "serial": lp_jax.Serial(),

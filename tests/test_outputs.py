@@ -12,7 +12,7 @@ from networks import mesh
 from problems import INJECT, relative_error
 
 import lp_jax
-from lp_jax import MGRIT, Newton, Picard, Serial
+from lp_jax import MGRIT, Newton, Picard, Serial, Windowed
 
 N, WIDTH, BATCH = 13, 4, 3
 RNG = np.random.default_rng(0)
@@ -71,7 +71,7 @@ EXACT = {
     "checkpoints": Serial(checkpoint_every=4),
     "sweeps": Picard(sweeps=N),
     "sweeps, states kept": Picard(sweeps=N, storage="states"),
-    "windows": Picard(sweeps=N, windows=3),
+    "windows": Windowed(sweeps=N, windows=3),
     "Newton": Newton(iterations=8, batch_axes=1),
     "Newton, shared": Newton(jacobian="shared", iterations=16),
     "Newton, states kept": Newton(iterations=8, batch_axes=1, storage="states"),

@@ -364,9 +364,10 @@ def test_the_fastest_that_is_exact_enough_is_chosen():
 
 def test_secant_sweeps_are_probed_where_plain_sweeps_are_not_exact_enough():
     for plain, wanted in ((0.5, True), (1e-3, False)):
-        probe, asked = told(lambda solver, plain=plain: 1e-3 if getattr(solver, "secant", False) else plain)
+        probe, asked = told(lambda solver, plain=plain: 1e-3 if isinstance(solver, lp_jax.Secant) else plain)
         found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
-        assert any(getattr(solver, "secant", False) for solver in asked) == wanted == found.solver.secant
+        secant = [isinstance(solver, lp_jax.Secant) for solver in (*asked, found.solver)]
+        assert any(secant) == secant[-1] == wanted
 
 
 def test_what_diverges_is_never_chosen():

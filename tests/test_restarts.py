@@ -12,7 +12,7 @@ from networks import F64, mesh, normal
 from problems import INJECT, dense_params, dense_state, dense_step
 
 import lp_jax
-from lp_jax import MGRIT, Newton, Picard, Serial, nn
+from lp_jax import MGRIT, Newton, Picard, Serial, Windowed, nn
 
 LAYERS = 30  # no factor below divides them
 PARAMS, Y0 = dense_params(LAYERS, 4), dense_state(3, 4)
@@ -142,7 +142,7 @@ def test_a_scan_and_modules_take_guesses():
     [
         (MGRIT(coarsening=4), (30, 3, 4), "adjoint_guess.*float64.8,3,4.*float64.30,3,4"),
         (Picard(), (30, 2, 4), "adjoint_guess.*float64.30,3,4.*float64.30,2,4"),
-        (Picard(windows=2), (30, 3, 4), "guess.*windows=2"),
+        (Windowed(windows=2), (30, 3, 4), "guess.*windows=2"),
     ],
 )
 def test_guesses_that_do_not_fit_are_refused(solver, guess, words):

@@ -40,8 +40,8 @@ CYCLES = [
 SOLVERS = [
     SERIAL,
     lp_jax.Picard(sweeps=3),
-    lp_jax.Picard(sweeps=3, windows=4),
-    lp_jax.Picard(sweeps=3, windows=5, storage="states"),
+    lp_jax.Windowed(sweeps=3, windows=4),
+    lp_jax.Windowed(sweeps=3, windows=5, storage="states"),
     lp_jax.Picard(sweeps=3, storage="states"),
     *(lp_jax.MGRIT(**dict(zip(FIELDS, row, strict=True))) for row in CYCLES),
 ]

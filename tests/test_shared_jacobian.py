@@ -143,16 +143,9 @@ def test_a_jacobian_that_overflows_is_left_out():
     np.testing.assert_allclose(got, lp_jax.solve(body, params, y0, solver=lp_jax.Serial()).y1, rtol=1e-14)
 
 
-def test_examples_must_not_meet():
-    def body(y, layer):
-        return y - layer.dt * jnp.mean(y, axis=0, keepdims=True)
-
-    with pytest.raises(ValueError, match=r"combines entries along the first axes"):
-        lp_jax.solve(body, jnp.ones(6), jnp.ones((3, 2)), solver=shared(2))
+def test_leaves_must_agree_in_their_examples():
     with pytest.raises(ValueError, match=r"batch_axes=1\) needs leaves that agree in their first 1 axes"):
         lp_jax.solve(lambda y, layer: y, jnp.ones(6), (jnp.ones(()), jnp.ones((3, 2))), solver=shared(2))
-    with pytest.raises(ValueError, match="say batch_axes=0"):
-        lp_jax.solve(lambda y, layer: y @ layer.params, jnp.ones((6, 3, 3)), jnp.ones(3), solver=shared(2))
 
 
 # --- the Jacobian of another step ------------------------------------------------------------------------------------
@@ -168,10 +161,8 @@ def gradient_of(body, solver, *, has_aux=False):
             return (y, y) if has_aux else y
 
         def other(y, layer):
-            y = (
-                scale * jnp.tanh(jax.lax.stop_gradient(y @ layer.shared[0]) + layer.data + layer.shared[1][None])
-                + 0.1 * y
-            )
+            fixed = jax.lax.stop_gradient(y @ layer.shared[0])
+            y = scale * jnp.tanh(fixed + layer.data + layer.shared[1][None]) + 0.1 * y
             return (y, y) if has_aux else y
 
         both = dataclasses.replace(solver, jacobian_of=other) if getattr(solver, "jacobian_of", None) else solver
@@ -199,19 +190,19 @@ def both_trajectories(solver):
     return solution.trajectory, pullback(y0)[0].adjoint_trajectory
 
 
-@pytest.mark.parametrize("jacobian", ["diagonal", "shared"])
-def test_iterates_are_those_of_that_jacobian(jacobian):
+@pytest.mark.parametrize(
+    ("jacobian", "other", "same"),
+    [
+        ("diagonal", step, lp_jax.Newton(iterations=3, batch_axes=1, jacobian="diagonal")),
+        ("diagonal", lambda y, layer: y, lp_jax.Picard(sweeps=3)),
+        ("shared", step, shared(3)),
+    ],
+)
+def test_iterates_are_those_of_that_jacobian(jacobian, other, same):
     """Of the step itself they are the usual ones; of one that changes nothing, those of sweeps."""
-
-    def newton(**more):
-        return lp_jax.Newton(iterations=3, batch_axes=1, jacobian=jacobian, **more)
-
-    pairs = [(newton(jacobian_of=step), newton())]
-    if jacobian == "diagonal":
-        pairs.append((newton(jacobian_of=lambda y, layer: y), lp_jax.Picard(sweeps=3)))
-    for solver, same in pairs:
-        for got, wanted in zip(both_trajectories(solver), both_trajectories(same), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)
+    solver = lp_jax.Newton(iterations=3, batch_axes=1, jacobian=jacobian, jacobian_of=other)
+    for got, wanted in zip(both_trajectories(solver), both_trajectories(same), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)
 
 
 def test_another_body_of_a_scan():
@@ -237,17 +228,10 @@ def test_another_body_of_a_scan():
 
 
 def test_another_step_that_is_none_is_refused():
+    y0 = jnp.ones((BATCH, WIDTH))
     with pytest.raises(TypeError, match="step must return a state of the same shapes"):
-        lp_jax.solve(step, None, jnp.ones((BATCH, WIDTH)), shared=weights(), data=inputs(), solver=lp_jax.Newton(
-            batch_axes=1, jacobian_of=lambda y, layer: y[0]
-        ))  # fmt: skip
-    problem = lp_jax.scanned(
-        lambda h, x: (0.5 * jnp.tanh(h + x), None), jnp.zeros((BATCH, WIDTH)), jnp.ones((N, BATCH, WIDTH))
-    )
-    body = lp_jax.Newton(batch_axes=1, jacobian_of=lambda h, x: (h + x, None))
+        other = lp_jax.Newton(batch_axes=1, jacobian_of=lambda y, layer: y[0])
+        lp_jax.solve(step, None, y0, shared=weights(), data=inputs(), solver=other)
+    problem = lp_jax.scanned(lambda h, x: (0.5 * jnp.tanh(h + x), None), y0, jnp.asarray(inputs()))
     with pytest.raises(TypeError, match=r"a scan's body belongs to lp_jax\.scan"):
-        problem.solve(solver=body)
-    with pytest.raises(TypeError, match="jacobian_of must be a function of the form of the step; got 'full'"):
-        lp_jax.Newton(jacobian_of="full")
-    with pytest.raises(ValueError, match="Leave jacobian_of out"):
-        lp_jax.Newton(jacobian="identity", jacobian_of=step)
+        problem.solve(solver=lp_jax.Newton(batch_axes=1, jacobian_of=lambda h, x: (h + x, None)))

@@ -378,7 +378,7 @@ def test_picard_in_windows(n, adjoint, sweeps):
     entries = np.concatenate([[1.0], states[:-1]])
     wanted = 1.0 + np.sum(h * chain * entries)
 
-    solver = lp_jax.Picard(sweeps=sweeps, windows=windows)
+    solver = lp_jax.Windowed(sweeps=sweeps, windows=windows)
     arguments = jnp.asarray(a), jnp.ones(())
     if adjoint:
         exact = lp_jax.Serial()
@@ -394,7 +394,7 @@ def test_picard_in_windows(n, adjoint, sweeps):
 @pytest.mark.parametrize("storage", ["states", "all"])
 def test_enough_sweeps_in_windows_are_exact(storage):
     """A window of k layers is exact after k sweeps; the last one goes over all of them."""
-    solver = lp_jax.Picard(sweeps=9, windows=4, storage=storage)
+    solver = lp_jax.Windowed(sweeps=9, windows=4, storage=storage)
     assert_serial(dense_step, dense_params(30, 4, scale=3.0), dense_state(2, 4), squared, solver, t1=4.0)
 
 

@@ -11,7 +11,7 @@ from jax import export
 from problems import relative_error
 
 import lp_jax
-from lp_jax import MGRIT, Newton, Picard, Serial
+from lp_jax import MGRIT, Newton, Picard, Serial, Windowed
 
 RNG = np.random.default_rng(0)
 PARAMS, DIRECTION = jnp.asarray(RNG.normal(size=(2, 8, 3, 3)))
@@ -182,7 +182,7 @@ def test_second_derivatives_over_a_mesh(name):
 CHECKED = [
     Serial(),
     Serial(checkpoint_every=3),
-    Picard(sweeps=3, windows=2, rtol=1e-2),
+    Windowed(sweeps=3, windows=2, rtol=1e-2),
     Newton(batch_axes=0),
     MGRIT(storage="all", at_once=math.inf),
     MGRIT(coarsening=2, coarse_step=lp_jax.Rediscretize(), iterations=9, rtol=1e-3),

@@ -203,7 +203,7 @@ SOLVERS = {
     "factors per level": (lp_jax.MGRIT(levels=3, coarsening=(8, 2), iterations=3), 100),
     "serial": (lp_jax.Serial(), 64),
     "Picard": (lp_jax.Picard(sweeps=3), 200),
-    "windows": (lp_jax.Picard(sweeps=3, windows=4), 200),
+    "windows": (lp_jax.Windowed(sweeps=3, windows=4), 200),
     "Newton": (lp_jax.Newton(jacobian="diagonal", batch_axes=1), 200),
     "too short to coarsen": (lp_jax.MGRIT(), 2),
 }
@@ -270,10 +270,10 @@ def test_skipped_down_cycle_starts_on_the_coarsest_level():
 
 def test_batches_of_a_solve_on_one_device():
     """Windows one after the other, then all layers; a layer at a time serially."""
-    windows = batches(lp_jax.Picard(sweeps=3, windows=4), 64)
+    windows = batches(lp_jax.Windowed(sweeps=3, windows=4), 64)
     assert [(b.first, b.layers) for b in windows] == [(16 * w, 16) for w in range(4) for _ in (1, 2)] + 2 * [(0, 64)]
     assert [(b.first, b.layers) for b in batches(lp_jax.Serial(), 5)] == [(n, 1) for n in range(5)]
-    figure = viz.hierarchy(lp_jax.Picard(sweeps=3, windows=4), 64)
+    figure = viz.hierarchy(lp_jax.Windowed(sweeps=3, windows=4), 64)
     (ax,) = figure.axes
     spans = sorted(tuple(p.get_extents().intervalx) for c in ax.collections for p in c.get_paths())
     assert spans == sorted((float(b.first), float(b.first + b.layers)) for b in windows)
@@ -311,7 +311,7 @@ def test_serial_propagation_goes_from_worker_to_worker():
 def test_a_timeline_is_as_long_as_what_is_counted(workers, at_once):
     """The events hold each batch that is counted, and blocks of a worker follow each other without overlap."""
     others = [lp_jax.MGRIT(levels=3, relaxation="FCF"), lp_jax.MGRIT(coarsest=lp_jax.Picard(sweeps=2)), Relaxation()]
-    windows = lp_jax.Picard(sweeps=2, windows=4, storage="states")
+    windows = lp_jax.Windowed(sweeps=2, windows=4, storage="states")
     for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), windows, lp_jax.Newton(relaxations=3), *others):
         pair = solver, solver.for_adjoint()
         for line, adjoint in zip(lines_of(*pair, workers, at_once), (False, True), strict=True):
@@ -333,7 +333,7 @@ SCHEDULES = {
     "intervals": (lp_jax.MGRIT(iterations=2, **IDENTITY), 64, 4),
     "fewer intervals than workers": (lp_jax.MGRIT(levels=3), 64, 8),
     "coarse levels": (lp_jax.MGRIT(levels=3, coarse_step=INJECT), 256, 8),
-    "windows": (lp_jax.Picard(sweeps=3, windows=4), 64, 4),
+    "windows": (lp_jax.Windowed(sweeps=3, windows=4), 64, 4),
     "Newton": (lp_jax.Newton(iterations=2), 64, 4),
     "alone": (lp_jax.Serial(), 64, 1),
     "many": (lp_jax.Picard(sweeps=3), 1000, 40),

@@ -15,29 +15,13 @@ Linear = Callable[[State], State]
 Property = bool | tuple[int, ...] | str | None
 """Property of an array in a program: axes of examples, `COUPLED` or `UNKNOWN`; or whether it is computed in place."""
 
-_ONE_BY_ONE = {
-    "mul",
-    "div",
-    "neg",
-    "add",
-    "sub",
-    "add_any",
-    "convert_element_type",
-    "select_n",
-    "copy",
-    "reduce_precision",
-}
+_ONE_BY_ONE = "mul div neg add sub add_any convert_element_type select_n copy reduce_precision".split()  # noqa: SIM905
 
 
 def acts_in_place(linear: Linear, state: State) -> bool:
     """Whether a linear function combines only numbers at equal positions. False where its program does not show it."""
     program = jax.make_jaxpr(linear)(state).jaxpr
     return all(_follow(program, [True] * len(program.invars), _in_place))
-
-
-def couples_examples(linear: Linear, state: State, axes: int) -> bool:
-    """Whether a linear function combines numbers along the first axes of the leaves. False where that is not known."""
-    return COUPLED in example_axes(linear, (), state, axes)
 
 
 def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> bool:
@@ -137,12 +121,9 @@ def _examples(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
         return _of_product(equation, inputs, axes)
     x, out = array_type(equation.invars[0]).shape, array_type(equation.outvars[0]).shape
     if name == "reduce_sum":
-        summed = [i for i in params["axes"] if x[i] > 1]
-        return (
-            COUPLED
-            if set(summed) & set(axes)
-            else _reorder(axes, [i for i in range(len(x)) if i not in params["axes"]])
-        )
+        if any(i in axes and x[i] > 1 for i in params["axes"]):
+            return COUPLED
+        return _reorder(axes, [i for i in range(len(x)) if i not in params["axes"]])
     if name == "transpose":
         return _reorder(axes, params["permutation"])
     if name == "broadcast_in_dim":

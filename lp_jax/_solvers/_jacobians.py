@@ -14,14 +14,22 @@ from jax.typing import DTypeLike
 from lp_jax._arrays import _tree
 from lp_jax._arrays._products import inside
 from lp_jax._arrays._types import PyTree, State
-from lp_jax._solvers._coupling import UNKNOWN, acts_in_place, couples_examples, example_axes
+from lp_jax._solvers._coupling import COUPLED, UNKNOWN, acts_in_place, example_axes
 
 StateStep = Callable[[State], State]
 Step = Callable[[State, PyTree], State]
 
 
 class Jacobians(abc.ABC):
-    """A kind of Jacobian of steps ``state -> state``, for states of given shapes."""
+    """A kind of Jacobian of steps ``state -> state``, for states of given shapes.
+
+    Attributes:
+        axes: axes of the rows and of the columns.
+        group: number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic.
+    """
+
+    axes = -2, -1
+    group = 8
 
     @abc.abstractmethod
     def join(self, state: State) -> jax.Array:
@@ -32,8 +40,15 @@ class Jacobians(abc.ABC):
         """Undo `join`."""
 
     @abc.abstractmethod
-    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        """Apply ``change(jacobian, is_matrix)``, a `Damping`, to a Jacobian."""
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """Return the state after the step, and the step's Jacobian; of an adjoint step by its transpose (``transposed``).
+
+        Its first products are then with unit vectors, the same for all layers that share weights.
+        """
+
+    def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
+        """The operands of all layers, ``(N, ...)``, at which Jacobians are computed."""
+        return xs
 
     @abc.abstractmethod
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
@@ -43,16 +58,19 @@ class Jacobians(abc.ABC):
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         """The Jacobian of two steps in sequence, ``second @ first``."""
 
-    @abc.abstractmethod
+    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+        """Apply ``change(jacobian, is_matrix)``, a `Damping`, to a Jacobian."""
+        return jnp.moveaxis(change(jnp.moveaxis(jacobian, self.axes, (-2, -1)), True), (-2, -1), self.axes)
+
     def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         """The Jacobian of the identity."""
+        size = shape[self.axes[0]]
+        others = [i for i in range(len(shape)) if i not in (axis % len(shape) for axis in self.axes)]
+        return jnp.broadcast_to(jnp.expand_dims(jnp.eye(size, dtype=dtype), others), shape)
 
-    @abc.abstractmethod
     def flops(self, shape: Sequence[int]) -> float:
         """Flops of `compose`, for Jacobians of one layer of a shape."""
-
-    group = 8
-    """Number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic."""
+        return 2.0 * math.prod(shape) * shape[self.axes[0]]
 
 
 class Whole(Jacobians):
@@ -81,54 +99,27 @@ class Whole(Jacobians):
         self, step: StateStep, u: State, *, transposed: bool
     ) -> tuple[State, Callable[[jax.Array], jax.Array], int]:
         """Return the state after the step, and the map from a unit vector to a column (-1) or a row (-2) of the Jacobian."""
-
-        def of_vector(v: jax.Array) -> tuple[jax.Array, State]:
-            u_next = step(self.part(v))
-            return self.join(u_next), u_next
-
         v = self.join(u)
-        if transposed or _only_backward(step, u):
-            _, pull, u_next = jax.vjp(of_vector, v, has_aux=True)
-            derivative, axis = (lambda unit: pull(unit)[0]), -2
-        else:
-            if self._axes and all(len(shape) == self._axes for shape in self._shapes):
-                _refuse_units(step, u, self._shapes, self._axes)
-            _, derivative, u_next = jax.linearize(of_vector, v, has_aux=True)
-            axis = -1
-        self._refuse_coupled(derivative, v)
-        return u_next, derivative, axis
-
-    def _refuse_coupled(self, linear: Callable[[jax.Array], jax.Array], v: jax.Array) -> None:
-        if self._axes and couples_examples(linear, v, self._axes):
+        transposed = transposed or _only_backward(step, u)
+        v_next, derivative = _linearise(lambda v: self.join(step(self.part(v))), v, transposed=transposed)
+        if self._axes and COUPLED in example_axes(derivative, (), v, self._axes):
             raise ValueError(
                 f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step combines entries along the "
                 f"first axes of a state with leaves of shapes {self._shapes}, as a normalisation over the batch does. Say "
-                "batch_axes=0, for one Jacobian of the whole state, or take another solver."
+                "batch_axes=0, for one Jacobian of the whole state, or take another solver. Inside jax.vmap a state has no "
+                "axis of examples."
             )
-
-    def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
-
-    def flops(self, shape: Sequence[int]) -> float:
-        return 2.0 * math.prod(shape) * shape[-1]
+        return self.part(v_next), derivative, -2 if transposed else -1
 
 
 class Full(Whole):
     """Full Jacobians ``(*batch, d, d)``, one for each example, by d evaluations of the step's derivative."""
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        """Return the state after the step, and the step's Jacobian.
-
-        ``transposed``: the step is an adjoint one. Whole Jacobians are then computed by its transpose, the derivative of the
-        network's own step: its first products are with unit vectors, the same for all layers that share weights.
-        """
         v = self.join(u)
         units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
         return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
-
-    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        return change(jacobian, True)
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return jnp.einsum("...ij,...j->...i", matrix, vector, precision=lax.Precision.HIGHEST)
@@ -144,6 +135,7 @@ class Shared(Whole):
     mean and takes a unit vector of its own, so that each evaluation gives as many columns as there are examples.
     """
 
+    axes = -1, -2
     group = 2
 
     def __init__(self, state: State, batch_axes: int, *, single: bool) -> None:
@@ -151,27 +143,23 @@ class Shared(Whole):
         self._mean = functools.partial(mean_example, axes=self._axes, single=single)
 
     def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
-        """The operands of all layers, ``(N, ...)``, with the mean over examples where each example has its own."""
+        """With the mean over examples where each example has its own."""
         x = _tree.entry_like(xs)
         jax.eval_shape(lambda u, x: self.derivative(lambda u: step(u, x), u, transposed=False)[0], u, x)  # refuses
         own = own_operands(step, u, x, self._shapes[0][: self._axes])
         return jax.tree.map(lambda x, own: jax.vmap(self._mean)(x) if own else x, xs, own)
 
-    def at_mean(self, step: StateStep, u: State) -> jax.Array:
-        """The Jacobian of a step that has the mean operands, at the mean of the states."""
+    def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        """At the mean of the states, of a step that has the mean operands."""
         state = jax.tree.map(self._mean, u)
         one = Full(state, self._axes)
-        _, derivative, axis = one.derivative(step, state, transposed=False)
+        u_next, derivative, axis = one.derivative(step, state, transposed=transposed)
         center = one.join(state)
         batch, size = center.shape[:-1], center.shape[-1]
         turns = -(-size // math.prod(batch))
         units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(turns, *batch, size)
         rows = jax.vmap(derivative)(_tree.varying(units, center)).reshape(-1, size)[:size]
-        transpose = rows.T if axis == -2 else rows
-        return jnp.where(jnp.isfinite(transpose), transpose, 0)
-
-    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        return change(jacobian.T, True).T
+        return u_next, rows.T if axis == -2 else rows
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return jnp.matmul(vector, matrix, precision=lax.Precision.HIGHEST)
@@ -214,6 +202,8 @@ class Blocks(Jacobians):
     equal positions; otherwise one for each number of an example's state.
     """
 
+    axes = 0, 1
+
     def __init__(self, state: State, batch_axes: int | None) -> None:
         leaves, self._structure = jax.tree.flatten(state)
         self._like = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
@@ -239,9 +229,8 @@ class Blocks(Jacobians):
         return jax.tree.unflatten(self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)])
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        """As `Full.linearise`."""
         transposed = transposed or _only_backward(step, u)
-        u_next, derivative = _transpose(step, u) if transposed else jax.linearize(step, u)
+        u_next, derivative = _linearise(step, u, transposed=transposed)
         joined = self.join(u)
         leaves, across = range(len(joined)), 0 if transposed else 1
 
@@ -265,9 +254,7 @@ class Blocks(Jacobians):
         return u_next, jnp.moveaxis(blocks, 0, -1).reshape(len(joined), *joined.shape)
 
     def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
-        if len(jacobian) == 1:
-            return change(jacobian, False)
-        return jnp.moveaxis(change(jnp.moveaxis(jacobian, (0, 1), (-2, -1)), True), (-2, -1), (0, 1))
+        return change(jacobian, False) if len(jacobian) == 1 else super().damp(jacobian, change)
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, (matrix[:, j] * vector[j][None] for j in range(len(vector))))
@@ -275,17 +262,13 @@ class Blocks(Jacobians):
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, (second[:, j, None] * first[j][None] for j in range(len(first))))
 
-    def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        eye = jnp.eye(shape[0], dtype=dtype)
-        return jnp.broadcast_to(eye.reshape(*eye.shape, *(1,) * (len(shape) - 2)), shape)
 
-    def flops(self, shape: Sequence[int]) -> float:
-        return 2.0 * math.prod(shape) * shape[0]
-
-
-def _transpose(step: StateStep, u: State) -> tuple[State, StateStep]:
-    u_next, pull = jax.vjp(step, u)
-    return u_next, lambda cotangent: pull(cotangent)[0]
+def _linearise(function: StateStep, u: State, *, transposed: bool) -> tuple[State, StateStep]:
+    """The function's value, and its derivative or the transpose of that."""
+    if not transposed:
+        return jax.linearize(function, u)
+    value, pull = jax.vjp(function, u)
+    return value, lambda cotangent: pull(cotangent)[0]
 
 
 def _only_backward(step: StateStep, u: State) -> bool:
@@ -316,13 +299,3 @@ def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
     if len(batches) > 1 or any(len(shape) < axes for shape in shapes):
         raise ValueError(f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got {shapes}.")
     return axes
-
-
-def _refuse_units(step: StateStep, u: State, shapes: list[tuple[int, ...]], axes: int) -> None:
-    """Refuse a state that is all examples, one number each, where the step's program combines them."""
-    if not acts_in_place(jax.linearize(step, u)[1], u):
-        raise ValueError(
-            f"Newton(batch_axes={axes}) takes a state with leaves of shapes {shapes} for examples of one number each, and the "
-            "step combines numbers at different places. If these are units, say batch_axes=0: inside jax.vmap a state has no "
-            "axis of examples."
-        )

@@ -23,9 +23,7 @@ _BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div
     log log1p logistic lt max min mul ne neg not one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan
     tanh xor""".split()  # noqa: SIM905
 _BLOCK, _UNROLL = 32, 8  # numbers of a block, one for each thread; steps whose operands are loaded together
-_MOST = (
-    1024  # operations of the steps whose operands are loaded together: programs that are longer take long to compile
-)
+_MOST = 1024  # operations of the steps whose operands are loaded together: longer programs take long to compile
 INTERPRET = False  # run it on any device, for tests
 
 

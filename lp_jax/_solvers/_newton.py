@@ -12,7 +12,7 @@ from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Stacked, State
+from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._sweep import each, sweep
@@ -98,7 +98,7 @@ class Iterate(NamedTuple):
 
     Attributes:
         states: the states.
-        operands: operands at which a shared Jacobian is computed.
+        operands: operands of the layers, at which Jacobians are computed that are not those of the evaluated steps.
         jacobians: Jacobians of an adjoint system.
     """
 
@@ -131,10 +131,9 @@ class Newton(Solver):
             take k evaluations with "diagonal", and converge as with "full"; other layers take as many as with "full", for
             less memory and smaller products.
         iterations: number of iterations; with a tolerance their maximum. N iterations are exact for N layers.
-        relaxations: number of sweeps before the first iteration. In a sweep every layer takes the current state that enters it:
-            one evaluation of all layers, where an iteration takes many. Sweeps forget the guess as fast as the network
-            forgets its initial state: a trained recurrent network gets near its states in some 16 sweeps, where iterations
-            from the constant guess may diverge. Layers near the identity forget nothing: take 0.
+        relaxations: number of Jacobi sweeps before the first iteration, each one evaluation of all layers. They forget the guess
+            as fast as the network forgets its initial state: a trained recurrent network gets near its states in some 16,
+            where iterations from the constant guess may diverge. Layers near the identity forget nothing: take 0.
         rtol: stop when the residual norm is at most this times the first one.
         atol: stop when the residual norm is at most this.
         fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
@@ -146,10 +145,8 @@ class Newton(Solver):
         jacobian_of: another step, or body of a `scan`, of the same form, whose Jacobian replaces that of the step. It may be
             cheaper to differentiate, with a ``stop_gradient`` on a part that matters little. It changes the speed of
             convergence, not the result. The adjoint then takes several iterations, too. None is the step itself.
-        storage: arrays that the forward solve keeps for the adjoint: "all" (those that a scan's gradient keeps; no layer is
-            evaluated again), or "states" (only these; each layer is linearised again in every iteration).
-        at_once: number of independent layers that a worker evaluates at once, `math.inf` for all, or "auto": by the memory of
-            a layer. Numbers change by rounding only.
+        storage: arrays that the forward solve keeps for the adjoint, "all" or "states", as in `Picard`.
+        at_once: number of independent layers that a worker evaluates at once, or "auto", as in `Picard`.
 
     Raises:
         TypeError: for a ``jacobian_of`` that is not a function.
@@ -219,9 +216,9 @@ class Newton(Solver):
         if guess is None and level.reverse and shared:  # for cotangents that fade away
             guess = _tree.zeros_like(_tree.repeat(level.y0, level.intervals))
         u = Iterate(self._relax(level, constant(level, guess)))
-        if shared:
+        if self._separate:
             operands = level.xs[0] if level.reverse else level.xs
-            u = u._replace(operands=self._shared(level).operands(_forward(level), level.y0, operands))
+            u = u._replace(operands=self._kind(level).operands(_forward(level), level.y0, operands))
         if level.reverse and self.iterations > 1 and self.jacobian != "identity":
             u = Iterate(u.states, jacobians=self._linearise(level, u)[1])
         return Start(u, recovers=True)
@@ -252,14 +249,14 @@ class Newton(Solver):
         if jacobians is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
         else:
-            kind = self._shared(level) if self.jacobian == "shared" else self._own(level)
+            kind = self._kind(level)
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
             change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
         new = _tree.add(old, change)
         set_back = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
-        squares = sum_of_squares(level, residuals)
-        squares = jnp.where(set_back, jnp.inf, squares)  # what was set back is no solution
-        new = jax.tree.map(_finite_or_old, new, old)
+        squares = jnp.where(set_back, jnp.inf, sum_of_squares(level, residuals))  # what was set back is no solution
+        # numbers that overflowed would never become finite, and the first k states would not be exact
+        new = jax.tree.map(lambda x, before: jnp.where(jnp.isfinite(x), x, before), new, old)
         return u._replace(states=new), squares
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
@@ -271,56 +268,39 @@ class Newton(Solver):
             return 0
         return 1 if self.batch_axes is None else self.batch_axes
 
-    def _own(self, level: Level) -> Full | Blocks:
+    def _kind(self, level: Level) -> Full | Blocks | Shared:
+        if self.jacobian == "shared":
+            return Shared(level.y0, self._averaged_axes, single=level.single_example)
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
 
-    def _shared(self, level: Level) -> Shared:
-        return Shared(level.y0, self._averaged_axes, single=level.single_example)
+    @property
+    def _separate(self) -> bool:
+        """Whether Jacobians are not those of the evaluations that give the states."""
+        return self.jacobian == "shared" or self.jacobian_of is not None
 
     def _linearise(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
         """The state after each layer, and the layers' Jacobians."""
-        entering = level.incoming(u.states)
-        if self.jacobian == "shared":
-            return sweep(level, entering)[0], self._at_mean(level, entering, u.operands)
-        kind = self._own(level)
+        entering, kind, step = level.incoming(u.states), self._kind(level), _forward(level)
 
-        def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
-            if self.jacobian_of is None:
-                u_next, jacobian = kind.linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
-            else:
-                u_next = level.step(u, x, shared)
-                jacobian = kind.linearise(lambda v: other(v, x, shared), u, transposed=level.reverse)[1]
-            if not level.reverse:  # an infinite derivative would spoil the states of all later layers
+        def linearise(step: Callable[[State], State], u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+            u_next, jacobian = kind.linearise(step, u, transposed=transposed)
+            if not transposed:  # an infinite derivative would spoil the states of all later layers
                 jacobian = jnp.where(jnp.isfinite(jacobian), jacobian, 0)
+                jacobian = jnp.swapaxes(jacobian, *kind.axes) if level.reverse else jacobian
             return u_next, jacobian if self.damping is None else kind.damp(jacobian, self.damping)
 
-        origin = level.origin or level.step
+        def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
+            return linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
 
-        def other(u: State, x: PyTree, shared: PyTree) -> State:
-            if not level.reverse:
-                return origin(u, x, shared)
-            operand, state = x[:2]
-            pulled: State = jax.vjp(lambda state: origin(state, operand, shared), state)[1](u)[0]
-            return pulled
+        def of_layer(u: State, x: PyTree) -> jax.Array:
+            return linearise(lambda v: step(v, x), u, transposed=False)[1]
 
-        return sweep(level, entering, advance=advance)
-
-    def _at_mean(self, level: Level, entering: Stacked, operands: PyTree) -> jax.Array:
-        """One Jacobian for all examples. An adjoint takes those of its layers, at the states of their linearisation."""
-        kind, step = self._shared(level), _forward(level)
-
-        def one(u: State, x: PyTree) -> jax.Array:
-            jacobian = kind.at_mean(lambda u: step(u, x), u)
-            jacobian = jacobian.T if level.reverse else jacobian
-            return jacobian if self.damping is None else kind.damp(jacobian, self.damping)
-
+        if not self._separate:
+            return sweep(level, entering, advance=advance)
+        # those of an adjoint are its layers', at the states of their linearisation
         at = level.xs[1] if level.reverse else entering
-        return each(level, one, at)(at, operands)
-
-
-def _finite_or_old(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Reset numbers that overflowed: they would never become finite, and the first k states would not be exact."""
-    return jnp.where(jnp.isfinite(new), new, old)
+        jacobians = each(level, of_layer, at)(at, u.operands)
+        return sweep(level, entering)[0], jacobians
 
 
 def _forward(level: Level) -> Callable[[State, PyTree], State]:

@@ -269,7 +269,7 @@ def _reason(text: str) -> str:
         cause = f"--{key[1]}: {cause}"
     if not re.match("--(adjoint_)?solver:", cause):
         return cause
-    classes = "MGRIT, Picard, Newton, Serial or module.Class"
+    classes = "MGRIT, Picard, Secant, Windowed, Newton, Serial or module.Class"
     return f"{cause}. It is {classes}, then its options, like --solver.levels 3; --solver.help CLASS lists them."
 
 

@@ -12,6 +12,7 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Sweeps
 
 TOLERANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 MOST_SWEEPS = 32
@@ -27,11 +28,10 @@ def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
     return solver, adjoint
 
 
-def sweeps(*, secant: bool = False) -> list[Pair]:
-    """Picard sweeps to a tolerance; one program for all of them. The adjoint's tolerance is ten times looser."""
-    kind = Picard(sweeps=MOST_SWEEPS, secant=secant)
+def sweeps(kind: type[Sweeps]) -> list[Pair]:
+    """Sweeps to a tolerance; one program for all of them. The adjoint's tolerance is ten times looser."""
     pairs = itertools.pairwise(TOLERANCES)
-    return [(dataclasses.replace(kind, rtol=rtol), dataclasses.replace(kind, rtol=loose)) for loose, rtol in pairs]
+    return [(kind(sweeps=MOST_SWEEPS, rtol=rtol), kind(sweeps=MOST_SWEEPS, rtol=loose)) for loose, rtol in pairs]
 
 
 def newton() -> list[Pair]:

@@ -15,6 +15,8 @@ from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solvers._default import SERIAL, Pair
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._secant import Secant
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.planning._calibrate import measure
 from lp_jax.planning._candidates import as_pair, cycles, newton, sweeps
@@ -160,11 +162,11 @@ def choose(
     choices = [serial]
     for pair in map(as_pair, solvers):
         choices += look([pair], scales=True)
-    choices += look(sweeps(), scales=True)
+    choices += look(sweeps(Picard), scales=True)
     if machine.newton is not None:
         choices += look(newton())
     if probe is not None and len(exact_enough()) == 1 and deadline.left > 0:  # serial propagation only
-        choices += look(sweeps(secant=True))
+        choices += look(sweeps(Secant))
     for pair in sorted(cycles(layers, workers), key=lambda pair: choice(pair).time.seconds):
         limit = min(limit, *exact_enough())
         choices += look([pair])

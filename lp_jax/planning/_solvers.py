@@ -10,10 +10,12 @@ from lp_jax._solvers._coarse_step import CoarseStep, Identity
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._rediscretize import Rediscretize
+from lp_jax._solvers._secant import Secant
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE
+from lp_jax._solvers._sweeps import Sweeps
+from lp_jax._solvers._windowed import Windowed
 from lp_jax.planning import _work
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._path import Stop, cascade_stops, cycle_stops, relaxations
@@ -116,16 +118,22 @@ def _(solver: MGRIT) -> str:
 
 
 @count_work.register
-def _(solver: Picard, work: Work) -> None:
-    sweeps = solver.sweeps
-    if solver.windows > 1:
-        span = solver.unit(work.layers)
-        work = dataclasses.replace(work, unit=span)
-        in_turn = dataclasses.replace(work, in_turn=True)
-        in_turn.steps(-(-work.layers // span) * (sweeps - 1), span)
-        in_turn.sent(work.workers - 1)
-        work.sent(1)
-        sweeps = 1
+def _(solver: Sweeps, work: Work) -> None:
+    _count_sweeps(work, solver.sweeps)
+
+
+@count_work.register
+def _(solver: Windowed, work: Work) -> None:
+    span = solver.unit(work.layers)
+    work = dataclasses.replace(work, unit=span)
+    in_turn = dataclasses.replace(work, in_turn=True)
+    in_turn.steps(-(-work.layers // span) * (solver.sweeps - 1), span)
+    in_turn.sent(work.workers - 1)
+    work.sent(1)
+    _count_sweeps(work, 1)
+
+
+def _count_sweeps(work: Work, sweeps: int) -> None:
     if work.adjoint and not work.kept:  # the states that enter
         work.sent(1)
     for _ in range(sweeps):
@@ -135,20 +143,25 @@ def _(solver: Picard, work: Work) -> None:
 
 
 @held.register
-def _(solver: Picard, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
+def _(solver: Secant, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
     kept, working = held.dispatch(object)(solver, machine, layers, workers)
-    return kept, working + solver.secant * math.ceil(layers / workers) * machine.state_bytes  # the last change
+    return kept, working + math.ceil(layers / workers) * machine.state_bytes  # the last change
 
 
 @count_steps.register
-def _(coarse_step: Picard, work: Work, count: int, at_once: int) -> None:
+def _(coarse_step: Sweeps, work: Work, count: int, at_once: int) -> None:
     sweeps = count * coarse_step.sweeps
     work.evaluate(sweeps, at_once * work.span, rows=sweeps * at_once)
 
 
 @with_effort.register
-def _(solver: Picard, iterations: int) -> Picard:
-    if solver.windows > 1 and solver.has_tolerance:  # all sweeps of the window, and one over all layers
+def _(solver: Sweeps, iterations: int) -> Sweeps:
+    return dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
+
+
+@with_effort.register
+def _(solver: Windowed, iterations: int) -> Windowed:
+    if solver.has_tolerance:  # all sweeps of the window, and one over all layers
         iterations = 1 + max(1, round((iterations - 1) / solver.windows))
     return dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
 

@@ -9,10 +9,10 @@ from lp_jax._solvers._coarse_step import Identity, PerInterval
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Sweeps
 
 
 def numbered(number: int, what: str) -> str:
@@ -53,8 +53,8 @@ def _(solver: MGRIT) -> str:
 
 
 @iteration_name.register
-def _(solver: Picard) -> str:
-    return "secant sweep" if solver.secant else "sweep"
+def _(solver: Sweeps) -> str:
+    return "sweep"
 
 
 def iterations(solver: Solver) -> str:
@@ -84,7 +84,7 @@ def _(part: Solver) -> str:
 
 
 @summary.register
-def _(part: Picard) -> str:
+def _(part: Sweeps) -> str:
     return f"{iterations(part)} over the layers"
 
 

@@ -13,6 +13,8 @@ from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Sweeps
+from lp_jax._solvers._windowed import Windowed
 from lp_jax.planning import summary
 from lp_jax.planning._path import Stop, path
 from lp_jax.planning._words import iterations
@@ -64,18 +66,21 @@ def _(solver: MGRIT, layers: int) -> Described:
 
 
 @describe.register
-def _(solver: Picard, layers: int) -> Described:
+def _(solver: Sweeps, layers: int) -> Described:
+    most = f"{iterations(solver)} at most" if solver.has_tolerance else iterations(solver)
+    note = "each sweep evaluates every layer at once and adds the increments up"
+    return Described(f"{layers} layers at once, {most}: no coarse level", note)
+
+
+@describe.register
+def _(solver: Windowed, layers: int) -> Described:
     sweeps = iterations(solver)
-    if solver.windows > 1 and solver.has_tolerance:
+    if solver.has_tolerance:
         note = "sweeps go over a window that slides to where its states still change, the last one over all layers"
         most = f"at most {solver.windows} times {sweeps}"
         return Described(f"{layers} layers, a window of {solver.unit(layers)}, {most}", note)
-    if solver.windows > 1:
-        note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
-        return Described(f"{layers} layers in {solver.windows} windows, {sweeps}", note)
-    most = f"{sweeps} at most" if solver.has_tolerance else sweeps
-    note = "each sweep evaluates every layer at once and adds the increments up"
-    return Described(f"{layers} layers at once, {most}: no coarse level", note)
+    note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
+    return Described(f"{layers} layers in {solver.windows} windows, {sweeps}", note)
 
 
 @describe.register
