@@ -62,7 +62,11 @@ REFUSED = [
     (ValueError, "guess | \"constant\" | 'ones'", {"guess": "ones"}),
     (ValueError, "guess | float64[12,2,3] | float64[3,2,3]", {"guess": OF_3.astype(float), "solver": lp_jax.Picard()}),
     (ValueError, "guess | float64[3,2,3] | float32[3,2,3]", {"guess": OF_3, "solver": lp_jax.MGRIT()}),
-    (ValueError, "guess | windows=2 | take Picard", {"guess": jnp.zeros((12, 2, 3)), "solver": lp_jax.Windowed(windows=2)}),
+    (
+        ValueError,
+        "guess | windows=2 | take Picard",
+        {"guess": jnp.zeros((12, 2, 3)), "solver": lp_jax.Windowed(windows=2)},
+    ),
     (ValueError, "t1 | later than t0 | t0=1.0, t1=0.5", {"t0": 1.0, "t1": 0.5}),
     (ValueError, "t1 | finite", {"t1": np.inf}),
     (ValueError, "t1 | 13 times | (12,)", {"t1": np.linspace(0, 1, 12)}),
