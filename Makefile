@@ -1,4 +1,4 @@
-# Everything is installed into .venv here. Needs Python 3.11 to 3.13 and a C++ compiler.
+# Everything is installed into .venv here. Needs Python 3.11 or newer and a C++ compiler.
 #
 #   make demo     train a deep network in six ways and compare their times; results in runs/demo
 #   make test     run the linter, the type checker and every test, those of MPI included
@@ -9,8 +9,8 @@
 #
 #   PYTHON=python3.12  VENV=.venv-3.12  OUT=runs/mine  WORKERS=8 (tests)  ARGS="-k golden" (tests), "--seed 1" (demo)
 
-SUPPORTED := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
-PYTHON = $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>&- && echo $$p && break; done)
+SUPPORTED := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
+PYTHON = $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>&- && echo $$p && break; done)
 VENV = .venv
 OUT = runs/demo
 WORKERS = 4
@@ -30,6 +30,7 @@ test: # what is installed last and what is checked first go side by side
 	$(PY) -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 docs: $(VENV)/.docs
+	$(PY) docs/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 lint: $(VENV)/.test
@@ -43,7 +44,7 @@ clean:
 	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
 
 $(PY):
-	@$(or $(PYTHON),false) -c '$(SUPPORTED)' || { echo "make wants a Python 3.11 to 3.13 that can make environments: \
+	@$(or $(PYTHON),false) -c '$(SUPPORTED)' || { echo "make wants a Python 3.11 or newer that can make environments: \
 	install one (Debian, Ubuntu: apt install python3-venv) or name one, PYTHON=/path/to/python." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 

@@ -8,6 +8,7 @@ The numbers drawn are stored in images/data.json, and a test compares them.
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 
 import lp_jax
 from lp_jax import planning, viz
 
-ROOT, IMAGES = Path(__file__).parents[1], Path(__file__).with_suffix("")
+ROOT, IMAGES = Path(__file__).resolve().parents[1], Path(__file__).resolve().with_suffix("")
+GALLERY = ROOT / "docs" / "gallery.md"
 INTERVALS = {"coarsening": 8, "coarse_step": lp_jax.Identity(), "storage": "all", "start": "guess"}
 MEASURED = {
     "race.png": ["demo", "--seed", "1"],
@@ -104,6 +107,18 @@ def gpu_trainings():
     return report.picture(gpu.draw(json.loads((ROOT / "benchmarks" / "results" / "gpu" / "gpu.json").read_text())))
 
 
+def gallery():
+    """Yield the figures that the code of docs/gallery.md draws, by the name of the picture below it."""
+    sys.path.insert(0, str(ROOT))
+    names = {"__name__": "gallery"}
+    for code, picture in re.findall(
+        r"^```python\n(.*?)^```\n\n!\[.*?\]\(images/(.*?)\)", GALLERY.read_text(), re.M | re.S
+    ):
+        with plt.rc_context({"figure.figsize": (7, 3.6), "figure.constrained_layout.use": True, "savefig.dpi": 110}):
+            exec(code, names)
+        yield picture, names["fig"]
+
+
 def data(figure):
     """Return the texts and the numbers that a picture shows."""
     axes = []
@@ -139,5 +154,7 @@ if __name__ == "__main__":
     }.items():
         figure.savefig(IMAGES / name)
     (IMAGES / "gpu_trainings.png").write_bytes(gpu_trainings())
+    for name, figure in gallery():
+        figure.savefig(IMAGES / name)
     if "--measure" in sys.argv[1:]:
         measure()

@@ -21,6 +21,14 @@
 # ## Plain JAX: one line
 
 # %%
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("lp_jax") is None:  # where this notebook is opened without it
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "lp_jax[train]"], check=True)
+
+# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt

@@ -22,6 +22,14 @@
 # pixel which digit it takes it for. So there is a loss at every step.
 
 # %%
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("lp_jax") is None:  # where this notebook is opened without it
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "lp_jax[train]"], check=True)
+
+# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt

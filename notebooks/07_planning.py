@@ -22,6 +22,14 @@
 # of a training step.
 
 # %%
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("lp_jax") is None:  # where this notebook is opened without it
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "lp_jax[train]"], check=True)
+
+# %%
 import time
 
 import jax

@@ -27,6 +27,14 @@
 # work; many devices share it, and what is left is the depth.
 
 # %%
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("lp_jax") is None:  # where this notebook is opened without it
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "lp_jax[train]"], check=True)
+
+# %%
 import matplotlib.pyplot as plt
 import optax
 from flax import nnx

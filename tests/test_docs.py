@@ -5,14 +5,15 @@ import contextlib
 import doctest
 import functools
 import importlib
-import importlib.metadata
 import io
+import json
 import re
 import types
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import jax
+import matplotlib.pyplot as plt
 import pytest
 
 import lp_jax.data
@@ -100,6 +101,7 @@ def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         run(page)
+    plt.close("all")
 
 
 def test_output_is_compared():
@@ -134,11 +136,16 @@ def test_links_exist(page):
         assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
 
 
-def test_every_page_is_in_the_site():
+def test_every_page_is_in_the_site_and_its_links_lead_to_pages(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    site = importlib.import_module("site_pages")
     nav = set(re.findall(r"(\S+\.md)\b", (ROOT / "mkdocs.yml").read_text()))
-    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
-    pages |= {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/*/*.md")}
-    assert pages and pages <= nav, pages - nav
+    names = {*site.pages(), *site.OUTSIDE.values()}
+    assert names == nav and f"tutorial/{site.NOTEBOOKS[0].stem}.md" in nav
+    for page, source in site.pages().items():
+        text = site.with_links((ROOT / source).read_text(), source, page)
+        for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+\.md)", FENCE.sub("", text)):
+            assert (ROOT / page).parent.joinpath(target).resolve().relative_to(ROOT).as_posix() in names, (page, target)
 
 
 MAIN = (lp_jax, lp_jax.multigrid, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz)
@@ -193,16 +200,32 @@ def test_every_public_name_is_in_an_example(module):
     assert not [name for name in missing if name not in own or name != getattr(public(module)[name], "__name__", "")]
 
 
-def test_the_package_has_no_links_into_the_repository():
-    """A package index shows this text alone."""
-    text = importlib.metadata.metadata("lp_jax").get_payload()
-    assert "# lp_jax" in text and "`docs/scanned.md`" in text
-    assert not [link for link in re.findall(r"\]\(([^)]*)\)", text) if ":" not in link]
-
-
 def test_the_readme_is_short_and_begins_with_what_any_reader_can_run():
     text = PAGES["README.md"]
     places = [text.index(found) for found in ("pip install", "lp-jax demo", "import jax", "make demo", "make test")]
     assert places == sorted(places) and len(text.split()) < 800
     code = "\n".join(text for language, text in blocks("README.md") if language == "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 16
+
+
+def test_tables_of_a_gpu_hold_the_numbers_that_are_kept():
+    """Rows of docs/gpu.md: milliseconds of an update, or of a gradient; the README has those of the trainings."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "gpu.json").read_text())["rows"]
+    rows = [row for row in kept if "update" in row or "seconds" in row]
+    times = {(row["title"], row["name"]): row.get("update") or row["seconds"]["median"] for row in rows}
+    trained = {row["title"] for row in rows if "update" in row}
+    rows = [line for line in PAGES["docs/gpu.md"].splitlines() if line.startswith("| ") and line.count("|") == 6]
+    shown = set()
+    for title, *cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows):
+        if (title, "default") not in times:
+            continue
+        scan, default, other, ratio = (cell.replace("**", "") for cell in cells)
+        number, _, name = other.partition(", ")
+        found = {"lax.scan, unroll=8": scan, "default": default} | ({name: number} if name else {})
+        for program, text in found.items():
+            assert float(text) == pytest.approx(1e3 * times[title, program], rel=5e-3), (title, program)
+        best = min(times[title, program] for program in found if program != "default")
+        assert float(ratio) == pytest.approx(times[title, "default"] / best, rel=2e-2), title
+        shown.add(title)
+    assert trained < shown
+    assert all(row in PAGES["README.md"] for row in rows if row.split("|")[1].strip() in trained)

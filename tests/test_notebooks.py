@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom, each shows a picture, and the program that executes them writes both."""
 
+import ast
 import json
 import os
 import re
@@ -22,6 +23,19 @@ EXECUTED = "06_layers_over_devices"  # makes devices, so it needs a process of i
 def test_the_notebooks_are_numbered_without_gaps():
     assert [path.name[:2] for path in SOURCES] == [f"{number:02}" for number in range(1, len(SOURCES) + 1)]
     assert len(SOURCES) >= 8
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_notebook_needs_nothing_of_the_repository(path):
+    """Its first cell installs the library where it is not installed yet."""
+    text = path.read_text(encoding="utf-8")
+    first = next(cell for cell in text.split("\n# %%")[1:] if not cell.startswith(" [markdown]"))
+    assert 'find_spec("lp_jax") is None' in first and "lp_jax[train]" in first
+    nodes = list(ast.walk(ast.parse(text)))
+    roots = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    roots |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert roots - sys.stdlib_module_names <= {"flax", "jax", "lp_jax", "matplotlib", "numpy", "optax"}
+    assert not re.search(r"\bopen\(|Path\(", text)
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.stem != EXECUTED], ids=lambda path: path.stem)
