@@ -16,7 +16,7 @@
 # **Question.** Four devices share a network of 64 layers. Who computes what, what do they send, and are the numbers
 # the same?
 #
-# You need no cluster to try. JAX can make one processor look like four devices; it must be told so before anything
+# You need no cluster to try. JAX can make one processor look like four devices; that has to be set before anything
 # else.
 
 # %%

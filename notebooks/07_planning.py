@@ -18,7 +18,7 @@
 # **Question.** Would it pay for my network, here or on a GPU that I do not have yet?
 #
 # `lp_jax` answers by counting and measuring. A solver tells which evaluations it needs and which of them wait for
-# each other. A *machine* is a table of how long a layer takes, alone and many at once. Both together predict the time
+# each other. A *machine* is a table of how long a layer takes, and many at once. Both together predict the time
 # of a training step.
 
 # %%

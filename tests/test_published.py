@@ -1,4 +1,4 @@
-"""Published speedups, and those that were measured with TorchBraid, beside what counting evaluations gives.
+"""Published speedups, and those measured with TorchBraid, against what counting evaluations gives.
 
 A layer takes one unit of time forward and two backward, messages take nothing, each worker evaluates its layers one after
 another. What is left out makes published figures smaller. The table is in docs/benchmarks.md.
@@ -43,8 +43,8 @@ FIGURES = PUBLISHED | {
 def counted(layers, workers, hierarchy, cycles):
     """Speedup with injection, F-relaxation on the finest level and FCF below, states recomputed, as `lp_jax` cuts layers."""
     solvers = (MGRIT(iterations=count, coarse_step=Rediscretize(), **hierarchy) for count in cycles)
-    alone = predict(Serial(), Serial(), layers, UNIT).seconds
-    return alone / predict(*solvers, layers, UNIT, workers=workers).seconds
+    serial = predict(Serial(), Serial(), layers, UNIT).seconds
+    return serial / predict(*solvers, layers, UNIT, workers=workers).seconds
 
 
 def counted_by_levels(layers, workers, hierarchy, cycles):

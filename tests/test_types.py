@@ -37,7 +37,7 @@ solvers = [
 ]
 for solver in solvers:
     jax.eval_shape(jax.grad(lambda p: jnp.sum(lp_jax.solve(step, p, y0, t1=2.0, solver=solver).y1["a"])), params)
-try:  # an annotation that does not hold is told
+try:  # an annotation that does not hold raises
     lp_jax.multigrid.f_relax(lp_jax.multigrid.hierarchy(lp_jax.Problem(step, params, y0), MGRIT())[0], {{"a": "text"}})
 except jaxtyping.TypeCheckError:
     print("checked")

@@ -126,7 +126,7 @@ class Newton(Solver):
         jacobian: "full"; "shared": one for all examples, at the mean of their states and inputs, with the memory and products of
             a single example, but more iterations, also in the adjoint, which then starts from zeros; "diagonal": only
             couplings between equal positions, k x k at each position for k leaves of one shape; or "identity": no
-            evaluations, which is `Picard`. Parameters of several shapes with k - 1 trees like them, such as the moments of an
+            evaluations, which is `Picard`. Parameters plus k - 1 trees of the same structure, such as the moments of an
             optimizer, count as k leaves. Layers that couple only equal positions, such as `nn.ParaGRU` and `nn.ParaLSTM`,
             take k evaluations with "diagonal", and converge as with "full"; other layers take as many as with "full", for
             less memory and smaller products.
@@ -187,7 +187,7 @@ class Newton(Solver):
         if self.jacobian_of is not None and not callable(self.jacobian_of):
             raise TypeError(f"jacobian_of must be a function of the form of the step; got {self.jacobian_of!r}.")
         if self.jacobian_of is not None and self.jacobian == "identity":
-            raise ValueError('jacobian="identity" takes no Jacobian, of no step. Leave jacobian_of out.')
+            raise ValueError('jacobian="identity" uses no Jacobian; remove jacobian_of.')
         _check.one_of("storage", self.storage, ("states", "all"))
         _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)

@@ -80,7 +80,7 @@ def _launch(options: argparse.Namespace) -> Launch:
     if options.mpi and options.distributed:
         raise UsageError("--mpi and --distributed are two engines; give one of them.")
     if not options.distributed and (options.coordinator or options.process):
-        raise UsageError("--coordinator and --process are of --distributed.")
+        raise UsageError("--coordinator and --process require --distributed.")
     if options.mpi:
         return _mpi()
     if options.distributed:

@@ -42,7 +42,7 @@ def _first_signal() -> Iterator[Callable[[], int | None]]:
     It does nothing outside the main thread, where Python allows no handlers.
     """
     received: list[int] = []
-    with contextlib.ExitStack() as handlers:  # of before; they return when the stack is closed
+    with contextlib.ExitStack() as handlers:  # previous ones, restored on exit
 
         def receive(number: int, frame: FrameType | None) -> None:
             received.append(number)
