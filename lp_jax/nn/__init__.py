@@ -23,7 +23,7 @@ Modules of other libraries need two lines. Flax Linen:
     >>> lp_jax.solve(step, params, y0).y1.shape
     (4, 8)
 
-Equinox, where ``make_layer(key)`` builds one layer::
+Equinox, where ``make_layer(key)`` builds one layer:
 
     params, static = eqx.partition(eqx.filter_vmap(make_layer)(keys), eqx.is_array)
     step = lambda y, layer: eqx.combine(layer.params, static)(y, layer.t, layer.dt)
