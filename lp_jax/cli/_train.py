@@ -80,7 +80,7 @@ def _train(
     texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
     mine = json.loads(json.dumps(settings.flat() | texts, default=str))  # as another process receives it
     if difference := first_difference(processes.once(lambda: mine), mine):
-        raise CommandError(f"this process was started with other options than process 0: {difference}.")
+        raise CommandError(f"this process was started otherwise than the first: {difference}.")
     made = experiment(settings, task, workers(options, settings, processes.size, pair), pair)
     if earlier is not None and any(earlier[which] != text for which, text in texts.items()):
         console.print(f"the solver changes, from {earlier['solver']}")
