@@ -162,9 +162,21 @@ def one_shot(_=None):
 
     step_fn, first = begin(cut(params, run), ranks.layers)
     state = two_steps(step_fn, first)
-    with ranks.checkpoints(COMM.comm.bcast(tempfile.mkdtemp()), config={}) as checkpoints:
+    folder, empty = COMM.comm.bcast(tempfile.mkdtemp()), lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x), tree)
+    with ranks.checkpoints(folder, config={}) as checkpoints:
         checkpoints.save(state)
-        again = checkpoints.restore(jax.tree.map(lambda x: jnp.asarray(np.zeros_like(x)), state))
+    whole = ranks.gather(state)
+    if whole is not None:  # to one device and back
+        with train.Checkpoints(folder, config={}) as on_one:
+            restored = on_one.restore(empty(whole))
+            on_one.save(restored._replace(step=restored.step + 1))
+        for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(a, b)
+    COMM.comm.Barrier()
+    with ranks.checkpoints(folder, config={}) as checkpoints:
+        again = checkpoints.restore(empty(state))
+    assert int(again.step) == int(state.step) + 1
+    again = again._replace(step=state.step)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -267,7 +279,7 @@ def depths(_=None):
     with pytest.raises(ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"):
         staying(nnx.eval_shape(lambda: network(6, COMM)).trunk, 12)
     with pytest.raises(ValueError, match="each has only its run"):
-        contrib.mgopt(network(8, COMM), optax.sgd(1e-2), how="linear")
+        nn.refine(network(8, COMM).trunk, how="linear")
 
 
 @case

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, PartitionSpec
 from problems import INJECT, dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
-from lp_jax import train
 from lp_jax.train import contrib
 
 SENDS = {
@@ -20,6 +19,9 @@ SENDS = {
     "eight bits": contrib.eight_bits,
     "top k": contrib.top_k(0.1),
 }
+
+
+MEAN = optax.stateless(lambda gradient, _: jax.lax.pmean(gradient, "data"))
 
 
 def grid(layers, data):
@@ -35,7 +37,7 @@ def over_data(f, mesh):
 
 def averaged(send, mesh):
     """Updates of all copies, and what they have not sent, from their gradients; leading axis: the copies."""
-    link = contrib.average_compressed("data", send) if send else train.average_gradients("data")
+    link = contrib.average_compressed("data", send) if send else MEAN
 
     def update(state, gradient):
         mean, state = link.update(*jax.tree.map(lambda x: x[0], (gradient, state)))
@@ -89,7 +91,7 @@ def test_layers_may_be_spread_over_another_axis():
         return jax.grad(loss)(params)
 
     mesh = grid(4, 2)
-    link = train.average_gradients("data")
+    link = MEAN
 
     def both(x):
         own = gradient(params, x, lp_jax.MeshComm(mesh))
@@ -130,27 +132,6 @@ def test_bytes_are_those_that_are_told():
         state = stacked(link.init(weights[0]), copies)
         found[name] = received(update.lower(state, weights).compile().as_text())
     assert found == wanted
-
-
-def test_it_is_the_first_link_of_a_chain():
-    """Two copies with half of the batch each take the steps of one with all of it."""
-    w, x = jnp.linspace(-1.0, 1.0, 6), dense_state(8, 6)
-    loss = lambda w, x: jnp.mean((x @ w - 1) ** 2)  # noqa: E731
-    optimizer = optax.chain(train.average_gradients("data"), optax.sgd(0.1, momentum=0.9))
-
-    def step(state, x):
-        w, moments = jax.tree.map(lambda x: x[0], state)
-        updates, moments = optimizer.update(jax.grad(loss)(w, x), moments, w)
-        return jax.tree.map(lambda x: x[None], (w + updates, moments))
-
-    step, state = over_data(step, grid(1, 2)), stacked((w, optimizer.init(w)))
-    alone = optax.sgd(0.1, momentum=0.9)
-    moments = alone.init(w)
-    for _ in range(3):
-        state = step(state, x)
-        updates, moments = alone.update(jax.grad(loss)(w, x), moments, w)
-        w = w + updates
-    np.testing.assert_allclose(state[0], [w, w], rtol=1e-12)
 
 
 @pytest.mark.parametrize("fraction", [0, 1.5, -0.1])

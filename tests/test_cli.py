@@ -570,15 +570,19 @@ def test_another_run_is_not_overwritten(cli, finished, options):
     assert {path: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
 
 
-def test_a_checkpoint_that_was_swapped_is_refused(cli, finished, tmp_path):
+def test_a_checkpoint_that_was_swapped_or_damaged_is_refused(cli, finished, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     config = json.loads((finished / "config.json").read_text())
     config["options"]["width"] = config["fingerprint"]["width"] = 7
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "checkpoints").symlink_to(finished / "checkpoints")
+    shutil.copytree(finished / "checkpoints", folder / "checkpoints")
     code, _, err = cli("train", "digits", "--out", folder, "--resume")
     assert code == 1 and "of another model: width is 6 there and 7 here" in err.splitlines()[-1]
+    about = folder / "checkpoints" / str(STEPS) / "_CHECKPOINT_METADATA"
+    about.write_text(about.read_text().replace('"width": 6', '"width": 7'))
+    code, _, err = cli("train", "digits", "--out", folder, "--resume", "--skip-damaged")
+    assert code == 1 and "is damaged (its description has changed), and there is none before it" in err.splitlines()[-1]
 
 
 def test_folders_that_cannot_be_used_are_refused_before_training(cli, tmp_path):

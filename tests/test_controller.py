@@ -88,7 +88,7 @@ def test_tolerances_go_down_and_up_to_what_the_bound_asks(rtol):
     assert not row["serial"]
     assert 1e-5 < row["error"] < 1e-3
     assert row["allowed"] == 1e-3
-    assert 1e-6 < float(control.rtol) < 0.3 and 1e-6 < float(control.adjoint_rtol) < 0.3
+    assert all(1e-6 < rtol < 0.3 for rtol in control.rtols.tolist())
 
 
 def test_it_goes_serial_and_back():
@@ -159,49 +159,33 @@ def test_solvers_without_a_tolerance_and_batches_of_one_are_refused():
 INJECTION = lp_jax.MGRIT(coarsening=4, iterations=1, relaxation="F", coarse_step=lp_jax.Rediscretize())
 
 
-def doubling_run(params, state, steps):
-    rule = contrib.Doubling(functools.partial(loss_fn, t1=24.0), probe_every=2)
-    step_fn = train.make_train_step(rule.loss_fn, OPTIMIZER)
-    state = train.init_state(params, OPTIMIZER) if state is None else state
-    options = {"steps_per_epoch": 1, "epochs": steps, "solver": INJECTION, "controller": rule, "log_every": 1}
-    state, log = train.fit(step_fn, state, lambda epoch: batches(epoch, 1), **options)
-    return state, log, step_fn
-
-
 def test_the_published_rule_goes_serial_for_good_where_twice_the_cycles_diverge():
     """Large weights over a long time: the factor is above 1. A run that is resumed is as serial as before."""
-    state, log, _ = doubling_run(5 * PARAMS, None, 4)
-    rows = log.of("control")
-    assert [row["step"] for row in rows] == [1, 3] and all(row["serial"] for row in rows)
-    norms = lp_jax.solve(
-        step, 5 * PARAMS, next(batches(0, 1))[0], t1=24.0, solver=planning.with_effort(INJECTION, 3)
-    ).stats
-    np.testing.assert_allclose(rows[0]["factor"], norms.residual_norms[2] / norms.residual_norms[1], rtol=1e-9)
-    assert rows[0]["factor"] > 1 and "factor" not in rows[1]
-    assert not [row for row in log.of("train") if "forward_residual_1" in row]  # serial steps have no residuals
-    state, log, _ = doubling_run(None, state, 6)
-    assert all(row["serial"] for row in log.of("control")) and not [
-        r for r in log.of("train") if "forward_residual_1" in r
-    ]
+    rule = contrib.Doubling(functools.partial(loss_fn, t1=24.0), probe_every=2)
+    step_fn, state = train.make_train_step(rule.loss_fn, OPTIMIZER), train.init_state(5 * PARAMS, OPTIMIZER)
+    for steps in (4, 6):
+        options = {"steps_per_epoch": 1, "epochs": steps, "solver": INJECTION, "controller": rule, "log_every": 1}
+        state, log = train.fit(step_fn, state, lambda epoch: batches(epoch, 1), **options)
+        rows = log.of("control")
+        assert rows and all(row["serial"] for row in rows)
+        assert not [row for row in log.of("train") if "forward_residual_1" in row]  # serial steps have no residuals
+        if steps == 4:
+            first, second = rows
+    x = next(batches(0, 1))[0]
+    norms = lp_jax.solve(step, 5 * PARAMS, x, t1=24.0, solver=planning.with_effort(INJECTION, 3)).stats.residual_norms
+    np.testing.assert_allclose(first["factor"], norms[2] / norms[1], rtol=1e-9)
+    assert first["factor"] > 1 and "factor" not in second
 
 
-def test_the_published_rule_leaves_a_solve_that_converges_as_it_is():
-    _, log, step_fn = doubling_run(0.01 * PARAMS, None, 4)
-    rows = log.of("control")
-    assert [row["serial"] for row in rows] == [False, False] and all(0 < row["factor"] < 1 for row in rows)
-    assert step_fn._cache_size() == 1  # the probe's cycles are no program of the step
-
-
-def test_the_published_rule_compiles_three_programs_at_most():
+def test_the_published_rule_goes_by_the_factor_and_compiles_one_program():
     rule = contrib.Doubling(functools.partial(loss_fn, t1=24.0))
     before = _norms._cache_size()
     for seed in range(3):
-        batch = next(batches(seed))
-        for scale in (0.01, 5.0):
-            control, _ = rule.probe(rule.begin(INJECTION, INJECTION), scale * PARAMS, batch, INJECTION, INJECTION)
-            assert rule.solvers(control, INJECTION, INJECTION) == (
-                (lp_jax.Serial(),) * 2 if scale > 1 else (INJECTION,) * 2
-            )
+        for scale, wanted in ((0.01, INJECTION), (5.0, lp_jax.Serial())):
+            control = rule.begin(INJECTION, INJECTION)
+            control, row = rule.probe(control, scale * PARAMS, next(batches(seed)), INJECTION, INJECTION)
+            assert row["serial"] == (row["factor"] > 1) == (scale > 1)
+            assert rule.solvers(control, INJECTION, INJECTION) == (wanted, wanted)
     assert _norms._cache_size() == before + 1
 
 
@@ -218,4 +202,4 @@ def test_a_bound_below_rounding_ends_in_serial_propagation():
     controller = train.Controller(loss_fn, bound=1e-18, of="gradient")
     control, row = controller.probe(controller.begin(SOLVER, SOLVER), PARAMS, next(batches(0)), SOLVER, SOLVER)
     assert row["serial"] and row["error"] > row["allowed"] == 1e-18
-    assert float(control.rtol) >= 0.99e-6 and row["gradients"] <= 20
+    assert min(control.rtols.tolist()) >= 0.99e-6 and row["gradients"] <= 20

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import lp_jax
 from lp_jax import nn, train
 from lp_jax.train._log import flat, read_rows, unflat
 from lp_jax.train._probe import gradient_error
+from lp_jax.train._step import replicate_rest
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -262,18 +264,105 @@ def test_a_checkpoint_of_another_model_is_refused(state, saved_run, config, widt
     assert "\n" not in str(caught.value)
 
 
-def test_no_checkpoint_and_a_damaged_one_are_said_in_one_line(state, tmp_path):
+def test_without_a_checkpoint_there_is_nothing_to_restore(state, tmp_path):
     with checkpoints(tmp_path) as saved:
         assert saved.latest is None
         with pytest.raises(train.CheckpointError, match="no checkpoint in"):
             saved.restore(state)
-        saved.save(state)
-    for path in (tmp_path / "0").rglob("*"):
-        if path.is_file() and path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):
-            path.write_bytes(b"")
-    with checkpoints(tmp_path) as saved, pytest.raises(train.CheckpointError, match="cannot be read") as caught:
-        saved.restore(state)
-    assert "\n" not in str(caught.value)
+
+
+def flip(path, place):
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def two_saved(state, tmp_path):
+    """A folder with the checkpoints of steps 1 and 2; the arrays of the newest, large enough for files of their own."""
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, 800)))
+    states = [train.init_state({"w": weights * factor, "b": weights[0]}, optax.sgd(0.1)) for factor in (1, 2)]
+    states = [state._replace(step=jnp.int32(step)) for step, state in enumerate(states, 1)]
+    with checkpoints(tmp_path / "c") as saved:
+        for each in states:
+            saved.save(each)
+    return tmp_path / "c", states
+
+
+def test_one_flipped_bit_never_restores_other_numbers(two_saved, tmp_path, caplog, capfd):
+    """In every file of arrays, in turn, at three places: the checkpoint is refused in one line, or nothing has changed."""
+    folder, (_, newest) = two_saved
+    files = [path.relative_to(folder) for path in (folder / "2").rglob("*") if path.is_file() and "d" in path.parts]
+    refused = set()
+    for name in files:
+        for part in (0.1, 0.5, 0.9):
+            damaged = tmp_path / f"{len(refused)} {part} {name.name}"
+            shutil.copytree(folder, damaged)
+            flip(damaged / name, int(part * (damaged / name).stat().st_size))
+            with checkpoints(damaged) as saved:
+                try:
+                    same(saved.restore(newest), newest)
+                except train.CheckpointError as error:
+                    refused.add(name)
+                    assert "damaged" in str(error) and str(damaged / "2") in str(error) and "\n" not in str(error)
+    assert refused == {name for name in files if name.parts[2] == "d" or (folder / name).stat().st_size > 1000}
+    assert not caplog.records and not "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        (
+            "_CHECKPOINT_METADATA",
+            lambda path: path.write_text(path.read_text().replace('"layers": 16', '"layers": 17')),
+        ),
+        ("_CHECKPOINT_METADATA", lambda path: path.write_text(path.read_text().replace("float64", "float32", 1))),
+        ("_CHECKPOINT_METADATA", lambda path: path.write_text("")),
+        ("state/_METADATA", lambda path: path.write_text("")),
+        ("state/manifest.ocdbt", lambda path: path.unlink()),
+    ],
+)
+def test_the_checkpoint_before_a_damaged_one_is_restored_only_if_that_is_asked_for(two_saved, file, change):
+    folder, (first, newest) = two_saved
+    change(folder / "2" / file)
+    with checkpoints(folder) as saved, pytest.raises(train.CheckpointError) as caught:
+        saved.restore(newest)
+    text = str(caught.value)
+    assert f"{folder / '2'} is damaged (" in text and "of step 1, set skip_damaged=True (--skip-damaged)" in text
+    assert "\n" not in text and "another model" not in text
+    with checkpoints(folder, skip_damaged=True) as saved:
+        same(saved.restore(newest), first)
+        assert saved.latest == 1
+        saved.save(newest)
+        assert saved.latest == 2
+    with checkpoints(folder) as saved:
+        same(saved.restore(first), newest)
+    flip_all = [path for step in "12" for path in (folder / step).rglob("*") if path.is_file()]
+    for path in flip_all:
+        path.write_bytes(b"")
+    with checkpoints(folder, skip_damaged=True) as saved, pytest.raises(train.CheckpointError, match="none before it"):
+        saved.restore(first)
+
+
+def test_a_checkpoint_moves_between_numbers_of_devices(tmp_path):
+    """From one to two and four devices and back, bit for bit; to ranks and back in ranks_solve.py."""
+
+    def placed(devices):
+        mesh = jax.make_mesh((devices,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
+        layers, everywhere = (jax.NamedSharding(mesh, spec) for spec in (jax.P("layers"), jax.P()))
+        params = initial_params(seed=devices)
+        where = {"trunk": layers, "closing": everywhere} if devices > 1 else jax.devices()[0]
+        return replicate_rest(train.init_state(jax.device_put(params, where), OPTIMIZER))
+
+    state = wanted = placed(1)
+    for step, devices in enumerate((2, 4, 1), 1):
+        with checkpoints(tmp_path) as saved:
+            saved.save(state._replace(step=jnp.int32(step)))
+            state = saved.restore(placed(devices))
+        assert state.params["trunk"]["w"].sharding.num_devices == devices
+        same(state.params, wanted.params)
+        same(state.opt_state, wanted.opt_state)
 
 
 def test_a_kill_in_the_middle_of_a_checkpoint_loses_nothing_that_was_saved(tmp_path):

@@ -105,7 +105,7 @@ class MeshComm(Comm):
             raise ValueError(
                 f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. Spread "
                 "the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device has the "
-                "gradient of its own share, and average them (jax.lax.pmean, lp_jax.train.average_gradients)."
+                "gradient of its own share, and average them (jax.lax.pmean)."
             )
         unit = common_unit(solvers, layers)
         steps = unit * math.ceil(math.ceil(layers / unit) / self.size)

@@ -17,10 +17,10 @@ from lp_jax.cli._models import Pair
 from lp_jax.cli._problem import Settings
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import ONE_DEVICE, Place, holding
-from lp_jax.train import Log, LossFn, TrainState, residuals
+from lp_jax.train import Log, TrainState, residuals
 from lp_jax.train._log import Row, measured
 from lp_jax.train._probe import gradient_error
-from lp_jax.train._types import Batch
+from lp_jax.train._types import Batch, LossFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

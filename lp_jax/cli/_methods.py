@@ -22,7 +22,7 @@ from lp_jax.cli._launch import Launch
 from lp_jax.cli._problem import Settings
 from lp_jax.train._log import flat
 from lp_jax.train._probe import gradient_error
-from lp_jax.train._types import Batch
+from lp_jax.train._types import Batch, StepFn
 
 _PROBES = 6  # of the gradient in a run, by default
 _TESTS = 20  # in a run, if each step is an epoch
@@ -60,6 +60,7 @@ def train_one(
             measures=lambda model: _measures(dataclasses.replace(made, model=model), options, steps),
             folder=folder / "checkpoints",
             config=fingerprint,
+            skip_damaged=options.skip_damaged,
             **arguments,
         )
     else:
@@ -75,7 +76,8 @@ def train_one(
         if options.controller and not made.solvers[0].exact:
             controller = train.Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
             state = state._replace(control=made.place.everywhere(controller.begin(*made.solvers)))
-        with made.place.checkpoints(folder / "checkpoints", config=fingerprint) as checkpoints:
+        kept: dict[str, Any] = {"config": fingerprint, "skip_damaged": options.skip_damaged}
+        with made.place.checkpoints(folder / "checkpoints", **kept) as checkpoints:
             if checkpoints.latest is not None:
                 state = checkpoints.restore(state)
                 console.print(f"{name}: going on after step {int(state.step)}")
@@ -96,7 +98,7 @@ def train_one(
     return Run(name, made, state, log, training.batch_size * made.task.steps_per_epoch // steps, seconds)
 
 
-def _one_shot(made: Experiment, batch: Batch) -> tuple[train.StepFn, train.TrainState]:
+def _one_shot(made: Experiment, batch: Batch) -> tuple[StepFn, train.TrainState]:
     """Return a step with all examples, by L-BFGS, whose trials use the adjoint solver, and the first state."""
     solver, adjoint_solver = made.solvers
     return train.one_shot(

@@ -100,6 +100,7 @@ def add_folder(parser: argparse.ArgumentParser | ArgumentParser, problem: str) -
     add = parser.add_argument_group("Output").add_argument
     add("--out", type=Path, metavar="FOLDER", default=Path("runs", problem), help="Folder for all results.")
     add("--resume", action="store_true", help="Continue the run in --out. Options that are left out keep their values.")
+    add("--skip_damaged", action="store_true", help="With --resume: leave out damaged checkpoints.")
 
 
 def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Options of a call, not of a run: never taken from the folder.
-_OF_THIS_CALL = ("config", "out", "resume", "debug", "mpi", "distributed", "coordinator", "process")
+_OF_THIS_CALL = ("config", "out", "resume", "skip_damaged", "debug", "mpi", "distributed", "coordinator", "process")
 _MOST_CLASSES = 100  # of a legible picture
 
 

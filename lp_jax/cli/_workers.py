@@ -21,8 +21,9 @@ from lp_jax.cli._launch import mesh_sizes, set_cpu_devices, unchanged
 from lp_jax.cli._models import Pair
 from lp_jax.cli._problem import Settings
 from lp_jax.nn import LayerParallel
-from lp_jax.train import Checkpoints, Info, LossFn, RankCheckpoints, Ranks
-from lp_jax.train._types import Batch
+from lp_jax.train import Checkpoints, Info, Ranks
+from lp_jax.train._ranks import RankCheckpoints
+from lp_jax.train._types import Batch, LossFn
 
 
 def _count(params: PyTree) -> int:

@@ -224,7 +224,7 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
 
 def differing_array(a: PyTree, b: PyTree, in_a: str = "there", in_b: str = "here") -> str | None:
     """Return the first array in which two trees differ, by path, dtype and shape; None if they are alike."""
-    return first_difference(_described(a), _described(b), in_a, in_b, str, "absent")
+    return first_difference(described(a), described(b), in_a, in_b, str, "absent")
 
 
 def first_difference(
@@ -243,7 +243,8 @@ def first_difference(
     return None
 
 
-def _described(tree: PyTree) -> dict[str, str]:
+def described(tree: PyTree) -> dict[str, str]:
+    """Return dtype and shape of each array, by its path."""
     arrays = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         x = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)

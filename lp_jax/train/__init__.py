@@ -12,20 +12,16 @@ except ModuleNotFoundError as error:
         f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
     ) from None
 
-from lp_jax.train._average import average_gradients as average_gradients
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
-from lp_jax.train._controller import Control as Control
 from lp_jax.train._controller import Controller as Controller
 from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
-from lp_jax.train._divergence import growth as growth
 from lp_jax.train._lbfgs import scale_by_lbfgs as scale_by_lbfgs
 from lp_jax.train._line_search import Backtracking as Backtracking
 from lp_jax.train._log import Bar as Bar
 from lp_jax.train._log import Log as Log
 from lp_jax.train._log import Meter as Meter
-from lp_jax.train._log import Silent as Silent
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
@@ -36,12 +32,9 @@ from lp_jax.train._nested import nested as nested
 from lp_jax.train._one_shot import one_shot as one_shot
 from lp_jax.train._penalty import depth_penalty as depth_penalty
 from lp_jax.train._plan import plan as plan
-from lp_jax.train._ranks import RankCheckpoints as RankCheckpoints
 from lp_jax.train._ranks import Ranks as Ranks
 from lp_jax.train._step import init_state as init_state
 from lp_jax.train._step import make_train_step as make_train_step
-from lp_jax.train._supervised import Evaluation as Evaluation
-from lp_jax.train._supervised import Residuals as Residuals
 from lp_jax.train._supervised import classification as classification
 from lp_jax.train._supervised import confusion_matrix as confusion_matrix
 from lp_jax.train._supervised import cross_entropy as cross_entropy
@@ -51,8 +44,5 @@ from lp_jax.train._supervised import predict as predict
 from lp_jax.train._supervised import regression as regression
 from lp_jax.train._supervised import residuals as residuals
 from lp_jax.train._types import Info as Info
-from lp_jax.train._types import LossFn as LossFn
 from lp_jax.train._types import Metrics as Metrics
-from lp_jax.train._types import Restart as Restart
-from lp_jax.train._types import StepFn as StepFn
 from lp_jax.train._types import TrainState as TrainState

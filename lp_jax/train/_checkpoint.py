@@ -1,17 +1,27 @@
 """Checkpoints of a run."""
 
 import contextlib
+import gc
+import json
+import logging
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from lp_jax._arrays._types import PyTree
-from lp_jax.nn._export import differing_array, first_difference
+from lp_jax.nn._export import described, first_difference
 from lp_jax.train._types import TrainState
 
 
@@ -22,13 +32,15 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in a folder. May be used as a context manager.
 
-    A checkpoint is renamed when it is complete. If the run is killed meanwhile, the earlier ones stay.
+    A checkpoint is renamed when it is complete. If the run is killed meanwhile, the earlier ones stay. It holds a checksum of
+    each array.
 
     Args:
         folder: the folder; it is made if it does not exist.
         config: settings of the run, JSON values: model, sizes, seed. They are stored with each checkpoint, and `restore`
             compares them, so leave out settings that may change when a run is resumed (its length, the solver).
         keep: number of checkpoints to keep, the newest ones.
+        skip_damaged: whether `restore` goes on from the newest undamaged checkpoint, if there is one. Damaged ones are renamed.
 
     Example:
         >>> import jax.numpy as jnp, optax, tempfile
@@ -46,9 +58,16 @@ class Checkpoints:
         Array([1., 1., 1.], dtype=float32)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, config: Mapping[str, object], keep: int = 2):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        config: Mapping[str, object],
+        keep: int = 2,
+        skip_damaged: bool = False,
+    ):
         self.folder = Path(folder).resolve()
-        self.config = dict(config)
+        self.config, self.skip_damaged = dict(config), skip_damaged
         newest = ocp.training.preservation_policies.LatestN(keep)
         self._checkpointer = ocp.training.Checkpointer(self.folder, preservation_policy=newest)
 
@@ -75,10 +94,10 @@ class Checkpoints:
         step, latest = int(state.step), self.latest
         if step == latest:
             return
+        fields = _fields(state)
         try:
-            self._checkpointer.save(
-                step, _fields(state), force=True, custom_metadata={"config": self.config, "step": step}
-            )
+            about = {"config": self.config, "arrays": described(state), "checksums": _checksums(fields)}
+            self._checkpointer.save(step, fields, force=True, custom_metadata={**about, "checksum": _crc(about)})
         except Exception as error:
             kept = "none was saved before" if latest is None else f"that of step {latest} is kept"
             raise CheckpointError(
@@ -89,31 +108,104 @@ class Checkpoints:
         """Return the newest state; ``template``, from `init_state`, has the structure, shapes, dtypes and devices of the result.
 
         Raises:
-            CheckpointError: if there is no checkpoint, it cannot be read, or it is of another model.
+            CheckpointError: if there is no checkpoint, it is damaged, or it is of another model.
         """
-        step = self.latest
-        if step is None:
+        if self.latest is None:
             raise CheckpointError(f"no checkpoint in {self.folder}; start the run without resuming.")
+        *earlier, step = sorted(int(checkpoint.step) for checkpoint in self._checkpointer.checkpoints)
         path = self.folder / str(step)
-        try:
-            metadata = self._checkpointer.metadata(step)
-        except Exception as error:
-            raise self._unreadable(path, error) from error
-        if metadata.metadata is None:
-            raise self._unreadable(path, ValueError("the list of its arrays is damaged"))
-        stored = (metadata.custom_metadata or {}).get("config", {})
-        if difference := first_difference(stored, self.config) or differing_array(metadata.metadata, template):
-            raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _fields(template))
-        try:
-            return template._replace(**self._checkpointer.load(step, wanted))
-        except Exception as error:
-            raise self._unreadable(path, error) from error
+        with _only_raised():
+            try:
+                return self._restored(step, template)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                reason = _reason(error)
+            gc.collect()  # reads that did not end report it when they are collected
+        if not earlier:
+            raise CheckpointError(f"the checkpoint {path} is damaged ({reason}), and there is none before it.")
+        if not self.skip_damaged:
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged ({reason}); to go on from the one before, of step {earlier[-1]}, set "
+                "skip_damaged=True (--skip-damaged)."
+            )
+        self._set_aside(path)
+        return self.restore(template)
 
-    def _unreadable(self, path: Path, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {path} cannot be read ({_reason(error)}); remove it to resume from the one before."
-        )
+    def _restored(self, step: int, template: TrainState) -> TrainState:
+        stored: dict[str, Any] = dict(self._checkpointer.metadata(step).custom_metadata or {})
+        if stored.pop("checksum", None) != _crc(stored):
+            raise ValueError("its description has changed")
+        fields, path = _fields(template), self.folder / str(step)
+        arrays = stored["arrays"], described(template)
+        difference = first_difference(stored["config"], self.config)
+        if difference := difference or first_difference(*arrays, say=str, missing="absent"):
+            raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fields)
+        restored = self._checkpointer.load(step, wanted)
+        for name, checksum in _checksums(restored).items():
+            if checksum != stored["checksums"][name]:
+                raise ValueError(f"the numbers of {name} have changed")
+        return template._replace(**restored)
+
+    def _set_aside(self, path: Path) -> None:
+        """Rename a checkpoint, so that none of its step is in the way of the run."""
+        if jax.process_index() == 0:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"set aside {path}")
+        self._checkpointer.reload()
+
+
+@contextlib.contextmanager
+def _only_raised() -> Iterator[None]:
+    """Keep orbax, asyncio and Python from printing what orbax raises, too."""
+
+    def is_info(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING
+
+    with contextlib.ExitStack() as stack:
+        for logger in map(logging.getLogger, ("absl", "asyncio", "root")):
+            logger.addFilter(is_info)
+            stack.callback(logger.removeFilter, is_info)
+        stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+        sys.unraisablehook = lambda unraisable: None
+        yield
+
+
+def _crc(about: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+def _checksums(tree: PyTree) -> dict[str, int]:
+    """Return a checksum of each array, by its path. It does not depend on devices or processes."""
+    leaves = jax.tree.leaves_with_path(tree)
+    sums = jax.device_get([_checksum(x) for _, x in leaves])
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): int(x)
+        for (path, _), x in zip(leaves, sums, strict=True)
+    }
+
+
+@jax.jit
+def _checksum(x: jax.Array) -> jax.Array:
+    """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32.
+
+    Integers have the same sum in any order, so each device adds up its own.
+    """
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for axis, length in enumerate(words.shape):
+        place = place * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    h = words ^ (place * jnp.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return jnp.sum(h ^ (h >> jnp.uint32(16)), dtype=jnp.uint32)
 
 
 def _fields(state: TrainState) -> dict[str, PyTree]:

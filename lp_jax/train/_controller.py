@@ -59,16 +59,9 @@ class Rule(Protocol):
 
 
 class Control(NamedTuple):
-    """Decision of a `Controller`: a part of the training state, so that a checkpoint holds it.
+    """Decision of a `Controller`: tolerances ``(2,)``, forward and adjoint; whether to train by serial propagation for now."""
 
-    Attributes:
-        rtol: tolerance of the forward solve, a float32 scalar.
-        adjoint_rtol: tolerance of the adjoint solve.
-        serial: whether to train by serial propagation for now, a boolean scalar.
-    """
-
-    rtol: jax.Array
-    adjoint_rtol: jax.Array
+    rtols: jax.Array
     serial: jax.Array
 
 
@@ -111,8 +104,8 @@ class Controller:
         ...     step_fn, state, batches, steps_per_epoch=5, epochs=4, solver=solver, controller=controller
         ... )
         >>> probe, control = log.of("control")[-1], state.control
-        >>> probe["error"] < 0.1 * probe["noise"], isinstance(control, train.Control)
-        (True, True)
+        >>> probe["error"] < 0.1 * probe["noise"], bool(control.serial)
+        (True, False)
 
     Reference:
         The noise from two half batches: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training",
@@ -139,21 +132,16 @@ class Controller:
             )
 
     def begin(self, solver: Solver, adjoint_solver: Solver) -> Control:
-        """Return the first decision: the tolerances that the solvers have.
-
-        Raises:
-            ValueError: if one of them has none.
-        """
+        """Return the first decision: the tolerances that the solvers have. Raise ValueError if one has none."""
+        rtols = []
         for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
             if each.rtol is None:
                 raise ValueError(
                     f"a controller sets {name}.rtol, and this {type(each).__name__} has none. Give it one, and a cap on its "
                     "iterations: Picard(sweeps=32, rtol=1e-2)."
                 )
-        rtol, adjoint_rtol = (
-            jnp.clip(jnp.float32(each.rtol), self.least, self.most) for each in (solver, adjoint_solver)
-        )
-        return Control(rtol, adjoint_rtol, jnp.asarray(False))
+            rtols.append(self._within(float(each.rtol)))
+        return self._decision(rtols)
 
     def due(self, step: int) -> bool:
         """Whether to probe before this step, the first being 0."""
@@ -163,8 +151,8 @@ class Controller:
         """Return the solvers of the steps that follow."""
         if control.serial:
             return Serial(), Serial()
+        rtol, adjoint_rtol = control.rtols.tolist()  # not as arrays: a step takes those of its state
         replace: Any = dataclasses.replace
-        rtol, adjoint_rtol = float(control.rtol), float(control.adjoint_rtol)  # a step takes the arrays of its state
         return replace(solver, rtol=rtol), replace(adjoint_solver, rtol=adjoint_rtol)
 
     def probe(
@@ -176,26 +164,28 @@ class Controller:
         error due to both solves; the ``allowed`` error; the next tolerances; whether to go ``serial``; and the number of
         ``gradients`` that the probe took.
         """
-        rtol, adjoint_rtol = (min(self.most, max(self.least, float(x))) for x in control[:2])
-        gradients = 0
+        rtols, gradients = [self._within(x) for x in control.rtols.tolist()], 0
         for _ in range(_ATTEMPTS):
             gradients += _GRADIENTS
-            tried = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(False))
-            pair = self.solvers(tried, solver, adjoint_solver)
-            errors = {name: float(x) for name, x in _measure(self.loss_fn, self.ranks, params, batch, *pair).items()}
-            allowed = self.bound * (errors["noise"] if self.of == "noise" else 1.0)
-            done = errors.pop("result") == DONE
-            within = done and errors["error"] <= allowed
-            last = rtol, adjoint_rtol
-            rtol = self._next_tolerance(rtol, allowed, errors["forward_error"])
-            adjoint_rtol = self._next_tolerance(adjoint_rtol, allowed, errors["adjoint_error"])
-            if within or not done or last == (rtol, adjoint_rtol):
+            pair = self.solvers(self._decision(rtols), solver, adjoint_solver)
+            row = {name: float(x) for name, x in _measure(self.loss_fn, self.ranks, params, batch, *pair).items()}
+            allowed = self.bound * (row["noise"] if self.of == "noise" else 1.0)
+            done = row.pop("result") == DONE
+            within = done and row["error"] <= allowed
+            last, parts = rtols, (row["forward_error"], row["adjoint_error"])
+            rtols = [self._next_tolerance(rtol, allowed, part) for rtol, part in zip(rtols, parts, strict=True)]
+            if within or not done or last == rtols:
                 break
         if not within:  # to be tried again at the next probe
-            rtol, adjoint_rtol = last
-        decision = Control(jnp.float32(rtol), jnp.float32(adjoint_rtol), jnp.asarray(not within))
-        row = {**errors, "allowed": allowed, "rtol": rtol, "adjoint_rtol": adjoint_rtol, "serial": not within}
-        return decision, {**row, "gradients": gradients}
+            rtols = last
+        row |= {"allowed": allowed, "rtol": rtols[0], "adjoint_rtol": rtols[1], "gradients": gradients}
+        return self._decision(rtols, serial=not within), {**row, "serial": not within}
+
+    def _decision(self, rtols: list[float], *, serial: bool = False) -> Control:
+        return Control(jnp.asarray(rtols, jnp.float32), jnp.asarray(serial))
+
+    def _within(self, rtol: float) -> float:
+        return min(self.most, max(self.least, rtol))
 
     def _next_tolerance(self, rtol: float, allowed: float, error: float) -> float:
         """Scale a tolerance so that its error comes to an equal part of the allowed one, in bounded steps."""
@@ -203,7 +193,7 @@ class Controller:
             return self.least
         wanted = allowed / (2 * math.sqrt(2))
         factor = 4.0 if error == 0 else min(4.0, max(0.05, wanted / error))
-        return min(self.most, max(self.least, rtol * factor))
+        return self._within(rtol * factor)
 
 
 _ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients of an attempt

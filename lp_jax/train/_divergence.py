@@ -23,13 +23,7 @@ class DivergenceError(RuntimeError):
 
 
 def growth(norms: Sequence[float]) -> float | None:
-    """Return the last residual norm over the first one; None if fewer than two were measured.
-
-    Example:
-        >>> from lp_jax import train
-        >>> train.growth([-1, 0.5, 0.25])
-        0.5
-    """
+    """Return the last residual norm over the first one; None if fewer than two were measured."""
     measured = [norm for norm in norms if norm >= 0]
     if len(measured) < 2:
         return None

@@ -135,10 +135,10 @@ def fit(
         ...     info = train.Info(jnp.int32(len(batch)), solution.stats, solution.result)
         ...     return jnp.mean((solution.y1 - 2) ** 2), info
         >>> optimizer = optax.sgd(1.0)
-        >>> step_fn: train.StepFn = train.make_train_step(loss_fn, optimizer)
+        >>> step_fn = train.make_train_step(loss_fn, optimizer)
         >>> state = train.init_state(jnp.zeros(8), optimizer)
         >>> size = train.Every("size", 8, lambda state, batch: {"norm": optax.tree.norm(state.params)})
-        >>> options = dict(steps_per_epoch=5, epochs=4, solver=lp_jax.MGRIT(), measures=[size], meter=train.Silent())
+        >>> options = dict(steps_per_epoch=5, epochs=4, solver=lp_jax.MGRIT(), measures=[size])
         >>> state, log = train.fit(step_fn, state, lambda epoch: [jnp.ones(4)] * 5, **options)
         >>> first, *_, last = log.of("train")
         >>> last["step"], last["loss"] < 0.1 * first["loss"], [row["step"] for row in log.of("size")]

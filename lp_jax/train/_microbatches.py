@@ -37,7 +37,7 @@ def microbatches(loss_fn: LossFn, count: int) -> LossFn:
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver)
         ...     return jnp.mean(solution.y1**2), train.Info(len(batch), solution.stats, solution.result)
         >>> arguments = jnp.ones(16), jnp.arange(12.0), lp_jax.Serial(), None
-        >>> in_parts: train.LossFn = train.microbatches(loss_fn, 4)
+        >>> in_parts = train.microbatches(loss_fn, 4)
         >>> bool(jnp.allclose(loss_fn(*arguments)[0], in_parts(*arguments)[0]))
         True
     """

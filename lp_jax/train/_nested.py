@@ -57,6 +57,7 @@ def nested(
     measures: Callable[[nn.Classifier], Sequence[Every]] | None = None,
     folder: str | os.PathLike[str] | None = None,
     config: Mapping[str, object] | None = None,
+    skip_damaged: bool = False,
     log: Log | None = None,
     ranks: Ranks | None = None,
     **options: Any,
@@ -77,6 +78,7 @@ def nested(
         measures: ``measures(model)`` gives the measurements at one depth, as for `fit`.
         folder: folder for the checkpoints, with a subfolder for each depth. A run is resumed from the newest one.
         config: as for `Checkpoints`.
+        skip_damaged: as for `Checkpoints`.
         log: as for `fit`. A row of kind "depth" marks the beginning of each depth: its ``layers``, and for a step the number of
             layer evaluations (``work``), and of those one after another (``depth``).
         ranks: the MPI ranks that hold the trunk's layers. Layers do not move between ranks, so ``how`` must be "constant" or
@@ -139,7 +141,8 @@ def nested(
             if path is not None:
                 make: Any = Checkpoints if ranks is None else ranks.checkpoints
                 checkpoints: Checkpoints | RankCheckpoints
-                checkpoints = stack.enter_context(make(path, config={**(config or {}), "layers": depth.layers}))
+                whole = {**(config or {}), "layers": depth.layers}
+                checkpoints = stack.enter_context(make(path, config=whole, skip_damaged=skip_damaged))
                 options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
                     checkpoints.save(state)

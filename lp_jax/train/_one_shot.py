@@ -49,7 +49,7 @@ def one_shot(
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
         >>> from lp_jax import train
-        >>> def loss_fn(params, batch, solver, adjoint_solver, restart: train.Restart | None = None):
+        >>> def loss_fn(params, batch, solver, adjoint_solver, restart=None):
         ...     guesses = {} if restart is None else restart._asdict()
         ...     step = lambda u, layer: u + layer.dt * layer.params * u
         ...     solution = lp_jax.solve(step, params, batch, solver=solver, adjoint_solver=adjoint_solver, **guesses)

@@ -14,7 +14,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._gradient_error import inner_products, relative_error
-from lp_jax.train._ranks import Ranks, all_sums
+from lp_jax.train._ranks import Ranks
 from lp_jax.train._types import Batch, LossFn
 
 
@@ -54,7 +54,7 @@ def _gradient(
 def _compare(g: PyTree, e: PyTree, ranks: Ranks | None) -> GradientError:
     sums = jax.tree.map(inner_products, g, e)
     groups: dict[str, jax.Array] = {}
-    for path, leaf in jax.tree.leaves_with_path(all_sums(ranks, sums)):
+    for path, leaf in jax.tree.leaves_with_path(sums if ranks is None else ranks.sums(sums)):
         name = jax.tree_util.keystr(path[:1], simple=True)
         groups[name] = groups[name] + leaf if name in groups else leaf
     relative, cosine = relative_error(jax.tree.reduce(jnp.add, groups))

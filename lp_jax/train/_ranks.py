@@ -183,14 +183,9 @@ class Ranks:
         return [name.startswith("restart/") or any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
 
 
-def all_sums(ranks: Ranks | None, sums: PyTree) -> PyTree:
-    """Sum over all processes; ``sums`` has sums over the parts of the parameters that this process holds."""
-    return sums if ranks is None else ranks.sums(sums)
-
-
 def total(ranks: Ranks | None, sums: PyTree) -> jax.Array:
-    """Return the sum over all parameters, of all processes."""
-    return jax.tree.reduce(jnp.add, all_sums(ranks, sums))
+    """Return the sum over all parameters, of all processes, of which each gives the sums over its part."""
+    return jax.tree.reduce(jnp.add, sums if ranks is None else ranks.sums(sums))
 
 
 def done_once(
@@ -220,8 +215,7 @@ class RankCheckpoints:
         >>> from lp_jax import train
         >>> state = train.init_state({"w": jnp.ones(3)}, optax.sgd(0.1))
         >>> ranks = train.Ranks.grid()
-        >>> folder = ranks.once(tempfile.mkdtemp)
-        >>> with train.RankCheckpoints(ranks, folder, config={}) as checkpoints:
+        >>> with ranks.checkpoints(ranks.once(tempfile.mkdtemp), config={}) as checkpoints:
         ...     checkpoints.save(state)
     """
 
@@ -264,7 +258,9 @@ class RankCheckpoints:
         wanted = ranks._leaf_by_leaf(leaf, template)
         restored: list[TrainState] = []
         ranks.once(lambda: restored.append(self._files.restore(wanted)))
-        return ranks.scatter(restored[0] if restored else None, template)
+        state = ranks.scatter(restored[0] if restored else None, template)
+        self.latest = int(state.step)
+        return state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -222,10 +222,10 @@ def confusion_matrix(
         >>> counts = train.confusion_matrix(model, params, [batch], classes=3)
         >>> counts.shape, int(counts[0].sum())  # all 16 are of class 0
         ((3, 3), 16)
-        >>> test: train.Evaluation = train.evaluate(loss_fn, params, [batch])
+        >>> test = train.evaluate(loss_fn, params, [batch])
         >>> bool(test.accuracy == counts.trace() / 16)
         True
-        >>> convergence: train.Residuals = train.residuals(model, params, batch, lp_jax.Picard(sweeps=3))
+        >>> convergence = train.residuals(model, params, batch, lp_jax.Picard(sweeps=3))
         >>> convergence.forward.residual_norms.shape, convergence.adjoint.residual_norms.shape
         ((3,), (3,))
     """

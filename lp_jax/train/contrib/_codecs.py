@@ -24,7 +24,7 @@ def average_compressed(axis: str, send: Send) -> optax.GradientTransformation:
     """Average gradients over an axis of a mesh, in fewer bytes: the first link of an optimizer's chain.
 
     A copy adds the part that it did not send to its next gradient ("error feedback"), so nothing is lost. The state differs from
-    copy to copy. `lp_jax.train.average_gradients` sends gradients as they are.
+    copy to copy. ``optax.stateless(lambda gradient, _: jax.lax.pmean(gradient, axis))`` sends gradients as they are.
 
     Source: Seide et al., 1-bit stochastic gradient descent (2014); Karimireddy et al., arXiv 1901.09847.
 
