@@ -143,7 +143,7 @@ def diagonal(kind: Any, units: int, features: int = 1, classes: int = 10) -> Mod
         gates = x.astype(weights["bias"].dtype).swapaxes(0, 1) @ weights["kernel"] + weights["bias"]
         diagonals = tuple(weights["recurrent"][:, None])
         start = cell.start(len(x), gates.dtype)
-        return lambda y, x: (kind.step(y, x, diagonals), None), start, tuple(jnp.split(gates, cell.gates, -1))
+        return lambda y, x: (kind.step(y, x, diagonals), None), start, tuple(jnp.split(gates, 3, -1))
 
     return Model(weights, parts, lambda weights, y: kind.output(y) @ weights["leave"])
 

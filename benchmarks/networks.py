@@ -304,7 +304,7 @@ def diagonal(name: str, kind: type[nn.ParaGRU] | type[nn.ParaLSTM], hidden: int,
 
     def scan(weights: Weights, x: jax.Array, unroll: int = 1) -> Any:
         kernel, bias, recurrent = weights.layers
-        gates = jnp.split(_linear(x.swapaxes(0, 1), (kernel, bias)), cell.gates, -1)
+        gates = jnp.split(_linear(x.swapaxes(0, 1), (kernel, bias)), 3, -1)
         of_state = tuple(recurrent[:, None])
         start = cell.start(len(x), gates[0].dtype)
         return lax.scan(lambda y, x: (kind.step(y, x, of_state), None), start, tuple(gates), unroll=unroll)[0]

@@ -388,7 +388,7 @@ def spline(_=None):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
     same_everywhere(got)
     ordinary = test_spline.make_trunk(comm=COMM)
-    for call in (nn.refine, nn.unstack, nn.sequential):
+    for call in (nn.refine, nn.unstack):
         with pytest.raises(ValueError, match=f"spread over {COMM.size} ranks|cannot move between ranks"):
             call(ordinary)
 

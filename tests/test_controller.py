@@ -193,8 +193,6 @@ def test_the_published_rule_goes_by_the_factor_and_compiles_one_program():
 def test_the_published_rule_refuses_what_cannot_be_doubled(solver):
     with pytest.raises(ValueError, match=r"has none\. Leave rtol and atol out"):
         contrib.Doubling(loss_fn).begin(solver, solver)
-    with pytest.raises(ValueError, match="limit must be positive; got 0"):
-        contrib.Doubling(loss_fn, limit=0)
 
 
 def test_a_bound_below_rounding_ends_in_serial_propagation():

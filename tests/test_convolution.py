@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from lp_jax import nn
 from lp_jax.nn import _convolution
@@ -54,16 +53,6 @@ def test_values_and_gradients(space, taps, formulation):
     for _ in range(3):
         other = rng.normal(size=x.shape)
         np.testing.assert_allclose(np.sum(x_bar * other), np.sum(plain(other, kernel) * y_bar), rtol=1e-10)
-
-
-def test_layers_in_both_formulations_are_equal():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 5, 3)))
-    layers = [
-        nn.ConvResidual(3, formulation=formulation, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-        for formulation in ("xla", "products")
-    ]
-    wanted, got = nnx.jit(lambda layers, x: [layer(x, 0.0, 0.5) for layer in layers])(layers, x)
-    np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
 def test_images_that_fit_into_the_cache_are_taken_together():

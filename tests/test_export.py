@@ -1,4 +1,4 @@
-"""Layers one by one, networks without a solver, and files of parameters."""
+"""Layers one by one, and files of parameters."""
 
 import builtins
 import json
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from networks import F64, BatchNormed, mesh, normal
+from networks import F64, BatchNormed, normal
 
 import lp_jax
 from lp_jax import nn
@@ -56,103 +56,6 @@ def test_exported_layers_run_in_numpy():
         hidden = np.tanh(u @ layer["inner"]["kernel"] + layer["inner"]["bias"])
         u = u + 1.5 / LAYERS * (hidden @ layer["outer"]["kernel"] + layer["outer"]["bias"])
     np.testing.assert_allclose(trunk.solve(jnp.asarray(y), solver=lp_jax.Serial()).y1, u, rtol=1e-14)
-    np.testing.assert_allclose(nn.sequential(trunk)(jnp.asarray(y)), u, rtol=1e-14)
-
-
-def test_layers_that_are_changed_one_by_one_go_back():
-    trunk, other = make_trunk(), make_trunk(rngs=nnx.Rngs(8))
-    params = nnx.to_pure_dict(nnx.state(trunk.layers))
-    layers = nn.unstack(trunk)
-    assert len(layers) == LAYERS
-    assert_same(nn.restack(layers), params)
-    assert_same(nn.unstack(params), layers)
-    nnx.update(other.layers, nn.restack(layers))
-    np.testing.assert_array_equal(other(normal((3, WIDTH))), trunk(normal((3, WIDTH))))
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([], "layers is empty"),
-        ([{"w": jnp.ones(n)} for n in (3, 3, 4)], r"w is float64\[3\] in layer 0 and float64\[4\]"),
-        ([{"w": jnp.ones(3)}, {"w": jnp.ones(3, jnp.float32)}], r"float64\[3\] in layer 0 and float32\[3\] in layer 1"),
-        ([{"w": jnp.ones(3)}, {"v": jnp.ones(3)}], r"v is absent in layer 0 and float64\[3\] in layer 1"),
-    ],
-)
-def test_layers_that_are_not_alike_are_refused(layers, message):
-    with pytest.raises(ValueError, match=message):
-        nn.restack(layers)
-
-
-class Everything(nnx.Module):
-    """A layer that uses all that a layer can be given."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(WIDTH, WIDTH, param_dtype=F64, rngs=rngs)
-
-    def __call__(self, y, t, dt, *, key=None, shared=None, index=None):
-        keep = 1.0 if key is None else jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype)
-        memory = jnp.zeros_like(y) if shared is None else shared
-        return y + dt * keep * jnp.tanh(self.linear(y) + memory * t + index.astype(y.dtype) / 10)
-
-
-TRUNKS = {
-    "spline": ({"weights": nn.Spline(coefficients=3, degree=1)}, {}),
-    "key": ({"make": Everything, "t1": GRID}, {"key": jax.random.key(3), "shared": normal((3, WIDTH), 4)}),
-    "data": ({"make": Everything}, {"data": jax.random.split(jax.random.key(3), LAYERS)}),
-}
-
-
-@pytest.mark.parametrize("name", TRUNKS)
-def test_sequential_is_the_serial_solve(name):
-    options, given = TRUNKS[name]
-    trunk, y = make_trunk(**options), normal((3, WIDTH))
-    network = nn.sequential(trunk)
-    wanted = trunk.solve(y, solver=lp_jax.Serial(), **given).y1
-    np.testing.assert_allclose(network(y, **given), wanted, rtol=1e-14)
-    by_network, by_solve = (
-        jax.jit(jax.grad(lambda y, f=f: jnp.sum(f(y) ** 2)))(y)
-        for f in (lambda y: network(y, **given), lambda y: trunk.solve(y, solver=lp_jax.Serial(), **given).y1)
-    )
-    np.testing.assert_allclose(by_network, by_solve, rtol=1e-13)
-    state = nnx.state(trunk)
-    nnx.update(trunk, jax.tree.map(jnp.zeros_like, state))  # what was exported stays
-    np.testing.assert_allclose(network(y, **given), wanted, rtol=1e-14)
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-def test_sequential_by_sweeps_is_a_loop_of_sweeps(devices):
-    """Each sweep adds up the increments of all layers at the states of the sweep before."""
-    trunk, y = make_trunk(comm=mesh(devices) if devices > 1 else None), np.asarray(normal((3, WIDTH)))
-    layers, states = [jax.tree.map(np.asarray, layer) for layer in nn.unstack(trunk)], [y] * (LAYERS + 1)
-    for _ in range(3):
-        increments = []
-        for layer, u in zip(layers, states, strict=False):
-            hidden = np.tanh(u @ layer["inner"]["kernel"] + layer["inner"]["bias"])
-            increments.append(2.0 / LAYERS * (hidden @ layer["outer"]["kernel"] + layer["outer"]["bias"]))
-        states = [y, *(y + np.cumsum(increments, axis=0))]
-    network = nn.sequential(trunk, solver=lp_jax.Picard(sweeps=3))
-    np.testing.assert_allclose(network(jnp.asarray(y)), states[-1], rtol=1e-13)
-
-
-def test_sequential_from_a_mesh_and_with_running_statistics(standard_promotion):
-    trunk, y = make_trunk(BatchNormed, comm=mesh(2)), normal((8, WIDTH))
-    trunk(y)
-    trunk.eval()
-    np.testing.assert_allclose(nn.sequential(trunk)(y), trunk.solve(y, solver=lp_jax.Serial()).y1, rtol=1e-13)
-    trunk.train()
-    before = trunk.layers.norm.mean[...]
-    network = nn.sequential(trunk)
-    np.testing.assert_allclose(network(y), trunk.solve(y, solver=lp_jax.Serial()).y1, rtol=1e-13)
-    trunk.layers.norm.mean[...] = before
-    network(y)
-    np.testing.assert_array_equal(trunk.layers.norm.mean[...], before)
-
-
-def test_only_trunks_are_made_sequential():
-    wanted = r"trunk must be a LayerParallel; got Classifier\. Pass the trunk that it holds"
-    with pytest.raises(TypeError, match=wanted):
-        nn.sequential(make_model())
 
 
 # ------------------------------------------------------------------------------------------------------------------------ files

@@ -69,7 +69,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "factor"), [("Adam", 2), ("AdamW, clipped", 3), ("momentum", 2), ("RMSprop", 3)])
+@pytest.mark.parametrize(("name", "factor"), [("AdamW, clipped", 3), ("momentum", 2), ("RMSprop", 3)])
 def test_the_optimizer_goes_on_as_if_the_network_had_always_been_deep(name, factor):
     """Layers 1 / factor as long have gradients that are as much smaller, and a mean of squares is smaller by the square."""
     optimizer, network = OPTIMIZERS[name], model()

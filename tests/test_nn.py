@@ -228,9 +228,7 @@ def test_split_merge_and_jit_over_the_state():
     graphdef, state = nnx.split(trunk)
     wanted = trunk(y)
     assert_close(nnx.merge(graphdef, state)(y), wanted, rtol=0)
-    assert_close(jax.jit(lambda state, y: nnx.merge(graphdef, state)(y))(state, y), wanted)
     assert_close(nnx.jit(lambda trunk, y: trunk(y))(trunk, y), wanted)
-    assert_close(jax.jit(lambda trunk, y: trunk(y))(trunk, y), wanted)
 
     by_state = jax.grad(lambda state: jnp.sum(nnx.merge(graphdef, state)(y) ** 2))(state)
     by_module = nnx.grad(lambda trunk: jnp.sum(trunk(y) ** 2))(trunk)
@@ -336,12 +334,8 @@ def test_training_with_an_nnx_optimizer(standard_promotion):
         optimizer.update(model, gradients)
         return value
 
-    before = nnx.to_pure_dict(nnx.state(model))
     losses = [float(train_step(model, optimizer)) for _ in range(60)]
     assert losses[-1] < 0.2 * losses[0]
-    after = nnx.to_pure_dict(nnx.state(model))
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.device_get(after), jax.device_get(before))
-    assert min(jax.tree.leaves(moved)) > 1e-3
 
 
 class Counted(nnx.Module):
@@ -363,17 +357,9 @@ def traced(call):
     return Counted.traces - before
 
 
-def test_stacks_built_alike_share_a_program():
-    (step, params), (again, other) = (nn.stack(Counted, LAYERS, rngs=nnx.Rngs(seed)) for seed in (0, 1))
-    assert step == again and hash(step) == hash(again)
-    assert step != nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[0]
-    y = normal((3, 5))
-    # uncompiled, the first call compiles the solve; the second only checks what the step returns, once per level
-    assert traced(lambda: lp_jax.solve(step, params, y, solver=EXACT)) > 2
-    assert traced(lambda: lp_jax.solve(again, other, y, solver=EXACT)) <= 2
-
-
-def test_a_compiled_step_does_not_trace_again():
+def test_modules_built_alike_share_a_program_and_a_compiled_step_does_not_trace_again():
+    (step, _), (again, _) = (nn.stack(Counted, LAYERS, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    assert step == again and hash(step) == hash(again) and step != nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[0]
     trunk, y = make_trunk(make=Counted), normal((3, 5))
 
     @nnx.jit
@@ -640,7 +626,7 @@ LOW = {
     "encoder": (lambda rngs, dtype: nn.EncoderLayer(32, 4, dtype=dtype, rngs=rngs), (2, 8, 32)),
     "dense": (lambda rngs, dtype: nn.DenseResidual(32, hidden=16, norm="layer", dtype=dtype, rngs=rngs), (4, 32)),
     "conv": (  # smooth: rounding switches ReLUs, three in a thousand, which alone is 5 % of a gradient
-        lambda rngs, dtype: nn.ConvResidual(6, activation=nnx.tanh, formulation="products", dtype=dtype, rngs=rngs),
+        lambda rngs, dtype: nn.ConvResidual(6, activation=nnx.tanh, dtype=dtype, rngs=rngs),
         (2, 8, 8, 6),
     ),
 }

@@ -57,7 +57,7 @@ def whole_first_step():
 
 
 OPTIMIZER = optax.chain(optax.scale_by_lbfgs(memory_size=20), whole_first_step(), optax.scale(-1.0))
-SEARCH = train.Backtracking(trials=20, shrink=0.5, slope=1e-4)
+SEARCH = train.Backtracking(trials=20)
 
 
 @pytest.fixture(scope="session")
@@ -98,19 +98,19 @@ def compare(got, wanted, rtol):
     assert (got["trials"][: len(failed)] - 1).tolist() == failed
 
 
-def test_regression(oneshot):
-    """Ten iterations of the published regression test."""
+@pytest.mark.parametrize(
+    ("start", "steps", "examples", "options", "rtol"),
+    [
+        ("regression", 10, 200, {"smooth": 1e-5}, 1e-10),
+        # more than L-BFGS remembers; after 40 it amplifies rounding
+        pytest.param("n32", 25, None, {}, 1e-8, marks=pytest.mark.slow),
+    ],
+)
+def test_iterations_are_those_that_were_published(oneshot, start, steps, examples, options, rtol):
     (x, labels), starts, histories = oneshot
-    loss = functools.partial(loss_fn, time=1.0, smooth=1e-5)
-    compare(run(loss, starts["regression"], (x[:200], labels[:200]), 10), histories["regression, serial"], rtol=1e-10)
-
-
-@pytest.mark.slow
-def test_five_classes(oneshot):
-    """25 iterations on five classes, more than L-BFGS remembers; after 40 it amplifies rounding."""
-    batch, starts, histories = oneshot
-    loss = functools.partial(loss_fn, time=1.0)
-    compare(run(loss, starts["n32"], batch, 25), histories["N=32 T=1, serial"], rtol=1e-8)
+    loss = functools.partial(loss_fn, time=1.0, **options)
+    wanted = histories["regression, serial" if start == "regression" else "N=32 T=1, serial"]
+    compare(run(loss, starts[start], (x[:examples], labels[:examples]), steps), wanted, rtol=rtol)
 
 
 @pytest.mark.usefixtures("optimised")
@@ -160,15 +160,8 @@ def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path):
     def run(steps, checkpoints=None, restore=False):
         state = jax.tree.map(jnp.copy, start)  # a step takes the arrays of its state
         state = checkpoints.restore(state) if restore else state
-        return train.fit(
-            step_fn,
-            state,
-            lambda epoch: [batch],
-            steps_per_epoch=1,
-            epochs=steps,
-            solver=solver,
-            checkpoints=checkpoints,
-        )
+        options = {"steps_per_epoch": 1, "epochs": steps, "solver": solver, "checkpoints": checkpoints}
+        return train.fit(step_fn, state, lambda epoch: [batch], **options)
 
     whole, log = run(6)
     assert log.rows[-1]["loss"] < 0.9 * log.rows[0]["loss"] and log.rows[-1]["trials"] >= 1
@@ -179,33 +172,31 @@ def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_line_search_that_fails_keeps_the_step_before_and_says_so():
-    """Ascent: no step length lowers the loss."""
-    params, batch = jnp.full((8, 1, 2), 0.5), jnp.ones((3, 2))
+def growth(target):
+    """Parameters of a growing state, a batch, and the loss of what it ends at."""
 
     def loss_fn(params, batch, solver, adjoint_solver):
         solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, params, batch, solver=solver)
-        return jnp.mean(solution.y1**2), train.Info(jnp.int32(3), solution.stats, solution.result)
+        return jnp.mean((solution.y1 - target) ** 2), train.Info(jnp.int32(3), solution.stats, solution.result)
 
+    return jnp.full((8, 1, 2), 0.5), jnp.ones((3, 2)), loss_fn
+
+
+def test_a_line_search_that_fails_keeps_the_step_before_and_says_so():
+    """Ascent: no step length lowers the loss."""
+    params, batch, loss_fn = growth(0.0)
     ascent, search = optax.scale(1.0), train.Backtracking(trials=5)
     step_fn, state = train.make_train_step(loss_fn, ascent, line_search=search), train.init_state(params, ascent)
     state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=2, solver=lp_jax.Serial())
     np.testing.assert_array_equal(state.params, params)
     (warning, *_) = log.of("warning")
     assert "tried 5 step lengths" in warning["message"] and warning["solve"] == "line search"
-    with pytest.raises(ValueError, match="shrink must lie between 0 and 1; got 2"):
-        train.Backtracking(shrink=2.0)
+    with pytest.raises(ValueError, match="trials must be at least 1; got 0"):
+        train.Backtracking(trials=0)
 
 
 def test_line_searches_of_optax_work_too():
-    params, batch = jnp.full((8, 1, 2), 0.5), jnp.ones((3, 2))
-
-    def loss_fn(params, batch, solver, adjoint_solver):
-        solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, params, batch, solver=solver)
-        info = train.Info(jnp.int32(3), solution.stats, solution.result)
-        return jnp.mean((solution.y1 - 2.5) ** 2), info
-
-    optimizer = optax.lbfgs()
+    (params, batch, loss_fn), optimizer = growth(2.5), optax.lbfgs()
     step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(params, optimizer)
     state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=8, solver=lp_jax.Serial())
     assert log.rows[-1]["loss"] < 1e-8

@@ -84,18 +84,6 @@ def test_midpoints_are_means_to_second_order():
 # ------------------------------------------------------------------------------------------------------- networks with splines
 
 
-def test_as_many_coefficients_of_degree_zero_as_layers_are_the_ordinary_network():
-    ordinary, spline = (make_trunk(weights=weights) for weights in (None, nn.Spline(coefficients=LAYERS, degree=0)))
-    assert_close(params_of(spline), params_of(ordinary), rtol=0)
-    y = normal((3, WIDTH))
-
-    def gradient(trunk):
-        return nnx.to_pure_dict(nnx.jit(nnx.grad(lambda trunk: jnp.sum(trunk(y) ** 2)))(trunk))
-
-    np.testing.assert_array_equal(spline(y), ordinary(y))
-    assert_close(gradient(spline), gradient(ordinary), rtol=0)
-
-
 def loop(params, spline, y, times):
     """The network as a loop, each layer's weights summed over SciPy's basis."""
     middle = (times[1:] + times[:-1]) / 2
@@ -151,10 +139,8 @@ def test_every_device_makes_the_weights_of_its_own_layers():
     assert f"f64[{layers // 4},{width},{width}]" in text
     assert f"f64[{layers},{width},{width}]" not in text
 
-    wide, y = make_trunk(weights=nn.Spline(coefficients=4), comm=mesh()), normal((3, WIDTH))
-    kernel = wide.layers.inner.kernel[...]
+    kernel = make_trunk(weights=nn.Spline(coefficients=4), comm=mesh()).layers.inner.kernel[...]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(1, WIDTH, WIDTH)}
-    np.testing.assert_allclose(wide(y), make_trunk(weights=wide.weights)(y), rtol=1e-13)
 
 
 def test_low_precision_is_not_that_of_the_basis():
@@ -275,10 +261,6 @@ def test_a_refined_trunk_has_the_same_settings():
     assert_close(params_of(trunk), before, rtol=0)
     shards = finer.layers.inner.kernel[...].addressable_shards
     assert {shard.data.shape for shard in shards} == {(4, WIDTH, WIDTH)}
-    y = normal((3, WIDTH))
-    alike = make_trunk(t0=0.5, num_layers=16, comm=comm, adjoint_solver=lp_jax.Picard(sweeps=3))
-    nnx.update(alike.layers, params_of(finer))
-    np.testing.assert_array_equal(finer(y), alike(y))
 
 
 def test_layers_of_different_lengths_are_each_cut_into_equal_parts():
@@ -298,16 +280,14 @@ def test_a_spline_is_evaluated_at_more_layers():
     kernels = np.stack([layer["inner"]["kernel"] for layer in nn.unstack(finer)])
     wanted = np.einsum("nk,kij->nij", reference(5, 3, middles(16)), trunk.layers.inner.kernel[...])
     np.testing.assert_allclose(kernels, wanted, rtol=1e-13, atol=1e-14)
-    assert finer(normal((3, WIDTH))).shape == (3, WIDTH)
 
 
 def test_running_statistics_are_repeated(standard_promotion):
     trunk = make_trunk(make=Normed)
-    trunk(normal((6, WIDTH)))
+    trunk.layers.norm.mean[...], trunk.layers.norm.var[...] = normal((LAYERS, WIDTH)), normal((LAYERS, WIDTH), 2)
     finer = nn.refine(trunk, how="linear")
     np.testing.assert_array_equal(finer.layers.norm.mean[...], np.repeat(trunk.layers.norm.mean[...], 2, axis=0))
     np.testing.assert_array_equal(finer.layers.norm.var[...], np.repeat(trunk.layers.norm.var[...], 2, axis=0))
-    assert finer(normal((6, WIDTH))).shape == (6, WIDTH)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ INJECT = lp_jax.Rediscretize(params="inject")
 EXACT = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT)  # two intervals: exact after two cycles
 BATCHED = dataclasses.replace(EXACT, at_once=math.inf, storage="all")
 SWEEPS = lp_jax.Picard(sweeps=LAYERS)
-ROUGH = lp_jax.MGRIT(coarsening=3, iterations=1)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +100,6 @@ def plain_decoder(p, y, h, memory, memory_mask=None, mask=None):
 
 def encoder(rngs, **options):
     return nn.EncoderLayer(WIDTH, HEADS, hidden=7, param_dtype=F64, rngs=rngs, **options)
-
-
-def causal(rngs):
-    return encoder(rngs, causal=True)
 
 
 def split(rngs):
@@ -187,21 +182,6 @@ def test_single_precision_is_the_same_network():
         y, h = Y.astype(jnp.float32), jnp.float32(1)
         run = nnx.jit(lambda layer, y, h, mask=mask: layer(y, 0, h, shared=mask))
         np.testing.assert_allclose(run(single, y, h), run(double, y.astype(F64), 1.0), rtol=1e-4, atol=1e-5)
-
-
-def test_padding_is_not_seen():
-    step, params = nn.stack(encoder, LAYERS, rngs=nnx.Rngs(0))
-    other = jnp.where(MASK[..., None], Y, 5.0)
-    a, b = (lp_jax.solve(step, params, y, shared=MASK, solver=ROUGH).y1 for y in (Y, other))
-    np.testing.assert_array_equal(a[MASK], b[MASK])
-
-
-def test_a_position_does_not_see_those_after_it():
-    step, params = nn.stack(causal, LAYERS, rngs=nnx.Rngs(0))
-    other = Y.at[:, 3:].set(1.0)
-    a, b = (np.asarray(lp_jax.solve(step, params, y, solver=ROUGH).y1) for y in (Y, other))
-    np.testing.assert_array_equal(a[:, :3], b[:, :3])
-    assert np.abs(a - b)[:, 3:].min() > 1e-6
 
 
 @pytest.mark.parametrize(("name", "solver"), [("encoder", EXACT), ("encoder-decoder", SWEEPS)])

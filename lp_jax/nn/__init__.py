@@ -36,7 +36,6 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'lp_jax.nn needs Flax, which is not installed ({error}): pip install "lp_jax[nn]".') from error
 
-from lp_jax.nn._convolution import Conv as Conv
 from lp_jax.nn._convolution import convolve as convolve
 from lp_jax.nn._ends import ConvOpening as ConvOpening
 from lp_jax.nn._ends import DenseClosing as DenseClosing
@@ -45,9 +44,7 @@ from lp_jax.nn._ends import PoolClosing as PoolClosing
 from lp_jax.nn._ends import TokenClosing as TokenClosing
 from lp_jax.nn._ends import TokenOpening as TokenOpening
 from lp_jax.nn._export import load as load
-from lp_jax.nn._export import restack as restack
 from lp_jax.nn._export import save as save
-from lp_jax.nn._export import sequential as sequential
 from lp_jax.nn._export import unstack as unstack
 from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel

@@ -12,7 +12,7 @@ time, so that they stay in the processor's cache. Patches of all taps, or of non
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from jax.typing import DTypeLike
 from lp_jax._arrays import _check
 from lp_jax._comms._comm import default_platform
 
-_FORMULATIONS = ("auto", "xla", "products")
 _CACHE = 2**21  # bytes of patches and products that are computed at once
 
 
@@ -47,13 +46,11 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> from lp_jax import nn
-        >>> x = jnp.ones((2, 8, 8, 3), "float32")
-        >>> nn.convolve(x, jnp.ones((3, 3, 3, 4), "float32")).shape, nn.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0))(x).shape
-        ((2, 8, 8, 4), (2, 8, 8, 4))
+        >>> nn.convolve(jnp.ones((2, 8, 8, 3), "float32"), jnp.ones((3, 3, 3, 4), "float32")).shape
+        (2, 8, 8, 4)
     """
-    _check.one_of("formulation", formulation, _FORMULATIONS)
+    _check.one_of("formulation", formulation, ("auto", "xla", "products"))
     taps = kernel.shape[:-2]
     if any(size % 2 == 0 for size in taps):
         raise ValueError(f"a kernel must have an odd number of taps along each axis of space; got {taps}.")
@@ -63,40 +60,14 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     return (_xla if formulation == "xla" else _products)(x, kernel)
 
 
-@functools.cache  # one function for each formulation, so that modules with the same one are equal and share programs
-def _as_general(formulation: str) -> Callable[..., jax.Array]:
-    """Return `convolve` with the signature of `lax.conv_general_dilated`, as `nnx.Conv` calls it."""
-
-    def conv_general_dilated(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> jax.Array:
-        return convolve(x, kernel, formulation=formulation)
-
-    return conv_general_dilated
+def same_conv(inputs: int, outputs: int, kernel: Sequence[int], **options: Any) -> nnx.Conv:
+    """Return an `nnx.Conv` of stride 1 that keeps the size of the image, by `convolve`."""
+    return nnx.Conv(inputs, outputs, tuple(kernel), conv_general_dilated=_as_general, **options)
 
 
-class Conv(nnx.Conv):
-    """`nnx.Conv` of stride 1 that keeps the size of the image, by `convolve`.
-
-    ``kernel`` is an odd number of taps for each axis of space; ``formulation`` is as for `convolve`. With ``dtype`` None the
-    computation has the dtype of images and parameters.
-
-    Raises:
-        ValueError: if the formulation is unknown; when called, if the number of taps is even.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        kernel: tuple[int, ...],
-        *,
-        formulation: str = "auto",
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        _check.one_of("formulation", formulation, _FORMULATIONS)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(inputs, outputs, kernel, conv_general_dilated=_as_general(formulation), **options)
+def _as_general(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> jax.Array:
+    """`convolve` with the signature of `lax.conv_general_dilated`, as `nnx.Conv` calls it."""
+    return convolve(x, kernel)
 
 
 def _xla(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -1,16 +1,19 @@
-"""Opening layers, from an input or tokens to a state, and closing layers, from a state to logits."""
+"""Opening layers, from an input or tokens to a state, and closing layers, from a state to logits.
+
+Their options are those of their parts, `nnx.Linear` for example: ``rngs``, ``param_dtype``.
+"""
 
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
-from lp_jax.nn._convolution import Conv
+from lp_jax.nn._convolution import same_conv
 from lp_jax.nn._residual import Activation
 
 
@@ -21,17 +24,9 @@ class DenseOpening(nnx.Module):
         ValueError: when called, if the input has another shape.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        width: int,
-        *,
-        activation: Activation = nnx.tanh,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, shape: Sequence[int], width: int, *, activation: Activation = nnx.tanh, **options: Any):
         self.shape = tuple(shape)
-        self.linear = nnx.Linear(math.prod(self.shape), width, param_dtype=param_dtype, rngs=rngs)
+        self.linear = nnx.Linear(math.prod(self.shape), width, **options)
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -52,10 +47,9 @@ class ConvOpening(nnx.Module):
         *,
         kernel: Sequence[int] = (3, 3),
         activation: Activation = nnx.relu,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Any,
     ):
-        self.conv = Conv(inputs, channels, tuple(kernel), param_dtype=param_dtype, rngs=rngs)
+        self.conv = same_conv(inputs, channels, kernel, **options)
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -79,13 +73,11 @@ class DenseClosing(nnx.Module):
         *,
         hidden: int | None = None,
         activation: Activation = nnx.relu,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Any,
     ):
         self.shape = tuple(shape)
         sizes = [math.prod(self.shape), *([] if hidden is None else [hidden]), classes]
-        pairs = itertools.pairwise(sizes)
-        self.layers = nnx.List([nnx.Linear(m, n, param_dtype=param_dtype, rngs=rngs) for m, n in pairs])
+        self.layers = nnx.List([nnx.Linear(m, n, **options) for m, n in itertools.pairwise(sizes)])
         self.activation = activation
 
     def __call__(self, y: jax.Array) -> jax.Array:
@@ -103,10 +95,10 @@ class PoolClosing(nnx.Module):
     ``shape`` is ``(*space, channels)``; a call may have other sizes of space.
     """
 
-    def __init__(self, shape: Sequence[int], classes: int, *, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, shape: Sequence[int], classes: int, **options: Any):
         *space, channels = shape
         self.space = tuple(range(-1 - len(space), -1))
-        self.linear = nnx.Linear(channels, classes, param_dtype=param_dtype, rngs=rngs)
+        self.linear = nnx.Linear(channels, classes, **options)
 
     def __call__(self, y: jax.Array) -> jax.Array:
         """Return the logits."""
@@ -141,23 +133,12 @@ class TokenOpening(nnx.Module):
         ((2, 10, 16), (2, 10, 17))
     """
 
-    def __init__(
-        self,
-        sizes: int | Sequence[int],
-        width: int,
-        *,
-        max_length: int,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, sizes: int | Sequence[int], width: int, *, max_length: int, **options: Any):
         self.columns = () if isinstance(sizes, int) else (len(sizes),)
         self.max_length = _check.integer("max_length", max_length, least=1)
-
-        def embed(size: int) -> nnx.Embed:
-            return nnx.Embed(size, width, param_dtype=param_dtype, rngs=rngs)
-
-        self.tokens = nnx.List([embed(size) for size in ([sizes] if isinstance(sizes, int) else sizes)])
-        self.positions = embed(max_length)
+        columns = [sizes] if isinstance(sizes, int) else sizes
+        self.tokens = nnx.List([nnx.Embed(size, width, **options) for size in columns])
+        self.positions = nnx.Embed(max_length, width, **options)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the state that enters the first layer."""
@@ -180,9 +161,9 @@ class TokenOpening(nnx.Module):
 class TokenClosing(nnx.Module):
     """Layer norm and a dense layer at each position, from ``(batch, length, width)`` to ``(batch, length, classes)``."""
 
-    def __init__(self, width: int, classes: int, *, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(width, param_dtype=param_dtype, rngs=rngs)
-        self.linear = nnx.Linear(width, classes, param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, width: int, classes: int, **options: Any):
+        self.norm = nnx.LayerNorm(width, **options)
+        self.linear = nnx.Linear(width, classes, **options)
 
     def __call__(self, y: jax.Array) -> jax.Array:
         """Return the logits."""

@@ -1,7 +1,7 @@
-"""Trained parameters outside the solver: layer by layer, as a plain function, and in a file."""
+"""Trained parameters outside the solver: layer by layer, and in a file."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -9,14 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
-from jax import lax
 
-from lp_jax._arrays import _tree
-from lp_jax._arrays._types import Layer, PyTree, State
+from lp_jax._arrays._types import PyTree
 from lp_jax._programs import _inputs
-from lp_jax._solvers._solver import Solver
 from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
-from lp_jax.nn._stack import PerCall, PerLayer
 
 
 def unstack(layers: PyTree) -> list[PyTree]:
@@ -29,13 +25,15 @@ def unstack(layers: PyTree) -> list[PyTree]:
         ValueError: if the leaves differ in length, or the layers are spread over MPI ranks.
 
     Example:
+        >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> from lp_jax import nn
         >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(0))
         >>> layers = nn.unstack(trunk)
         >>> len(layers), layers[3]["inner"]["kernel"].shape
         (16, (8, 8))
-        >>> nn.restack(layers)["inner"]["kernel"].shape
+        >>> together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)  # for nnx.update(trunk.layers, together)
+        >>> together["inner"]["kernel"].shape
         (16, 8, 8)
     """
     if isinstance(layers, LayerParallel):
@@ -43,66 +41,6 @@ def unstack(layers: PyTree) -> list[PyTree]:
         _, layers, _ = stacks(layers)
     count = _inputs.number_of_layers(layers, None)
     return [jax.tree.map(lambda x, n=n: x[n], layers) for n in range(count)]
-
-
-def restack(layers: Sequence[PyTree]) -> PyTree:
-    """Stack parameters that `unstack` gave layer by layer, to leaves ``(N, ...)``.
-
-    ``nnx.update(trunk.layers, nn.restack(layers))`` puts them into a `LayerParallel`.
-
-    Raises:
-        ValueError: if there are no layers, or they differ in structure, shapes or dtypes.
-    """
-    if not layers:
-        raise ValueError("layers is empty; restack needs the parameters of at least one layer.")
-    for number, layer in enumerate(layers):
-        if difference := differing_array(layers[0], layer, "in layer 0", f"in layer {number}"):
-            raise ValueError(f"layers must be alike; {difference}.")
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-
-
-def sequential(trunk: LayerParallel, *, solver: Solver | None = None) -> Callable[..., State]:
-    """Return a trained trunk, on one device or a mesh, as a plain function: a ``lax.scan`` over the layers.
-
-    The function holds the current parameters: ``network(y, *, shared=None, data=None, key=None) -> y1``, with the arguments of
-    `LayerParallel.problem`. With a solver, a few Picard sweeps for example, it solves for the layers instead. Layers with
-    running statistics should be in ``eval()`` mode; otherwise they normalise by the batch.
-
-    Raises:
-        ValueError: if the layers are spread over MPI ranks.
-        TypeError: if ``trunk`` is not a `LayerParallel`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, lp_jax
-        >>> from flax import nnx
-        >>> from lp_jax import nn
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(0))
-        >>> network, y = jax.jit(nn.sequential(trunk)), jnp.ones((4, 8), "float32")
-        >>> sweeps = nn.sequential(trunk, solver=lp_jax.Picard(sweeps=3))
-        >>> error = jnp.abs(sweeps(y) - network(y)).max() / jnp.abs(network(y)).max()
-        >>> bool(0 < error < 1e-2)
-        True
-    """
-    if not isinstance(trunk, LayerParallel):
-        raise TypeError(f"trunk must be a LayerParallel; got {type(trunk).__name__}. Pass the trunk that it holds.")
-    refuse_ranks(trunk)
-    frozen = nnx.clone(trunk)
-    step, params, stats = stacks(trunk)
-    t0, t1, count = trunk.t0, np.asarray(trunk.t1), trunk.num_layers
-
-    def network(y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> State:
-        if solver is not None:
-            return frozen.problem(y, shared=shared, data=data, key=key).solve(solver=solver).y1
-
-        def body(y: State, x: tuple[PyTree, ...]) -> tuple[State, None]:
-            params, per_layer, t, dt, index = x
-            y = step(y, Layer(params, PerCall(shared, key), per_layer, t, dt, index, 0))
-            return (y[0] if step.updates else y), None
-
-        times = _inputs.times(t0, t1, count, _tree.real_dtype(y))
-        return lax.scan(body, y, (params, PerLayer(data, stats), *times, jnp.arange(count, dtype=jnp.int32)))[0]
-
-    return network
 
 
 def save(path: str | os.PathLike[str], params: PyTree) -> None:
@@ -184,7 +122,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
                 raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
         return traverse_util.unflatten_dict(flat)
     wanted, structure = _named(like)
-    if difference := differing_array(arrays, wanted, "in the file", "in `like`"):
+    if difference := first_difference(described(arrays), described(wanted), "in the file", "in `like`", str, "absent"):
         raise ValueError(f"{path}: {difference}. Build the network as it was when it was saved.")
     return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
 
@@ -220,11 +158,6 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
             )
         named[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return named, structure
-
-
-def differing_array(a: PyTree, b: PyTree, in_a: str = "there", in_b: str = "here") -> str | None:
-    """Return the first array in which two trees differ, by path, dtype and shape; None if they are alike."""
-    return first_difference(described(a), described(b), in_a, in_b, str, "absent")
 
 
 def first_difference(

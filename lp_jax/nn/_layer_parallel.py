@@ -92,9 +92,8 @@ class LayerParallel(Solved):
         """Propagate a state through the layers: ``solve(y, **inputs, **options) -> Solution``.
 
         The inputs are those of `problem`. The options are ``solver`` and ``adjoint_solver``, of this call instead of the
-        module's, and ``guess`` and ``adjoint_guess`` as for `lp_jax.solve`. ``solver=lp_jax.Serial()`` gives the exact states and
-        the exact gradient. Layers with running statistics (`BatchNorm`) update them once per call, from the states of the final
-        sweep; in ``eval()`` mode they do not.
+        module's, and ``guess`` and ``adjoint_guess`` as for `lp_jax.solve`. ``solver=lp_jax.Serial()`` is exact. Layers with
+        running statistics (`BatchNorm`) update them once per call, from the final sweep; in ``eval()`` mode they do not.
 
         Raises:
             ValueError: as for `lp_jax.solve`, and if data and key would both be the layers' ``key``.

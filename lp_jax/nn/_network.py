@@ -213,10 +213,7 @@ class Classifier(nnx.Module):
         guess: PyTree = None,
         adjoint_guess: PyTree = None,
     ) -> tuple[jax.Array, Solution]:
-        """Return the logits of a batch of inputs and the solution of the trunk.
-
-        The arguments are those of the trunk's ``solve``, None for its defaults. The solvers replace the trunk's in this call.
-        """
+        """Return the logits of a batch of inputs and the solution of the trunk; arguments as for the trunk's ``solve``."""
         options = {"data": data, "key": key, "guess": guess, "adjoint_guess": adjoint_guess}
         options = {name: value for name, value in options.items() if value is not None}
         solution = self.trunk.solve(

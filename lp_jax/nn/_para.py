@@ -26,10 +26,10 @@ Gate = tuple[jax.Array, ...]
 
 
 class _Cell(Solved):
-    """A cell from sequences to the states of all times: one ``kernel`` for all gates, and their ``recurrent`` diagonals."""
+    """A cell from sequences to the states of all times: one ``kernel`` for three gates, and their ``recurrent`` diagonals."""
 
-    gates: int  # number of gates that see the input
     diagonals: int
+    arrays: int  # of a state; the last one is the output
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class _Cell(Solved):
         def uniform(bound: float, *shape: int) -> nnx.Param:
             return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
 
-        self.kernel = uniform(features**-0.5, features, self.gates * hidden)
-        self.bias = nnx.Param(jnp.zeros(self.gates * hidden, param_dtype))
+        self.kernel = uniform(features**-0.5, features, 3 * hidden)
+        self.bias = nnx.Param(jnp.zeros(3 * hidden, param_dtype))
         self.recurrent = uniform(1.0, self.diagonals, hidden)
 
     @staticmethod
@@ -59,14 +59,15 @@ class _Cell(Solved):
     def step(state: State, gates: Gate, diagonals: Gate) -> State:
         """One time step. ``gates`` are the input's parts of the gates, ``(batch, hidden)``; ``diagonals`` ``(1, hidden)``."""
 
-    @abc.abstractmethod
     def start(self, batch: int, dtype: DTypeLike) -> State:
-        """The state before the first time: zeros."""
+        """Return the state before the first time: zeros."""
+        zeros = jnp.zeros((batch, self.hidden), dtype)
+        return zeros if self.arrays == 1 else (zeros,) * self.arrays
 
     @staticmethod
-    @abc.abstractmethod
     def output(state: State) -> jax.Array:
-        """The output of a state to the layer above, ``(batch, hidden)``."""
+        """Return the output of a state to the layer above, ``(batch, hidden)``."""
+        return jax.tree.leaves(state)[-1]
 
     def __call__(self, x: jax.Array, y0: State | None = None) -> jax.Array:
         """Return the hidden states of all times, ``(batch, time, hidden)``, for the inputs of `problem`."""
@@ -87,7 +88,7 @@ class _Cell(Solved):
         """
         in_time = self.time_first(x, self.kernel.shape[0])
         kernel, bias = self.comm.replicate((self.kernel[...], self.bias[...]))
-        gates = jnp.split(in_time @ kernel + bias[None, None], self.gates, axis=-1)  # one product for all times
+        gates = jnp.split(in_time @ kernel + bias[None, None], 3, axis=-1)  # one product for all times
         diagonals = tuple(self.recurrent[...][:, None])
         batch, steps, _ = x.shape
         return Problem(
@@ -153,20 +154,13 @@ class ParaGRU(_Cell):
         language models", ICLR 2026.
     """
 
-    gates, diagonals = 3, 3
+    diagonals, arrays = 3, 1
 
     @staticmethod
     def step(state: State, gates: Gate, diagonals: Gate) -> State:
         (xz, xr, xn), (az, ar, an), h = gates, diagonals, state
         z, r = nnx.sigmoid(xz + az * h), nnx.sigmoid(xr + ar * h)
         return h + z * (jnp.tanh(xn + an * (r * h)) - h)
-
-    def start(self, batch: int, dtype: DTypeLike) -> State:
-        return jnp.zeros((batch, self.hidden), dtype)
-
-    @staticmethod
-    def output(state: State) -> jax.Array:
-        return state
 
 
 class ParaLSTM(_Cell):
@@ -195,7 +189,7 @@ class ParaLSTM(_Cell):
         networks", JMLR 2002 (peepholes).
     """
 
-    gates, diagonals = 3, 5
+    diagonals, arrays = 5, 2
 
     @staticmethod
     def step(state: State, gates: Gate, diagonals: Gate) -> State:
@@ -203,10 +197,3 @@ class ParaLSTM(_Cell):
         f = nnx.sigmoid(xf + af * h + pf * c)
         c = c + (1 - f) * (jnp.tanh(xn + an * h) - c)
         return c, nnx.sigmoid(xo + ao * h + po * c) * jnp.tanh(c)
-
-    def start(self, batch: int, dtype: DTypeLike) -> State:
-        return (jnp.zeros((batch, self.hidden), dtype),) * 2
-
-    @staticmethod
-    def output(state: State) -> jax.Array:
-        return state[1]

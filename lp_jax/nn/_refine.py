@@ -55,10 +55,18 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
     """
     _check.integer("factor", factor, least=1)
     _check.one_of("how", how, ("constant", "linear", "zeros"))
-    if isinstance(layers, LayerParallel):
-        return _refined_trunk(layers, factor, how)
     _refuse_module(layers, "refine")
-    return _refined(layers, np.arange(number_of_layers(layers, None) + 1.0), factor, how)
+    if not isinstance(layers, LayerParallel):
+        return _refined(layers, np.arange(number_of_layers(layers, None) + 1.0), factor, how)
+    if how == "zeros" and layers.weights is not None:
+        raise ValueError('how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".')
+    times = _times(staying(layers, factor * layers.num_layers, how))
+    if how == "zeros":
+        new = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
+    else:
+        new = _subdivided(times, factor)
+    change = functools.partial(_refined, times=times, factor=factor)
+    return _replaced(layers, functools.partial(change, how=how), functools.partial(change, how="constant"), new)
 
 
 def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
@@ -80,26 +88,15 @@ def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
         TypeError: for any other module.
     """
     _check.integer("factor", factor, least=1)
-    if isinstance(layers, LayerParallel):
-        _refuse_remainder(layers.num_layers, factor)
-        staying(layers, layers.num_layers // factor)
-        mean = functools.partial(_means, factor=factor)
-        return _replaced(layers, mean, mean, _times(layers)[::factor])
     _refuse_module(layers, "coarsen")
-    _refuse_remainder(number_of_layers(layers, None), factor)
-    return _means(layers, factor)
-
-
-def _refined_trunk(trunk: LayerParallel, factor: int, how: str) -> LayerParallel:
-    if how == "zeros" and trunk.weights is not None:
-        raise ValueError('how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".')
-    times = _times(staying(trunk, factor * trunk.num_layers, how))
-    if how == "zeros":
-        new = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
-    else:
-        new = _subdivided(times, factor)
-    repeated = functools.partial(_refined, times=times, factor=factor, how="constant")
-    return _replaced(trunk, functools.partial(_refined, times=times, factor=factor, how=how), repeated, new)
+    trunk = layers if isinstance(layers, LayerParallel) else None
+    number = number_of_layers(layers, None) if trunk is None else trunk.num_layers
+    if number % factor:
+        raise ValueError(f"factor must divide the number of layers; got {factor} and {number} layers.")
+    mean = functools.partial(_means, factor=factor)
+    if trunk is None:
+        return mean(layers)
+    return _replaced(staying(trunk, number // factor), mean, mean, _times(trunk)[::factor])
 
 
 def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
@@ -140,16 +137,11 @@ def _times(trunk: LayerParallel) -> np.ndarray:
 
 
 def _refuse_module(layers: object, what: str) -> None:
-    if isinstance(layers, nnx.Module):
+    if isinstance(layers, nnx.Module) and not isinstance(layers, LayerParallel):
         raise TypeError(
             f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. Take the trunk that it holds: "
             f"model.trunk = nn.{what}(model.trunk)."
         )
-
-
-def _refuse_remainder(number: int, factor: int) -> None:
-    if number % factor:
-        raise ValueError(f"factor must divide the number of layers; got {factor} and {number} layers.")
 
 
 def _means(tree: PyTree, factor: int) -> PyTree:
@@ -175,6 +167,4 @@ def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
 
 def _subdivided(times: np.ndarray, factor: int) -> np.ndarray:
     """Return ``times`` and those that cut each interval between them into ``factor`` equal parts."""
-    parts = np.arange(factor) / factor
-    inner = times[:-1, None] + np.diff(times)[:, None] * parts
-    return np.append(inner.ravel(), times[-1])
+    return np.interp(np.arange(factor * (len(times) - 1) + 1) / factor, np.arange(len(times)), times)

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
-from lp_jax.nn._convolution import Conv
+from lp_jax.nn._convolution import same_conv
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -42,17 +42,17 @@ class BatchNorm(nnx.BatchNorm):
 
 
 def make_norm(
-    kind: str | None, kinds: tuple[str, ...], features: int, groups: int, param_dtype: DTypeLike, rngs: nnx.Rngs
+    kind: str | None, kinds: tuple[str, ...], features: int, *, groups: int = 1, **options: Any
 ) -> Callable[[jax.Array], jax.Array]:
     """Return the normalisation called ``kind``, one of ``kinds``; the identity for None."""
     if kind is None:
         return nnx.identity
     _check.one_of("norm", kind, kinds, otherwise="or None")
     if kind == "layer":
-        return nnx.LayerNorm(features, param_dtype=param_dtype, rngs=rngs)
+        return nnx.LayerNorm(features, **options)
     if kind == "batch":
-        return BatchNorm(features, momentum=0.9, param_dtype=param_dtype, rngs=rngs)
-    return nnx.GroupNorm(features, num_groups=groups, param_dtype=param_dtype, rngs=rngs)
+        return BatchNorm(features, momentum=0.9, **options)
+    return nnx.GroupNorm(features, num_groups=groups, **options)
 
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -85,13 +85,11 @@ class DenseResidual(nnx.Module):
         activation: Activation = nnx.tanh,
         norm: str | None = None,
         dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Any,
     ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.norm = make_norm(norm, ("layer", "batch"), width, 1, param_dtype, rngs)
-        self.inner = nnx.Linear(width, width if hidden is None else hidden, **options)
-        self.outer = nnx.identity if hidden is None else nnx.Linear(hidden, width, **options)
+        self.norm = make_norm(norm, ("layer", "batch"), width, **options)
+        self.inner = nnx.Linear(width, width if hidden is None else hidden, dtype=dtype, **options)
+        self.outer = nnx.identity if hidden is None else nnx.Linear(hidden, width, dtype=dtype, **options)
         self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
@@ -112,7 +110,6 @@ class ConvResidual(nnx.Module):
         norm: normalises the result of each convolution: None, "layer" (over the channels of each point), "group" (over all
             points of one of ``groups`` groups of channels) or "batch" (over all points of all examples, see `BatchNorm`).
         groups: number of groups of channels, which must divide ``channels``.
-        formulation: as for `convolve`.
 
     Raises:
         ValueError: if ``norm`` is unknown, or the groups do not divide the channels.
@@ -134,16 +131,13 @@ class ConvResidual(nnx.Module):
         activation: Activation = nnx.relu,
         norm: str | None = None,
         groups: int = 1,
-        formulation: str = "auto",
         dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Any,
     ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        conv = functools.partial(Conv, channels, channels, tuple(kernel), formulation=formulation, **options)
-        kinds = ("layer", "group", "batch")
-        self.conv1, self.norm1 = conv(), make_norm(norm, kinds, channels, groups, param_dtype, rngs)
-        self.conv2, self.norm2 = conv(), make_norm(norm, kinds, channels, groups, param_dtype, rngs)
+        conv = functools.partial(same_conv, channels, channels, kernel, dtype=dtype, **options)
+        normal = functools.partial(make_norm, norm, _KINDS, channels, groups=groups, **options)
+        self.conv1, self.norm1 = conv(), normal()
+        self.conv2, self.norm2 = conv(), normal()
         self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
@@ -157,18 +151,17 @@ def _to_dtype_of(x: jax.Array, y: jax.Array, dtype: DTypeLike | None) -> jax.Arr
     return x if dtype is None else x.astype(y.dtype)
 
 
-_POOLS: dict[str, Any] = {"max": nnx.max_pool, "mean": nnx.avg_pool, "stride": lambda y, *_: y}
+_KINDS = ("layer", "group", "batch")  # of norms
 
 
 class ConvTransition(nnx.Module):
-    """Convolution and pooling, from ``(batch, *space, inputs)`` to ``(batch, *space / factor, channels)``.
+    """Convolution at every ``factor``-th point, from ``(batch, *space, inputs)`` to ``(batch, *space / factor, channels)``.
 
-    Computes ``activation(norm(K * y + b))`` and pools windows of ``factor`` points along each axis. With "stride" the
-    convolution is evaluated at every ``factor``-th point only. ``kernel`` is the size of K, one number for each axis of
-    space; ``pool`` is "max", "mean" or "stride"; ``norm`` None, "layer", "group" or "batch", as for `ConvResidual`.
+    Computes ``activation(norm(K * y + b))``. ``kernel`` is the size of K, one number for each axis of space; ``norm`` is None,
+    "layer", "group" or "batch", as for `ConvResidual`. Pool with a function between the blocks of a `Network`.
 
     Raises:
-        ValueError: if ``pool`` or ``norm`` is unknown, or ``factor`` is below 1.
+        ValueError: if ``norm`` is unknown, or ``factor`` is below 1.
     """
 
     def __init__(
@@ -178,22 +171,15 @@ class ConvTransition(nnx.Module):
         *,
         kernel: Sequence[int] = (3, 3),
         factor: int = 2,
-        pool: str = "stride",
         norm: str | None = None,
         activation: Activation = nnx.relu,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Any,
     ):
-        _check.one_of("pool", pool, _POOLS)
         _check.integer("factor", factor, least=1)
-        strides = factor if pool == "stride" else 1
-        self.conv = nnx.Conv(inputs, channels, tuple(kernel), strides, param_dtype=param_dtype, rngs=rngs)
-        self.norm = make_norm(norm, ("layer", "group", "batch"), channels, 1, param_dtype, rngs)
+        self.conv = nnx.Conv(inputs, channels, tuple(kernel), factor, **options)
+        self.norm = make_norm(norm, _KINDS, channels, **options)
         self.activation = activation
-        self.pool = pool
-        self.window = (factor,) * len(tuple(kernel))
 
     def __call__(self, y: jax.Array) -> jax.Array:
         """Return the state that enters the next block."""
-        y = self.activation(self.norm(self.conv(y)))
-        return _POOLS[self.pool](y, self.window, self.window)
+        return self.activation(self.norm(self.conv(y)))

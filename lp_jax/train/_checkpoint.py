@@ -197,7 +197,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     """
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
-    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    x = x.astype(jnp.int8) if x.dtype in (bool, jnp.int4, jnp.uint4) else x
     words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, length in enumerate(words.shape):

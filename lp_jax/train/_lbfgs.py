@@ -13,20 +13,12 @@ from lp_jax.train._ranks import Ranks, total
 
 
 class LBFGSState(NamedTuple):
-    """Memory of L-BFGS.
+    """Memory of L-BFGS: parameters and gradient of the last update; the last steps and changes of the gradient."""
 
-    Attributes:
-        updates: their number, an int32 scalar.
-        params: parameters of the last update.
-        gradient: its gradient.
-        steps: the last steps, leaves ``(*parameter, memory_size)``, newest first.
-        changes: the changes of the gradient that came with them.
-    """
-
-    updates: jax.Array
+    updates: jax.Array  # their number
     params: PyTree
     gradient: PyTree
-    steps: PyTree
+    steps: PyTree  # leaves (*parameter, memory_size), newest first
     changes: PyTree
 
 

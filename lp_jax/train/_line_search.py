@@ -17,6 +17,9 @@ _Trial: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, PyTree]
 """Number of trials, the last one's length, whether it was good enough, and its trajectory."""
 
 
+_PART = 1e-4  # of the slope's fall that is enough
+
+
 class SearchResult(NamedTuple):
     """Result of a line search."""
 
@@ -34,13 +37,11 @@ class Backtracking:
     of its last trial, from which the next step of `one_shot` begins.
 
     Args:
-        trials: largest number of step lengths to try; the first is 1.
-        shrink: factor between one step length and the next.
-        slope: part of the slope, within (0, 1).
+        trials: largest number of step lengths to try: 1, 1/2, 1/4, ...
         solver: solver of the trials; None takes that of the step.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if ``trials`` is below 1.
 
     Example:
         >>> import optax
@@ -53,15 +54,10 @@ class Backtracking:
     """
 
     trials: int = 20
-    shrink: float = 0.5
-    slope: float = 1e-4
     solver: Solver | None = None
 
     def __post_init__(self) -> None:
         _check.integer("trials", self.trials, least=1)
-        for name in ("shrink", "slope"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)!r}.")
 
     def along(
         self,
@@ -83,9 +79,9 @@ class Backtracking:
 
         def body(carry: _Trial) -> _Trial:
             count, length, _, _ = carry
-            length = jnp.where(count == 0, length, length * self.shrink)
+            length = jnp.where(count == 0, length, length / 2)
             value, trajectory = evaluate(at(length))
-            return count + 1, length, value <= loss + self.slope * length * slope, trajectory
+            return count + 1, length, value <= loss + _PART * length * slope, trajectory
 
         start = (jnp.int32(0), jnp.ones_like(loss), jnp.asarray(False), trajectory)
         count, length, good, trajectory = lax.while_loop(unfinished, body, start)

@@ -1,6 +1,7 @@
 """The training loop. On SIGINT (Ctrl-C) and SIGTERM the step is finished first."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import signal
@@ -171,7 +172,7 @@ def fit(
         epoch, number = divmod(step - 1, steps_per_epoch)
         return next(itertools.islice(batches(epoch), number, None), None)  # None: it gave the batch only once
 
-    record = _Recorder(log, meter, quiet=steps_per_epoch, checkpoints=checkpoints, batch_of=batch_of)
+    record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of)
     checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
     forward, adjoint = (SWEEPS[0], adjoint_solver or SWEEPS[1]) if solver is None else (solver, adjoint_solver)
@@ -221,23 +222,20 @@ def fit(
     return state, log
 
 
+@dataclasses.dataclass
 class _Recorder:
     """Turns metrics on the device into rows, warnings and, if they are not finite, an error."""
 
-    def __init__(
-        self,
-        log: Log,
-        meter: Meter,
-        *,
-        quiet: int,
-        checkpoints: Checkpoints | RankCheckpoints | None,
-        batch_of: Callable[[int], Batch],
-    ):
-        self.log, self.meter, self.checkpoints, self.batch_of = log, meter, checkpoints, batch_of
-        self.quiet = quiet  # number of steps during which a warning is not repeated
-        self.warned = {row["solve"]: row["step"] for row in log.of("warning")}
+    log: Log
+    meter: Meter
+    quiet: int  # number of steps during which a warning is not repeated
+    checkpoints: Checkpoints | RankCheckpoints | None
+    batch_of: Callable[[int], Batch]
+
+    def __post_init__(self) -> None:
+        self.warned = {row["solve"]: row["step"] for row in self.log.of("warning")}
         self.pending: list[tuple[int, Metrics]] = []
-        self.seconds = max((row["time"] for row in log.of("train")), default=0.0)
+        self.seconds = max((row["time"] for row in self.log.of("train")), default=0.0)
         self.restart_clock()
 
     def restart_clock(self) -> None:

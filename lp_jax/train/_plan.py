@@ -31,21 +31,17 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
         return y
 
     @jax.jit
-    def begin(params: PyTree, x: PyTree, key: list[jax.Array]) -> tuple[State, dict[str, PyTree]]:
+    def around(params: PyTree, x: PyTree, targets: PyTree, key: list[jax.Array]) -> tuple[State, PyTree, State]:
         merged, parts = network(params)
         context = {**merged.context_of(x), **({"key": key[0]} if key else {})}
-        return run(merged.opening(x), parts[:longest], context), context
-
-    @jax.jit
-    def end(params: PyTree, y: State, context: dict[str, PyTree], targets: PyTree) -> State:
-        merged, parts = network(params)
+        y = run(merged.opening(x), parts[:longest], context)
         y1 = run(y, parts[longest : longest + 1], context)
-        return jax.grad(lambda y: loss(merged.closing(run(y, parts[longest + 1 :], context)), targets))(y1)
+        after = parts[longest + 1 :]
+        return y, context, jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1)
 
     x, targets, *key = batch
-    y, context = begin(params, x, key)
-    problem = network(params)[1][longest].problem(y, **context)
-    return problem, end(params, y, context, targets)
+    y, context, cotangent = around(params, x, targets, key)
+    return network(params)[1][longest].problem(y, **context), cotangent
 
 
 def plan(

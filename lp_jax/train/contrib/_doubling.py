@@ -22,16 +22,12 @@ class Doubling:
     """The published rule: watch the convergence of twice the iterations, and go serial for good once it fails.
 
     Every ``probe_every`` batches a forward solve takes twice the iterations, and at least three, as the first cycle of MGRIT
-    has no residual. If the ratio of its last two residual norms is above ``limit``, the rest of the run is serial. The rule is
+    has no residual. If the ratio of its last two residual norms is above one, the rest of the run is serial. The rule is
     here for comparison: it uses residuals and not the gradient. `lp_jax.train.Controller` bounds the gradient's error.
 
     Args:
         loss_fn: the loss, as for `lp_jax.train.make_train_step`.
         probe_every: number of steps between two probes.
-        limit: largest convergence factor that is accepted.
-
-    Raises:
-        ValueError: if a number is out of range.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -54,19 +50,12 @@ class Doubling:
     loss_fn: LossFn
     _: dataclasses.KW_ONLY
     probe_every: int = 500
-    limit: float = 1.0
 
     def __post_init__(self) -> None:
         _check.integer("probe_every", self.probe_every, least=1)
-        if not self.limit > 0:
-            raise ValueError(f"limit must be positive; got {self.limit!r}.")
 
     def begin(self, solver: Solver, adjoint_solver: Solver) -> jax.Array:
-        """Return the first decision: not to go serial.
-
-        Raises:
-            ValueError: if ``solver`` has a tolerance, or nothing to double.
-        """
+        """Return the first decision: not to go serial. Raise ValueError if ``solver`` has a tolerance, or nothing to double."""
         if solver.has_tolerance or solver.exact:
             raise ValueError(
                 f"Doubling doubles a fixed number of iterations, and solver={solver!r} has none. Leave rtol and atol out: "
@@ -94,7 +83,7 @@ class Doubling:
         norms = _norms(self.loss_fn, params, batch, with_effort(solver, max(2 * solver.iterations, 3)), adjoint_solver)
         *_, previous, last = [math.inf, *(x for x in norms.tolist() if x >= 0)]
         factor = last / previous if previous > 0 else 0.0
-        serial = not factor <= self.limit
+        serial = not factor <= 1
         return jnp.asarray(serial), {"factor": factor, "serial": serial, "gradients": _FORWARD}
 
 
