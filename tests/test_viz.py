@@ -61,17 +61,26 @@ def texts_outside(figure):
 
 
 def test_curves_show_both_runs(tmp_path):
-    figure = viz.curves({"layer-parallel": rows(0.98), "serial": rows(0.975)})
+    figure = viz.curves({"layer-parallel": rows(0.98, 80), "serial": rows(0.975, 80)})
     assert figure.get_suptitle() == "Layer-parallel training reaches 98.0% test accuracy, serial 97.5%"
     loss_ax, accuracy_ax = figure.axes
     thin, mean = loss_ax.lines[:2]
-    np.testing.assert_array_equal(thin.get_ydata(), 2.0 / np.arange(1, 41))
-    assert mean.get_ydata()[-1] == pytest.approx(2.0 / 40, rel=0.05)
+    losses = 2.0 / np.arange(1, 81)
+    np.testing.assert_array_equal(thin.get_ydata(), losses)
+    np.testing.assert_allclose(mean.get_ydata()[1:], (losses[1:] + losses[:-1]) / 2)
+    assert loss_ax.get_title(loc="left") == "Loss of each batch, and its mean over 2 steps"
     assert [line.get_ydata()[-1] for line in accuracy_ax.lines] == [0.98, 0.975]
     assert figure.canvas.manager is None  # no window, no global list of figures
     figure.savefig(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
+
+
+def test_a_short_run_shows_losses_and_promises_no_mean():
+    run = {"serial": [row | {"work": row["step"], "depth": row["step"]} for row in rows(0.9)]}
+    (loss_ax, _), (costs, _) = viz.curves(run).axes, viz.costs(run).axes
+    assert len(loss_ax.lines) == 1 and loss_ax.get_title(loc="left") == "Loss of each batch"
+    assert costs.get_ylabel() == "training loss"
 
 
 def test_costs_are_drawn_against_work_and_against_depth():
@@ -85,10 +94,6 @@ def test_costs_are_drawn_against_work_and_against_depth():
     assert [line.get_label() for line in by_depth.lines] == ["one-shot", "serial"]
     assert [line.get_xdata()[-1] for line in by_depth.lines] == [480, 7680]
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
-    with pytest.raises(ValueError, match="runs is empty"):
-        viz.costs({})
-    with pytest.raises(ValueError, match="'serial' has no row of kind 'train'"):
-        viz.costs({"serial": []})
 
 
 def test_the_pictures_of_values():
@@ -103,6 +108,10 @@ def test_the_pictures_of_values():
     both = viz.predictions(truth, truth + np.array([1.0, 0.2]))
     assert both.get_suptitle() == "Typical errors are 0.34 to 0.68 of how far values spread"
     assert [ax.get_title(loc="left") for ax in both.axes] == ["Value 1: typical error 1", "Value 2: typical error 0.2"]
+    poor = viz.predictions(truth[:, 0], 10 - truth[:, 0]).get_suptitle()
+    assert poor == "Typical error 5.9; values spread by 2.9:\nno better than always answering the mean"
+    one = viz.predictions(truth, np.stack([truth[:, 0], 1 - truth[:, 1]], axis=1)).get_suptitle()
+    assert one.endswith("no better than always answering the mean, for 1 of 2 values")
     with pytest.raises(ValueError, match=r"one shape, .*; got \(50, 2\) and \(50,\)"):
         viz.predictions(truth, truth[:, 0])
 
@@ -111,10 +120,11 @@ def test_curves_without_evaluations_or_with_gaps():
     gaps = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, None), (2, 1.0))]
     figure = viz.curves({"serial": gaps})
     assert figure.get_suptitle() == "Training"
-    with pytest.raises(ValueError, match="runs is empty"):
-        viz.curves({})
-    with pytest.raises(ValueError, match="'serial' has no row of kind 'train'"):
-        viz.curves({"serial": []})
+    for draw in (viz.curves, viz.costs, viz.race):
+        with pytest.raises(ValueError, match="runs is empty"):
+            draw({})
+        with pytest.raises(ValueError, match="'serial' has no row of kind 'train'"):
+            draw({"serial": []})
 
 
 def test_a_race_marks_when_the_target_is_reached():
@@ -132,10 +142,14 @@ def test_a_race_marks_when_the_target_is_reached():
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
     assert viz.race(runs).get_suptitle() == "Layer-parallel training reaches 95.0% in 3 s, serial training in 6 s"
     assert viz.race(runs, target=0.96).get_suptitle().endswith("in 3 s, serial training never")
+    low, high = ax.get_ylim()
+    close = viz.race({"a": log(0.2, (0.1, 0.91, 0.92)), "b": log(0.1, (0.2, 0.9, 0.92))}, target=0.915)
+    assert 0.85 < close.axes[0].get_ylim()[0] < 0.9 and 0.92 < close.axes[0].get_ylim()[1] < 0.95
+    assert low < 0.9 < high
     assert viz.race({"serial": runs["serial"]}).get_suptitle() == "Serial training reaches 95.0% in 6 s"
     assert viz.race(runs, target=0.99).get_suptitle() == "No run reaches 99.0%"
     with pytest.raises(ValueError, match="'serial' has no row of kind 'test'"):
-        viz.race({"serial": rows(0.9)[:-2] and [{"kind": "train", "step": 1, "step_time": 1.0}]})
+        viz.race({"serial": runs["serial"][:30]})
 
 
 def test_residuals_show_first_and_last_probe():
@@ -279,11 +293,21 @@ def test_batches_of_a_solve_on_one_device():
     assert spans == sorted((float(b.first), float(b.first + b.layers)) for b in windows)
 
 
+def test_sweeps_that_are_alike_are_drawn_once_with_their_number():
+    """Thirty-two at most and the final one, under a title that says so; five are drawn as they are."""
+    figure = viz.hierarchy(lp_jax.Picard(sweeps=32, rtol=1e-3), 64)
+    (ax,) = figure.axes
+    assert figure.get_suptitle() == "64 layers at once, 32 Picard sweeps at most: no coarse level"
+    assert [text.get_text() for text in ax.texts] == ["···  at most 29 more, like these"] and len(ax.collections) == 4
+    (ax,) = viz.hierarchy(lp_jax.Picard(sweeps=5), 64).axes
+    assert not ax.texts and len(ax.collections) == 6
+
+
 IDENTITY = {"coarsening": 16, "coarse_step": lp_jax.Identity(), "storage": "all", "start": "guess"}
 
 
-def lines_of(solver, adjoint, workers, at_once=1, costs=None):
-    return timelines((solver, adjoint), 64, workers, at_once=at_once, costs=costs or {})
+def lines_of(solver, adjoint, workers, at_once=1):
+    return timelines((solver, adjoint), 64, workers, at_once=at_once)
 
 
 def test_one_interval_per_worker_by_hand():
@@ -356,12 +380,9 @@ def test_schedules_are_legible_and_show_every_worker(name):
     assert figure.get_suptitle().endswith(f"{3 * layers} serially")
 
 
-def test_costs_stretch_what_they_name():
+def test_a_schedule_says_what_it_simplifies_and_refuses_no_layers():
     newton = lp_jax.Newton(iterations=2)
-    plain, dear = (lines_of(newton, newton.for_adjoint(), 4, math.inf, costs)[0].end for costs in ({}, {"newton": 9.0}))
-    assert (plain, dear) == (3, 19)
     assert "drawn as one evaluation" in viz.schedule(newton, 64).get_supxlabel()
-    assert "drawn as one evaluation" not in viz.schedule(newton, 64, costs={"newton": 9.0}).get_supxlabel()
     for wrong in ({"num_layers": 0}, {"num_layers": 8, "workers": 0}):
         with pytest.raises(ValueError, match="must be at least 1; got 0"):
             viz.schedule(newton, **wrong)

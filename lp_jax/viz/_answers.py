@@ -80,15 +80,18 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
             f"truth and answers must have one shape, (samples,) or (samples, values); got {truth.shape} and {answers.shape}."
         )
     columns = list(zip(truth.reshape(len(truth), -1).T, answers.reshape(len(truth), -1).T, strict=True))
-    errors = [float(np.sqrt(np.mean((a - t) ** 2))) for t, a in columns]
-    spreads = [float(np.std(t)) for t, _ in columns]
+    errors, spreads = np.sqrt(np.mean((answers - truth) ** 2, axis=0)).ravel(), np.std(truth, axis=0).ravel()
     count = min(len(columns), _MOST_PANELS)
-    single = count == 1
-    shares = [error / spread for error, spread in zip(errors, spreads, strict=True) if spread]
+    single, worse = count == 1, int(np.sum((errors >= spreads) & (errors > 0)))
     title = f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}" if single else "Answers"
-    if shares and not single:
-        ends = dict.fromkeys(f"{share:.2g}" for share in (min(shares), max(shares)))
+    if not single and (known := spreads > 0).any():
+        shares = errors[known] / spreads[known]
+        ends = dict.fromkeys(f"{share:.2g}" for share in (shares.min(), shares.max()))
         title = f"Typical errors are {' to '.join(ends)} of how far values spread"
+    if worse:
+        title += ":\nno better than always answering the mean" + (
+            "" if single else f", for {worse} of {len(columns)} values"
+        )
     fig = figure(title, width=6.5 if single else 4.8 * count, height=6.5 if single else 5.2)
     for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]

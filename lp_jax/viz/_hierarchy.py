@@ -43,8 +43,8 @@ def hierarchy(
     """Draw how a solver goes through a network.
 
     For a solver with levels, the picture shows the path of its cycles, and the C- and F-points of each level over [t0, t1];
-    otherwise, which layers are evaluated at the same time, and which wait. Iterations after the fourth and points between the
-    first and last intervals are left out.
+    otherwise, which layers are evaluated at the same time, and which wait. Iterations after the fourth, and points of later
+    intervals, are left out.
 
     Args:
         solver: solver of the forward solve.
@@ -68,51 +68,44 @@ def hierarchy(
         with contextlib.suppress(NotImplementedError):
             known = batches(solver, num_layers)
         fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
-        _draw_batches(fig.subplots(), known, num_layers)
+        _draw_batches(fig.subplots(), known, num_layers, "at most " if solver.has_tolerance else "")
         text = f"{text[:1].upper()}{text[1:]}." if text else ""
     else:
-        spans = itertools.accumulate([1, *(factor for _, factor in levels[:-1])], operator.mul)
-        rows = [_Row(*level, span) for level, span in zip(levels, spans, strict=True)]
-        fig = figure(title, width=12, height=3.2 + 1.6 * len(rows))
-        route, grid = fig.subplots(2, 1, height_ratios=[1.6 + len(rows), 1.0 * len(rows)])
-        _draw_path(route, stops, len(rows), solver)
-        _draw_grid(grid, rows, t0, t1)
+        fig = figure(title, width=12, height=3.2 + 1.6 * len(levels))
+        route, grid = fig.subplots(2, 1, height_ratios=[1.6 + len(levels), 1.0 * len(levels)])
+        _draw_path(route, stops, len(levels), solver)
+        _draw_grid(grid, levels, (t1 - t0) / num_layers)
     note(fig, text, _adjoint_note(solver, adjoint_solver))
     return fig
 
 
-class _Row(NamedTuple):
-    steps: int
-    factor: int  # to the next coarser level; 1 on the coarsest
-    span: int  # layers per step
-
-
-def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
-    layers, last = rows[0].steps, len(rows) - 1
-    place = _Excerpt(layers, rows[-1].span)
+def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
+    """Draw the points of each level, in a row: all of them, or those of the first intervals."""
+    layers, last = levels[0][0], len(levels) - 1
+    spans = list(itertools.accumulate((factor for _, factor in levels[:-1]), operator.mul, initial=1))
+    unit = spans[-1] if spans[-1] <= _MOST_POINTS else 1
+    end = min(layers, _MOST_POINTS // unit * unit)
+    size = float(np.clip(11000 / (end + 1) ** 1.15, 30, 130))
     kinds: dict[str, dict[str, Any]] = {
-        "C-point: also on the next level": {"color": RED, "s": place.size},
-        "F-point": {"facecolor": "white", "edgecolor": BLUE, "linewidth": 1.4, "s": place.size * 0.55},
-        "coarsest level": {"color": INK, "s": place.size * (0.8 if last else 0.35), "marker": "D"},
+        "C-point: also on the next level": {"color": RED, "s": size},
+        "F-point": {"facecolor": "white", "edgecolor": BLUE, "linewidth": 1.4, "s": size * 0.55},
+        "coarsest level": {"color": INK, "s": size * (0.8 if last else 0.35), "marker": "D"},
     }
     coarse_point, fine_point, coarsest = kinds
-    box = {"boxstyle": "square,pad=0.6", "color": "white"}
-    for level, row in enumerate(rows):
+    for level, ((steps, factor), span) in enumerate(zip(levels, spans, strict=True)):
         ax.axhline(-level, color="#BBBBBB", linewidth=1.2, zorder=1)
-        numbers = np.arange(row.steps + 1)
-        points = np.minimum(numbers * row.span, layers)
-        coarse, shown = (numbers % row.factor == 0) | (numbers == row.steps), place.shows(points)
-        x = place.x(points)
+        numbers = np.arange(steps + 1)
+        x = np.minimum(numbers * span, layers)
+        coarse, shown = (numbers % factor == 0) | (numbers == steps), x <= end
         parts = {coarse_point: shown & coarse, fine_point: shown & ~coarse}
-        for kind, part in ({coarsest: shown} if row.factor == 1 else parts).items():
+        for kind, part in ({coarsest: shown} if factor == 1 else parts).items():
             ax.scatter(x[part], np.full(part.sum(), -level), zorder=3, **kinds[kind])
         if level < last:
             ax.vlines(x[shown & coarse], -level - 1, -level, color=RED, linewidth=0.8, alpha=0.45, zorder=2)
-        sign = "=" if layers % row.span == 0 else "≤"
-        _row_label(ax, level, f"level {level}\n{row.steps} steps, dt {sign} {(t1 - t0) / layers * row.span:.4g}")
-        if place.gap is not None:
-            ax.text(place.gap, -level, "···", ha="center", va="center", fontsize=18, color=GREY, zorder=5, bbox=box)
-    ax.set_xlim(-0.6, place.width + 0.6)
+        _row_label(ax, level, f"level {level}\n{steps} steps, dt {'=' if layers % span == 0 else '≤'} {dt * span:.4g}")
+        if end < layers:
+            ax.text(1.02 * end, -level, "···", ha="left", va="center", fontsize=18, color=GREY)
+    ax.set_xlim(-0.6, (1.05 if end < layers else 1) * end + 0.6)
     ax.set_ylim(-last - 0.3, 0.3)
     ax.axis("off")
     if last > 0:
@@ -123,28 +116,6 @@ def _draw_grid(ax: Axes, rows: Sequence[_Row], t0: float, t1: float) -> None:
 def _row_label(ax: Axes, level: int, text: str) -> None:
     transform = ax.get_yaxis_transform()
     ax.text(-0.02, -level, text, ha="right", va="center", fontsize=NOTE, color=INK, transform=transform)
-
-
-class _Excerpt:
-    """Places of the points of the finest level: all of them, or the first and last intervals of the coarsest."""
-
-    def __init__(self, layers: int, span: int):
-        self.layers = layers
-        self.head, self.tail, self.gap, self.width = layers, layers, None, float(layers)
-        if layers > _MOST_POINTS:
-            unit = span if 3 * span <= _MOST_POINTS else 1
-            self.head = _MOST_POINTS * 2 // 3 // unit * unit
-            self.tail = max((layers - _MOST_POINTS // 4) // unit * unit, self.head + 1)
-            space = _MOST_POINTS / 8
-            self.gap = self.head + space / 2
-            self.width = self.head + space + layers - self.tail
-        self.size = float(np.clip(11000 / (self.width + 1) ** 1.15, 30, 130))
-
-    def shows(self, points: np.ndarray) -> np.ndarray:
-        return (points <= self.head) | (points >= self.tail)
-
-    def x(self, points: np.ndarray) -> np.ndarray:
-        return np.where(points <= self.head, points, self.width - (self.layers - points))
 
 
 def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> None:
@@ -215,31 +186,34 @@ def batches(solver: Solver, layers: int) -> list[_Batch]:
     return drawn
 
 
-def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int) -> None:
+def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int, most: str) -> None:
     if not every:
         ax.set_axis_off()
         ax.text(0.5, 0.5, "Its evaluations are not counted.", ha="center", fontsize=LABEL, color=GREY)
         return
-    at_once = all(batch.layers == layers for batch in every)
-    shown = every[:_MOST_BATCHES] if at_once else every
-    gap = 0.06 if len(shown) <= 4 * _MOST_BATCHES else 0.0
-    for now, batch in enumerate(shown):
+    alike = len(every) > 2 * _MOST_ALIKE and all(batch.layers == layers for batch in every)
+    shown = [*every[: _MOST_ALIKE - 1], every[-1]] if alike else every
+    gap = 0.06 if len(shown) <= 32 else 0.0
+    times = [*range(len(shown) - 1), len(shown) - 1 + alike]  # room for the ones left out, before the last
+    for now, batch in zip(times, shown, strict=True):
         place = [(batch.first, batch.layers)], (now + gap, 1 - 2 * gap)
         ax.broken_barh(*place, facecolor=COLOURS.get(batch.phase, SKY), linewidth=0, zorder=2)
-    if len(shown) < len(every):
-        rest = f"···  {len(every)} in all"
-        ax.text(layers / 2, len(shown) + 0.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
+    if alike:
+        rest = f"···  {most}{len(every) - len(shown)} more, like these"
+        ax.text(layers / 2, times[-2] + 1.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
     ax.set_xlim(0, layers)
-    ax.set_ylim(len(shown) + (len(shown) < len(every)), 0)
+    ax.set_ylim(times[-1] + 1, 0)
     dress(ax, x="layer", y="time, in evaluations\nthat wait for each other")
     whole_numbers(ax.xaxis)
     whole_numbers(ax.yaxis)
+    if alike:
+        ax.set_yticks([])
     phases = dict.fromkeys(batch.phase for batch in shown)
     handles = [Patch(color=COLOURS.get(phase, SKY), label=_PLAIN.get(phase, phase)) for phase in phases]
     legend(ax, "above", handles=handles, ncols=len(handles))
 
 
-_MOST_BATCHES = 8
+_MOST_ALIKE = 4  # bars of all layers, where some are left out
 _PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same time"}
 
 

@@ -3,7 +3,7 @@
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from matplotlib.artist import Artist
@@ -70,7 +70,6 @@ def schedule(
     workers: int = 8,
     adjoint_solver: Solver | None = None,
     at_once: float = 1,
-    costs: Mapping[str, float] | None = None,
 ) -> Figure:
     """Draw the work of each worker over time in a training step, value and gradient.
 
@@ -83,8 +82,6 @@ def schedule(
         workers: number of workers that the layers are spread over.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``, as in `lp_jax.solve`.
         at_once: number of layers that a worker evaluates at once, in the time of one, for a solver with ``at_once="auto"``.
-        costs: duration of a batch of each kind, in evaluations; 1 for kinds that are left out. Kinds: "forward"; "linearise",
-            another forward evaluation; "adjoint"; "gradient", of the parameters; "newton", an iteration of Newton's method.
 
     Raises:
         ValueError: for fewer than one layer or worker.
@@ -101,10 +98,9 @@ def schedule(
         if number < 1:
             raise ValueError(f"{name} must be at least 1; got {number}.")
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    costs = {} if costs is None else costs
     pairs, serial = (solver, adjoint_solver), (Serial(), Serial())
-    there, back = timelines(pairs, num_layers, workers, at_once=at_once, costs=costs)
-    serially = sum(line.end for line in timelines(serial, num_layers, 1, at_once=at_once, costs=costs))
+    there, back = timelines(pairs, num_layers, workers, at_once=at_once)
+    serially = sum(line.end for line in timelines(serial, num_layers, 1, at_once=at_once))
     total = there.end + back.end
     title = f"A training step in {total:g} layer evaluations on {numbered(workers, 'worker')}, {serially:g} serially"
     fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
@@ -129,20 +125,18 @@ def schedule(
     if there.messages or back.messages:
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
     legend(ax, "above", handles=handles, ncols=4, columnspacing=1.4)
-    note(fig, _note(pairs, at_once, "Newton iteration" in phases and "newton" not in costs))
+    note(fig, _note(pairs, at_once, "Newton iteration" in phases))
     return fig
 
 
-def timelines(
-    pair: tuple[Solver, Solver], layers: int, workers: int, *, at_once: float, costs: Mapping[str, float]
-) -> tuple[Timeline, Timeline]:
+def timelines(pair: tuple[Solver, Solver], layers: int, workers: int, *, at_once: float) -> tuple[Timeline, Timeline]:
     """Forward and adjoint solve, each from time 0."""
     kept = pair[0].resolve(layers).keeps_states
 
     def one(solver: Solver, *, adjoint: bool) -> Timeline:
         active = len(parts(solver.resolve(layers), layers, workers))
         work = count(solver, layers, workers=active, at_once=at_once, kept=kept, adjoint=adjoint)
-        return timeline(work, active, adjoint=adjoint, costs=costs)
+        return timeline(work, active, adjoint=adjoint)
 
     return one(pair[0], adjoint=False), one(pair[1], adjoint=True)
 
@@ -154,14 +148,14 @@ def parts(solver: Solver, layers: int, workers: int) -> list[range]:
     return [range(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
-def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping[str, float]) -> Timeline:
+def timeline(described: Schedule, workers: int, *, adjoint: bool) -> Timeline:
     """Return the blocks and messages of all workers over time, from the events of a solve."""
     blocks: list[Block] = []
     messages: list[Message] = []
     now, way = 0.0, -1 if adjoint else 1
     order = range(workers)[::way]
     for in_turn, events in _groups(described.events):
-        work = _lengths(events, costs)
+        work = _lengths(events)
         if in_turn:
             for worker in order:
                 for phase, length in work:
@@ -178,13 +172,13 @@ def timeline(described: Schedule, workers: int, *, adjoint: bool, costs: Mapping
     return Timeline(blocks, messages, now)
 
 
-def _lengths(events: Sequence[Event], costs: Mapping[str, float]) -> list[tuple[str, float]]:
+def _lengths(events: Sequence[Event]) -> list[tuple[str, float]]:
     """Return phases and their lengths; a transpose and the evaluation that it belongs to are one block."""
     lengths: list[tuple[str, float]] = []
     last = ""  # kind
     for event in events:
         phase = "gradient" if event.kind == "gradient" else event.phase
-        length = event.times * costs.get(event.kind, 1.0)
+        length = float(event.times)
         if lengths and last != event.kind and lengths[-1][0] == phase:
             length += lengths.pop()[1]
         lengths.append((phase, length))

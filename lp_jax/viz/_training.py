@@ -11,18 +11,7 @@ from matplotlib.ticker import PercentFormatter
 
 from lp_jax.train._divergence import convergence_warning
 from lp_jax.train._log import unflat
-from lp_jax.viz._style import (
-    DASHED,
-    INK,
-    dress,
-    figure,
-    legend,
-    line_style,
-    logarithmic,
-    note,
-    number,
-    whole_numbers,
-)
+from lp_jax.viz._style import DASHED, INK, dress, figure, legend, line_style, logarithmic, note, number, whole_numbers
 
 Rows = Sequence[Mapping[str, object]]
 
@@ -41,24 +30,26 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_ylabel() for ax in viz.curves({"serial": rows}).axes]
         ['training loss', 'test accuracy']
     """
-    _require_runs(runs)
+    losses = _losses(runs)
     of_classes = any(np.isfinite(_columns(rows, "test", "accuracy")[1]).any() for rows in runs.values())
     score, shown = ("accuracy", "{:.1%}") if of_classes else ("loss", "{:.3g}")
     tests = {name: _columns(rows, "test", score) for name, rows in runs.items()}
     final = {name: float(scores[-1]) if scores.size else None for name, (_, scores) in tests.items()}
     fig = figure(_curves_title(final, score, shown))
     loss_ax, test_ax = fig.subplots(1, 2)
-    for i, (name, rows) in enumerate(runs.items()):
-        steps, losses = _losses(name, rows)
-        loss_ax.plot(steps, losses, color=line_style(i)["color"], linewidth=0.7, alpha=0.3)
-        loss_ax.plot(steps, _smooth(losses), label=name, **line_style(i))
+    smooth = _window(losses) > 1
+    for i, (name, (steps, values)) in enumerate(losses.items()):
+        if smooth:
+            loss_ax.plot(steps, values, color=line_style(i)["color"], linewidth=0.7, alpha=0.3)
+        loss_ax.plot(steps, _smooth(values, _window(losses)), label=name, **line_style(i))
         ends = name if final[name] is None else f"{name}: {shown.format(final[name])}"
         test_ax.plot(*tests[name], label=ends, **line_style(i))
     logarithmic(loss_ax, "y")
-    dress(loss_ax, x="training step", y="training loss", title="Loss of each batch, and its running mean")
+    mean = f", and its mean over {_window(losses)} steps" if smooth else ""
+    dress(loss_ax, x="training step", y="training loss", title=f"Loss of each batch{mean}")
     dress(test_ax, x="training step", y=f"test {score}", title=f"Test {score} of the exact network")
     if of_classes:
-        _accuracy_axis(test_ax, runs)
+        _accuracy_axis(test_ax, [scores for _, scores in tests.values()])
     else:
         logarithmic(test_ax, "y")
     legend(loss_ax, "upper right")
@@ -87,7 +78,7 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
         >>> viz.race({"serial": log(0.2), "layer-parallel": log(0.1)}, target=0.9).get_suptitle()
         'Layer-parallel training reaches 90.0% in 0.2 s, serial training in 0.4 s'
     """
-    _require_runs(runs)
+    _require(runs, "train", "test")
     lines = {name: _accuracies(name, rows) for name, rows in runs.items()}
     if target is None:
         target = min(float(np.nanmax(accuracies)) for _, accuracies in lines.values())
@@ -100,12 +91,11 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
         ax.plot(seconds, accuracies, label=name, **line_style(i))
         if (at := reached[name]) is not None:
-            ax.plot(
-                [at], [target], **line_style(i, marked=True) | {"markersize": 12}, markeredgecolor="white", zorder=5
-            )
+            look = line_style(i, marked=True) | {"markersize": 12, "markeredgecolor": "white", "zorder": 5}
+            ax.plot([at], [target], **look)
     ax.axhline(target, **DASHED)
     ax.set_xlim(left=0)
-    _accuracy_axis(ax, runs)
+    _accuracy_axis(ax, [accuracies for _, accuracies in lines.values()], target)
     dress(ax, x="seconds of training", y="test accuracy", title=f"Markers: where {target:.1%} is reached")
     legend(ax, "lower right")
     return fig
@@ -127,19 +117,19 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_xlabel() for ax in viz.costs({"one-shot": rows}).axes]
         ['layers x examples evaluated', 'layers evaluated one after the other']
     """
-    _require_runs(runs)
+    losses = _losses(runs)
+    mean = f", mean over {_window(losses)} steps" if _window(losses) > 1 else ""
     fig = figure("Training loss against its cost")
     axes = fig.subplots(1, 2, sharey=True)
     labels = "layers x examples evaluated", "layers evaluated one after the other"
     titles = "Work: all evaluations", "Depth: evaluations that wait for each other"
     for ax, column, x, title in zip(axes, ("work", "depth"), labels, titles, strict=True):
         for i, (name, rows) in enumerate(runs.items()):
-            _, losses = _losses(name, rows)
             _, spent = _columns(rows, "train", column)
             if not np.isnan(spent).all():
-                ax.plot(spent, _smooth(losses), label=name, **line_style(i))
+                ax.plot(spent, _smooth(losses[name][1], _window(losses)), label=name, **line_style(i))
         logarithmic(ax, "x", "y")
-        dress(ax, x=x, y="training loss, running mean" if column == "work" else "", title=title)
+        dress(ax, x=x, y=f"training loss{mean}" if column == "work" else "", title=title)
     legend(axes[0], "lower left")
     return fig
 
@@ -225,12 +215,8 @@ def gradient_errors(
     fig = figure(_errors_title(errors, iteration))
     ax = fig.subplots()
     for i, (name, values) in enumerate(errors.items()):
-        ax.plot(
-            np.arange(1, len(values) + 1) if work is None else work[name],
-            values,
-            label=name,
-            **line_style(i, marked=True),
-        )
+        x = np.arange(1, len(values) + 1) if work is None else work[name]
+        ax.plot(x, values, label=name, **line_style(i, marked=True))
     if run is not None:
         name, count, error = run
         ax.plot([count], [error], "*", color=INK, markersize=20, label=name, markeredgecolor="white", zorder=5)
@@ -238,48 +224,53 @@ def gradient_errors(
     if work is None:
         whole_numbers(ax.xaxis)
         ax.margins(x=0.06)
-        x = f"{iteration}s, forward and adjoint"
+        label = f"{iteration}s, forward and adjoint"
     else:
         ax.set_xlim(left=0)
         ax.axvline(1.0, label="work of serial propagation", **DASHED)
-        x = "work of a training step, in multiples of serial propagation's"
-    dress(ax, x=x, y="relative error of the gradient")
+        label = "work of a training step, in multiples of serial propagation's"
+    dress(ax, x=label, y="relative error of the gradient")
     legend(ax, "outside", title=choice)
     return fig
-
-
-def _require_runs(runs: Mapping[str, Rows]) -> None:
-    """Refuse a picture without runs."""
-    if not runs:
-        raise ValueError("runs is empty; give the rows of at least one run.")
-
-
-def _losses(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    steps, losses = _columns(rows, "train", "loss")
-    if not steps.size:
-        raise ValueError(f"the run {name!r} has no row of kind 'train'.")
-    return steps, losses
 
 
 def _columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps of the rows of a kind that have a value of this name, and the values."""
     pairs = [(row["step"], row[name]) for row in rows if row["kind"] == kind and name in row]
-    steps = np.array([step for step, _ in pairs], dtype=float)
-    return steps, np.array([math.nan if value is None else value for _, value in pairs], dtype=float)
+    return np.array([step for step, _ in pairs], float), np.array([value for _, value in pairs], float)  # None is NaN
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Return the running mean over the last thirtieth of the steps."""
-    sums, ends = np.cumsum([0.0, *values]), np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - max(1, len(values) // 30), 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
+    """Refuse a picture without runs, or with one that has no row of a kind."""
+    if not runs:
+        raise ValueError("runs is empty; give the rows of at least one run.")
+    for name, rows in runs.items():
+        if missing := [kind for kind in kinds if not any(row["kind"] == kind for row in rows)]:
+            raise ValueError(f"the run {name!r} has no row of kind {missing[0]!r}.")
 
 
-def _accuracy_axis(ax: Axes, runs: Mapping[str, Rows]) -> None:
-    """Set the y-axis to most of the curve, up to 100 %: the first evaluations, near chance, would flatten the rest."""
-    values = np.concatenate([_columns(rows, "test", "accuracy")[1] for rows in runs.values()])
-    low = float(np.nanquantile(values, 0.1)) if values.size else 0.0
-    ax.set_ylim(max(0.0, 1 - 1.4 * (1 - low)), 1.0)
+def _losses(runs: Mapping[str, Rows]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the steps of training of each run, and their losses."""
+    _require(runs, "train")
+    return {name: _columns(rows, "train", "loss") for name, rows in runs.items()}
+
+
+def _window(losses: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> int:
+    """Return the number of steps of a running mean: a thirtieth of the longest run."""
+    return max(1, *(len(steps) // 30 for steps, _ in losses.values()))
+
+
+def _smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean over the last ``window`` steps, at the beginning over all so far."""
+    return np.array([np.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
+
+
+def _accuracy_axis(ax: Axes, lines: Sequence[np.ndarray], *shown: float) -> None:
+    """Set the y-axis to where the better half of the evaluations lies, and ``shown``; the first ones would flatten it."""
+    values = [value for line in lines for value in line if math.isfinite(value)]
+    low, high = min([float(np.median(values)), *shown]), max([*values, *shown])
+    space = max(high - low, 0.01) / 2
+    ax.set_ylim(max(0.0, low - space), min(1.0, high + space))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
@@ -343,9 +334,7 @@ def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of training before each evaluation, and its accuracy."""
     steps, times = _columns(rows, "train", "step_time")
     evaluated, accuracies = _columns(rows, "test", "accuracy")
-    for kind, values in (("train", steps), ("test", accuracies[np.isfinite(accuracies)])):
-        if not values.size:
-            what = "" if kind == "train" else " with an accuracy"
-            raise ValueError(f"the run {name!r} has no row of kind {kind!r}{what}.")
-    total = np.concatenate([np.zeros(1), np.cumsum(np.nan_to_num(times))])
+    if not np.isfinite(accuracies).any():
+        raise ValueError(f"the run {name!r} has no row of kind 'test' with an accuracy.")
+    total = np.cumsum([0.0, *np.nan_to_num(times)])
     return total[np.searchsorted(steps, evaluated, side="right")], accuracies
