@@ -211,10 +211,11 @@ def in_time(data: Data) -> Data:
 def tagging(folder: Path, words: int) -> tuple[Data, tuple[int, ...], int]:
     """Words and their parts of speech from a treebank; rows of each embedding table, and the number of tags."""
     from lp_jax import data
+    from lp_jax.data._batches import padded
 
     found = data.gum(folder, max_length=words)
     arrays = [
-        np.asarray(data.padded(rows, words, fill=fill))
+        np.asarray(padded(rows, words, fill=fill))
         for part in (found.train, found.test)
         for rows, fill in ((part.x, 0), (part.y, -1))
     ]

@@ -2,9 +2,11 @@
 
 import functools
 import gzip
+import io
 import itertools
 import re
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +56,8 @@ def test_digits_are_all_there_split_by_class():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 5])
 def test_a_senseless_fraction_is_refused(fraction):
-    for loader in (data.digits, data.peaks, lambda **options: data.characters("nowhere", **options)):
+    nowhere = [functools.partial(load, "nowhere") for load in (data.characters, contrib.indian_pines)]
+    for loader in (data.digits, data.peaks, *nowhere):
         with pytest.raises(ValueError, match=f"test_fraction must be between 0 and 1, both excluded; got {fraction}"):
             loader(test_fraction=fraction)
 
@@ -227,10 +230,8 @@ FIVE, FOUR = np.arange(5), np.arange(4)
         (BUCKETED, {"epoch": 0.5}, "epoch must be an integer"),
         (BUCKETED, {"data": data.Sequences(ragged().x, ragged().y[:-1])}, r"got 0 for the \d+ of sequence 102"),
         (BUCKETED, {"data": data.Sequences(ragged().x, ragged().x[::-1])}, r"got \d+ for the \d+ of sequence 0"),
-        (data.padded, {"sequences": [FIVE[:1], FIVE], "length": 2}, "that of the longest sequence, 5; got 2"),
-        (data.padded, {"sequences": []}, "sequences must be at least one array; got none"),
-        (data.peaks, {"samples": 10}, "should be greater or equal to the number of classes"),
-        (data.peaks, {"samples": 3}, "only 1 member"),
+        (data.peaks, {"samples": 10}, "leaves 8 to train with and 2 to hold out, for 5 classes"),
+        (data.peaks, {"samples": 5}, "each class must have two samples or more"),
         (data.peaks, {"samples": 0}, "samples must be at least 1; got 0"),
         (data.peaks, {"samples": 10.0}, "samples must be an integer"),
         (data.peaks, {"classes": 1}, "classes must be at least 2; got 1"),
@@ -332,7 +333,7 @@ def test_values_of_ones_own(tmp_path, shape):
         ),
         (
             {"x": np.ones((4, 2)), "y": np.array([1, np.nan, 2, 3])},
-            r"y holds nan in sample 1; wanted finite numbers below 1e\+150",
+            r"y holds nan at \[1\]; wanted finite numbers below 1e\+150",
         ),
         ({"x": np.ones((4, 2)), "y": np.full(4, 2.5)}, "y holds one value, 2.5; wanted two or more"),
         (
@@ -343,13 +344,14 @@ def test_values_of_ones_own(tmp_path, shape):
             {"x": np.ones((4, 2)), "y": np.arange(4.0), "test_x": np.ones((4, 2)), "test_y": np.ones((4, 3))},
             r"test_y has samples of shape \(3,\) and y \(1,\)",
         ),
-        ({"x": np.full((4, 2), np.nan), "y": np.arange(4)}, r"x holds nan in sample 0, at \[0\]; wanted finite"),
-        ({"x": np.ones((4, 2)), "y": np.array([1, 2e160, 2, 3])}, "y holds 2e[+]160 in sample 1"),
+        ({"x": np.full((4, 2), np.nan), "y": np.arange(4)}, r"x holds nan at \[0, 0\]; wanted finite"),
+        ({"x": np.ones((4, 2)), "y": np.array([1, 2e160, 2, 3])}, r"y holds 2e\+160 at \[1\]"),
         (
             {"x": np.ones((4, 2)), "y": np.arange(4), "test_x": np.ones((4, 2)), "test_y": np.array([*"0123"])},
             "y holds int64 and test_y <U1; wanted classes of one kind",
         ),
         ({"x": np.ones((4, 2)), "y": np.ones(4, int)}, "y holds one class"),
+        ({"x": np.ones((4, 0)), "y": np.arange(4)}, r"x has shape \(4, 0\)"),
         ({"x": np.ones((4, 2)), "y": np.arange(4), "test_x": np.ones((4, 2))}, "has no test_y"),
     ],
 )
@@ -358,8 +360,35 @@ def test_arrays_that_are_no_data_set(tmp_path, arrays, message):
         data.arrays(saved(tmp_path, **arrays))
 
 
-def test_a_file_that_is_none(tmp_path):
-    (tmp_path / "text.npz").write_text("x, y")
-    for name in ("text.npz", "nowhere.npz"):
-        with pytest.raises(data.DataError, match=f"{name}.*wanted a file as numpy.savez writes it"):
-            data.arrays(tmp_path / name)
+NPY = io.BytesIO()
+np.save(NPY, np.ones((4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (None, r"cannot be read \(File is not a zip file\)"),
+        (b"abc", r"cannot be read \(EOF: reading magic string"),
+        (NPY.getvalue().replace(b"(4, 2)", b"(2, 2)"), "x.npy: more than 32 bytes; wanted what its header says"),
+        (
+            NPY.getvalue().replace(b"(4, 2), }           ", b"(99999999999, 2), } "),
+            r"cannot be read \(Unable to allocate",
+        ),
+        (bytes(2**28 + 1), "unpacks to more than 268,435,456 bytes; wanted at most 256 MiB, or 100 times the file"),
+    ],
+)
+def test_a_file_that_is_no_archive_of_arrays_is_refused(tmp_path, member, message):
+    path = tmp_path / "mine.npz"
+    refused(f"{path}: cannot be read (No such file", data.arrays, path)
+    path.write_text("x, y")
+    if member is not None:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+            file.writestr("x.npy", member)
+    with pytest.raises(data.DataError, match=message) as caught:
+        data.arrays(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path):
+    path = write(tmp_path / "bomb.gz", bytes(2**28 + 1))
+    refused(f"{path}: unpacks to more than 268,435,456 bytes; wanted at most 256 MiB", data.characters, path)

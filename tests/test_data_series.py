@@ -27,7 +27,7 @@ def test_series_of_a_file(tmp_path):
             got = read_ts(write(tmp_path / name, text))
             assert got.classes == ("up", "down") and got.labels == ["up", "down", "down"]
             assert [x.tolist() for x in got.x] == [[[1, 4], [2, 5], [3, 6]], [[7, 8]], [[1.5, 0], [-20, 0.5]]]
-            assert all(x.dtype == np.float32 for x in got.x)
+            assert all(x.dtype == np.float64 for x in got.x)
 
 
 def test_series_without_classes(tmp_path):
@@ -40,7 +40,7 @@ def test_missing_values_are_filled(tmp_path):
     path = write(tmp_path / "a.ts", HEADER + "1,?,3:4,5,NaN:up\n")
     assert read_ts(path, fill=-1.0).x[0].tolist() == [[1, 4], [-1, 5], [3, -1]]
     path = write(tmp_path / "b.ts", HEADER + "1,2:3,-inf:up\n")
-    refused(f"{path}: line 9: value -inf; wanted a finite number", read_ts, path, fill=0.0)
+    refused(f"{path}: line 9: the series holds -inf at ", read_ts, path, fill=0.0)
 
 
 def header(**keys):
@@ -59,8 +59,9 @@ def header(**keys):
         (HEADER + "1,2:3,4:UP\n", "line 9: class 'UP'; wanted one of those"),
         (HEADER + "1,2:3,x:up\n", "line 9: could not convert string to float: 'x'; wanted numbers with commas between"),
         (HEADER + "1,2:3,:up\n", "line 9: could not convert string to float: ''; wanted numbers"),
-        (HEADER + "1,?:3,4:up\n", "line 9: value nan; wanted a finite number, or a fill for missing values"),
-        (HEADER + "1,2:3,nan:up\n", "line 9: value nan; wanted a finite number, or a fill"),
+        (HEADER + "1,?:3,4:up\n", "line 9: the series holds nan at "),
+        (HEADER + "1,2:3,1e308:up\n", "line 9: the series holds 1e+308 at [1, 1]; wanted finite numbers"),
+        (HEADER + "1,2:3,nan:up\n", "line 9: the series holds nan at "),
         (header(timeStamps="true") + BODY, "a problem of regression, or series with time stamps; wanted classes,"),
         (header(targetLabel="true") + BODY, "a problem of regression, or series with time stamps; wanted classes,"),
         (header(classLabel="true") + BODY, "classes none; wanted at least one, none of them twice"),
@@ -110,7 +111,7 @@ UNSEEN = "which no training series has; wanted one of"
             {"test_header": NONE, "test": "1:2\n"},
             "TEST.ts.gz: series without classes; wanted classes, announced by @classLabel",
         ),
-        ({"train": "1:?:up\n"}, "TRAIN.ts: line 9: value nan; wanted a finite number, or a fill"),
+        ({"train": "1:?:up\n"}, "TRAIN.ts: line 9: the series holds nan at "),
     ],
 )
 def test_files_that_do_not_fit_are_refused(tmp_path, options, expected):
@@ -194,13 +195,15 @@ def test_activities_from_a_folder(har):
     ("name", "content", "expected"),
     [
         ("activity_labels.txt", "1 WALKING\nSITTING\n", "cannot be read (not enough values to unpack"),
-        ("train/y_train.txt", "1\n2\n4\n", "activities 1 to 4; wanted 1 to 3"),
+        ("train/y_train.txt", "1\n2\n4\n", "activities 1 to 4, 1 a line; wanted 1 to 3, one a line"),
+        ("train/y_train.txt", "1\n1.5\n2\n", "activities 1 to 2, 1 a line; wanted 1 to 3"),
+        ("train/y_train.txt", "1 2\n" * 6, "activities 1 to 2, 2 a line; wanted 1 to 3, one a line"),
         ("{}/body_acc_x_train.txt", "1 2 3 4\n", "1 windows of 4 numbers; wanted 6, one for each label, of 4"),
         ("{}/body_acc_y_train.txt", "1 2 3\n" * 6, "6 windows of 3 numbers; wanted 6, one for each label, of 4"),
         ("{}/body_acc_y_train.txt", "1 2 3 4\n1 2 3\n", "cannot be read (the number of columns changed from 4 to 3"),
         ("{}/body_acc_x_train.txt", "\n", "cannot be read ("),
         ("{}/body_acc_x_train.txt", "1 x 3\n", "cannot be read (could not convert string 'x' to float64 at row 0"),
-        ("{}/body_acc_x_train.txt", "1 nan 3 4\n" * 6, "a value nan; wanted finite numbers"),
+        ("{}/body_acc_x_train.txt", "1 nan 3 4\n" * 6, "the table holds nan at [0, 1]; wanted finite numbers"),
     ],
 )
 def test_malformed_activities_are_refused(har, name, content, expected):

@@ -30,9 +30,21 @@ SQUARE = "OFF\n4 1 0\n0 0 0\n1 0 0\n1 1 0\n0 1 0\n4 0 1 2 3\n"
         (SQUARE[:22], "cannot be read ("),
         (
             SQUARE.replace("4 0 1 2 3\n", ""),
-            "no faces, a single point, or coordinates that are not finite; wanted an OFF file of a mesh",
+            "0 faces of three corners or more; wanted an OFF file of a mesh, with the 1 ",
         ),
-        (SQUARE.replace("1 1 0", "1 nan 0"), "no faces, a single point, or coordinates that are not finite"),
+        (SQUARE.replace("4 0 1 2 3\n", "4 0 1 2\n"), "0 faces of three corners or more"),
+        (SQUARE.replace("4 0 1 2 3\n", "-1 0 1 2\n"), "0 faces of three corners or more"),
+        (SQUARE.replace("1 1 0", "1 nan 0"), "the list of corners holds nan at [2, 1]; wanted finite numbers below"),
+        (
+            SQUARE.replace("1 1 0", "1 1e308 0"),
+            "the list of corners holds 1e+308 at [2, 1]; wanted finite numbers below",
+        ),
+        (SQUARE.replace("4 1 0", "1000000000 1 0"), "cannot be read (cannot reshape array"),
+        (
+            SQUARE.replace("\n1 ", "\n1e-200 ").replace(" 1 0\n", " 0 0\n").replace("4 0 0", "4 1 0"),
+            "a single point; wanted",
+        ),
+        (b"OFF\n\xff", "cannot be read ("),
     ],
 )
 def test_malformed_meshes_are_refused(meshes, content, expected):
@@ -114,7 +126,7 @@ NO_LISTS = "; wanted a list of integers and a list of names"
     [
         (
             {"voxels": None},
-            "cannot be read ('voxels is not a file in the archive'); wanted a NumPy archive with voxels",
+            "cannot be read ('voxels'); wanted a NumPy archive with voxels",
         ),
         (
             {"labels": np.array([0, 1], object)},
@@ -126,6 +138,7 @@ NO_LISTS = "; wanted a list of integers and a list of names"
         ({"voxels": np.zeros((2, 8, 8, 1))}, "voxels: float64 of shape (2, 8, 8, 1); wanted uint8"),
         ({"labels": np.array([0.0, 1.0])}, f"float64 labels of 1 axes and <U1 classes of 1{NO_LISTS}"),
         ({"labels": np.array([[0], [1]])}, f"int64 labels of 2 axes and <U1 classes of 1{NO_LISTS}"),
+        ({"classes": np.array(["a", "a"])}, "classes a, a; wanted names, none of them twice"),
         ({"classes": np.array([1, 2])}, f"int64 labels of 1 axes and int64 classes of 1{NO_LISTS}"),
         ({"labels": np.array([0, 2])}, "labels 0 to 2; wanted 0 to 1, numbers of classes"),
         ({"labels": np.array([1, 1])}, "shapes of b; wanted of all of a, b"),

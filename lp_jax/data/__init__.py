@@ -8,11 +8,9 @@ from lp_jax.data._arrays import arrays as arrays
 from lp_jax.data._batches import Sequences as Sequences
 from lp_jax.data._batches import batches as batches
 from lp_jax.data._batches import bucketed as bucketed
-from lp_jax.data._batches import padded as padded
 from lp_jax.data._characters import characters as characters
 from lp_jax.data._dataset import DataError as DataError
 from lp_jax.data._dataset import Dataset as Dataset
-from lp_jax.data._gum import Tagging as Tagging
 from lp_jax.data._gum import gum as gum
 from lp_jax.data._mnist import digits as digits
 from lp_jax.data._mnist import mnist as mnist

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, reading, split, wrong
+from lp_jax.data._dataset import Dataset, archive, check_finite, split, wrong
 
-_LARGEST = 1e150  # its square is a number: a deviation can be computed
 _WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values for each sample"
 
 
@@ -41,8 +40,7 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
         ((8, 3), ('no', 'yes'))
     """
     path = Path(path)
-    with reading(path, _WANTED), np.load(path, allow_pickle=False) as file:
-        stored = {name: file[name] for name in file.files}
+    stored = archive(path, _WANTED)
     x, y = _pair(path, stored, "")
     values = y.dtype.kind == "f"
     if "test_x" in stored or "test_y" in stored:
@@ -77,17 +75,14 @@ def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.nd
     if absent := [name for name in (a, b) if name not in stored]:
         raise wrong(path, f"has no {absent[0]}, but {', '.join(stored) or 'nothing'}", _WANTED)
     x, y = stored[a], stored[b]
-    if x.ndim < 2 or y.shape[:1] != x.shape[:1] or y.ndim > 1 + (y.dtype.kind == "f") or y.size == 0:
+    if x.ndim < 2 or y.shape[:1] != x.shape[:1] or y.ndim > 1 + (y.dtype.kind == "f") or not x.size * y.size:
         raise wrong(path, f"{a} has shape {x.shape} and {b} {y.shape}", _WANTED)
     if x.dtype.kind not in "iufb":
         raise wrong(path, f"{a} holds {x.dtype}", "numbers")
     if y.dtype.kind not in "iubUf":
         raise wrong(path, f"{b} holds {y.dtype}", "classes, integers or strings, or floating-point values")
     for name, array in ((a, x), (b, y)):
-        if array.dtype.kind == "f" and not (fine := np.abs(array) < _LARGEST).all():
-            row, *column = map(int, np.argwhere(~fine)[0])
-            at = f"sample {row}" + (f", at {column}" if column else "")
-            raise wrong(path, f"{name} holds {array[row, *column]} in {at}", f"finite numbers below {_LARGEST:.0e}")
+        check_finite(path, name, array)
     return x, y.reshape(len(y), -1) if y.dtype.kind == "f" else y
 
 

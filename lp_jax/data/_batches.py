@@ -93,34 +93,10 @@ class Sequences(NamedTuple):
     y: list[np.ndarray]
 
 
-def padded(sequences: Sequence[np.ndarray], length: int | None = None, *, fill: int = 0) -> np.ndarray:
-    """Return sequences as one array, with short ones padded at their ends.
-
-    Args:
-        sequences: arrays ``(length, *features)`` that differ only in their lengths.
-        length: length of the result; by default that of the longest sequence.
-        fill: value of the padding.
-
-    Returns:
-        An array ``(sequences, length, *features)``.
-
-    Raises:
-        ValueError: if there are no sequences, or one is longer than ``length``.
-
-    Example:
-        >>> import numpy as np
-        >>> from lp_jax import data
-        >>> data.padded([np.array([1, 2, 3]), np.array([4])])
-        array([[1, 2, 3],
-               [4, 0, 0]])
-    """
-    if not sequences:
-        raise ValueError("sequences must be at least one array; got none.")
-    longest = max(map(len, sequences))
-    if length is not None and longest > length:
-        raise ValueError(f"length must be at least that of the longest sequence, {longest}; got {length}.")
+def padded(sequences: Sequence[np.ndarray], length: int, *, fill: int = 0) -> np.ndarray:
+    """Return sequences, at least one, as one array ``(sequences, length, *features)`` with ``fill`` after short ones."""
     first = sequences[0]
-    result = np.full((len(sequences), length or longest, *first.shape[1:]), fill, first.dtype)
+    result = np.full((len(sequences), length, *first.shape[1:]), fill, first.dtype)
     for row, sequence in zip(result, sequences, strict=True):
         row[: len(sequence)] = sequence
     return result

@@ -2,6 +2,8 @@
 
 import gzip
 import importlib
+import math
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,11 +71,18 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return training and held-out samples, ``(train_x, train_y, test_x, test_y)``, by default the same part of every class."""
     check_fraction(test_fraction)
-    train_test_split = require("sklearn.model_selection").train_test_split
     labels = y if by_class else None
-    train_x, test_x, train_y, test_y = train_test_split(
-        x, y, test_size=test_fraction, random_state=seed, stratify=labels
-    )
+    counts = np.unique(y, return_counts=True)[1] if by_class else [len(y)]
+    test = math.ceil(test_fraction * len(y))
+    if min(counts) < 2:
+        raise ValueError(
+            "each class must have two samples or more, to train with and to hold out; one has a single one."
+        )
+    if min(test, len(y) - test) < len(counts):
+        got = f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, for {len(counts)} classes"
+        raise ValueError(f"test_fraction must leave one sample of each class or more; {got}.")
+    cut = require("sklearn.model_selection").train_test_split
+    train_x, test_x, train_y, test_y = cut(x, y, test_size=test_fraction, random_state=seed, stratify=labels)
     return train_x, train_y, test_x, test_y
 
 
@@ -103,18 +112,57 @@ def reading(path: Path, wanted: str) -> Iterator[None]:
     """Turn any error of a parser on a missing or damaged file into a `DataError`."""
     try:
         yield
-    except (DataError, ImportError, MemoryError):
+    except (DataError, ImportError):
         raise
     except Exception as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise wrong(path, f"cannot be read ({reason})", wanted) from error
+
+
+def _most_bytes(path: Path) -> int:
+    """Return how many bytes a file may unpack to: more than data does, less than a bomb."""
+    return max(2**28, 100 * path.stat().st_size)
+
+
+def _check_unpacked(path: Path, size: int) -> None:
+    if size > (most := _most_bytes(path)):
+        raise wrong(
+            path, f"unpacks to more than {most:,} bytes", "at most 256 MiB, or 100 times the file: save it unpacked"
+        )
 
 
 def content(path: Path, wanted: str) -> bytes:
     """Return the unpacked bytes of a file; one whose name ends in ``.gz`` must be gzipped, any other may be."""
-    with reading(path, wanted):
-        packed = path.read_bytes()
-        return gzip.decompress(packed) if path.suffix == ".gz" or packed[:2] == b"\x1f\x8b" else packed
+    with reading(path, wanted), path.open("rb") as file:
+        if path.suffix != ".gz" and file.peek(2)[:2] != b"\x1f\x8b":
+            return file.read()
+        raw = gzip.GzipFile(fileobj=file).read(_most_bytes(path) + 1)
+    _check_unpacked(path, len(raw))
+    return raw
+
+
+def archive(path: Path, wanted: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a ``.npz`` file. Their checksums and sizes are checked, and none is unpickled."""
+    with reading(path, wanted), zipfile.ZipFile(path) as file:
+        _check_unpacked(path, sum(member.file_size for member in file.infolist()))
+        arrays = {}
+        for member in file.infolist():
+            with file.open(member) as stream:
+                array = np.lib.format.read_array(stream, allow_pickle=False)
+                if stream.read(1):
+                    raise wrong(f"{path}: {member.filename}", f"more than {array.nbytes} bytes", "what its header says")
+            arrays[member.filename.removesuffix(".npy")] = array
+    return arrays
+
+
+def check_finite(place: object, name: str, array: np.ndarray, wanted: str = "") -> None:
+    """Refuse NaN, infinity and numbers whose squares overflow; name the first one and its indices."""
+    if array.dtype.kind == "f" and not (fine := np.abs(array) < LARGEST).all():
+        at = [int(index) for index in np.argwhere(~fine)[0]]
+        raise wrong(place, f"{name} holds {array[*at]} at {at}", wanted or f"finite numbers below {LARGEST:.0e}")
+
+
+LARGEST = 1e150  # its square is a number: a deviation can be computed
 
 
 def lines(path: Path, wanted: str) -> list[str]:

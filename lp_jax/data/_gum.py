@@ -92,28 +92,7 @@ def _columns(word: str) -> tuple[str, str, str, str]:
 
 
 class Tagging(NamedTuple):
-    """Sentences as numbers, and the tags of their words.
-
-    Attributes:
-        train: training sentences; inputs ``(words, features)`` int32, labels ``(words,)`` int32 in [0, classes).
-        dev: development sentences, for choosing settings.
-        test: held-out sentences.
-        tags: names of the labels.
-        vocabularies: entries by number, for each column; number 0 is padding in all columns.
-        unseen: for each split, the number of words whose tag does not occur in training; their labels are -1.
-        test_words: words of the held-out sentences, to show.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from lp_jax import data
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> for split in ("train", "dev", "test"):
-        ...     rows = ["1 Rivers _ NOUN _ _ _ _ _ _", "2 flow _ VERB _ _ _ _ _ _", "", ""]
-        ...     _ = (folder / f"two-{split}.conllu").write_text(chr(10).join(rows).replace(" ", chr(9)))
-        >>> tagging = data.gum(folder)
-        >>> tagging.tags
-        ('NOUN', 'VERB')
-    """
+    """Sentences as numbers, and the tags of their words; `gum` says what each part is."""
 
     train: Sequences
     dev: Sequences
@@ -164,7 +143,10 @@ def gum(
             last one shorter. None leaves sentences whole.
 
     Returns:
-        A `Tagging`, whose parts are for `bucketed`.
+        A named tuple. ``train``, ``dev`` and ``test`` are for `bucketed`: inputs ``(words, 4)`` and labels ``(words,)``, int32.
+        ``tags`` are the names of the ``classes`` labels. ``vocabularies`` are the entries of each column by number, and ``sizes``
+        their numbers. ``unseen`` counts the words of each split whose tag does not occur in training; their labels are -1.
+        ``test_words`` are the words of the held-out sentences.
 
     Raises:
         ModuleNotFoundError: if conllu is not installed.
@@ -173,10 +155,14 @@ def gum(
         TypeError: if a count is not an integer.
 
     Example:
+        >>> import pathlib, tempfile
         >>> from lp_jax import data
-        >>> data.gum("no/such/folder")
-        Traceback (most recent call last):
-        lp_jax.data._dataset.DataError: no/such/folder: has 0 files *-train.conllu or *-train.conllu.gz; wanted one.
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> for split in ("train", "dev", "test"):
+        ...     rows = ["1 Rivers _ NOUN _ _ _ _ _ _", "2 flow _ VERB _ _ _ _ _ _", "", ""]
+        ...     _ = (folder / f"two-{split}.conllu").write_text(chr(10).join(rows).replace(" ", chr(9)))
+        >>> data.gum(folder).tags
+        ('NOUN', 'VERB')
 
     Reference:
         Zeldes, "The GUM corpus: creating multilayer resources in the classroom", Language Resources and Evaluation 51

@@ -12,11 +12,7 @@ _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file into an array in the machine's byte order.
-
-    Byte 2 of the file is the type of the values, byte 3 the number of axes; then the size of each axis in 4 bytes, then
-    the values, the last axis fastest.
-    """
+    """Read an IDX file: 0, 0, the type of the values, the number of axes; the size of each in 4 bytes; the values."""
     raw = content(path, "an IDX file")
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
         types = ", ".join(f"{code:02x}" for code in _TYPES)

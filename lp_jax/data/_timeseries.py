@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_jax.data._batches import padded
-from lp_jax.data._dataset import Dataset, Scaler, find, lines, reading, wrong
+from lp_jax.data._dataset import Dataset, Scaler, check_finite, find, lines, reading, wrong
 
 
 class Series(NamedTuple):
-    """Time series, each ``(time steps, channels)`` float32, their classes, and the classes in the header, in its order."""
+    """Time series, each ``(time steps, channels)`` float64, their classes, and the classes in the header, in its order."""
 
     x: list[np.ndarray]
     labels: list[str]  # empty if the file has no classes
@@ -20,12 +20,7 @@ class Series(NamedTuple):
 
 
 def read_ts(path: Path, fill: float | None = None) -> Series:
-    """Read a file in the ``.ts`` format.
-
-    A line is a series: its channels with colons between them, the values of a channel with commas between them, and the
-    class at the end. Of the header, ``@classLabel`` and ``@data`` are needed, in any case. Series with time stamps or with a
-    number in place of a class are refused.
-    """
+    """Read a ``.ts`` file: a header; then a series a line, its channels and its class with colons between them."""
     content = lines(path, "a .ts file")
     start = next((number for number, line in enumerate(content, 1) if line.lower().split() == ["@data"]), 0)
     series = Series([], [], _classes(path, content[:start]))
@@ -74,9 +69,8 @@ def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:
     x = np.array(rows)
     if fill is not None:
         x[np.isnan(x)] = fill
-    if not np.isfinite(x).all():
-        raise wrong(place, f"value {x[~np.isfinite(x)][0]}", "a finite number, or a fill for missing values")
-    return x.astype(np.float32).T
+    check_finite(place, "the series", x.T, "finite numbers, or a fill for missing values")
+    return x.T
 
 
 def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None = None) -> Dataset:
@@ -170,9 +164,14 @@ def uci_har(folder: str | os.PathLike[str]) -> Dataset:
 
 def _split(folder: Path, split: str, classes: int) -> tuple[np.ndarray, np.ndarray]:
     path = find(folder, f"y_{split}.txt", _WANTED)
-    labels = _table(path)[:, 0].astype(np.int32)
-    if labels.min() < 1 or labels.max() > classes:
-        raise wrong(path, f"activities {labels.min()} to {labels.max()}", f"1 to {classes}")
+    table = _table(path)
+    if table.shape[1] != 1 or not np.isin(table, range(1, classes + 1)).all():
+        raise wrong(
+            path,
+            f"activities {table.min():g} to {table.max():g}, {table.shape[1]} a line",
+            f"1 to {classes}, one a line",
+        )
+    labels = table[:, 0].astype(np.int32)
     channels: list[np.ndarray] = []
     for channel in _CHANNELS:
         path = find(folder / "Inertial Signals", f"{channel}_{split}.txt", _WANTED)
@@ -187,7 +186,6 @@ def _split(folder: Path, split: str, classes: int) -> tuple[np.ndarray, np.ndarr
 def _table(path: Path) -> np.ndarray:
     text = lines(path, _WANTED)
     with reading(path, "lines of equally many numbers"), warnings.catch_warnings(action="error"):
-        table = np.loadtxt(text, ndmin=2).astype(np.float32)
-    if not np.isfinite(table).all():
-        raise wrong(path, f"a value {table[~np.isfinite(table)][0]}", "finite numbers")
+        table = np.loadtxt(text, ndmin=2)
+    check_finite(path, "the table", table)
     return table

@@ -8,6 +8,8 @@ from lp_jax import data as datasets
 from lp_jax.cli._models import Transformer
 from lp_jax.cli._problem import Problem
 from lp_jax.cli._task import Predict, Task, Training, steps_per_epoch
+from lp_jax.data._batches import padded
+from lp_jax.data._gum import Tagging
 from lp_jax.train._types import Batch
 
 _LENGTHS = (16, 32, 64, 144)  # of sentences
@@ -35,11 +37,11 @@ def load(training: Training, data: Path) -> Task:
     )
 
 
-def tag_samples(tagging: datasets.Tagging, length: int, predict: Predict) -> str:
+def tag_samples(tagging: Tagging, length: int, predict: Predict) -> str:
     """Return sentences of the test set with the model's tags."""
     fit = [i for i, words in enumerate(tagging.test_words) if len(words) in _WORDS] or [0]
     shown = fit[:: -(-len(fit) // _SENTENCES)]
-    answers = predict(datasets.padded([tagging.test.x[i] for i in shown], length)).argmax(axis=-1)
+    answers = predict(padded([tagging.test.x[i] for i in shown], length)).argmax(axis=-1)
     lines = [
         " ".join(map(functools.partial(tagged, tagging.tags), tagging.test_words[i], row, tagging.test.y[i]))
         for i, row in zip(shown, answers, strict=True)

@@ -1,12 +1,15 @@
 """Indian Pines: crops in fields, from the spectrum of a pixel of an aerial image."""
 
+import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, Scaler, reading, require, split, wrong
+from lp_jax.data._dataset import Dataset, Scaler, check_finite, check_fraction, reading, require, split, wrong
 
 _NAMES = """Alfalfa Corn-notill Corn-mintill Corn Grass-pasture Grass-trees Grass-pasture-mowed Hay-windrowed Oats
 Soybean-notill Soybean-mintill Soybean-clean Wheat Woods Buildings-Grass-Trees-Drives Stone-Steel-Towers"""
@@ -28,16 +31,11 @@ def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, see
         ValueError: if the fraction is outside (0, 1), or leaves a class without training or held-out samples.
         TypeError: if the seed is not an integer.
 
-    Example:
-        >>> from lp_jax.data import contrib
-        >>> contrib.indian_pines("no/such/folder")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        lp_jax.data._dataset.DataError: no/such/folder/Indian_pines_corrected.mat: cannot be read (No such file ...
-
     Reference:
         Baumgardner, Biehl, Landgrebe, "220 band AVIRIS hyperspectral image data set: June 12, 1992 Indian Pine Test Site
         3", Purdue University Research Repository, 2015.
     """
+    check_fraction(test_fraction)
     _check.integer("seed", seed, least=0)
     folder, names = Path(folder), tuple(_NAMES.split())
     truth_file = folder / "Indian_pines_gt.mat"
@@ -56,9 +54,39 @@ def indian_pines(folder: str | os.PathLike[str], test_fraction: float = 0.2, see
 
 
 def _variable(path: Path, name: str, *, axes: int) -> np.ndarray:
-    loadmat = require("scipy.io").loadmat
-    with reading(path, f"a MATLAB file before version 7.3 with a variable {name}"), path.open("rb") as file:
-        array = np.asarray(loadmat(file)[name])
+    """Read a variable in another process: scipy's reader ends that of a damaged file by a segmentation fault."""
+    require("scipy.io")
+    wanted = f"a MATLAB file before version 7.3 with a variable {name}"
+    with reading(path, wanted):
+        path.open("rb").close()
+        command = [sys.executable, "-P", "-c", _READER, str(path), name]
+        done = subprocess.run(
+            command, capture_output=True, timeout=_SECONDS, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        )
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip() or f"its reader ended with code {done.returncode}"
+            raise wrong(path, f"cannot be read ({said.splitlines()[-1]})", wanted)
+        array = np.lib.format.read_array(io.BytesIO(done.stdout), allow_pickle=False)
     if array.ndim != axes or array.size == 0 or array.dtype.kind not in "uif":
         raise wrong(path, f"variable {name}: {array.dtype} of shape {array.shape}", f"numbers along {axes} axes")
+    check_finite(path, f"variable {name}", array)
     return array
+
+
+_SECONDS = 60
+
+_READER = """
+import contextlib, sys
+import numpy, scipy.io
+
+with contextlib.suppress(ImportError):  # a system without such bounds
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+try:
+    path, name = sys.argv[1:]
+    array = numpy.asarray(scipy.io.loadmat(path, variable_names=[name])[name])
+    numpy.lib.format.write_array(sys.stdout.buffer, array, allow_pickle=False)
+except Exception as error:
+    sys.exit(str(error) or type(error).__name__)
+"""

@@ -2,13 +2,14 @@
 
 import io
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, content, reading, require, wrong
+from lp_jax.data._dataset import LARGEST, Dataset, archive, check_finite, lines, reading, require, wrong
 
 _READY = "voxels_{}.npz"
 
@@ -38,12 +39,6 @@ def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
         DataError: if files are missing or malformed, or a class has no shapes.
         ValueError: if the size is below 1.
         TypeError: if the size is not an integer.
-
-    Example:
-        >>> from lp_jax.data import contrib
-        >>> contrib.modelnet("no/such/folder")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        lp_jax.data._dataset.DataError: no/such/folder: has no file voxels_train.npz and no folder */train ...
 
     Reference:
         Wu et al., "3D ShapeNets: a deep representation for volumetric shapes", CVPR 2015.
@@ -77,11 +72,19 @@ def _meshes(folder: Path, split: str, names: Sequence[str], size: int) -> tuple[
 def _voxels(path: Path, size: int) -> np.ndarray:
     """Return the voxels of a mesh, booleans ``(size, size, size)`` along the coordinates' axes."""
     wanted = "an OFF file of a mesh"
-    trimesh, file = require("trimesh"), io.BytesIO(content(path, wanted))
+    trimesh, text = require("trimesh"), "\n".join(lines(path, wanted))
     with reading(path, wanted):
-        mesh = trimesh.load_mesh(file, file_type="off", process=False)
-        if not len(mesh.faces) or not np.isfinite(mesh.vertices).all() or not mesh.scale:
-            raise wrong(path, "no faces, a single point, or coordinates that are not finite", wanted)
+        mesh = trimesh.load_mesh(io.StringIO(text), file_type="off", process=False)
+        rows = [row.split() for row in re.sub("#.*", "", text).partition("OFF")[2].splitlines() if row.strip()]
+        corners, faces = map(int, rows[0][:2])
+        whole = [row for row in rows[1 + corners :][:faces] if len(row) > int(row[0]) > 2]  # trimesh skips others
+        if not 0 < len(whole) == faces:
+            raise wrong(
+                path, f"{len(whole)} faces of three corners or more", f"{wanted}, with the {faces} of its header"
+            )
+        check_finite(path, "the list of corners", mesh.vertices)
+        if not mesh.extents.max() > 1 / LARGEST:
+            raise wrong(path, "a single point", wanted)
         mesh.apply_translation(-mesh.bounds.mean(axis=0))
         mesh.apply_scale(size / mesh.extents.max())
         mesh.apply_translation([(size - 1) / 2] * 3)  # a voxel's centre is at whole numbers
@@ -102,9 +105,10 @@ def _ready(folder: Path, split: str, names: Sequence[str], size: int) -> tuple[n
 
 def _arrays(folder: Path, split: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     path = folder / _READY.format(split)
-    with reading(path, "a NumPy archive with voxels, labels and classes"), path.open("rb") as file:
-        archive = np.load(file, allow_pickle=False)
-        voxels, labels, classes = (archive[name] for name in ("voxels", "labels", "classes"))
+    wanted = "a NumPy archive with voxels, labels and classes"
+    stored = archive(path, wanted)
+    with reading(path, wanted):
+        voxels, labels, classes = (stored[name] for name in ("voxels", "labels", "classes"))
     shape = (labels.size, size, size, size / 8)
     if voxels.dtype != np.uint8 or voxels.shape != shape or not labels.size:
         wanted = f"uint8 of shape (labels, {size}, {size}, {size / 8:g}), the last axis packed"
@@ -112,6 +116,8 @@ def _arrays(folder: Path, split: str, size: int) -> tuple[np.ndarray, np.ndarray
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or classes.dtype.kind != "U" or classes.ndim != 1:
         got = f"{labels.dtype} labels of {labels.ndim} axes and {classes.dtype} classes of {classes.ndim}"
         raise wrong(path, got, "a list of integers and a list of names")
+    if not len(set(classes)) == len(classes):
+        raise wrong(path, f"classes {', '.join(classes)}", "names, none of them twice")
     if labels.min() < 0 or labels.max() >= len(classes):
         raise wrong(path, f"labels {labels.min()} to {labels.max()}", f"0 to {len(classes) - 1}, numbers of classes")
     return voxels, labels, classes

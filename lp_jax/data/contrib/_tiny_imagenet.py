@@ -35,12 +35,6 @@ def tiny_imagenet(folder: str | os.PathLike[str], classes: Sequence[str] | None 
         DataError: if files are missing or malformed, images have another size, or a class is missing or has no images.
         ValueError: if there are no classes or one is given twice.
 
-    Example:
-        >>> from lp_jax.data import contrib
-        >>> contrib.tiny_imagenet("no/such/folder")
-        Traceback (most recent call last):
-        lp_jax.data._dataset.DataError: no/such/folder: has no folders train/*/images; wanted one for each class.
-
     Reference:
         Le, Yang, "Tiny ImageNet visual recognition challenge", Stanford CS 231N, 2015.
     """
@@ -75,14 +69,18 @@ def _held_out(folder: Path, known: list[str]) -> Iterator[tuple[Path, str]]:
         if name not in known:
             place = f"{folder / _ANNOTATIONS}: line {number}"
             raise wrong(place, f"class {name!r} of image {image!r}", "a class with a folder in train")
+        if image != Path(image).name:
+            raise wrong(
+                f"{folder / _ANNOTATIONS}: line {number}", f"image {image!r}", "the name of a file in val/images"
+            )
         yield folder / "val" / "images" / image, name
 
 
-def _images(paths: list[Path], opened: Callable[[Path], Any]) -> np.ndarray:
+def _images(paths: list[Path], opened: Callable[..., Any]) -> np.ndarray:
     pixels = np.empty((len(paths), _SIDE, _SIDE, 3), np.uint8)
     wanted = f"a JPEG file of {_SIDE} x {_SIDE} pixels"
     for row, path in zip(pixels, paths, strict=True):
-        with reading(path, wanted), opened(path) as image:
+        with reading(path, wanted), opened(path, formats=["JPEG"]) as image:
             if image.size != (_SIDE, _SIDE):
                 raise wrong(path, f"{image.width} x {image.height} pixels", wanted)
             row[...] = np.asarray(image.convert("RGB"))
