@@ -152,13 +152,6 @@ def test_real_series(shared_data, name, train, test, classes, lengths):
         assert np.corrcoef(values, x[0, : len(raw), channel])[0, 1] > 1 - 1e-6
 
 
-def test_real_series_are_told_apart(shared_data):
-    got = data.timeseries(shared_data / "ucr", "BasicMotions")
-    train, test = (np.abs(x).mean(1) for x in (got.train_x[0], got.test_x[0]))
-    nearest = ((test[:, None] - train) ** 2).sum(-1).argmin(1)
-    assert np.mean(got.train_y[nearest] == got.test_y) > 0.8
-
-
 CHANNELS = [f"{signal}_{axis}" for signal in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 
 

@@ -124,10 +124,7 @@ NO_LISTS = "; wanted a list of integers and a list of names"
 @pytest.mark.parametrize(
     ("arrays", "expected"),
     [
-        (
-            {"voxels": None},
-            "cannot be read ('voxels'); wanted a NumPy archive with voxels",
-        ),
+        ({"voxels": None}, "cannot be read ('voxels'); wanted a NumPy archive with voxels"),
         (
             {"labels": np.array([0, 1], object)},
             "cannot be read (Object arrays cannot be loaded when allow_pickle=False",
@@ -152,9 +149,7 @@ def test_voxels_that_do_not_fit_are_refused(tmp_path, arrays, expected):
 def test_damaged_archives_are_refused(tmp_path):
     path = ready(tmp_path) / "voxels_test.npz"
     content = path.read_bytes()
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    cut = (content[:200], content[:60] + b"\xff" * 100 + content[160:])
-    for damaged in (b"", b"no archive", *cut, (tmp_path / "one.npy").read_bytes()):
+    for damaged in (b"", content[:200], content[:60] + b"\xff" * 100 + content[160:]):
         path.write_bytes(damaged)
         refused(f"{path}: cannot be read (", contrib.modelnet, tmp_path, size=8)
     path.unlink()
@@ -178,8 +173,3 @@ def test_real_voxels(shared_data):
         ones = np.bitwise_count(archive["voxels"]).sum((1, 2, 3))
         np.testing.assert_array_equal(got.test_y, archive["labels"])
     np.testing.assert_array_equal(got.test_x.sum((1, 2, 3, 4)), ones)
-    # chairs and monitors look different on average
-    means = np.stack([got.train_x[got.train_y == label].mean(0).ravel() for label in range(2)])
-    test = got.test_x.reshape(272, -1)
-    distance = (means**2).sum(1) - 2 * test @ means.T
-    assert np.mean(distance.argmin(1) == got.test_y) > 0.9

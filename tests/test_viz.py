@@ -154,10 +154,10 @@ def test_a_race_marks_when_the_target_is_reached():
 
 def test_residuals_show_first_and_last_probe():
     probes = [probe(step, [None, 1.0, 0.1], [None, 0.5, 0.01]) for step in range(1, 12)]
-    figure = viz.residuals(probes, moments=3)
+    figure = viz.residuals(probes)
     assert figure.get_suptitle() == "The residual norm falls by a factor of 10 to 50"
     forward, adjoint = figure.axes
-    assert [line.get_label() for line in forward.lines] == ["step 1", "step 6", "step 11"]
+    assert [line.get_label() for line in forward.lines] == ["step 1", "step 4", "step 8", "step 11"]
     np.testing.assert_array_equal(forward.lines[0].get_xdata(), [2, 3])
     np.testing.assert_array_equal(adjoint.lines[0].get_ydata(), [0.5, 0.01])
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
@@ -176,37 +176,28 @@ def test_residuals_that_grow_are_in_the_title_unless_rounding_does_it():
         viz.residuals(rows(0.9))
 
 
-def test_gradient_errors_and_the_runs_own():
+@pytest.mark.parametrize("work", [None, {"injection": [1.5, 3.0, 4.5], "2 Picard sweeps": [4.0, 9.0, 14.0]}])
+def test_gradient_errors_against_iterations_or_work_and_the_runs_own(work):
     errors = {"injection": [0.9, 0.1, 0.01], "2 Picard sweeps": [5e-3, 6e-6, 7e-7]}
-    figure = viz.gradient_errors(errors, run=("this run", 2, 0.03))
+    figure = viz.gradient_errors(errors, work=work, run=("this run", 2, 0.03))
     wanted = "After 2 cycles, the gradient error is 0.1 with injection,\n6×10⁻⁶ with 2 Picard sweeps"
     assert figure.get_suptitle() == wanted
     (ax,) = figure.axes
-    assert ax.get_yscale() == "log"
-    for line, values in zip(ax.lines, [*errors.values(), [0.03]], strict=True):
-        np.testing.assert_array_equal(line.get_ydata(), values)
-    assert list(ax.lines[2].get_xdata()) == [2]
+    assert ax.get_yscale() == "log" and ("multiples of serial" in ax.get_xlabel()) == (work is not None)
+    for line, name in zip(ax.lines, errors, strict=False):
+        np.testing.assert_array_equal(line.get_ydata(), errors[name])
+        np.testing.assert_array_equal(line.get_xdata(), work[name] if work else [1, 2, 3])
+    assert ax.lines[2].get_xydata().tolist() == [[2, 0.03]]
     assert texts_overlap(figure) == [] and texts_outside(figure) == []
-    with pytest.raises(ValueError, match="errors is empty"):
-        viz.gradient_errors({})
 
 
-def test_gradient_errors_against_work():
-    errors = {"injection": [0.9, 0.1], "2 Picard sweeps": [5e-3, 6e-6]}
-    work = {"injection": [1.5, 3.0], "2 Picard sweeps": [4.0, 9.0]}
-    figure = viz.gradient_errors(errors, work=work, run=("this run", 4.0, 5e-3))
-    (ax,) = figure.axes
-    for line, values in zip(ax.lines, [*work.values(), [4.0]], strict=False):
-        np.testing.assert_array_equal(line.get_xdata(), values)
-    assert "multiples of serial" in ax.get_xlabel()
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
-    with pytest.raises(ValueError, match="a number for each error"):
-        viz.gradient_errors(errors, work={"injection": [1.5, 3.0]})
-
-
-def test_gradient_errors_that_are_zero_or_alone_have_a_title_too():
+def test_gradient_errors_that_are_zero_or_alone_have_a_title_and_none_are_refused():
     figure = viz.gradient_errors({"Picard": [0.5, 0.0, 0.0]}, iteration="sweep")
     assert figure.get_suptitle() == "After 3 sweeps, the gradient error is 0 with Picard"
+    with pytest.raises(ValueError, match="errors is empty"):
+        viz.gradient_errors({})
+    with pytest.raises(ValueError, match="a number for each error"):
+        viz.gradient_errors({"Picard": [0.5, 0.1]}, work={"Picard": [1.5]})
 
 
 SOLVERS = {

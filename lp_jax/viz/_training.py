@@ -134,13 +134,12 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
-def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers: tuple[str, str] = ("", "")) -> Figure:
-    """Draw the residual norm per cycle, forward and adjoint, at a few moments of training.
+def residuals(rows: Rows, *, iteration: str = "cycle", solvers: tuple[str, str] = ("", "")) -> Figure:
+    """Draw the residual norm per cycle, forward and adjoint, at four moments of training, the first and the last included.
 
     Args:
         rows: rows of a `lp_jax.train.Log`; those of kind "probe" with ``forward_residual_1``, ... and ``adjoint_residual_1``, ...
             are drawn. ``forward_scale`` and ``adjoint_scale``, norms of states, let the title distinguish growth from rounding.
-        moments: number of moments, evenly chosen, including the first and the last.
         iteration: name of an iteration.
         solvers: names of the forward and the adjoint solver, for the titles.
 
@@ -156,7 +155,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers
     probes = [row for row in rows if row["kind"] == "probe" and unflat("forward_residual", row)]
     if not probes:
         raise ValueError("rows holds no row of kind 'probe' with residual norms.")
-    chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, moments).round().astype(int)))]
+    chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, 4).round().astype(int)))]
     histories = {
         solve: [np.array(unflat(f"{solve}_residual", row)) for row in chosen] for solve in ("forward", "adjoint")
     }
@@ -168,8 +167,7 @@ def residuals(rows: Rows, *, moments: int = 4, iteration: str = "cycle", solvers
             shade = 0.35 + 0.65 * (i + 1) / len(chosen)
             ax.plot(known + 1, norms[known], alpha=shade, label=f"step {row['step']}", **line_style(i, marked=True))
         logarithmic(ax, "y")
-        longest = max(np.flatnonzero(norms >= 0)[-1] + 1 if np.any(norms >= 0) else 1 for norms in norms_at)
-        ax.set_xlim(0.8, max(longest, 2) + 0.2)
+        ax.margins(x=0.08)
         whole_numbers(ax.xaxis)
         title = "\n".join([f"{solve.capitalize()} solve", *textwrap.wrap(name, 40)])
         dress(ax, x=iteration, y="residual norm", title=title)
