@@ -309,6 +309,12 @@ def test_the_command_scales_in_double_precision(tmp_path):
     assert seen.dtype == np.float32 and len(np.unique(seen)) > 80 and abs(seen.std() - 1) < 0.2
 
 
+def test_held_out_numbers_that_float32_cannot_hold_are_refused(tmp_path):
+    path = saved(tmp_path, x=ONES * FOUR[:, None], y=[0, 1, 0, 1], test_x=[[1.0, 1e100]], test_y=[0])
+    with pytest.raises(data.DataError, match=r"after scaling by .* holds .*e\+99 at \[0, 1\]; wanted finite .* 3e\+38"):
+        arrays_problem.load(Training(epochs=1, batch_size=2), path)
+
+
 @pytest.mark.parametrize("shape", [(20,), (20, 3)])
 def test_values_of_ones_own(tmp_path, shape):
     x, y = np.arange(60.0).reshape(20, 3), 1e9 + np.arange(np.prod(shape)).reshape(shape) / 7

@@ -93,7 +93,11 @@ class Scaler:
         self._scaler = require("sklearn.preprocessing").StandardScaler().fit(_rows(values))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        return self._scaler.transform(_rows(values)).reshape(values.shape).astype(np.float32)
+        scaled = self._scaler.transform(_rows(values)).reshape(values.shape)
+        check_finite(
+            "after scaling by the training samples", "the data", scaled, largest=float(np.finfo(np.float32).max)
+        )
+        return scaled.astype(np.float32)
 
     def back(self, scaled: np.ndarray) -> np.ndarray:
         return self._scaler.inverse_transform(_rows(scaled)).reshape(scaled.shape)
@@ -155,14 +159,14 @@ def archive(path: Path, wanted: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def check_finite(place: object, name: str, array: np.ndarray, wanted: str = "") -> None:
-    """Refuse NaN, infinity and numbers whose squares overflow; name the first one and its indices."""
-    if array.dtype.kind == "f" and not (fine := np.abs(array) < LARGEST).all():
-        at = [int(index) for index in np.argwhere(~fine)[0]]
-        raise wrong(place, f"{name} holds {array[*at]} at {at}", wanted or f"finite numbers below {LARGEST:.0e}")
-
-
 LARGEST = 1e150  # its square is a number: a deviation can be computed
+
+
+def check_finite(place: object, name: str, array: np.ndarray, wanted: str = "", largest: float = LARGEST) -> None:
+    """Refuse NaN, infinity and numbers that are too large; name the first one and its indices."""
+    if array.dtype.kind == "f" and not (fine := np.abs(array) < largest).all():
+        at = [int(index) for index in np.argwhere(~fine)[0]]
+        raise wrong(place, f"{name} holds {array[*at]} at {at}", wanted or f"finite numbers below {largest:.0e}")
 
 
 def lines(path: Path, wanted: str) -> list[str]:

@@ -37,20 +37,17 @@ from lp_jax.viz._style import (
 _MOST_POINTS = 36  # of the finest level that are drawn in a row
 
 
-def hierarchy(
-    solver: Solver, num_layers: int, *, t0: float = 0.0, t1: float = 1.0, adjoint_solver: Solver | None = None
-) -> Figure:
+def hierarchy(solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solver: Solver | None = None) -> Figure:
     """Draw how a solver goes through a network.
 
-    For a solver with levels, the picture shows the path of its cycles, and the C- and F-points of each level over [t0, t1];
+    For a solver with levels, the picture shows the path of its cycles, and the C- and F-points of each level over [0, t1];
     otherwise, which layers are evaluated at the same time, and which wait. Iterations after the fourth, and points of later
     intervals, are left out.
 
     Args:
         solver: solver of the forward solve.
         num_layers: number of layers.
-        t0: time at which the first layer begins.
-        t1: time at which the last layer ends.
+        t1: time at which the last layer ends; the first one begins at 0.
         adjoint_solver: solver of the adjoint solve, described in a line below; None means the settings of ``solver``.
 
     Example:
@@ -74,7 +71,7 @@ def hierarchy(
         fig = figure(title, width=12, height=3.2 + 1.6 * len(levels))
         route, grid = fig.subplots(2, 1, height_ratios=[1.6 + len(levels), 1.0 * len(levels)])
         _draw_path(route, stops, len(levels), solver)
-        _draw_grid(grid, levels, (t1 - t0) / num_layers)
+        _draw_grid(grid, levels, t1 / num_layers)
     note(fig, text, _adjoint_note(solver, adjoint_solver))
     return fig
 
