@@ -17,7 +17,7 @@ from relaxation import Relaxation
 
 import lp_jax
 from lp_jax import planning, viz
-from lp_jax._solvers import _mgrit, _serial
+from lp_jax._solvers import _cycle, _serial
 from lp_jax.train._log import flat
 from lp_jax.viz._hierarchy import batches
 from lp_jax.viz._schedule import timelines
@@ -244,7 +244,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
 
         return call
 
-    monkeypatch.setattr(_mgrit, "relaxed", watched(_mgrit.relaxed))
+    monkeypatch.setattr(_cycle, "relaxed", watched(_cycle.relaxed))
     monkeypatch.setattr(_serial, "march", watched(_serial.march))
     hierarchy = {"levels": levels, "coarsening": 2, "cycle": kind, "coarse_step": INJECT}
     solver = lp_jax.MGRIT(iterations=1, start="cascade" if skip else "guess", **hierarchy)
