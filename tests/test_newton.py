@@ -223,7 +223,7 @@ def test_refusals():
         "batch_axes must be at least 0": {"batch_axes": -1},
         "iterations must be at least 1": {"iterations": 0},
         "relaxations must be at least 0; got -1": {"relaxations": -1},
-        "Leave jacobian_of out": {"jacobian": "identity", "jacobian_of": dense_step},
+        "remove jacobian_of": {"jacobian": "identity", "jacobian_of": dense_step},
     }
     for message, fields in refused.items():
         with pytest.raises(ValueError, match=message):

@@ -137,7 +137,7 @@ def test_a_loop_of_unknown_length_is_told():
 def test_a_small_network_compiled_for_a_gpu(tmp_path):
     """Run as users run it, in a process whose environment hides the plugin; without its compiler it says what to install."""
     done = _run("--quick", "--only", "Serial", "Picard, 8 sweeps", "--out", str(tmp_path))
-    if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
+    if importlib.util.find_spec("jax_plugins") is None:
         assert done.returncode == 2
         assert "pip install -e '.[gpu-program]'" in done.stderr
         return
