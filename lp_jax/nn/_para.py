@@ -1,4 +1,4 @@
-r"""Recurrent cells with diagonal recurrent matrices: Newton's method takes one or two evaluations per iteration.
+r"""Recurrent cells with diagonal recurrent matrices: one kernel runs them, or a few of Newton's iterations.
 
 The matrices that multiply the state are diagonal, :math:`a \odot h`. So the Jacobian of a step is diagonal (GRU), or has a
 2 x 2 block for each entry of the two states (LSTM), and a few iterations over all steps solve a long chain. Layers above
@@ -18,7 +18,6 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
-from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._solver import Solver
 from lp_jax.nn._solved import Solved
 
@@ -36,8 +35,8 @@ class _Cell(Solved):
         features: int,
         hidden: int,
         *,
-        solver: Solver = Newton(jacobian="diagonal", iterations=32, rtol=1e-3),
-        adjoint_solver: Solver | None = Newton(jacobian="diagonal", iterations=1),
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
         comm: Comm | Mesh | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -115,22 +114,23 @@ class CellStep:
 
 
 class ParaGRU(_Cell):
-    r"""A gated recurrent unit with diagonal recurrent matrices, all time steps solved at once by Newton's method.
+    r"""A gated recurrent unit with diagonal recurrent matrices, made for all time steps at once.
 
     .. math::
         z = \sigma(W_z x + b_z + a_z \odot h), \quad r = \sigma(W_r x + b_r + a_r \odot h), \quad
         n = \tanh(W_n x + b_n + a_n \odot r \odot h), \quad h \leftarrow (1 - z) \odot h + z \odot n
 
-    The Jacobian of a step is a diagonal matrix: one evaluation in each iteration, and one iteration for the gradient.
+    The Jacobian of a step is a diagonal matrix: Newton evaluates it once in each iteration, and once for the gradient.
     Use it like any layer: ``cell(x)`` are the hidden states of all times; stack several with dense layers between.
 
     Args:
         features: size of the input at each time.
         hidden: size of the state.
-        solver: a `Solver`. The default iterates until the residual norm has fallen to a thousandth; the last iteration then
-            leaves about a millionth. A cell that forgets its inputs takes three to five iterations, a cell that remembers more,
-            and one that flips its state at every other symbol nearly as many as steps (``cell.solve(x).stats.iterations``).
-        adjoint_solver: the same for the gradient; one iteration is exact. None means the settings of ``solver``.
+        solver: a `Solver`. None is the fastest that is known for the device: one kernel on an H100 or H200, Newton's method on
+            other accelerators, one step after another on a CPU. ``Newton(jacobian="diagonal", rtol=1e-3)`` names the second. A
+            cell that forgets its inputs takes three to five iterations, a cell that remembers more, and one that flips its
+            state at every other symbol nearly as many as steps (``cell.solve(x).stats.iterations``).
+        adjoint_solver: the same for the gradient. None means the settings of ``solver``; of Newton's, one exact iteration.
         comm: the workers of the time steps; None is one device. Each worker has all weights. With `MPIComm` each rank gets the
             sequences of all times, and returns the states of its own run of times.
         param_dtype: dtype of the parameters and of the input.
@@ -164,7 +164,7 @@ class ParaGRU(_Cell):
 
 
 class ParaLSTM(_Cell):
-    r"""A long short-term memory with diagonal recurrent matrices, all time steps solved at once by Newton's method.
+    r"""A long short-term memory with diagonal recurrent matrices, made for all time steps at once.
 
     Input and forget gate are coupled, and the gates see the cell's state ("peepholes"):
 
