@@ -196,6 +196,16 @@ def test_newton_is_not_measured_further_where_it_is_hopeless(monkeypatch):
     assert machine.newton == (1.0, 2.0, 8.0, 64.0)
 
 
+@pytest.mark.usefixtures("few_samples", "unmeasured")
+def test_newton_is_measured_while_an_iteration_is_faster_than_serial_propagation_through_all_layers(monkeypatch):
+    """An iteration takes ten layers' time, whatever their number: slower than a layer, faster than all 64."""
+    monkeypatch.setattr(_measure, "serial", lambda problem: (1e-5, 2e-5))
+    measured = []
+    monkeypatch.setattr(_measure, "newton", lambda problem: measured.append(problem.layers) or 3e-4)
+    machine = planning.calibrate(deep(64), newton=True)
+    assert measured == [2, 2, 8, 64] and machine.newton == (1.5e-4, 3e-4, 3e-4, 3e-4)
+
+
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Iterations are not run: each solver is a program."""

@@ -107,7 +107,7 @@ def measure(problem: Problem, newton: bool, batched: bool = False, deadline: Dea
     if 4 * examples_of(quarter.y0) <= examples_of(problem.y0) and deadline.allows("fewer examples"):
         more["overhead"] = _overhead_of(problem, _first(quarter, most), sum(serial))
     if newton and deadline.allows("Newton's method"):
-        more["newton"] = _newton(problem, sizes, tuple(rows), looped, sum(serial), deadline)
+        more["newton"] = _newton(problem, sizes, tuple(rows), looped, count * sum(serial), deadline)
     if deadline.allows("sums of gradients"):
         more["adding"] = _measure.adding(problem.params) / count
     return Machine(
