@@ -46,6 +46,8 @@ from benchmarks.gpu_models import (
 from benchmarks.harness import Contender, measure, relative_error, spread
 from benchmarks.manifest import cores
 from lp_jax import Newton, Picard, Secant, nn, planning
+from lp_jax._arrays._at_once import processor
+from lp_jax.planning import _measure
 
 SECONDS, EXACT = 600, "float32 in full"
 OF_CUDNN = 8192  # steps; it refuses 65,536 of 16 examples
@@ -329,9 +331,34 @@ def _gradients(*rows: tuple[str, int, int, int], dtypes: Sequence[Any] = (jnp.fl
 
 
 def _processor(context: Context) -> Rows:
-    measured, known = planning.measure_processor(), planning.processor(*_here())
-    for name in ("kernel", "flops", "bandwidth"):
-        yield {"title": "the device", "name": name, "measured": getattr(measured, name), "known": getattr(known, name)}
+    """The numbers by which the default chooses: the start of a kernel in a loop of 2,048 layers of three, products, memory."""
+    layers, kernels, known = 2048, 3, processor(*_here())
+    weights, y = jnp.zeros((layers, 16, 16), jnp.float32), jnp.zeros((16, 16), jnp.float32)
+    propagate = jax.jit(
+        lambda w, y: lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y, w, unroll=known.partial_unroll)[0]
+    )
+    measured = {
+        "kernel": _median(functools.partial(propagate, weights, y)) / layers / kernels,
+        "flops": _rate(jax.jit(jnp.matmul), lambda n: (n, n), lambda n: 2 * n**3),
+        "bandwidth": _rate(jax.jit(jnp.add), lambda n: (n * n, 16), lambda n: 2 * 16 * n * n * 4),  # read and written
+    }
+    for name, value in measured.items():
+        yield {"title": "the device", "name": name, "measured": value, "known": getattr(known, name)}
+
+
+def _rate(call: Callable[..., jax.Array], shape: Callable[[int], tuple[int, int]], work: Callable[[int], int]) -> float:
+    """Work per second of ``call(x, x)``, with arrays so large that the start of the call does not count."""
+    size, largest, long = 512, 8192, 2e-3
+    while True:
+        x = jnp.ones(shape(size), jnp.float32)
+        taken = _median(functools.partial(call, x, x))
+        if taken > long or size == largest:
+            return work(size) / taken
+        size *= 2
+
+
+def _median(call: Callable[[], jax.Array]) -> float:
+    return _measure.seconds([call], samples=5)[0]
 
 
 def _here() -> tuple[str, str]:

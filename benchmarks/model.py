@@ -3,8 +3,7 @@
 The layers of each row are calibrated here and now, in a process with as many threads as the row's; ratios to serial
 propagation then follow from the schedule of each solver, and stand beside those that were measured by dense, single and
 ranks. With two workers all takes as much longer as the gradient of half of the layers on each of them, at the
-same time, takes longer than on one alone; messages are measured between such workers. What a training step does beside its
-layers is the difference of the baseline and serial propagation.
+same time, takes longer than on one alone; messages are measured between such workers.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -90,11 +88,6 @@ class Machines:
 
     def __init__(self, row: Measured, path: Path, kept: bool, quick: bool, tell: Tell):
         self._row, self._path, self._quick, self._tell = row, path, quick, tell
-        self._what = {
-            "sizes": row.sizes,
-            "updates": row.suite != "dense" and (row.suite, row.sizes[0]) != ("ranks", "dense"),
-            "batched": row.suite == "dense",
-        }
         self._machines = read(path) if kept else {}
 
     def alone(self) -> planning.Machine:
@@ -116,7 +109,7 @@ class Machines:
     def _alone(self) -> planning.Machine:
         self._tell("calibrating")
         with self._one() as group:
-            return group.machine(**self._what)
+            return group.machine(sizes=self._row.sizes)
 
     def _together(self, workers: int, kind: str) -> planning.Machine:
         devices = workers if kind == "devices" else 1
@@ -166,8 +159,7 @@ _WIRES: dict[tuple[str, int], dict[str, float]] = {}  # between so many workers 
 
 def slowed(machine: planning.Machine, by: float, wires: dict[str, float]) -> planning.Machine:
     """All that it computes takes so many times as long."""
-    names = (*machine.kinds, "serial", "relaxation", "interval", "fixed", "adding", "update")
-    scaled: dict[str, Any] = jax.tree.map(lambda x: x * by, {name: getattr(machine, name) for name in names})
+    scaled: dict[str, Any] = {name: tuple(x * by for x in getattr(machine, name)) for name in machine.kinds}
     return dataclasses.replace(machine, **scaled | wires)
 
 

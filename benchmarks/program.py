@@ -90,7 +90,7 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
 
 def _of_default(network: Network, target: str) -> tuple[Pair, str]:
     """The default's solvers, with as many iterations as networks near an ODE take, and their name with the predicted time."""
-    with planning.assume(planning.processor("gpu", target)):
+    with planning.assume(target):
         taken = planning.default(
             lp_jax.Problem(**network.problem(network.weights, network.x, (lp_jax.Serial(), lp_jax.Serial())))
         )

@@ -34,7 +34,6 @@ from benchmarks.scan_problems import (
     two_modes,
 )
 from lp_jax import planning
-from lp_jax.planning._work import evaluates
 
 Made = Scan | lp_jax.Problem  # a problem where the step needs its dt
 
@@ -218,7 +217,7 @@ _WRONG = 0.1  # error of what counts as diverged, whatever the residual norms sa
 
 def in_a_row(solver: lp_jax.Solver, taken: int, steps: int) -> int:
     """Evaluations that wait for each other: all steps at once in an iteration and once in the end, or those of cycles."""
-    if evaluates(solver) == "batches":
+    if solver.stride(steps) == 1 and not solver.exact:
         return taken + 1
     return planning.training_step(planning.with_effort(solver, taken), lp_jax.Serial(), steps).depth("forward")
 

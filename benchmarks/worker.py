@@ -5,7 +5,6 @@ key by the environment. A rank that waits for its next order waits for a message
 core busy.
 """
 
-import dataclasses
 import functools
 import os
 import sys
@@ -20,16 +19,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lp_jax
-from benchmarks.harness import Contender, measure, timed
+from benchmarks.harness import timed
 from benchmarks.networks import NETWORKS, SERIAL, SETTINGS, Weights
-from benchmarks.training import Trainer, trainer
+from benchmarks.training import Trainer
 from lp_jax import Problem, Serial, planning
 from lp_jax.cli._heap import keep_heap
+from lp_jax.planning._interconnect import interconnect
 
 Sizes = tuple[str, int, int, int]
 """Network, width, layers, batch."""
-
-_UPDATE = 5 / 3  # of an addition of gradients: with momentum three arrays are read and two written, not two and one
 
 
 def problem(network: str, width: int, layers: int, batch: int) -> Problem:
@@ -38,15 +36,9 @@ def problem(network: str, width: int, layers: int, batch: int) -> Problem:
     return Problem(**drawn.problem(*jax.tree.map(jnp.asarray, (drawn.weights, drawn.x))))
 
 
-def machine(sizes: Sizes, updates: bool, *, batched: bool = False) -> planning.Machine:
-    """Calibrate in this process, on its first device; what a step with a scan takes besides the layers is ``fixed``."""
-    network, _, layers, _ = sizes
-    calibrated = planning.calibrate(problem(*sizes), batched=batched, name=", ".join(map(str, sizes)))
-    scanned = Contender(name="lax.scan", call=trainer(NETWORKS[network](*sizes[1:]), updates=updates))
-    (timing,) = measure([scanned], rounds=9, warmup=2, min_time=0.05, budget=10.0)
-    update = _UPDATE * calibrated.adding if updates else 0.0
-    besides = float(np.median(timing.seconds)) - layers * (sum(calibrated.per_layer) + update)
-    return dataclasses.replace(calibrated, update=update, fixed=max(0.0, besides))
+def machine(sizes: Sizes) -> planning.Machine:
+    """Calibrate in this process, on its first device."""
+    return lp_jax.calibrate(problem(*sizes), name=", ".join(map(str, sizes)))
 
 
 def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
@@ -120,7 +112,7 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
         built[name] = gradients(*details)
         return None
     if what == "wires":
-        return planning.interconnect(_comm(kind), **details[0])
+        return interconnect(_comm(kind), **details[0])
     if kind == "torch":
         built[name].take_threads()
     meet()

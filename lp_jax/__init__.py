@@ -48,12 +48,11 @@ from lp_jax._solvers._solver import Start as Start
 from lp_jax._solvers._solver import Stats as Stats
 from lp_jax._solvers._spatial import spatial as spatial
 from lp_jax._solvers._windowed import Windowed as Windowed
-from lp_jax.planning import calibrate as calibrate
-from lp_jax.planning import plan as plan
+from lp_jax.planning._calibrate import calibrate as calibrate
 from lp_jax.planning._gradient_error import GradientErrors as GradientErrors
-from lp_jax.planning._gradient_error import Solved as Solved
 from lp_jax.planning._gradient_error import compare as compare
 from lp_jax.planning._gradient_error import gradient_error as gradient_error
+from lp_jax.planning._plan import plan as plan
 
 __version__ = _version("lp_jax")
 

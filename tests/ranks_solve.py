@@ -20,7 +20,6 @@ from problems import INJECT, dense_params, dense_state, dense_step, relative_err
 
 import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
-from lp_jax import planning
 from lp_jax.planning import _interconnect
 
 COMM = lp_jax.MPIComm()
@@ -553,7 +552,7 @@ def apart(how):
 def wires(_=None):
     """Every rank measures as often as the others, or they wait for ever."""
     _interconnect._SAMPLES, _interconnect._REPEATS = 1, 2
-    found = planning.interconnect(COMM, sizes=(1 << 8, 1 << 16))
+    found = _interconnect.interconnect(COMM, sizes=(1 << 8, 1 << 16))
     assert 0 < found["latency"] < 1 and min(found.values()) > 0
 
 

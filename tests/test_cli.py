@@ -24,6 +24,8 @@ from problems import machine
 import lp_jax
 from lp_jax import planning, train, viz
 from lp_jax.cli import _cost, _experiment, _methods, _models, _options, _report, _settings, main
+from lp_jax.planning._schedule import count
+from lp_jax.planning._words import code
 from lp_jax.train._log import read_rows
 
 # optax's Adam raises floats to an integer step count
@@ -191,7 +193,7 @@ def test_a_wrong_value_in_a_file_is_wrong_use(cli, tmp_path):
 
 @pytest.mark.parametrize("solver", [lp_jax.MGRIT(levels=4), lp_jax.Picard(rtol=1e-3), lp_jax.MGRIT(relaxation="FCF")])
 def test_short_form_of_a_solver_is_code(solver):
-    assert eval(lp_jax.planning.code(solver), vars(lp_jax)) == solver
+    assert eval(code(solver), vars(lp_jax)) == solver
 
 
 WRONG = {
@@ -373,7 +375,7 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, unmeas
     rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
     if method == "one-shot":  # a sweep forward, two back and the gradient, two for each trial
         unit = planning.training_step(lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2), 8)
-        trial = planning.count(lp_jax.Picard(sweeps=2), 8)
+        trial = count(lp_jax.Picard(sweeps=2), 8)
         trials = sum(row["trials"] for row in rows)
         assert found[method]["work"] == 1400 * (steps * unit.work() + trials * trial.work())
         assert found[method]["depth"] == steps * unit.depth() + trials * trial.depth()

@@ -15,7 +15,8 @@ import lp_jax
 from benchmarks import diagnosis
 from lp_jax import planning
 from lp_jax.planning import _deadline, _diagnose
-from lp_jax.planning._diagnose import Rehearsal
+from lp_jax.planning._diagnose import Diagnosis, Rehearsal
+from lp_jax.planning._words import code
 
 N, D, BATCH = 24, 3, 6
 
@@ -60,22 +61,18 @@ def test_a_scalar_chain_has_its_exponent(rate):
 
 
 @pytest.mark.parametrize(
-    ("growth", "word", "advice"),
+    ("growth", "text"),
     [
-        (1e-3, "forgets: a disturbance is 1.0e-03 times", "pays on an accelerator"),
-        (0.099, "forgets: a disturbance is 9.9e-02 times", "Newton's method mostly converges"),
-        (0.101, "keeps disturbances", "Sweeps and cycles mostly converge"),
-        (9.9, "keeps disturbances", "Sweeps and cycles mostly converge"),
-        (10.1, "amplifies: a disturbance is 10.1 times", "Sweeps and cycles mostly converge"),
-        (41.5, "amplifies: a disturbance is 41.5 times", "Sweeps and cycles mostly converge"),
-        (999.0, "amplifies", "Sweeps and cycles mostly converge"),
-        (1001.0, "amplifies: a disturbance is 1.0e+03 times", "take Serial()"),
+        (0.099, "forgets: a disturbance is 9.9e-02 times"),
+        (0.101, "keeps disturbances: a disturbance is 0.1 times"),
+        (9.9, "keeps disturbances: a disturbance is 9.9 times"),
+        (10.1, "amplifies: a disturbance is 10.1 times"),
+        (1001.0, "amplifies: a disturbance is 1.0e+03 times"),
     ],
 )
-def test_the_behaviour_is_that_of_the_numbers(growth, word, advice):
-    found = planning.Diagnosis(layers=24, examples=4, lipschitz=1.0, lyapunov=math.log(growth) / 24, rehearsals=())
-    assert found.behaviour.startswith(f"This chain {word}")
-    assert found.verdict.startswith(found.behaviour) and advice in found.verdict
+def test_the_behaviour_is_that_of_the_numbers(growth, text):
+    found = Diagnosis(layers=24, examples=4, lipschitz=1.0, lyapunov=math.log(growth) / 24, rehearsals=())
+    assert found.verdict == found.behaviour == f"This chain {text} as large after the last layer."
 
 
 def test_no_rehearsal_starts_when_time_is_over(monkeypatch):
@@ -135,8 +132,8 @@ def diagnosis_of(name):
     """The cotangent of a loss, and what is found with it."""
     problem = PROBLEMS[name]
     cotangent = jnp.cos(problem.solve(solver=lp_jax.Serial()).y1)
-    given = {"solvers": OWN} if name == "T = 4" else {"rtol": 1e-4, "adjoint_rtol": 1e-3}
-    return cotangent, planning.diagnose(problem, cotangent=cotangent, seconds=math.inf, **given)
+    solvers = OWN if name == "T = 4" else None
+    return cotangent, planning.diagnose(problem, cotangent=cotangent, seconds=math.inf, solvers=solvers)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -172,7 +169,7 @@ def test_a_recurrent_network_forgets_and_sweeps_do_not_converge():
     text = str(found)
     assert repr(found) == text and text.startswith("64 layers, measured on 4 examples\n")
     assert "Lyapunov exponent       -" in text
-    assert f"-        -  {lp_jax.planning.code(found.rehearsals[0].solver)}" in text
+    assert f"-        -  {code(found.rehearsals[0].solver)}" in text
 
 
 def test_examples_are_cut_where_the_step_takes_fewer():
@@ -196,19 +193,11 @@ def test_examples_are_cut_where_the_step_takes_fewer():
     assert planning.diagnose(alone, solvers=()).examples == 1
 
 
-def test_a_plan_says_how_the_layers_behave():
-    plan = lp_jax.plan(network(1.0), seconds=60.0, machine=planning.estimate(network(1.0), device="H100"))
-    assert plan.diagnosis.lipschitz == pytest.approx(planning.diagnose(network(1.0), solvers=()).lipschitz)
-    assert f"{plan.diagnosis.numbers}. {plan.diagnosis.behaviour}" in str(plan)
-    assert plan.diagnosis.numbers.startswith("Lipschitz constant x T ")
-
-
-def test_what_is_refused():
+def test_impossible_arguments_are_refused():
     with pytest.raises(TypeError, match=r"lp_jax\.Problem"):
         planning.diagnose(linear)
-    for wrong in ({"rtol": 0.0}, {"adjoint_rtol": -1.0}, {"examples": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            planning.diagnose(network(1.0), **wrong)
+    with pytest.raises(ValueError, match="examples"):
+        planning.diagnose(network(1.0), examples=0)
     with pytest.raises(TypeError, match="solver"):
         planning.diagnose(network(1.0), solvers=["Picard"])
 

@@ -17,6 +17,8 @@ from lp_jax._arrays._at_once import processor
 from lp_jax._solvers import _elementwise, _kernel
 from lp_jax._solvers._elementwise import Elementwise, intervals
 from lp_jax._solvers._kernel import split
+from lp_jax.planning._schedule import count
+from lp_jax.planning._words import code
 
 STEPS, BATCH, UNITS = 26, 2, 4
 SOLVER = Elementwise()
@@ -192,18 +194,18 @@ def test_a_node_of_several_devices_is_none_of_one(monkeypatch):
     from lp_jax._programs import _traced
 
     device = type("Device", (), {"device_kind": "NVIDIA H200"})
-    for count, there in ((1, True), (8, False)):
-        monkeypatch.setattr(jax, "devices", lambda platform, count=count: [device] * count)
+    for number, there in ((1, True), (8, False)):
+        monkeypatch.setattr(jax, "devices", lambda platform, number=number: [device] * number)
         assert bool(_traced._processor("gpu").kernel_step) == there
 
 
 def test_it_is_planned_and_described():
-    assert planning.summary(SOLVER) == "serial, in one kernel" and planning.code(SOLVER) == "Elementwise()"
-    assert planning.count(SOLVER, 64).depth() == planning.count(lp_jax.Serial(), 64).depth() == 64
+    assert planning.summary(SOLVER) == "serial, in one kernel" and code(SOLVER) == "Elementwise()"
+    assert count(SOLVER, 64).depth() == count(lp_jax.Serial(), 64).depth() == 64
     assert planning.with_effort(SOLVER, 3) == SOLVER
     assert viz.describe(SOLVER, 64).title.startswith("64 layers one after another")
     machine = planning.Machine(**dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,)), state_bytes=8)
-    assert planning.memory(SOLVER, 64, machine).working >= 64 * 8
+    assert planning.predict(SOLVER, SOLVER, 64, machine).working >= 64 * 8
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")

@@ -82,22 +82,15 @@ LOSSES = {
 }
 
 
-@functools.cache
-def measured(name):
-    """The errors, and the gradient itself, computed before and after."""
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_error_is_that_of_two_gradients_by_hand(name):
+    """Neither takes the other's program from jit's caches."""
     loss, args = LOSSES[name]
     gradient = jax.jit(jax.grad(loss))
-    gradient(*args)  # what is in jit's caches must not be taken for the exact gradient
+    gradient(*args)
     with jax.numpy_dtype_promotion("standard" if name == "float16" else "strict"):
         errors = lp_jax.gradient_error(loss)(*args)
-        # nor the other way round
-        return errors, gradient(*args) if name != "two solves" else jax.jit(jax.grad(loss))(*args)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_nobody_prepared(name):
-    loss, args = LOSSES[name]
-    errors, got = measured(name)
+        got = gradient(*args) if name != "two solves" else jax.jit(jax.grad(loss))(*args)
     exact = modules(SERIAL)[0] if loss is SCANNED else functools.partial(loss, solver=SERIAL)
     wide = functools.partial(jax.tree.map, lambda x: x.astype(F64))
     wanted = relative_error(wide(got), wide(jax.jit(jax.grad(exact))(*args)))
@@ -106,12 +99,10 @@ def test_losses_nobody_prepared(name):
     assert {s.direction for s in errors.solves} == {"forward", "adjoint"}
     assert all(s.iterations == 2 and 0 < s.residual < 1 and s.result == DONE for s in errors.solves)
     assert errors.seconds > 0 and errors.exact_seconds > 0 and f"{errors.relative:.1e}" in str(errors)
+    if name == "two solves":
+        rows = [(s.direction, s.layers, s.solves) for s in errors.solves]
+        assert rows == [("forward", 8, 1), ("forward", 12, 1), ("adjoint", 8, 1), ("adjoint", 12, 1)]
     assert set(errors.leaves) == {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(args[0])}
-
-
-def test_two_solves_are_told_apart():
-    rows = [(s.direction, s.layers, s.solves) for s in measured("two solves")[0].solves]
-    assert rows == [("forward", 8, 1), ("forward", 12, 1), ("adjoint", 8, 1), ("adjoint", 12, 1)]
 
 
 def test_solves_under_vmap_are_all_reported():
@@ -129,7 +120,7 @@ def test_layers_over_a_mesh():
     np.testing.assert_allclose(lp_jax.gradient_error(loss)(WEIGHTS, Y).relative, alone.relative, rtol=1e-9)
 
 
-def test_an_adjoint_that_misses_its_tolerance_is_seen():
+def test_an_adjoint_that_misses_its_tolerance_is_reported():
     def loss(weights, y, adjoint_solver):
         solver = lp_jax.Picard(sweeps=32, rtol=1e-6)
         return jnp.sum(lp_jax.solve(dense, weights, y, t1=8.0, solver=solver, adjoint_solver=adjoint_solver).y1)
@@ -150,21 +141,13 @@ def missing(w, y, solver=MISSES):
 
 jitted = jax.jit(missing)
 WATCHED = {
-    "solve": missing,
     "under jit": lambda w, y: jitted(w, y) + jitted(w, 2 * y),
     "under vmap": lambda w, y: jnp.sum(jax.vmap(missing, (None, 0))(w, jnp.stack([y, 2 * y]))),
     "in a scan": lambda w, y: jax.lax.scan(lambda c, _: (c + missing(w, y), None), 0.0 * y[0, 0], length=3)[0],
     "recomputed": jax.checkpoint(missing),
     "one of two": lambda w, y: missing(w, y) + missing(w, y, SERIAL),
     "over a mesh": lambda w, y: jnp.sum(lp_jax.solve(dense, w, y, solver=MISSES, comm=mesh(2)).y1),
-    "under shard_map": lambda w, y: jnp.sum(
-        jax.shard_map(
-            lambda w, y: lp_jax.solve(dense, w, y, solver=MISSES).y1,
-            mesh=jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]),
-            in_specs=(PartitionSpec(), PartitionSpec("data")),
-            out_specs=PartitionSpec("data"),
-        )(w, jnp.concatenate([y, y[:1]]))
-    ),
+    "under shard_map": lambda w, y: under_shard_map(w, jnp.concatenate([y, y[:1]]), MISSES),
 }
 
 
@@ -172,14 +155,14 @@ WATCHED = {
 def test_a_gradient_says_how_its_solves_ended(name):
     loss = WATCHED[name]
     wanted = jax.jit(jax.value_and_grad(loss, (0, 1)))(WEIGHTS, Y)
-    value, gradient, results = jax.jit(lp_jax.value_and_grad(loss, (0, 1)))(WEIGHTS, Y)
+    *found, results = jax.jit(lp_jax.value_and_grad(loss, (0, 1)))(WEIGHTS, Y)
     assert [int(x) for x in results] == [NOT_CONVERGED, NOT_CONVERGED]
-    jax.tree.map(np.testing.assert_array_equal, (value, gradient), wanted)
-    if name != "over a mesh":
-        return
-    both = jax.jit(jax.vmap(lp_jax.value_and_grad(loss), (None, 0)))
-    value, gradient, results = both(WEIGHTS, jnp.stack([Y, Y]))
-    assert results.adjoint.tolist() == [NOT_CONVERGED] * 2
+    jax.tree.map(np.testing.assert_array_equal, tuple(found), wanted)
+
+
+def test_each_gradient_under_vmap_says_how_its_solves_ended():
+    both = jax.jit(jax.vmap(lp_jax.value_and_grad(WATCHED["over a mesh"]), (None, 0)))
+    assert both(WEIGHTS, jnp.stack([Y, Y]))[2].adjoint.tolist() == [NOT_CONVERGED] * 2
 
 
 def test_results_by_default_and_of_solves_nobody_differentiates():
@@ -223,12 +206,12 @@ def test_a_training_step_says_how_the_adjoint_ended(watch):
     assert "did not come down to the tolerance" in warning["message"]
 
 
-def test_a_gradient_that_is_exact():
+def test_a_gradient_by_serial_propagation_is_exact():
     errors = lp_jax.gradient_error(lambda w, y: jnp.sum(lp_jax.solve(dense, w, y, solver=SERIAL).y1))(WEIGHTS, Y)
     assert errors.relative == 0 and not errors.solves and "this gradient is exact" in str(errors)
 
 
-def test_arguments_of_grad():
+def test_arguments_are_those_of_grad():
     def loss(weights, y):
         y1 = lp_jax.solve(dense, weights, y, solver=ROUGH).y1
         return jnp.sum(y1), y1
@@ -250,7 +233,7 @@ def test_a_table_of_solvers():
     assert list(table) == ["Picard(sweeps=2)", "Picard(sweeps=2), Serial()", "its own"]
 
 
-def test_what_cannot_be_compared():
+def test_other_losses_and_solvers_are_refused():
     with pytest.raises(TypeError, match=r"loss must be a function.*got 3"):
         lp_jax.gradient_error(3)
     with pytest.raises(TypeError, match=r"solver must be a solver.*Call it"):

@@ -12,6 +12,7 @@ from networks import mesh
 
 import lp_jax
 from lp_jax import planning, train
+from lp_jax.planning import _schedule
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for what optax counts
 
@@ -131,7 +132,7 @@ def test_one_shot_trains_as_serial_propagation_does(oneshot):
 def count(gradients, trials, layers, solver, adjoint_solver, trial_solver):
     """Depth and number of layer evaluations."""
     gradient = planning.training_step(solver, adjoint_solver, layers)
-    trial = planning.count(trial_solver, layers)
+    trial = _schedule.count(trial_solver, layers)
     kinds = "forward", "linearise", "adjoint"
     return (
         gradients * gradient.depth(*kinds) + trials * trial.depth(*kinds),

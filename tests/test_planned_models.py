@@ -18,6 +18,7 @@ from problems import machine, relative_error
 import lp_jax
 from lp_jax import nn, planning, train, viz
 from lp_jax.cli import _train
+from lp_jax.planning._result import Probed
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -62,11 +63,6 @@ def test_the_problem_of_a_recurrent_network_is_what_it_solves():
     assert lp_jax.calibrate(gru.problem(x)).layer_bytes == 0
     with pytest.raises(ValueError, match="calibrate got a problem with a comm"):
         lp_jax.calibrate(gru.problem(x).replace(comm=mesh(1)))
-
-
-def test_a_solver_is_no_word():
-    with pytest.raises(TypeError, match=r"solver must be a solver.*got 'auto'"):
-        trunk(solver="auto")
 
 
 # --- classifiers ----------------------------------------------------------------------------------------------------
@@ -128,15 +124,19 @@ def test_a_recurrent_classifier_is_planned(monkeypatch):
 # --- pictures and the command line ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 8])
-def test_a_plan_is_a_picture(tmp_path, workers):
-    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-    problem = lp_jax.Problem(step, jnp.ones((16, 4, 4)) / 4, jnp.ones((8, 4)))
-    found = lp_jax.plan(problem, machine=UNFILLED, workers=workers, seconds=60.0)
-    viz.plan(found).savefig(tmp_path / "plan.png")
-    assert imread(tmp_path / "plan.png").std() > 0.05
-    nothing = planning.choose(16, machine(1e-5, auto=1))
-    assert "serial propagation" in viz.plan(nothing).get_suptitle()
+@pytest.mark.parametrize(
+    ("workers", "probed", "title"),
+    [
+        (1, Probed(1e-3, 1, 1), r"16 layers: Picard sweeps to 1e-01, predicted \d+ times as fast as serial"),
+        (8, Probed(1e-3, 9, 9), r"16 layers on 8 workers: \d MGRIT cycles?, predicted"),
+        (1, Probed(1.0, 3, 2), "16 layers: serial propagation"),
+    ],
+)
+def test_a_plan_is_a_picture(tmp_path, workers, probed, title):
+    found = planning.choose(16, UNFILLED, workers=workers, probe=lambda *pair: probed)
+    figure = viz.plan(found)
+    figure.savefig(tmp_path / "plan.png")
+    assert imread(tmp_path / "plan.png").std() > 0.05 and re.match(title, figure.get_suptitle())
 
 
 SMALL = ["--layers", 4, "--width", 6, "--batch-size", 100]
@@ -156,7 +156,7 @@ def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
 
 
 def test_training_takes_what_is_planned(capsys, tmp_path, monkeypatch):
-    planned = functools.partial(_train.make_plan, machine=machine(1e-5, auto=1), seconds=60.0)
+    planned = functools.partial(_train.make_plan, machine=machine(1e-5), seconds=60.0)
     monkeypatch.setattr(_train, "make_plan", planned)
     args = ["train", "digits", *SMALL, "--epochs", 1, "--solver", "auto", "--no-pictures", "--out", tmp_path]
     code, _, err = run(capsys, *args)

@@ -12,22 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import mesh
-from problems import machine, relative_error
+from problems import assert_serial, machine, relative_error
 
 import lp_jax
 from lp_jax import planning
-from lp_jax.planning import _calibrate, _candidates, _deadline, _interconnect, _measure, _plan, _work
-from lp_jax.planning._cost import Time, pipeline
+from lp_jax._arrays import _at_once
+from lp_jax._solvers._default import SERIAL
+from lp_jax.planning import _calibrate, _candidates, _deadline, _interconnect, _measure, _plan
+from lp_jax.planning._cost import pipeline
+from lp_jax.planning._result import Probed
 
 BENCHMARKS = Path(lp_jax.__file__).parents[1] / "benchmarks"
 
 MACHINE = planning.Machine(
     at_once=(1, 8, 64),
-    forward=(1.0, 2.0, 9.0),
-    adjoint=(2.0, 4.0, 18.0),
-    gradient=(3.0, 5.0, 20.0),
-    serial=(0.5, 2.5),
-    fixed=7.0,
+    forward=(0.5, 2.0, 9.0),
+    adjoint=(1.0, 4.0, 18.0),
+    gradient=(1.5, 5.0, 20.0),
     latency=0.25,
     bandwidth=1000.0,
     state_bytes=500,
@@ -35,69 +36,43 @@ MACHINE = planning.Machine(
     name="by hand",
 )
 
+ONE = dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,))
 
-def test_a_batch_takes_what_was_measured_and_lies_between():
-    assert [MACHINE.seconds("forward", n) for n in (1, 8, 64)] == [1.0, 2.0, 9.0]
-    assert MACHINE.seconds("adjoint", 36) == 11.0
-    assert MACHINE.seconds("gradient", 128) == 40.0
+
+def test_seconds_of_a_batch_are_interpolated_between_measured_sizes():
+    sizes = (1, 8, 36, 64, 128)
+    assert [MACHINE.seconds("forward", size) for size in sizes] == [0.5, 2.0, 5.5, 9.0, 18.0]
     assert MACHINE.message(500) == 0.75
 
 
-def test_serial_propagation_takes_its_own_time_per_layer():
-    time = planning.predict(lp_jax.Serial(), lp_jax.Serial(), 64, MACHINE)
-    assert time == (64 * 3.0, 0.0, 0.0, 0.0, 7.0)
-    assert time.seconds == 199.0
+def test_serial_propagation_takes_the_time_of_single_layers():
+    cost = planning.predict(*SERIAL, 64, MACHINE)
+    assert cost[:4] == (64 * 3.0, 0.0, 0.0, 0.0) and cost.seconds == 192.0
+    checkpointed = lp_jax.Serial(checkpoint_every=8)  # one forward propagation more
+    assert planning.predict(checkpointed, checkpointed, 64, MACHINE).evaluations == 64 * (3.0 + 0.5)
 
 
 def test_sweeps_by_hand_on_one_worker_and_on_eight():
     """Three sweeps and a last evaluation, two adjoint sweeps and the gradient; each sweep sends a prefix sum of states."""
     solvers = lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)
     assert planning.predict(*solvers, 64, MACHINE).evaluations == 4 * 9.0 + 2 * 18.0 + 20.0
-    time = planning.predict(*solvers, 64, MACHINE, workers=8)
+    cost = planning.predict(*solvers, 64, MACHINE, workers=8)
     hops = 1 + 3  # to the neighbour, and over the seven before the last
-    assert time.evaluations == 4 * 2.0 + 2 * 4.0 + 5.0
-    assert time.messages == (5 * hops + 2) * 0.75
-    assert time.reductions == 2 * 2 * 3 * 0.75
-    assert time.fixed == 7.0
-    updating = dataclasses.replace(MACHINE, update=0.5)
-    assert planning.predict(*solvers, 64, updating, workers=8).fixed == 7.0 + 8 * 0.5  # each its own layers'
+    assert cost.evaluations == 4 * 2.0 + 2 * 4.0 + 5.0
+    assert (cost.messages, cost.reductions) == ((5 * hops + 2) * 0.75, 2 * 2 * 3 * 0.75)
 
 
-def test_intervals_one_after_another_take_their_number():
-    solvers = lp_jax.MGRIT(iterations=2, storage="all"), lp_jax.MGRIT(iterations=1, storage="all")
-    time = planning.predict(*solvers, 64, machine(auto=1))
-    assert time.evaluations == planning.training_step(*solvers, 64, at_once=1).work()
-
-
-def test_checkpoints_take_one_forward_propagation_more():
-    solver = lp_jax.Serial(checkpoint_every=8)
-    assert planning.predict(solver, solver, 64, MACHINE).evaluations == 64 * (3.0 + 0.5)
-
-
-def test_layers_of_an_interval_take_what_they_take_in_relaxation():
-    """Sweeps over all layers move all states through memory; an interval on a processor does not."""
-    looped = machine(2.0, adjoint=(4.0,), gradient=(12.0,), serial=(1.0, 8.0), auto=1)
-    kinds = ("forward", "adjoint", "gradient")
-    assert [looped.in_a_row(kind) for kind in kinds] == [1.0, 2.0, 6.0]
-    measured = dataclasses.replace(looped, relaxation=(1.5, 3.0, 7.0))
-    assert [measured.in_a_row(kind) for kind in kinds] == [1.5, 3.0, 7.0]
-    solver = lp_jax.MGRIT(levels=2, coarsening=8, iterations=1, coarse_step=lp_jax.Identity(), storage="all")
-    step = planning.training_step(solver, solver, 64, at_once=1)
-    expected = 1.5 * step.work("forward", "linearise") + 3.0 * step.work("adjoint") + 7.0 * 64
-    assert planning.predict(solver, solver, 64, measured).evaluations == expected
-    picard = lp_jax.Picard(sweeps=2)
-    assert planning.predict(picard, picard, 64, measured).evaluations == 64 * (3 * 2.0 + 2 * 4.0 + 12.0)
-    rows = dataclasses.replace(measured, interval=(0.25, 0.5, 1.0))  # each of 8 intervals is swept over once
-    assert planning.predict(solver, solver, 64, rows).evaluations == expected + 8 * (0.25 + 0.5 + 1.0)
-    assert rows.divided(2).relaxation == (0.75, 1.5, 3.5) and rows.divided(2).interval == (0.125, 0.25, 0.5)
-
-
-def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
-    rows = machine(1.0, 2.0, at_once=(1, 16), auto=1, relaxation=(1.0,) * 3, interval=(5.0,) * 3)
-    hierarchy = {"levels": 2, "coarsening": 4, "iterations": 1, "coarse_step": lp_jax.Identity()}
-    solver = lp_jax.MGRIT(**hierarchy, storage="all", at_once=math.inf)
-    step = planning.training_step(solver, solver, 64, at_once=1)
-    assert planning.predict(solver, solver, 64, rows).evaluations == 2.0 * step.depth()
+def test_relaxation_takes_a_part_of_a_sweep():
+    """Layers of different intervals need no sum of their states; the gradient of the parameters has none in a sweep either."""
+    solver = lp_jax.MGRIT(coarsening=8, iterations=1, coarse_step=lp_jax.Identity(), storage="all")
+    faster, step = dataclasses.replace(MACHINE, relaxation=0.5), planning.training_step(solver, solver, 64)
+    assert {layers for _, layers in step.batches} == {8}
+    expected = 1.0 * step.depth("forward", "linearise") + 2.0 * step.depth("adjoint") + 5.0 * step.depth("gradient")
+    assert planning.predict(solver, solver, 64, faster).evaluations == expected
+    for other in (lp_jax.Picard(sweeps=2), lp_jax.MGRIT(coarsening=8, at_once=1)):
+        assert planning.predict(other, other, 64, faster) == planning.predict(other, other, 64, MACHINE)
+    looped = planning.training_step(solver, solver, 64, at_once=1)
+    assert planning.predict(solver, solver, 64, machine(1.0)).evaluations == looped.work()
 
 
 @pytest.mark.parametrize(
@@ -106,15 +81,14 @@ def test_a_batch_that_is_told_not_to_be_a_loop_takes_what_it_takes():
         ({"at_once": (8, 1, 64)}, "ascending"),
         ({"forward": (1.0, 2.0)}, "forward must have a time for each of the 3 numbers in at_once"),
         ({"adjoint": (1.0, -2.0, 3.0)}, "adjoint must be positive"),
-        ({"serial": (0.0, 1.0)}, "serial must be positive"),
-        ({"examples": 0}, "examples must be an integer of at least 1"),
-        ({"overhead": 1.5}, "overhead must be a part, from 0 to 1"),
+        ({"examples": 0}, "examples must be at least 1; got 0"),
+        ({"overhead": 1.5}, "overhead must be a number from 0 to 1; got 1.5"),
         ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
-        ({"latency": math.nan}, "latency must be numbers of at least 0; got nan"),
-        ({"sum_bandwidth": 0.0}, "sum_bandwidth must be positive numbers"),
+        ({"latency": math.nan}, "latency must be a number from 0 to inf; got nan"),
+        ({"bandwidth": 0.0}, "bandwidth must be a number from 0 to inf; got 0.0"),
     ],
 )
-def test_numbers_that_are_none_are_refused(fields, message):
+def test_a_machine_refuses_impossible_numbers(fields, message):
     with pytest.raises(ValueError, match=message):
         machine(1.0, 2.0, 3.0, **({"at_once": (1, 8, 64)} | fields))
 
@@ -128,7 +102,7 @@ def test_machines_are_saved_and_read(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[1, 2]", '{"at_once": [1]}', '{"layers": [1]}', '{"cores": 2}', '{"at_once": "all"}']
 )
-def test_files_that_are_none_are_refused_in_one_line(tmp_path, text):
+def test_other_files_are_refused_in_one_line(tmp_path, text):
     path = tmp_path / "machine.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="is no machine file") as caught:
@@ -136,9 +110,9 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
-def deep(layers):
+def deep(layers, examples=2):
     params = jnp.asarray(np.random.default_rng(0).normal(size=(layers, 4, 4)))
-    return lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((2, 4)))
+    return lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((examples, 4)))
 
 
 @pytest.fixture
@@ -149,162 +123,161 @@ def few_samples(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_samples")
-def test_calibration_measures_the_network_that_it_is_given(tmp_path):
+def test_calibration_measures_the_network_that_it_is_given():
     def step(y, layer):
         return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + layer.data[None])
 
     problem = lp_jax.Problem(
-        step, jnp.zeros((16, 4, 4)), jnp.ones((2, 4)), shared=jnp.ones(()), data=jnp.zeros((16, 4)), t1=3.0
+        step, jnp.zeros((16, 4, 4)), jnp.ones((8, 4)), shared=jnp.ones(()), data=jnp.zeros((16, 4)), t1=3.0
     )
-    machine = planning.calibrate(problem, name="small")
-    assert machine.auto is None and machine.at_once == (1, 2, 16) and machine.name == "small"
-    assert (machine.state_bytes, machine.layer_bytes) == (2 * 4 * 8, 4 * 4 * 8)
-    assert machine.newton is None and machine.relaxation is None and min(machine.across) > 0
-    assert machine.adding > 0 and machine.update == 0
-    machine.save(tmp_path / "machine.json")
-    assert json.loads((tmp_path / "machine.json").read_text())["forward"] == list(machine.forward)
-    counted = planning.calibrate(problem, newton=True)
-    assert counted.newton is not None and len(counted.newton) == 3 and counted.newton[0] > 0
-
-
-@pytest.mark.parametrize("layers, span", [(8, 4), (16, 4), (128, 32)])
-def test_cycles_that_are_timed_are_two_and_one(monkeypatch, layers, span):
-    """However few intervals there are: none is exact before the second cycle, which would be left out."""
-    seen = []
-
-    def count(calls):
-        seen.extend((int(a.iterations), int(b.iterations)) for _, a, b in (call() for call in calls))
-        return [1.0, 1.0, 1.0]
-
-    monkeypatch.setattr(_measure, "seconds", count)
-    _measure.relaxation(deep(layers), span)
-    assert seen == [(1, 1), (2, 1), (1, 2)]
-
-
-@pytest.mark.usefixtures("few_samples", "unmeasured")
-def test_newton_is_not_measured_further_where_it_is_hopeless(monkeypatch):
-    """A second for a few layers, where serial propagation through all takes milliseconds."""
-    measured = []
-
-    def newton(problem):
-        measured.append(problem.layers)
-        return 1.0 * problem.layers
-
-    monkeypatch.setattr(planning._measure, "newton", newton)
-    machine = planning.calibrate(deep(64), newton=True)
-    assert measured == [2, 2] and machine.at_once == (1, 2, 8, 64)
-    assert machine.newton == (1.0, 2.0, 8.0, 64.0)
-
-
-@pytest.mark.usefixtures("few_samples", "unmeasured")
-def test_newton_is_measured_while_an_iteration_is_faster_than_serial_propagation_through_all_layers(monkeypatch):
-    """An iteration takes ten layers' time, whatever their number: slower than a layer, faster than all 64."""
-    monkeypatch.setattr(_measure, "serial", lambda problem: (1e-5, 2e-5))
-    measured = []
-    monkeypatch.setattr(_measure, "newton", lambda problem: measured.append(problem.layers) or 3e-4)
-    machine = planning.calibrate(deep(64), newton=True)
-    assert measured == [2, 2, 8, 64] and machine.newton == (1.5e-4, 3e-4, 3e-4, 3e-4)
+    machine = lp_jax.calibrate(problem, newton=True, name="small")
+    assert machine.at_once == (1, 2, 16) and machine.name == "small" and machine.examples == 8
+    assert (machine.state_bytes, machine.layer_bytes) == (8 * 4 * 8, 4 * 4 * 8)
+    assert len(machine.newton) == 3 and 0 <= machine.overhead <= 1
 
 
 @pytest.fixture
-def unmeasured(monkeypatch):
-    """Iterations are not run: each solver is a program."""
-    monkeypatch.setattr(_measure, "_iterations", lambda problem, solver: (1e-6, 2e-6, 4e-6))
+def measured(monkeypatch, clock):
+    """The measurements that start, which take a second each, and the number of layers; the times that they return."""
+    started = []
+    times = {
+        "serial": lambda problem: (1e-5, 2e-5),
+        "sweep": lambda problem, at_once: [2e-4, 3e-4, 4e-4],
+        "newton": lambda problem: 3e-4,
+    }
+
+    def watch(name):
+        def measure(problem, *args):
+            started.append((name, problem.layers))
+            clock[0] += 1.0
+            return times[name](problem, *args)
+
+        return measure
+
+    for name in times:
+        monkeypatch.setattr(_measure, name, watch(name))
+    return started, times
 
 
-@pytest.mark.usefixtures("few_samples", "unmeasured")
-def test_calibration_goes_by_the_layers_at_once(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_ENOUGH", 1e3)  # all layers are timed, however long they take
-    together = planning.calibrate(deep(128))
-    assert together.at_once == (1, 2, 16, 128) and together.auto is None and together.relaxation is None
-    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 16)
-    some = planning.calibrate(deep(128))
-    assert (some.at_once, some.auto) == ((1, 2, 16), 16)
-    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
-    assert planning.calibrate(deep(128)).at_once == (1,)
-    assert planning.calibrate(deep(128), batched=True).at_once == (1, 4, 16, 32)
+def of(started, name):
+    return [layers for what, layers in started if what == name]
 
 
-@pytest.mark.usefixtures("few_samples")
-def test_calibration_tells_what_an_interval_takes_beside_its_layers(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_ENOUGH", 1e3)
-    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
-    machine = planning.calibrate(deep(16), batched=True)
-    assert machine.at_once == (1, 4) and min(machine.relaxation) > 0 and machine.interval is not None
-    assert len(machine.gradient) == 2
+def test_newton_is_measured_while_an_iteration_is_faster_than_serial_propagation_through_all_layers(measured):
+    """An iteration takes ten layers' time, whatever their number: slower than a layer, faster than all 64."""
+    started, times = measured
+    machine = lp_jax.calibrate(deep(64), newton=True)
+    assert of(started, "newton") == [2, 2, 8, 64] and machine.newton == (1.5e-4, 3e-4, 3e-4, 3e-4)
+    started.clear()
+    times["newton"] = lambda problem: 1.0 * problem.layers
+    assert lp_jax.calibrate(deep(64), newton=True).newton == (1.0, 2.0, 8.0, 64.0)
+    assert of(started, "newton") == [2]
 
 
-def test_a_layer_and_its_interval_are_told_apart_by_two_lengths(monkeypatch):
-    """Layers of a, b and c, and what their intervals take beside them."""
-    layer, interval = np.array([1.0, 2.0, 3.0]), np.array([4.0, 0.0, 8.0])
-    monkeypatch.setattr(_measure, "relaxation", lambda problem, span: layer + interval / span)
-    long, short = (lp_jax.Problem(lambda y, at: y, np.zeros(n), np.zeros(2)) for n in (64, 32))
-    for found, wanted in zip(_calibrate._intervals(long, (0.0, 0.0)), (layer, interval), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-14)
-    serial = 1.5, 5.0  # of few layers: one interval of all 32, its gradient in the parts of a short one, 2 to 5
-    parts = np.array([1.5, 5.0 * 2 / 7, 5.0 * 5 / 7])
-    beside = (np.array([2.0, 2.0, 5.0]) - parts) / (1 / 4 - 1 / 32)
-    for found, wanted in zip(_calibrate._intervals(short, serial), (parts - beside / 32, beside), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-14)
-    slower = 3.0, 8.0  # than in short intervals: these take nothing beside their layers
-    np.testing.assert_array_equal(_calibrate._intervals(short, slower), ([2.0, 2.0, 5.0], [0.0, 0.0, 0.0]))
+@pytest.mark.parametrize(
+    ("guess", "wanted"),
+    [
+        (machine(1e-6), [("serial", 64)]),
+        (machine(1e-3), [("serial", 10)]),
+        (machine(1.0), [("serial", 8)]),
+        (machine(1e-5, 2e-5, 3e-5, at_once=(1, 2, 16)), [("serial", 64), ("sweep", 64), ("sweep", 8)]),
+    ],
+    ids=["short layers in a loop", "layers in a loop", "long layers in a loop", "sixteen at once"],
+)
+def test_calibration_goes_by_an_estimate(measured, monkeypatch, guess, wanted):
+    """Of layers one after another, as many are timed as take 30 ms, and eight at least. Others are timed in sweeps."""
+    monkeypatch.setattr(_calibrate, "estimate", lambda problem: guess)
+    found = lp_jax.calibrate(deep(64))
+    assert found.at_once == guess.at_once and measured[0] == wanted
+    assert found.per_layer == (1e-5, 2e-5) and found.adjoint[0] == found.gradient[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted", "left_out"),
+    [
+        (0.0, [], "serial propagation, sweeps, fewer examples, Newton's method"),
+        (1.0, ["serial"], "sweeps, fewer examples, Newton's method"),
+        (2.0, ["serial", "sweep"], "sweeps, fewer examples, Newton's method"),
+        (6.0, ["serial", *["sweep"] * 3, "serial", "newton"], "longer runs of Newton's method"),
+        (math.inf, ["serial", *["sweep"] * 3, "serial", *["newton"] * 4], ""),
+    ],
+)
+def test_no_measurement_starts_when_time_is_over(measured, monkeypatch, seconds, wanted, left_out):
+    """Calibration has half of the time. What is left out is named, and estimated relative to serial propagation."""
+    started, _ = measured
+    monkeypatch.setattr(_plan, "_probe", lambda *args: lambda *pair: probed(0.5))
+    monkeypatch.setattr(_plan, "has_counts", lambda problem: True)
+    problem = deep(64, examples=8)
+    found = lp_jax.plan(problem, seconds=2 * seconds)
+    assert [name for name, _ in started] == wanted
+    assert found.note == (f"Left out for lack of time: {left_out}." if left_out else "") and found.note in str(found)
+    guess, times = planning.estimate(problem), found.machine
+    if not wanted:
+        assert times.per_layer == guess.per_layer
+    if "sweep" not in wanted:
+        assert times.forward == pytest.approx([x * times.forward[0] / guess.forward[0] for x in guess.forward])
+        assert times.adjoint == pytest.approx([x * times.adjoint[0] / guess.forward[0] for x in guess.forward])
+
+
+def test_long_calls_have_few_samples(monkeypatch):
+    """Fifteen samples, or those that start in two seconds; a given number is always taken."""
+    monkeypatch.setattr(_measure, "_SAMPLES", 15)
+    for spent, options, wanted in ((1.5, {}, 2), (1e-3, {}, 15), (5.0, {"samples": 3, "repeats": 1}, 3)):
+        now, calls = [0.0], []
+        monkeypatch.setattr(_measure, "time", SimpleNamespace(perf_counter=lambda now=now: now[0]))
+        monkeypatch.setattr(_measure, "_SAMPLE", 1e-9)
+
+        def call(now=now, calls=calls, spent=spent):
+            calls.append(1)
+            now[0] += spent
+
+        assert _measure.seconds([call], **options) == [pytest.approx(spent)]
+        assert len(calls) - (1 if "repeats" in options else 2) == wanted  # compiled, and timed for the repeats
 
 
 # --- examples, memory, pipelines ------------------------------------------------------------------------------------
 
 
-def test_a_part_of_the_examples_takes_what_so_many_layers_fewer_take():
+def test_half_of_the_examples_take_the_time_of_half_of_the_layers():
     machine = dataclasses.replace(MACHINE, examples=50, overhead=0.5, kept_bytes=40)
     half = machine.divided(2)
     assert [half.seconds("forward", n) for n in (16, 128)] == [2.0, 9.0]  # as 8 and 64 of whole ones
-    assert half.seconds("forward", 1) == 0.75  # half of it shrinks
-    assert half.per_layer == (0.375, 1.875)
+    assert half.per_layer == (0.375, 1.875)  # half of a single layer shrinks
     assert (half.examples, half.state_bytes, half.kept_bytes, half.layer_bytes) == (25, 250, 20, 100)
     quarter, again = machine.divided(4), half.divided(2)
-    assert again.seconds("forward", 1) == pytest.approx(quarter.seconds("forward", 1)) == 0.625
+    assert again.seconds("forward", 1) == pytest.approx(quarter.seconds("forward", 1)) == 0.3125
     assert machine.divided(1) is machine
-
-
-def test_layers_in_a_loop_shrink_with_their_examples():
-    looped = machine(auto=1)
-    assert looped.divided(4).seconds("adjoint", 1) == 0.25
-    assert dataclasses.replace(looped, overhead=1.0).divided(4).seconds("adjoint", 1) == 1.0
+    looped = (planning.Machine(**ONE, overhead=part).divided(4) for part in (0.0, 1.0))
+    assert [one.seconds("adjoint", 1) for one in looped] == [0.25, 1.0]
 
 
 def test_gradients_are_summed_over_workers_with_other_examples():
+    """Up and down a tree of four, half of the layers."""
     machine = dataclasses.replace(MACHINE, examples=8)
-    serial = lp_jax.Serial(), lp_jax.Serial()
-    time = planning.predict(*serial, 64, machine, workers=2, data_workers=4)
-    assert (
-        time.gradients == 2 * 2 * 0.25 + 2 * 3 / 4 * 32 * 100 / 1000
-    )  # up and down a tree of four; half of the layers
-    assert planning.predict(*serial, 64, machine).gradients == 0
-    slow = dataclasses.replace(machine, sum_bandwidth=100.0)  # of sums, which add, too
-    assert planning.predict(*serial, 64, slow, workers=2, data_workers=4).gradients == 1.0 + 2 * 3 / 4 * 32 * 100 / 100
+    cost = planning.predict(*SERIAL, 64, machine, workers=2, data_workers=4)
+    assert cost.gradients == 2 * 2 * 0.25 + 2 * 3 / 4 * 32 * 100 / 1000
+    assert planning.predict(*SERIAL, 64, machine).gradients == 0
     with pytest.raises(ValueError, match="data_workers=9 is more than the 8 examples"):
-        planning.predict(*serial, 64, machine, data_workers=9)
+        planning.predict(*SERIAL, 64, machine, data_workers=9)
 
 
 def test_newton_takes_what_was_measured_of_it():
     solver = lp_jax.Newton(iterations=3, batch_axes=1)
     machine = dataclasses.replace(MACHINE, newton=(10.0, 20.0, 90.0), examples=10)
-    time = planning.predict(solver, solver.for_adjoint(), 64, machine)
-    assert time.evaluations == 4 * 90.0 + 9.0 + 20.0
+    cost = planning.predict(solver, solver.for_adjoint(), 64, machine)
+    assert cost.evaluations == 4 * 90.0 + 9.0 + 20.0
     assert machine.divided(2).seconds("newton", 128) == 90.0
     with pytest.raises(NotImplementedError, match=r"by hand has no times of Newton's method: calibrate\(newton=True\)"):
         planning.predict(solver, solver.for_adjoint(), 64, MACHINE)
     size = 500 / 10 * 500 / 10 / 4  # bytes of a Jacobian
-    assert planning.memory(solver, 64, machine).working == 6 * 64 * 500 + 3 * 64 * 10 * size
+    assert cost.working == 6 * 64 * 500 + 3 * 64 * 10 * size
 
 
 def test_a_pipeline_by_hand():
     """Four microbatches through two workers: five turns of 32 layers, each a quarter of the examples, and two messages."""
     machine = dataclasses.replace(MACHINE, examples=8)
-    turn = 32 * (0.5 + 2.5) / 4 + 2 * (0.25 + 125 / 1000)
-    assert pipeline(64, machine, 2, 4) == pytest.approx(5 * turn + 7.0)
-    beside = dataclasses.replace(machine, adding=0.125, update=0.5)  # five turns' gradients are added up four times
-    assert pipeline(64, beside, 2, 4) == pytest.approx(5 * turn + 4 * 32 * 0.125 + 32 * 0.5 + 7.0)
-    assert pipeline(64, machine, 1, 1) == planning.predict(lp_jax.Serial(), lp_jax.Serial(), 64, machine).seconds
+    assert pipeline(64, machine, 2, 4) == pytest.approx(5 * (32 * 3.0 / 4 + 2 * (0.25 + 125 / 1000)))
+    assert pipeline(64, machine, 1, 1) == planning.predict(*SERIAL, 64, machine).seconds
 
 
 @pytest.mark.parametrize("layers", [256, 16384])
@@ -312,11 +285,12 @@ def test_memory_is_what_the_compiler_says(layers):
     """Of the committed results of suite memory: within 5 % in all, within 30 % of what is neither argument nor result."""
     results = json.loads((BENCHMARKS / "results" / "cpu" / "memory.json").read_text())
     state = 32 * 64 * 4
-    looped = machine(auto=1, state_bytes=state, kept_bytes=2 * state, layer_bytes=65 * 64 * 4)
+    looped = machine(state_bytes=state, kept_bytes=2 * state, layer_bytes=65 * 64 * 4)
     rows = [row for row in results["rows"] if row["layers"] == layers]
     assert len(rows) == 11
     for row in rows:
-        found = planning.memory(_of_row(row["name"], layers), layers, looped)
+        solver = _of_row(row["name"], layers)
+        found = planning.predict(solver, solver, layers, looped)
         assert found.bytes == pytest.approx(row["total"], rel=0.05), row["name"]
         assert found.kept + found.working == pytest.approx(row["temporary_bytes"], rel=0.3), row["name"]
 
@@ -338,65 +312,31 @@ def _of_row(name, layers):
 def test_memory_is_divided_among_workers():
     machine = dataclasses.replace(MACHINE, kept_bytes=40, examples=8)
     for solver in (lp_jax.Serial(), lp_jax.Picard(), lp_jax.MGRIT(storage="all"), lp_jax.MGRIT(at_once=math.inf)):
-        alone, eighth = (planning.memory(solver, 64, machine, workers=p) for p in (1, 8))
+        alone, eighth = (planning.predict(solver, solver, 64, machine, workers=p)[4:] for p in (1, 8))
         assert eighth == tuple(x / 8 for x in alone)
-    half = planning.memory(lp_jax.Serial(), 64, machine, data_workers=2)
+    half = planning.predict(*SERIAL, 64, machine, data_workers=2)
     assert (half.parameters, half.kept) == (2 * 64 * 100, 64 * (250 + 20))
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
 
-IDLE = "a device that a layer does not fill"
-UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=32, overhead=1.0, name=IDLE)
-LOOPED = machine(1e-5, auto=1, examples=32)
+UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=32, overhead=1.0, name="a device that a layer does not fill")
+LOOPED = machine(1e-5, examples=32)
 
 
-def told(errors):
-    """A probe with known errors by the kind of solver, and what it was asked."""
+def probed(error, iterations=3):
+    return Probed(error, iterations, iterations)
+
+
+def probe_with(errors):
+    """A probe with known errors by solver, and the solvers that it was asked for."""
     asked = []
 
     def probe(solver, adjoint_solver):
         asked.append(solver)
-        return planning.Probed(errors(solver), solver.iterations, adjoint_solver.iterations)
+        return Probed(errors(solver), solver.iterations, adjoint_solver.iterations)
 
     return probe, asked
-
-
-def test_the_fastest_that_is_exact_enough_is_chosen():
-    probe, asked = told(lambda solver: 1e-3 if isinstance(solver, lp_jax.MGRIT) else 0.5)
-    found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
-    assert isinstance(found.solver, lp_jax.MGRIT)
-    assert all(c.error > 1e-2 for c in found.choices if c.time.seconds < found.best.time.seconds)
-    assert found.unprobed == 0
-    assert asked[-1] == found.solver  # nobody looks at what would be slower
-    assert found.speedup == found.serial.time.seconds / found.best.time.seconds > 1
-
-
-def test_secant_sweeps_are_probed_where_plain_sweeps_are_not_exact_enough():
-    for plain, wanted in ((0.5, True), (1e-3, False)):
-        probe, asked = told(lambda solver, plain=plain: 1e-3 if isinstance(solver, lp_jax.Secant) else plain)
-        found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
-        secant = [isinstance(solver, lp_jax.Secant) for solver in (*asked, found.solver)]
-        assert any(secant) == secant[-1] == wanted
-
-
-def test_what_diverges_is_never_chosen():
-    probe, _ = told(lambda solver: math.nan)
-    found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
-    assert isinstance(found.solver, lp_jax.Serial)
-    assert re.match(r"\d+ solvers are predicted faster, none with a gradient error of at most 1e-02\. On", found.reason)
-    assert all(
-        c.probed is not None for c in found.choices if isinstance(c.solver, lp_jax.Picard)
-    )  # the tightest are left out
-
-
-def test_the_plan_counts_the_solvers_left_out_for_lack_of_time():
-    probe, asked = told(lambda solver: 1.0)
-    found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.0, solvers=[lp_jax.Picard(sweeps=3)])
-    assert found.unprobed > 2 and not asked
-    assert found.reason.startswith(
-        f"{found.unprobed} solvers predicted faster were left out for lack of time. On 2 devices"
-    )
 
 
 @pytest.fixture
@@ -407,163 +347,80 @@ def clock(monkeypatch):
     return now
 
 
-def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_for_a_tenth_longer(clock):
+def test_the_fastest_solver_that_is_exact_enough_is_chosen():
+    probe, asked = probe_with(lambda solver: 1e-3 if isinstance(solver, lp_jax.MGRIT) else 0.5)
+    found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
+    assert isinstance(found.solver, lp_jax.MGRIT) and found.unprobed == 0
+    assert all(c.error > 1e-2 for c in found.choices if c.cost.seconds < found.best.cost.seconds)
+    assert asked[-1] == found.solver  # slower ones are not probed
+    assert found.speedup == found.serial.cost.seconds / found.best.cost.seconds > 1
+    assert found.reason.endswith("times as fast as serial propagation on one worker.")
+
+
+def test_secant_sweeps_are_probed_where_plain_sweeps_are_not_exact_enough():
+    for plain, wanted in ((0.5, True), (1e-3, False)):
+        probe, asked = probe_with(lambda solver, plain=plain: 1e-3 if isinstance(solver, lp_jax.Secant) else plain)
+        found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
+        secant = [isinstance(solver, lp_jax.Secant) for solver in (*asked, found.solver)]
+        assert any(secant) == secant[-1] == wanted
+
+
+def test_a_solver_that_diverges_is_never_chosen():
+    probe, asked = probe_with(lambda solver: math.nan)
+    found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
+    assert isinstance(found.solver, lp_jax.Serial)
+    assert re.match(r"\d+ solvers predicted faster .*none with a gradient error of at most 1e-02\. On 2", found.reason)
+    loosest = [type(solver) for solver in asked if isinstance(solver, lp_jax.Picard | lp_jax.Secant)]
+    assert loosest == [lp_jax.Picard, lp_jax.Secant]
+
+
+def test_solvers_left_out_for_lack_of_time_are_counted():
+    probe, asked = probe_with(lambda solver: 1.0)
+    found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.0, solvers=[lp_jax.Picard(sweeps=3)])
+    assert found.unprobed > 2 and not asked
+    text = f"{found.unprobed} solvers predicted faster were left out for lack of time."
+    assert found.reason.startswith(f"{text} On 2 devices")
+    one = dataclasses.replace(planning.choose(1024, UNFILLED, probe=lambda *pair: probed(1e-3)), unprobed=1)
+    assert one.reason.endswith("on one worker. 1 solver predicted faster was left out for lack of time.")
+
+
+def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its_end(clock):
     asked = []
 
     def probe(solver, adjoint_solver):
         asked.append(solver)
-        clock[0] += 0.2 if len(asked) < 3 else 0.05
-        return planning.Probed(0.5, 3, 3)
+        clock[0] += 0.2
+        return probed(0.5 if len(asked) < 4 else 1e-3)
 
     own = lp_jax.Picard(sweeps=3)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.3, solvers=[own])
-    assert asked[0] == own and len(asked) == 3  # sweeps to a tolerance end at 0.4, and may run until 0.43
-    late = f"{found.unprobed} solvers predicted faster were left out for lack of time. "
-    assert found.reason.startswith(
-        f"3 solvers are predicted faster, none with a gradient error of at most 1e-02. {late}"
-    )
-    chosen = planning.choose(1024, UNFILLED, probe=lambda *pair: planning.Probed(1e-3, 3, 3), seconds=1.0)
-    assert chosen.unprobed == 0 and chosen.reason.endswith("times as fast as serial propagation on one worker.")
-    text = dataclasses.replace(chosen, unprobed=1).reason
-    assert text.endswith("on one worker; 1 solver predicted faster was left out for lack of time.")
-
-
-def test_the_reason_says_whether_errors_were_measured_and_what_is_nearly_faster():
-    plan = planning.choose(64, UNFILLED)
-    faster = [c for c in plan.choices if c.time.seconds * 1.15 <= plan.serial.time.seconds]
-    assert plan.reason == f"{len(faster)} solvers are predicted faster. Their gradient errors were not measured."
-    none = planning.choose(64, LOOPED, probe=lambda *pair: planning.Probed(0.0, 3, 3))
-    assert none.reason.startswith("No parallel solver is predicted faster than serial propagation, because layers run")
-    nearly = none.choices[-1]._replace(time=Time(0.9 * none.serial.time.seconds, 0.0, 0.0, 0.0, 0.0))
-    text = dataclasses.replace(none, choices=(nearly, *none.choices)).reason
-    assert text.startswith("No parallel solver is predicted 1.15 times as fast as serial propagation, because")
-
-
-def test_a_plan_with_newton_names_the_accelerator():
-    machine = dataclasses.replace(UNFILLED, newton=(1e-6, 1e-6))
-    errors, _ = told(lambda solver: 0.0 if isinstance(solver, lp_jax.Newton) else 1.0)
-    found = planning.choose(1024, machine, probe=errors, seconds=1e9)
-    assert isinstance(found.solver, lp_jax.Newton)
-    assert found.reason.endswith("serial propagation on one worker (pays on an accelerator).")
-
-
-@pytest.fixture
-def started(monkeypatch, clock):
-    """The measurements that `plan` starts. Each takes a second."""
-    names = []
-
-    def measured(name, value):
-        def measure(*args, **options):
-            names.append(name)
-            clock[0] += 1.0
-            return value
-
-        return measure
-
-    times = {
-        "serial": (1e-5, 2e-5),
-        "sweep": [2e-4, 3e-4, 4e-4],
-        "newton": 1e-4,
-        "adding": 1e-6,
-        "relaxation": np.full(3, 1e-5),
-    }
-    for name, value in times.items():
-        monkeypatch.setattr(_measure, name, measured(name, value))
-    monkeypatch.setattr(_plan, "_probe", lambda *args: measured("probe", planning.Probed(0.5, 3, 3)))
-    diagnosis = planning.Diagnosis(layers=64, examples=2, lipschitz=1.0, lyapunov=0.0, rehearsals=())
-    monkeypatch.setattr(_plan, "diagnose", measured("diagnose", diagnosis))
-    return names
+    assert asked[0] == own and len(asked) == 4  # time is over after two; the fourth is exact enough
+    assert found.best.error == 1e-3 and found.unprobed == 0
 
 
 @pytest.mark.parametrize(
-    ("seconds", "wanted", "left_out"),
+    ("machine", "probe", "reason"),
     [
+        (UNFILLED, None, r"\d+ solvers predicted faster than serial .*Their gradient errors were not measured"),
+        (machine(1e-5, 1.0, at_once=(1, 64)), None, "No parallel solver is predicted 1.15 .*a layer fills the device"),
         (
-            0.0,
-            [],
-            "serial propagation (estimated), sweeps (estimated), intervals, Newton's method, sums of gradients, behaviour",
-        ),
-        (
-            2.0,
-            ["serial", "probe", "probe"],
-            "sweeps (estimated), intervals, Newton's method, sums of gradients, behaviour",
-        ),
-        (
-            4.0,
-            ["serial", "sweep", "probe", "probe"],
-            "shorter sweeps, intervals, Newton's method, sums of gradients, behaviour",
-        ),
-        (
-            12.0,
-            ["serial", "sweep", "sweep", "sweep", "relaxation", "newton", *["probe"] * 6],
-            "longer runs of Newton's method",
+            LOOPED,
+            lambda *pair: probed(0.0),
+            "No parallel solver.*layers run one after another.*examples, 2 times as fast",
         ),
     ],
+    ids=["not measured", "a layer fills the device", "one after another"],
 )
-def test_no_measurement_starts_when_time_is_over(started, monkeypatch, seconds, wanted, left_out):
-    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 64)
-    found = lp_jax.plan(deep(64), seconds=seconds)
-    assert started == wanted
-    assert found.note.startswith(f"Left out for lack of time: {left_out}") and found.note in str(found)
-    assert found.diagnosis is None and isinstance(found.solver, lp_jax.Serial)
+def test_the_reason_for_serial_propagation_is_said(machine, probe, reason):
+    found = planning.choose(64, machine, probe=probe)
+    assert isinstance(found.solver, lp_jax.Serial) and re.match(reason, found.reason)
 
 
-def test_nothing_is_left_out_with_time_enough(started):
-    found = lp_jax.plan(deep(64), seconds=math.inf)
-    assert started[-1] == "diagnose" and found.diagnosis is not None and found.note == ""
-    assert {"serial", "sweep", "newton", "adding", "probe"} <= set(started)
-
-
-def test_layers_one_after_another_are_planned_without_time(started, monkeypatch):
-    """As many layers are measured as time allows; sweeps then take as long as serial propagation."""
-    monkeypatch.setattr(_calibrate, "layers_at_once", lambda problem: 1)
-    deadline = _deadline.Deadline(0.5)
-    machine = _calibrate.measure(deep(64), False, True, deadline=deadline)
-    assert started == ["serial"] and (machine.at_once, machine.forward) == ((1,), (1e-5,))
-    assert machine.serial == (1e-5, 2e-5) and machine.relaxation is None
-    assert deadline.left_out == [
-        "longer serial propagation",
-        "sweeps (estimated)",
-        "intervals",
-        "batches",
-        "sums of gradients",
-    ]
-
-
-def test_sweeps_left_out_are_estimated_relative_to_serial_propagation(started):
-    machine = _calibrate.measure(deep(64), False, deadline=_deadline.Deadline(0.5))
-    guess = planning.estimate(deep(64))
-    assert machine.at_once == guess.at_once and machine.serial == (1e-5, 2e-5)
-    for times in (machine.forward, machine.adjoint, machine.gradient):
-        assert times == pytest.approx([1e-5, *(1e-5 * x / guess.per_layer[0] for x in guess.forward[1:])])
-    unmeasured = _calibrate.measure(deep(64), False, deadline=_deadline.Deadline(0.0))
-    assert unmeasured.serial == guess.per_layer and len(started) == 1
-
-
-def test_long_calls_have_few_samples(monkeypatch):
-    """Fifteen samples, or those that start in two seconds; a given number is always taken."""
-    monkeypatch.setattr(_measure, "_SAMPLES", 15)
-    for spent, options, wanted in ((1.5, {}, 2), (1e-3, {}, 15), (5.0, {"samples": 3, "repeats": 1}, 3)):
-        now, calls = [0.0], []
-        monkeypatch.setattr(_measure, "time", SimpleNamespace(perf_counter=lambda now=now: now[0]))
-        monkeypatch.setattr(_measure, "_SAMPLE", 1e-9)
-
-        def call(now=now, calls=calls, spent=spent):
-            calls.append(1)
-            now[0] += spent
-
-        assert _measure.seconds([call], **options) == [pytest.approx(spent)]
-        assert len(calls) - (1 if "repeats" in options else 2) == wanted  # compiled, and timed for the repeats
-
-
-def test_where_nothing_can_win_no_hierarchy_is_compiled_and_the_alternative_is_named():
-    probe, asked = told(lambda solver: 0.0)
-    found = planning.choose(64, LOOPED, probe=probe)
-    assert isinstance(found.solver, lp_jax.Serial)
-    assert all(isinstance(solver, lp_jax.Picard) for solver in asked)  # for the sake of more devices
-    assert "No parallel solver is predicted faster than serial propagation" in found.reason
-    assert "layers run one after another" in found.reason
-    assert "On 2 devices: along the examples, 2 times as fast" in found.reason
+def test_a_plan_with_newton_names_the_accelerator():
+    probe, _ = probe_with(lambda solver: 0.0 if isinstance(solver, lp_jax.Newton) else 1.0)
+    found = planning.choose(1024, dataclasses.replace(UNFILLED, newton=(1e-6, 1e-6)), probe=probe, seconds=1e9)
+    assert isinstance(found.solver, lp_jax.Newton)
+    assert found.reason.endswith("serial propagation on one worker (pays on an accelerator).")
 
 
 def test_errors_are_those_of_the_gradient(monkeypatch):
@@ -587,7 +444,7 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
     found = lp_jax.plan(problem, machine=UNFILLED, error=1e-12, seconds=1e9)
     e = np.asarray(jax.jit(jax.grad(exact))(params))
     looked_at = {type(c.solver): c for c in found.choices if c.probed is not None}
-    assert len(looked_at) == 2  # sweeps and cycles
+    assert looked_at.keys() == {lp_jax.Picard, lp_jax.Secant, lp_jax.MGRIT}
     for choice in looked_at.values():
         g = jax.jit(jax.grad(loss))(params, choice.solver, choice.adjoint_solver)
         assert relative_error(g, e) == pytest.approx(choice.error, rel=0.1)
@@ -597,7 +454,7 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
     assert chosen.best.probed.iterations < 32  # and so many are counted
     sweeps = (chosen.best.probed.iterations, chosen.best.probed.adjoint_iterations)
     taken = planning.predict(*(lp_jax.Picard(sweeps=n) for n in sweeps), 32, UNFILLED)
-    assert chosen.best.time == taken
+    assert chosen.best.cost.seconds == taken.seconds
 
 
 def test_a_scan_over_integers_is_planned_by_the_gradient_of_its_start(monkeypatch):
@@ -611,50 +468,36 @@ def test_a_scan_over_integers_is_planned_by_the_gradient_of_its_start(monkeypatc
 
 
 def test_more_devices():
-    probe, _ = told(lambda solver: 1e-3)
+    probe, _ = probe_with(lambda solver: 1e-3)
     found = planning.choose(64, UNFILLED, probe=probe)
     one, *more = found.scaling((1, 2, 64, 4096))
-    assert one.data == found.serial.time.seconds and one.layers == found.best.time.seconds and one.split == (1, 1)
+    assert one.data == found.serial.cost.seconds and one.layers == found.best.cost.seconds and one.split == (1, 1)
     assert more[0].pipeline is not None and one.pipeline is None
     assert [d.layers is None for d in more] == [False, False, True]
     assert more[-1].both is None and more[-1].data is None  # 64 layers by 32 examples are 2048
     for row in (one, *more[:2]):
         assert row.both <= min(x for x in (row.layers, row.data) if x is not None)
     text = str(found)
-    assert (
-        found.code in text and "2048" in text and "4096" not in text and "message times unknown, taken as zero" in text
-    )
+    assert found.code in text and "message times unknown, taken as zero" in text
+    assert "2048" in text and "4096" not in text
 
 
-@pytest.mark.parametrize("workers", [3, 8])
-def test_as_many_cycles_as_intervals_are_exact(workers):
-    """Finite termination: what `Plan.scaling` takes for granted, against a scan."""
-    rng = np.random.default_rng(0)  # rough, and far from an ODE
+def test_as_many_cycles_as_intervals_are_exact():
+    """Finite termination, which `Plan.scaling` takes for granted, on a chain far from an ODE; the last interval is short."""
+    rng = np.random.default_rng(0)
     params, y0 = jnp.asarray(rng.normal(size=(16, 4, 4))), jnp.asarray(rng.normal(size=(3, 4)))
-    ((solver, adjoint_solver),) = _candidates.exact_cycles(16, workers)
-
-    def step(y, layer):
-        return y + jnp.tanh(y @ layer.params)
-
-    def loss(params):
-        y1 = lp_jax.solve(step, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1
-        return 0.5 * jnp.sum(y1**2)
-
-    def exact(params):
-        return 0.5 * jnp.sum(jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y0, params)[0] ** 2)
-
-    got, wanted = jax.jit(lambda p: (jax.grad(loss)(p), jax.grad(exact)(p)))(params)
-    np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9)
+    ((solver, adjoint_solver),) = _candidates.exact_cycles(16, workers=3)
+    assert solver == adjoint_solver
+    assert_serial(lambda y, layer: y + jnp.tanh(y @ layer.params), params, y0, lambda y: 0.5 * jnp.sum(y**2), solver)
 
 
-def test_the_crossover_is_told_where_one_device_has_nothing_to_gain():
+def test_more_devices_are_faster_where_one_has_nothing_to_gain():
     """Four forward and four adjoint sweeps of N / P layers, a last one and the gradient, against 3 N: from four devices on."""
-    found = planning.choose(64, LOOPED, probe=lambda solver, adjoint_solver: planning.Probed(1e-3, 4, 4))
+    found = planning.choose(64, LOOPED, probe=lambda solver, adjoint_solver: probed(1e-3, 4))
     assert isinstance(found.solver, lp_jax.Serial)
     rows = {row.devices: row.layers for row in found.scaling((2, 4, 16))}
     assert rows[16] == pytest.approx((5 + 4 + 1) * 64 / 16 * 1e-5)
     assert rows[2] == pytest.approx((64 + 64 + 32) * 1e-5)  # two intervals, two cycles: exact
-    assert "faster than serial propagation from 2 devices on" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -680,45 +523,29 @@ def dense(width, layers=256):
 def test_an_estimate_counts_operations():
     step, params = dense(512)
     machine = planning.estimate(lp_jax.Problem(step, params, jnp.zeros((256, 512), "float32")), device="V100")
+    assert machine.at_once == (1, 4, 32, 256)
     slope = (machine.seconds("forward", 256) - machine.seconds("forward", 1)) / 255
     product = 2 * 256 * 512 * 512 / 1.57e13
     assert product <= slope < 1.5 * product
     assert (machine.state_bytes, machine.layer_bytes) == (256 * 512 * 4, 512 * 512 * 4)
-    reached = 9.0e11 * 2 / 3
-    assert machine.adding == pytest.approx(3 * machine.layer_bytes / reached)
 
 
-def test_wires_are_measured_between_the_devices_that_there_are():
-    found = planning.interconnect(mesh(2), sizes=(1 << 8, 1 << 16))
-    assert min(found.values()) > 0
+def test_messages_are_measured_between_the_devices_that_there_are():
+    found = _interconnect.interconnect(mesh(2), sizes=(1 << 8, 1 << 16))
+    assert set(found) == {"latency", "bandwidth"} and min(found.values()) > 0
     with pytest.raises(ValueError, match="one worker"):
-        planning.interconnect(mesh(1))
-    step, params = dense(4, layers=8)
-    problem = lp_jax.Problem(step, params, jnp.ones((2, 4), "float32"))
-    plan = lp_jax.plan(problem, machine=dataclasses.replace(UNFILLED, **found), workers=2)
-    assert plan.machine.latency == found["latency"]
+        _interconnect.interconnect(mesh(1))
 
 
-def test_latency_and_bandwidth_are_told_apart(monkeypatch):
-    """Sweeps over four workers: two states and a prefix sum's, the norm over two hops; by a made-up wire."""
+def test_latency_and_bandwidth_are_those_of_a_made_up_wire(monkeypatch):
+    """Sweeps over four workers send two states, two of a prefix sum, and the norm over two hops."""
 
     def sweep(comm, size):
         return 0.5 + (0 if comm is None else 4 * (3e-6 + size / 1e9) + 2 * 3e-6)
 
-    def total(comm, size):  # three quarters of all, to the next and back
-        return 5e-5 + 2 * 3 / 4 * size / 5e8
-
     monkeypatch.setattr(_interconnect, "_sweep", sweep)
-    monkeypatch.setattr(_interconnect, "_sum", total)
-    assert _work.prefix_messages(4) == 3
-    found = planning.interconnect(mesh(4), sizes=(0, 1 << 20))
-    assert found == pytest.approx({"latency": 3e-6, "bandwidth": 1e9, "sum_bandwidth": 5e8})
-
-
-def test_the_part_that_does_not_shrink_is_read_off_the_curve():
-    assert _calibrate._overhead([2, 8, 64], (1e-5, 1e-5, 1e-5, 1e-5)) == 1.0  # flat: nothing but overhead
-    assert _calibrate._overhead([2, 8, 64], (1.0, 2.0, 8.0, 64.0)) == 0.0
-    assert _calibrate._overhead([2, 8, 64], (1.0, 1.5, 4.5, 32.5)) == pytest.approx(0.5)
+    found = _interconnect.interconnect(mesh(4), sizes=(0, 1 << 20))
+    assert found == pytest.approx({"latency": 3e-6, "bandwidth": 1e9})
 
 
 def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once():
@@ -732,10 +559,10 @@ def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once()
         first, second = ((lambda y, w=w: y + layer.dt * jnp.tanh(y @ w)) for w in layer.params)
         return jax.lax.cond(layer.index % 2 == 0, first, second, y)
 
-    device = dataclasses.replace(planning.processor("gpu", "H100"), launch=0.0)  # branches are no kernels more
+    device = dataclasses.replace(_at_once.processor("gpu", "H100"), kernel=0.0, launch=0.0)  # no kernels more
     with planning.assume(device):
         plain, switch = (planning.estimate(lp_jax.Problem(step, params, y0)) for step in (one, either))
-    alone, together = (s / p for s, p in zip(switch.forward[::2], plain.forward[::2], strict=True))
+    alone, together = (s / p for s, p in zip(switch.gradient[::3], plain.gradient[::3], strict=True))  # no sums
     assert 0.95 < alone < 1.3 and 2 <= together / alone < 2.1  # both, and the choice between their results
 
     def lowered(at_once):
@@ -743,22 +570,6 @@ def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once()
         return solve.lower(params).as_text()
 
     assert "stablehlo.case" in lowered(1) and "stablehlo.case" not in lowered(64)
-
-
-def test_layers_of_different_intervals_take_a_part_of_a_sweep():
-    """Relaxation sums nothing up; a sweep over as many layers does."""
-    flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-05, 1e-05))
-    plain = planning.Machine(at_once=(1, 64), **flat)
-    machine = planning.Machine(at_once=(1, 64), across=(0.5, 0.25, 2.0), **flat)
-    assert [machine.seconds_across(kind, 16) for kind in flat] == [5e-6, 2.5e-6, 2e-5]
-    assert machine.seconds_across("forward", 1) == plain.seconds_across("forward", 16) == 1e-5
-    cycles, sweeps = lp_jax.MGRIT(coarsening=8), lp_jax.Picard(sweeps=3)
-    took, alone = (planning.predict(cycles, cycles, 64, m).evaluations for m in (machine, plain))
-    assert 0.25 * alone < took < alone
-    took, alone = (planning.predict(sweeps, sweeps, 64, m).evaluations for m in (machine, plain))
-    assert took == alone
-    with pytest.raises(ValueError, match="across"):
-        planning.Machine(at_once=(1,), across=(0.5, -1.0, 0.5), **dict.fromkeys(flat, (1e-05,)))
 
 
 def test_a_step_without_a_product_has_an_estimate():
@@ -774,16 +585,13 @@ def test_shapes_are_enough_for_an_estimate():
     assert planning.estimate(lp_jax.Problem(step, *shapes), device="H100") == machine
     traced = jax.jit(lambda *arrays: planning.estimate(lp_jax.Problem(step, *arrays), device="H100").state_bytes)
     assert traced(params, y0) == machine.state_bytes
-    assert machine.examples == 32 and 0.9 < machine.overhead < 1
+    assert machine.examples == 32 and 0.9 < machine.overhead < 1 and 0.3 < machine.relaxation < 0.5
     assert machine.kept_bytes in (32 * 64 * 4, 2 * 32 * 64 * 4)  # of a tanh JAX 0.10 keeps two arrays, 0.12 one
 
 
 def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
     """And one for workers that are not at hand says that message times are unknown."""
-    from lp_jax.planning import _plan
-
-    measured = {"latency": 1e-3, "bandwidth": 1e9, "sum_bandwidth": 1e9}
-    seen = []
+    seen, measured = [], {"latency": 1e-3, "bandwidth": 1e9}
     monkeypatch.setattr(_plan, "interconnect", lambda comm: seen.append(comm.size) or measured)
     mesh = jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2])
     step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
@@ -808,13 +616,8 @@ def test_a_plan_says_once_that_a_layer_cannot_be_counted():
 
     foreign.defvjp(lambda y: (foreign(y), None), lambda _, y_bar: (y_bar,))
 
-    def called(y, layer):
-        return y + layer.params * foreign(y)
-
-    def plain(y, layer):
-        return y + layer.params * y
-
-    for body, times in ((called, 1), (plain, 0)):
-        problem = lp_jax.Problem(body, jnp.ones(8) / 8, jnp.ones((2, 4)))
-        found = lp_jax.plan(problem, machine=machine(1e-5, auto=1), seconds=0.1)
+    for f, times in ((foreign, 1), (jnp.sin, 0)):
+        step = lambda y, layer, f=f: y + layer.params * f(y)  # noqa: E731
+        problem = lp_jax.Problem(step, jnp.ones(8) / 8, jnp.ones((2, 4)))
+        found = lp_jax.plan(problem, machine=machine(1e-5), seconds=0.1)
         assert str(found).count("one at a time") == times

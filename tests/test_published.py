@@ -11,7 +11,7 @@ import pytest
 from lp_jax import MGRIT, Rediscretize, Serial
 from lp_jax.planning import Machine, predict
 
-UNIT = Machine(at_once=(1,), forward=(1,), adjoint=(1,), gradient=(1,), serial=(1, 2), auto=1)
+UNIT = Machine(at_once=(1,), forward=(1,), adjoint=(1,), gradient=(1,))
 
 TWO = {"levels": 2, "coarsening": 64}
 THREE = {"levels": 3, "coarsening": 4}

@@ -16,8 +16,9 @@ from problems import INJECT
 from relaxation import Relaxation
 
 import lp_jax
-from lp_jax import planning, viz
+from lp_jax import viz
 from lp_jax._solvers import _cycle, _serial
+from lp_jax.planning._schedule import count
 from lp_jax.train._log import flat
 from lp_jax.viz._hierarchy import batches
 from lp_jax.viz._schedule import timelines
@@ -331,7 +332,7 @@ def test_a_timeline_is_as_long_as_what_is_counted(workers, at_once):
         pair = solver, solver.for_adjoint()
         for line, adjoint in zip(lines_of(*pair, workers, at_once), (False, True), strict=True):
             options = {"workers": workers, "at_once": at_once, "kept": solver.keeps_states, "adjoint": adjoint}
-            counted = planning.count(pair[adjoint], 64, **options)
+            counted = count(pair[adjoint], 64, **options)
             found = collections.Counter()
             for event in counted.events:
                 if event.kind != "message":

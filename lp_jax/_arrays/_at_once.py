@@ -97,12 +97,6 @@ class Processor:
         chain_flops: flops in the time of one turn of a loop; None where a turn is never worth its time.
         kernel_step: seconds of a step in a kernel that marches through a chain whose steps act on each number by itself; None
             where there is none.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> here: planning.Processor = planning.processor("cpu")
-        >>> here.launches
-        False
     """
 
     flops: float
@@ -154,7 +148,7 @@ class Processor:
 
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
-        starts = (layer.kernels + _OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
+        starts = (layer.kernels + OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
         one = layer.branches * self.one(layer, steps=steps) + self.few_rows * layer.few * layer.kernels
         return self.launch * starts + steps * one
 
@@ -197,7 +191,7 @@ class Processor:
 _BYTES = 4  # per number that an operation other than a product computes: half of them are fused away
 _PASSES = 10  # over the Jacobians, in an iteration of Newton's method
 OF_NEWTON = 100  # kernels of such an iteration
-_OF_A_SUM = 6  # kernels of the sums of increments in a sweep
+OF_A_SUM = 6  # kernels of the sums of increments in a sweep
 _MOST = 2048  # operations of all turns that are unrolled
 
 
@@ -265,11 +259,6 @@ def processor(platform: str, kind: str = "") -> Processor:
     For a CPU they were measured on two cores with 32 MB of cache, jax 0.10.2 and 0.12 (docs/internals.md, "Layers at once on
     a CPU" and "The default"); for an accelerator on an H200 (docs/gpu.md), on which sweeps over 256, 128 and 64 of 1,024 layers
     at a time took 1.6, 2.0 and 2.7 times as long as over all of them. Other kinds have the flops and bytes of a data sheet.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> planning.processor("gpu", "NVIDIA H200").flops
-        490000000000000.0
     """
     if platform == "cpu":
         return CPU

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from lp_jax import Serial, planning
 from lp_jax.cli._models import Pair
+from lp_jax.planning._schedule import count
 from lp_jax.train._log import Row, unflat
 
 _training_step = functools.lru_cache(maxsize=1024)(planning.training_step)
-_count = functools.lru_cache(maxsize=1024)(planning.count)
+_count = functools.lru_cache(maxsize=1024)(count)
 
 
 def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, blocks: int, examples: int) -> list[Row]:

@@ -28,6 +28,7 @@ from lp_jax.cli._plan import make_plan
 from lp_jax.cli._report import make_writable, plain_console, quick_compilation, save, write_json
 from lp_jax.cli._settings import prepare
 from lp_jax.cli._workers import ONE_DEVICE, Place, copies, devices, mesh_comm
+from lp_jax.planning._words import code
 from lp_jax.train._types import Batch, LossFn
 
 ABOUT = """\
@@ -180,7 +181,7 @@ def reason(plan: planning.Plan, workers: int, runs: Sequence[Run]) -> str:
     predicted = planning.predict(*pair, plan.layers, plan.machine, workers=workers).seconds / plan.serial_seconds
     return (
         f"Why: an exact step is {serial} evaluations of one layer, one after another. A layer-parallel step is "
-        f"{counted.depth()} evaluations of {max(batch.layers for batch in counted.batches)} layers at once: {SWEEPS[0] + 1} "
+        f"{counted.depth()} evaluations of {max(layers for _, layers in counted.batches)} layers at once: {SWEEPS[0] + 1} "
         f"forward, {SWEEPS[1]} adjoint and the gradient{sent}. From the times of layers on this machine the planner predicts "
         f"{predicted:.2f} of the exact step's time. Measured: {spent['layer-parallel'] / spent['exact']:.2f}."
     )
@@ -226,7 +227,7 @@ def pictures(made: Experiment, workers: int, runs: Sequence[Run]) -> dict[str, F
     }
     return {
         "race.png": viz.race({run.name: run.log.rows for run in runs}, target=target_of(runs)),
-        "residuals.png": viz.residuals(history, iteration="sweep", solvers=(planning.code(_SIX),) * 2),
+        "residuals.png": viz.residuals(history, iteration="sweep", solvers=(code(_SIX),) * 2),
         "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="iteration", choice="solver"),
         "sweeps.png": viz.hierarchy(solver, layers, t1=made.settings.t1, adjoint_solver=adjoint_solver),
         "schedule.png": viz.schedule(

@@ -19,7 +19,8 @@ from lp_jax.cli._menu import MenuParser, in_words, unknown_option
 from lp_jax.cli._models import Model, Pair
 from lp_jax.cli._problem import Problem, model_and_training
 from lp_jax.cli._task import Training
-from lp_jax.planning import code, with_effort
+from lp_jax.planning import with_effort
+from lp_jax.planning._words import code
 
 set_parsing_settings(subclasses_enabled=["is_pure_dataclass"])  # a coarse step may be `Rediscretize` or a solver
 register_type(jax.Array, float, float)  # a tolerance may be traced; here it is a number

@@ -20,8 +20,8 @@ from lp_jax._arrays._types import PyTree
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
 from lp_jax.cli._info import version
-from lp_jax.planning import code, with_effort
-from lp_jax.planning._words import iteration_name
+from lp_jax.planning import with_effort
+from lp_jax.planning._words import code, iteration_name
 from lp_jax.train import residuals
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import workers
 from lp_jax.nn._export import first_difference
-from lp_jax.planning import code
+from lp_jax.planning._words import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
 
 if TYPE_CHECKING:

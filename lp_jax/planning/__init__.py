@@ -1,27 +1,15 @@
 """Predict the time and memory of a training step before it is run."""
 
-from lp_jax._arrays._at_once import Processor as Processor
-from lp_jax._arrays._at_once import processor as processor
 from lp_jax.planning import _solvers as _solvers
-from lp_jax.planning._calibrate import calibrate as calibrate
-from lp_jax.planning._cost import memory as memory
 from lp_jax.planning._cost import predict as predict
-from lp_jax.planning._diagnose import Diagnosis as Diagnosis
+from lp_jax.planning._default import assume as assume
+from lp_jax.planning._default import default as default
 from lp_jax.planning._diagnose import diagnose as diagnose
 from lp_jax.planning._estimate import estimate as estimate
-from lp_jax.planning._interconnect import interconnect as interconnect
 from lp_jax.planning._machine import Machine as Machine
 from lp_jax.planning._plan import choose as choose
-from lp_jax.planning._plan import plan as plan
-from lp_jax.planning._processor import assume as assume
-from lp_jax.planning._processor import default as default
-from lp_jax.planning._processor import measure_processor as measure_processor
 from lp_jax.planning._result import Plan as Plan
-from lp_jax.planning._result import Probed as Probed
-from lp_jax.planning._schedule import count as count
 from lp_jax.planning._schedule import training_step as training_step
-from lp_jax.planning._words import code as code
 from lp_jax.planning._words import summary as summary
-from lp_jax.planning._work import Schedule as Schedule
 from lp_jax.planning._work import held as held
 from lp_jax.planning._work import with_effort as with_effort

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 
 from lp_jax._programs import _inputs
 from lp_jax._solvers._coarse_step import Identity
@@ -69,15 +68,12 @@ def cycles(layers: int, workers: int = 1) -> list[Pair]:
 
 def exact_cycles(layers: int, workers: int) -> list[Pair]:
     """One interval per worker, and as many cycles as intervals: every state is exact, whatever the network."""
-    pairs: list[Pair] = []
-    for factor in _factors(layers, workers) if workers > 1 else ():
-        solver = MGRIT(coarsening=factor, iterations=-(-layers // factor), coarse_step=Identity(), storage="all")
-        pairs.append((solver, solver))
-    return pairs
+    kept = MGRIT(coarse_step=Identity(), storage="all")
+    factors = _factors(layers, workers) if workers > 1 else []
+    return [(dataclasses.replace(kept, coarsening=m, iterations=-(-layers // m)),) * 2 for m in factors]
 
 
-def _factors(layers: int, workers: int) -> Iterator[int]:
+def _factors(layers: int, workers: int) -> list[int]:
     """One interval per worker; without workers, a few intervals."""
-    for intervals in (workers,) if workers > 1 else (4, 8):
-        if 2 <= -(-layers // intervals) < layers:
-            yield -(-layers // intervals)
+    factors = [-(-layers // intervals) for intervals in ((workers,) if workers > 1 else (4, 8))]
+    return [m for m in factors if 2 <= m < layers]

@@ -24,7 +24,7 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import as_pair
 from lp_jax.planning._deadline import Deadline
 from lp_jax.planning._measure import arrays, compile_fast, examples_of, few, small, solving
-from lp_jax.planning._words import align, code
+from lp_jax.planning._words import align, code, numbered, where_it_pays
 
 
 class Rehearsal(NamedTuple):
@@ -42,12 +42,6 @@ class Rehearsal(NamedTuple):
         """Whether both tolerances were met."""
         return self.result == self.adjoint_result == DONE
 
-    @property
-    def taken(self) -> tuple[str, str]:
-        """Iterations forward and adjoint as text; a dash for those that did not converge."""
-        forward = str(self.iterations) if self.result == DONE else "-"
-        return forward, str(self.adjoint_iterations) if self.adjoint_result == DONE else "-"
-
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
@@ -62,14 +56,6 @@ class Diagnosis:
             average. Below zero, layers forget.
         rehearsals: iterations of each pair of solvers, and how they ended.
         left_out: solvers that were not rehearsed for lack of time.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> diagnosis = planning.Diagnosis(layers=64, examples=4, lipschitz=2.0, lyapunov=-0.1, rehearsals=())
-        >>> f"{diagnosis.growth:.4f}"
-        '0.0017'
-        >>> print(diagnosis.behaviour)
-        This chain forgets: a disturbance is 1.7e-03 times as large after the last layer.
     """
 
     layers: int
@@ -85,79 +71,53 @@ class Diagnosis:
         return math.exp(min(self.lyapunov * self.layers, _LARGEST))
 
     @property
-    def numbers(self) -> str:
-        """Both numbers, on one line."""
-        return f"Lipschitz constant x T {self.lipschitz:.3g}, Lyapunov exponent {self.lyapunov:+.2g} a layer"
-
-    @property
     def behaviour(self) -> str:
         """One sentence: the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it."""
-        growth = f"{self.growth:.1e}" if not _KEPT <= self.growth < 100 else f"{self.growth:.1f}"
-        return f"This chain {self._kind[0]}: a disturbance is {growth} times as large after the last layer."
+        kind = "forgets" if self.growth <= 0.1 else "keeps disturbances" if self.growth <= 10 else "amplifies"
+        growth = f"{self.growth:.1f}" if 0.1 <= self.growth < 100 else f"{self.growth:.1e}"
+        return f"This chain {kind}: a disturbance is {growth} times as large after the last layer."
 
     @property
     def verdict(self) -> str:
-        """The behaviour, and which solvers converge: by rehearsal, or as is usual on such chains."""
-        text = self._kind[1]
-        if self.rehearsals:
-            good = [f"{type(r.solver).__name__}{where_it_pays(r.solver)}" for r in self.rehearsals if r.converges]
-            bad = [type(r.solver).__name__ for r in self.rehearsals if not r.converges]
-            text = f"No rehearsed solver converges{'' if self.left_out else ': take Serial()'}."
-            if good:
-                text = f"Converges: {', '.join(good)}." + (f" Does not: {', '.join(bad)}." if bad else "")
-        names = ", ".join(type(solver).__name__ for solver in self.left_out)
-        late = f" Left out for lack of time: {names}." if names else ""
-        return f"{self.behaviour} {text}{late}"
-
-    @property
-    def _kind(self) -> tuple[str, str]:
-        """Whether the chain damps, keeps or amplifies a disturbance, in words; and advice."""
-        return next((verb, advice) for most, verb, advice in _BEHAVIOURS if self.growth <= most)
+        """The behaviour, and which rehearsed solvers converge."""
+        sentences = [self.behaviour]
+        good = [f"{type(r.solver).__name__}{where_it_pays(r.solver)}" for r in self.rehearsals if r.converges]
+        bad = [type(r.solver).__name__ for r in self.rehearsals if not r.converges]
+        if good:
+            sentences.append(f"Converges: {', '.join(good)}." + (f" Does not: {', '.join(bad)}." if bad else ""))
+        elif bad:
+            sentences.append(f"No rehearsed solver converges{'' if self.left_out else ': take Serial()'}.")
+        if self.left_out:
+            names = ", ".join(type(solver).__name__ for solver in self.left_out)
+            sentences.append(f"Left out for lack of time: {names}.")
+        return " ".join(sentences)
 
     def __str__(self) -> str:
         lines = [
-            f"{self.layers} layers, measured on {self.examples} example{'s' * (self.examples != 1)}",
+            f"{self.layers} layers, measured on {numbered(self.examples, 'example')}",
             "",
             f"  Lipschitz constant x T  {self.lipschitz:.3g}",
             f"  Lyapunov exponent       {self.lyapunov:+.2g} a layer",
         ]
         if self.rehearsals:
             rows: list[tuple[str, ...]] = [("forward", "adjoint", "solver")]
-            rows += [(*r.taken, code(r.solver)) for r in self.rehearsals]
+            for r in self.rehearsals:
+                ways = (r.iterations, r.result), (r.adjoint_iterations, r.adjoint_result)
+                taken = (str(iterations) if result == DONE else "-" for iterations, result in ways)
+                rows.append((*taken, code(r.solver)))
             lines += ["", *(f"  {line}" for line in align(rows))]
         return "\n".join([*lines, "", self.verdict])
 
     __repr__ = __str__
 
 
-_KEPT = 0.1  # growth through all layers
-_SWEEPS = "Sweeps and cycles mostly converge on such chains where Lipschitz constant x T is a few dozen at most."
-_BEHAVIOURS = (  # growth at most, verb, advice
-    (_KEPT, "forgets", "Newton's method mostly converges on such chains, and pays on an accelerator. " + _SWEEPS),
-    (10.0, "keeps disturbances", _SWEEPS),
-    (1e3, "amplifies", _SWEEPS),
-    (math.inf, "amplifies", "Iterations mostly fail on such chains, or are nearly as many as layers: take Serial()."),
-)
 _LARGEST = 700.0  # of an exponent
-
-
-@functools.singledispatch
-def where_it_pays(solver: Solver) -> str:
-    """Return where a solver pays, in brackets; empty for no restriction."""
-    return ""
-
-
-@where_it_pays.register
-def _(solver: Newton) -> str:
-    return " (pays on an accelerator)" if solver.jacobian == "full" else ""
 
 
 def diagnose(
     problem: Problem,
     *,
     cotangent: State | None = None,
-    rtol: float = 1e-3,
-    adjoint_rtol: float = 1e-2,
     examples: int = 4,
     solvers: Sequence[Solver | Pair] | None = None,
     seconds: float = 10.0,
@@ -171,13 +131,11 @@ def diagnose(
     Args:
         problem: the network, and a typical batch.
         cotangent: cotangent of the last state, as a loss gives it; None takes the last state, as a sum of squares gives it.
-        rtol: tolerance of the forward solves: residual norm over the first one.
-        adjoint_rtol: tolerance of the adjoint solves.
         examples: number of examples that are used, along the first axis of the state. All of them where the step does not
             take fewer.
-        solvers: solvers to rehearse, or pairs (solver, adjoint solver), with tolerances of their own. None means sweeps, cycles
-            of two levels and, where an example's state has at most 256 numbers, Newton's method, each with at most 32
-            iterations. With an empty list nothing is rehearsed; this takes a second.
+        solvers: solvers to rehearse, or pairs (solver, adjoint solver). None means sweeps, cycles of two levels and, where an
+            example's state has at most 256 numbers, Newton's method, each to a residual of 1e-3, in the adjoint 1e-2, of the
+            first one, with at most 32 iterations. With an empty list nothing is rehearsed; this takes a second.
         seconds: time after which no rehearsal starts. One that has begun is finished, its compilation included. The two numbers
             are always computed. The text names the solvers left out.
 
@@ -186,7 +144,7 @@ def diagnose(
 
     Raises:
         TypeError: if ``problem`` is not a `Problem`.
-        ValueError: for a tolerance that is not positive, and less than one example.
+        ValueError: for less than one example.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -203,14 +161,12 @@ def diagnose(
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
-    if not min(rtol, adjoint_rtol) > 0:
-        raise ValueError(f"rtol and adjoint_rtol must be positive; got {rtol!r} and {adjoint_rtol!r}.")
     _check.integer("examples", examples, least=1)
     deadline = Deadline(seconds)
     problem = few(problem.replace(comm=None), examples)
     if cotangent is not None:
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
-    pairs = _usual(problem, rtol, adjoint_rtol) if solvers is None else list(map(as_pair, solvers))
+    pairs = _usual(problem) if solvers is None else list(map(as_pair, solvers))
     lipschitz, lyapunov = _numbers(problem)
     rehearsals = [_rehearse(problem, cotangent, *pair) for pair in pairs if deadline.allows()]
     left_out = tuple(solver for solver, _ in pairs[len(rehearsals) :])
@@ -220,16 +176,16 @@ def diagnose(
 _MOST = 32  # iterations, as of the default solver
 
 
-def _usual(problem: Problem, rtol: float, adjoint_rtol: float) -> list[Pair]:
+def _usual(problem: Problem) -> list[Pair]:
     """Sweeps, cycles and, for small states, Newton's method; with fewer iterations than layers, so that none is exact."""
     most = max(1, min(_MOST, problem.layers - 1))
     solvers: list[Picard | MGRIT] = [
-        Picard(sweeps=most, rtol=rtol, fallback=True),
-        MGRIT(iterations=most, rtol=rtol, fallback=True),
+        Picard(sweeps=most, rtol=1e-3, fallback=True),
+        MGRIT(iterations=most, rtol=1e-3, fallback=True),
     ]
-    pairs: list[Pair] = [(s, dataclasses.replace(s, rtol=adjoint_rtol)) for s in solvers]
+    pairs: list[Pair] = [(s, dataclasses.replace(s, rtol=1e-2)) for s in solvers]
     if small(problem.y0):  # a residual of Newton's method may rise on the way: it does not give up
-        pairs.append((Newton(iterations=most, rtol=rtol, batch_axes=1), Newton(iterations=1, batch_axes=1)))
+        pairs.append((Newton(iterations=most, rtol=1e-3, batch_axes=1), Newton(iterations=1, batch_axes=1)))
     return pairs
 
 

@@ -3,7 +3,7 @@
 import jax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import OF_NEWTON, Processor, processor
+from lp_jax._arrays._at_once import OF_A_SUM, OF_NEWTON, Processor, processor
 from lp_jax._arrays._types import Arrays, PyTree
 from lp_jax._problem import Problem
 from lp_jax._programs._program import Program
@@ -43,34 +43,37 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
     return machines[0]
 
 
+_PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured on CPUs and counted for an H200
+
+
 def _machine(program: Program, arrays: Arrays, known: Processor) -> Machine:
-    layer, layers = program.traced.footprint, program.workers.layers
-    y, params = arrays.y0, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays.slices.params)
-    sizes = tuple(sorted({1, max(1, layers // 16), layers}))
-    started, single = known.launch * layer.kernels, known.one(layer, steps=layers)
-    times = tuple(started + single if n == 1 else known.batch(layer, n) for n in sizes)
-    several = sizes[-2] if len(sizes) > 2 else layers
-    across = (started + several * layer.branches * single) / known.batch(layer, several)  # relaxation sums nothing up
-    examples, auto = examples_of(y), known.at_once(layer, layers)
+    layer, layers, y = program.traced.footprint, program.workers.layers, arrays.y0
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays.slices.params)
+    most = known.at_once(layer, layers)
+    sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
+    batches = [known.batch(layer, size) for size in sizes]
+    sweeps = [t + size * _PASSES * _tree.nbytes(y) / known.bandwidth for size, t in zip(sizes, batches, strict=True)]
+    forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
+    examples = examples_of(y)
     numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    newton = tuple(
-        known.launch * OF_NEWTON + t + n * known.jacobians(examples, numbers) for n, t in zip(sizes, times, strict=True)
-    )
-    layer_bytes = _tree.nbytes(params)
-    forward, backward = known.serial(layer, layers)
+    jacobians = known.jacobians(examples, numbers)
+    fixed = known.launch * layer.kernels + known.one(layer._replace(flops=0.0, numbers=0.0), steps=layers)
+    whole = known.launch * layer.kernels + known.one(layer, steps=layers)
     return Machine(
-        at_once=sizes,
-        forward=times,
-        adjoint=times,
-        gradient=times,
-        newton=newton if small(y) else None,
-        serial=(forward / layers, backward / layers),
-        across=(across, across, across),
-        auto=None if auto >= layers else auto,
+        at_once=(1, *sizes),
+        forward=(forward, *sweeps),
+        adjoint=(backward / 2, *sweeps),
+        gradient=(backward / 2, *batches),
+        newton=tuple(
+            known.launch * OF_NEWTON + seconds + size * jacobians
+            for size, seconds in zip((1, *sizes), (forward, *batches), strict=True)
+        )
+        if small(y)
+        else None,
+        relaxation=(batches[-1] - known.launch * OF_A_SUM) / sweeps[-1] if sizes else 1.0,
         examples=examples,
-        overhead=started / (started + single),
-        adding=3 * layer_bytes / known.bandwidth,  # two are read, one is written
+        overhead=fixed / whole,  # kernels start, and parameters are read, for any number of examples
         state_bytes=_tree.nbytes(y),
         kept_bytes=kept_bytes(program, arrays),
-        layer_bytes=layer_bytes,
+        layer_bytes=_tree.nbytes(params),
     )

@@ -38,30 +38,15 @@ def relative_error(products: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Solved(NamedTuple):
-    """Iterations, residual and result of the solves of one kind, the worst of each.
+    """Iterations, residual and result of the solves of one kind, the worst of each."""
 
-    Attributes:
-        direction: "forward" or "adjoint".
-        iteration: name of the solver's iteration, "Picard sweep".
-        layers: number of layers.
-        solves: number of solves.
-        iterations: the most iterations that one took.
-        residual: the largest last residual norm, relative to the first; NaN where fewer than two were measured.
-        result: the worst result code, one of `lp_jax.RESULTS`.
-
-    Example:
-        >>> import lp_jax
-        >>> lp_jax.Solved("forward", "Picard sweep", layers=16, solves=1, iterations=2, residual=0.1, result=0).iterations
-        2
-    """
-
-    direction: str
-    iteration: str
+    direction: str  # "forward" or "adjoint"
+    iteration: str  # its name, "Picard sweep"
     layers: int
-    solves: int
-    iterations: int
-    residual: float
-    result: int
+    solves: int  # number of them
+    iterations: int  # the most that one took
+    residual: float  # the largest last norm, relative to the first; NaN where fewer than two were measured
+    result: int  # the worst code, one of `lp_jax.RESULTS`
 
 
 class GradientErrors(NamedTuple):
@@ -71,7 +56,8 @@ class GradientErrors(NamedTuple):
         relative: ``|g - e| / |e|``, in the 2-norm.
         cosine: cosine of the angle between g and e.
         leaves: the relative error of each leaf, by its path.
-        solves: statistics of the solves inside; empty if there are none.
+        solves: the solves inside, one row for each direction, solver and number of layers: ``direction``, ``iteration`` (its
+            name), ``layers``, ``solves`` (their number), and the worst ``iterations``, ``residual`` and ``result``.
         seconds: time of one value and gradient, the median of several.
         exact_seconds: time of one with serial propagation, measured in turn with the other.
 
@@ -116,12 +102,8 @@ def gradient_error(
     """Measure the error of ``jax.grad(loss)``, and report the solves inside.
 
     ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap, shard_map or in
-    a scan. The exact gradient is that of the same function with every solver replaced by `Serial`.
-
-    Args:
-        loss: as for ``jax.grad``.
-        argnums: as for ``jax.grad``.
-        has_aux: as for ``jax.grad``.
+    a scan. The exact gradient is that of the same function with every solver replaced by `Serial`. The arguments are those of
+    ``jax.grad``.
 
     Returns:
         A function of ``loss``'s arguments, pytrees of arrays, that returns `GradientErrors`. It compiles three programs.
@@ -150,12 +132,8 @@ def compare(
 ) -> Callable[..., dict[str, GradientErrors]]:
     """Measure `gradient_error` for several solvers, each replacing all solvers inside ``loss``.
 
-    Args:
-        loss: as for ``jax.grad``.
-        solvers: a list, or a dict by name, of solvers or pairs ``(solver, adjoint_solver)``. None in a dict means the solvers
-            that ``loss`` has.
-        argnums: as for ``jax.grad``.
-        has_aux: as for ``jax.grad``.
+    ``solvers`` is a list, or a dict by name, of solvers or pairs ``(solver, adjoint_solver)``. None in a dict means the solvers
+    that ``loss`` has. The other arguments are those of ``jax.grad``.
 
     Returns:
         A function of ``loss``'s arguments that returns `GradientErrors` by name; for a list, by the solvers as code.

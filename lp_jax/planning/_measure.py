@@ -15,8 +15,6 @@ from lp_jax._comms._comm import default_platform
 from lp_jax._problem import Gradients, Problem
 from lp_jax._programs._program import Program
 from lp_jax._programs._traced import trace
-from lp_jax._solvers._coarse_step import Identity
-from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
@@ -74,11 +72,11 @@ def kept_bytes(program: Program, arrays: Arrays) -> int:
     return sum(x.size * x.dtype.itemsize for x in kept)
 
 
-LEAST = 1e-9  # seconds; lower bound of a difference of times, which noise may make negative
+_LEAST = 1e-9  # seconds; lower bound of a difference of times, which noise may make negative
 
-_SWEEPS, _CYCLES = 9, 2  # of the longer runs
+_SWEEPS = 9  # of the longer runs
 _SAMPLE = 0.02  # seconds that a sample lasts at least
-_SAMPLES = 15  # with five, the gradient's time in an interval was off by an eighth; with these by a twentieth
+_SAMPLES = 15
 _LONGEST = 2.0  # seconds of all samples
 
 
@@ -112,22 +110,7 @@ def serial(problem: Problem) -> tuple[float, float]:
     forward = jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=Serial()).y1)
     (first,) = seconds([partial(forward, arrays(problem))])
     (whole,) = seconds([partial(solving(problem), Serial(), Serial(), None)])
-    return first / problem.layers, max(whole - first, LEAST) / problem.layers
-
-
-def adding(params: PyTree) -> float:
-    """Seconds of adding the gradients of all layers to others, measured with arrays like the parameters."""
-    added = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not added:
-        return 0.0
-    add = jax.jit(lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], donate_argnums=0)
-    total = [jnp.zeros_like(x) for x in added]
-
-    def call() -> None:
-        nonlocal total
-        total = jax.block_until_ready(add(total, added))
-
-    return seconds([call])[0]
+    return first / problem.layers, max(whole - first, _LEAST) / problem.layers
 
 
 def has_counts(problem: Problem) -> bool:
@@ -135,38 +118,10 @@ def has_counts(problem: Problem) -> bool:
     return trace(problem, (Picard(),))[0].traced.footprint.counted
 
 
-def layers_at_once(problem: Problem) -> int:
-    """Return the number of layers that ``at_once="auto"`` evaluates at once, on one device."""
-    program, arrays = trace(problem.replace(comm=None), (Picard(),))
-    return program.chain(*arrays[:3]).at_once("auto")
-
-
 def sweep(problem: Problem, at_once: int | float) -> list[float]:
     """Seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
     forward, adjoint, gradient = _iterations(problem, Picard(sweeps=_SWEEPS, at_once=at_once))
-    return [max(s, LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
-
-
-def relaxation(problem: Problem, span: int, at_once: int | float | str = "auto") -> np.ndarray:
-    """Seconds per layer of sweeps over intervals of ``span`` layers: forward, adjoint, and gradient.
-
-    Each cycle has several sweeps, so that its coarse level counts little. With few intervals it has one sweep, because more
-    would make the first cycle exact and leave no second one.
-    """
-    sweeps = "FCFCF" if problem.layers // span > 3 else "F"
-    solver = MGRIT(
-        coarsening=span,
-        iterations=_CYCLES,
-        relaxation=sweeps,
-        coarse_step=Identity(),
-        start="guess",
-        storage="all",
-        at_once=at_once,
-    )
-    *cycles, last = _iterations(problem, solver)
-    forward, adjoint = (spent / sweeps.count("F") for spent in cycles)
-    gradient = last - forward - adjoint  # the last sweeps are as long as the others
-    return np.maximum(LEAST, np.array([forward, adjoint, gradient])) / problem.layers
+    return [max(s, _LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
 
 
 def newton(problem: Problem) -> float:
@@ -181,7 +136,7 @@ def newton(problem: Problem) -> float:
     calls = [partial(iterated, arrays(problem), jnp.float32(value)) for value in (1e30, -1.0)]
     few, many = (int(call()[1]) for call in calls)
     once, often = seconds(calls)
-    return max(LEAST, (often - once) / max(1, many - few))
+    return max(_LEAST, (often - once) / max(1, many - few))
 
 
 def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:

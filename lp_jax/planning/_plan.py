@@ -20,9 +20,8 @@ from lp_jax._solvers._secant import Secant
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.planning._calibrate import measure
 from lp_jax.planning._candidates import as_pair, cycles, newton, sweeps
-from lp_jax.planning._cost import memory, predict
+from lp_jax.planning._cost import predict
 from lp_jax.planning._deadline import Deadline
-from lp_jax.planning._diagnose import diagnose
 from lp_jax.planning._gradient_error import inner_products, relative_error
 from lp_jax.planning._interconnect import interconnect
 from lp_jax.planning._machine import Machine
@@ -53,7 +52,7 @@ def plan(
         comm: the workers themselves, if they are at hand; by default those of the problem. The times of their messages are
             always measured. On MPI ranks all call this together.
         machine: times of the layers; None measures them (`calibrate`).
-        seconds: bound of the whole call: calibration, which has half of it, then probes and `diagnose`. A measurement that has
+        seconds: bound of the whole call: calibration, which has half of it, then probes. A measurement that has
             begun is finished, its compilations included. None starts after that time. The plan names those left out.
         solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
             probed first.
@@ -71,12 +70,12 @@ def plan(
         >>> flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
         >>> problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
-        >>> print(planning.code(lp_jax.plan(problem, machine=gpu).solver))
-        Picard(sweeps=32, rtol=0.01)
+        >>> print(lp_jax.plan(problem, machine=gpu).code)
+        solver=lp_jax.Picard(sweeps=32, rtol=0.01), adjoint_solver=lp_jax.Picard(sweeps=32, rtol=0.1)
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
-    deadline, half = Deadline(seconds), Deadline(seconds / 2)
+    end, half = Deadline(seconds), Deadline(seconds / 2)
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = problem.replace(comm=None)
     messages: dict[str, Any] = {}
@@ -86,20 +85,16 @@ def plan(
         workers = there.size
         messages = interconnect(there) if workers > 1 else {}
     if machine is None:
-        machine = measure(problem, small(problem.y0), deadline=half)
+        machine = measure(problem, small(problem.y0), half)
     machine = dataclasses.replace(machine, **messages)
-    probe, left = _probe(problem, cotangent), deadline.left
+    probe, left = _probe(problem, cotangent), end.left
     best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=left, solvers=solvers)
-    diagnosis = diagnose(problem, solvers=()) if deadline.allows("behaviour of the layers") else None
-    left_out = half.left_out + deadline.left_out
-    late = f"Left out for lack of time: {', '.join(left_out)}. " if left_out else ""
-    note = late if has_counts(problem) else late + _UNCOUNTED
-    return dataclasses.replace(best, note=note.strip(), diagnosis=diagnosis)
-
-
-_UNCOUNTED = (
-    'A layer has a callback, a foreign call or a loop of unknown length: at_once="auto" evaluates one at a time.'
-)
+    notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
+    if not has_counts(problem):
+        notes.append(
+            'A layer has a callback, a foreign call or a loop of unknown length: at_once="auto" evaluates one at a time.'
+        )
+    return dataclasses.replace(best, note=" ".join(notes))
 
 
 def choose(
@@ -114,9 +109,9 @@ def choose(
 ) -> Plan:
     """Recommend solvers as `plan` does, from the number of layers and their times.
 
-    ``probe(solver, adjoint_solver)`` measures the error of a gradient. Without a probe only serial propagation is known to be
-    exact enough, and the other solvers are sorted by their times. The other arguments, and errors, are those of `plan`;
-    ``seconds`` bounds the probes.
+    ``probe(solver, adjoint_solver)`` returns the error of a gradient and the iterations of both solves. Without a probe only
+    serial propagation is known to be exact enough, and the other solvers are sorted by their times. The other arguments, and
+    errors, are those of `plan`; ``seconds`` bounds the probes.
     """
     if layers < 1:
         raise ValueError(f"layers must be at least 1; got {layers}.")
@@ -128,51 +123,48 @@ def choose(
         raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
     def choice(pair: Pair, probed: Probed | None = None) -> Choice:
-        spent = predict(*fix_iterations(pair, probed), layers, machine, workers=workers)
-        return Choice(*pair, spent, memory(pair[0], layers, machine, workers=workers), probed)
+        return Choice(*pair, predict(*fix_iterations(pair, probed), layers, machine, workers=workers), probed)
 
     serial = choice(SERIAL)
-    limit, deadline, unprobed = serial.time.seconds / WORTH, Deadline(seconds), 0
+    choices, deadline, unprobed = [serial], Deadline(seconds), 0
 
-    def look(pairs: list[Pair], *, scales: bool = False) -> list[Choice]:
-        """Probe solvers of one program, loosest tolerance first. They may be slow here if they are fast on more devices.
+    def limit() -> float:
+        """Seconds that a solver must be faster than to be recommended."""
+        return min([serial.cost.seconds / WORTH, *(c.cost.seconds for c in choices if c.within(error))])
 
-        A program that is compiled when time is over is run until one is exact enough, for a tenth of that time at most.
+    def look(pairs: list[Pair], *, anyway: bool = False) -> None:
+        """Probe solvers of one program, loosest tolerance first, if they are fast, or anyway.
+
+        A program that is compiled when time is over is run until one is exact enough.
         """
         nonlocal unprobed
         family = [choice(pair) for pair in pairs]
-        faster = any(c.time.seconds < limit for c in family)
-        if probe is None or not (scales or faster):
-            return family
-        if not deadline.allows():
+        faster = any(c.cost.seconds < limit() for c in family)
+        if probe is None or not (anyway or faster):
+            choices.extend(family)
+        elif not deadline.allows():
+            choices.extend(family)
             unprobed += faster
-            return family
-        probed, least = [], -math.inf
-        for pair in pairs:
-            probed.append(choice(pair, probe(*pair)))
-            left, reached = deadline.left, probed[-1].error
-            least = max(least, left - seconds / 10)  # the first call compiles
-            if reached is None or not math.isfinite(reached) or (left <= 0 and (reached <= error or left <= least)):
-                break
-        return probed
+        else:
+            for pair in pairs:
+                found = probe(*pair)
+                choices.append(choice(pair, found))
+                if not math.isfinite(found.error) or (deadline.left <= 0 and found.error <= error):
+                    break
 
-    def exact_enough() -> list[float]:
-        return [c.time.seconds for c in choices if c.within(error)]
-
-    choices = [serial]
     for pair in map(as_pair, solvers):
-        choices += look([pair], scales=True)
-    choices += look(sweeps(Picard), scales=True)
+        look([pair], anyway=True)
+    look(sweeps(Picard), anyway=True)  # slow here, they may be fast on more devices
     if machine.newton is not None:
-        choices += look(newton())
-    if probe is not None and len(exact_enough()) == 1 and deadline.left > 0:  # serial propagation only
-        choices += look(sweeps(Secant))
-    for pair in sorted(cycles(layers, workers), key=lambda pair: choice(pair).time.seconds):
-        limit = min(limit, *exact_enough())
-        choices += look([pair])
-    choices.sort(key=lambda c: c.time.seconds)
+        look(newton())
+    only_serial = sum(c.within(error) for c in choices) == 1
+    if probe is not None and only_serial and deadline.left > 0:
+        look(sweeps(Secant))
+    for pair in sorted(cycles(layers, workers), key=lambda pair: choice(pair).cost.seconds):
+        look([pair])
+    choices.sort(key=lambda c: c.cost.seconds)
     best = next(c for c in choices if c.within(error))
-    best = best if best.time.seconds * WORTH <= serial.time.seconds else serial
+    best = best if best.cost.seconds * WORTH <= serial.cost.seconds else serial
     return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)
 
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from lp_jax._solvers._default import SERIAL, Pair
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import exact_cycles
-from lp_jax.planning._cost import Memory, Time, pipeline, predict
-from lp_jax.planning._diagnose import Diagnosis, where_it_pays
+from lp_jax.planning._cost import Cost, pipeline, predict
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times
+from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times, where_it_pays
 from lp_jax.planning._work import with_effort
 
 DEVICES = tuple(2**exponent for exponent in range(13))
@@ -24,13 +23,7 @@ _UNKNOWN = 3  # iterations to a tolerance, before a probe
 
 
 class Probed(NamedTuple):
-    """Result of probing a pair of solvers: iterations, and the relative 2-norm error of the gradient.
-
-    Example:
-        >>> from lp_jax import planning
-        >>> planning.Probed(error=1e-3, iterations=5, adjoint_iterations=4).error
-        0.001
-    """
+    """Measured for a pair of solvers: the relative 2-norm error of the gradient, and iterations."""
 
     error: float
     iterations: int
@@ -38,16 +31,14 @@ class Probed(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A pair of solvers, its predicted time, and its measured error if it was probed.
+    """A pair of solvers, its predicted cost, and what was measured if it was probed.
 
-    ``time`` predicts a training step; a solver with a tolerance counts with the iterations of the probe. ``memory`` predicts
-    the bytes on a worker. ``probed`` is the result of the probe, if there was one.
+    A solver with a tolerance counts with the iterations of the probe.
     """
 
     solver: Solver
     adjoint_solver: Solver
-    time: Time
-    memory: Memory
+    cost: Cost
     probed: Probed | None = None
 
     @property
@@ -88,15 +79,14 @@ class Plan:
         unprobed: number of solvers predicted faster than ``best`` and not probed for lack of time. One solver with several
             tolerances counts once.
         note: a further remark; may be empty.
-        diagnosis: behaviour of the layers, by `diagnose`; None if only their times are known.
 
     Example:
         >>> from lp_jax import planning
         >>> flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
         >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> plan = planning.choose(64, gpu, probe=lambda solver, adjoint: planning.Probed(1e-3, 5, 4))
-        >>> plan.best.error, plan.best.probed.iterations, plan.speedup > 3
-        (0.001, 5, True)
+        >>> plan = planning.choose(64, gpu)
+        >>> plan.best.error, plan.speedup, plan.choices[0].cost.seconds < plan.serial_seconds
+        (0.0, 1.0, True)
     """
 
     choices: tuple[Choice, ...]
@@ -108,7 +98,6 @@ class Plan:
     error: float
     unprobed: int
     note: str = ""
-    diagnosis: Diagnosis | None = None
 
     @property
     def solver(self) -> Solver:
@@ -128,7 +117,7 @@ class Plan:
     @property
     def speedup(self) -> float:
         """Predicted speedup over serial propagation on one worker."""
-        return self.serial_seconds / self.best.time.seconds
+        return self.serial_seconds / self.best.cost.seconds
 
     @property
     def code(self) -> str:
@@ -140,7 +129,8 @@ class Plan:
     def reason(self) -> str:
         """The reason for this recommendation, in words."""
         were = "was" if self.unprobed == 1 else "were"
-        late = f"{numbered(self.unprobed, 'solver')} predicted faster {were} left out for lack of time."
+        late = f" {numbered(self.unprobed, 'solver')} predicted faster {were} left out for lack of time."
+        late = late if self.unprobed else ""
         if not self.solver.exact:
             text = f"predicted {times(self.speedup)} times as fast as serial propagation on one worker"
             text += where_it_pays(self.solver)
@@ -148,24 +138,21 @@ class Plan:
                 text += ", which is the better place for all layers"
             if self.workers > 1 and self.machine.message(self.machine.state_bytes) == 0:
                 text += ", message times unknown, taken as zero: plan(comm=mesh) measures them"
-            return f"{text}; {late}" if self.unprobed else f"{text}."
-        faster = [c for c in self.choices if c.time.seconds * WORTH <= self.serial.time.seconds]
-        measured = sum(c.error is not None for c in faster)
-        count = measured or len(faster)
-        text = f"{numbered(count, 'solver')} {'is' if count == 1 else 'are'} predicted faster"
+            return f"{text}.{late}"
+        faster = [c for c in self.choices if c.cost.seconds * WORTH <= self.serial.cost.seconds]
+        measured = [c for c in faster if c.error is not None]
+        text = f"{numbered(len(measured or faster), 'solver')} predicted faster than serial propagation"
         if measured:
-            text += f", none with a gradient error of at most {self.error:.0e}. "
-        elif self.unprobed:
-            text = ""
-        elif faster:
+            text += f", none with a gradient error of at most {self.error:.0e}."
+        elif faster and not self.unprobed:
             return f"{text}. Their gradient errors were not measured."
+        elif faster:
+            text = ""
         else:
-            nearly = any(c.time.seconds < self.serial.time.seconds for c in self.choices)
-            than = f"{WORTH} times as fast as" if nearly else "faster than"
-            looped = "layers run one after another on this machine"
-            why = looped if self.machine.auto == 1 else "a layer fills the device, or there are few of them"
-            text = f"No parallel solver is predicted {than} serial propagation, because {why}. "
-        return text + (f"{late} " if self.unprobed else "") + _instead(self)
+            looped = self.machine.at_once == (1,)
+            why = "layers run one after another" if looped else "a layer fills the device, or there are few of them"
+            text = f"No parallel solver is predicted {WORTH} times as fast as serial propagation, because {why}."
+        return f"{text}{late} {_instead(self)}".strip()
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
         """Predict times on other numbers of devices, with the solvers that are known to be exact enough.
@@ -199,10 +186,7 @@ class Plan:
         return [row(count) for count in devices]
 
     def __str__(self) -> str:
-        notes = [self.reason, self.note]
-        if self.diagnosis is not None:
-            notes.append(f"{self.diagnosis.numbers}. {self.diagnosis.behaviour}")
-        advice = [f"Use {self.code}", *(f"  {note}" for note in notes if note)]
+        advice = [f"Use {self.code}", *(f"  {note}" for note in (self.reason, self.note) if note)]
         return "\n".join([*_solvers(self), "", *advice, "", *_more_devices(self)])
 
     __repr__ = __str__
@@ -232,7 +216,7 @@ def _solvers(plan: Plan) -> list[str]:
     """Table of the fastest probed solvers (of all, if none was probed), with the best one and serial propagation."""
     probed = [c for c in plan.choices if c.probed is not None]
     shown = (*(probed or plan.choices)[:_MOST], plan.best, plan.serial)
-    rows = sorted({id(c): c for c in shown}.values(), key=lambda c: c.time.seconds)
+    rows = sorted({id(c): c for c in shown}.values(), key=lambda c: c.cost.seconds)
     title = f"{plan.layers} layers on {numbered(plan.workers, 'worker')}"
     name = f" of {plan.machine.name}" if plan.machine.name else ""
     head = ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
@@ -243,29 +227,21 @@ def _solvers(plan: Plan) -> list[str]:
 def _row(one_worker: float, choice: Choice) -> tuple[str, ...]:
     error = "?" if choice.error is None else f"{choice.error:.1e}" if math.isfinite(choice.error) else "diverges"
     return (
-        milliseconds(choice.time.seconds),
-        f"{one_worker / choice.time.seconds:.2f}",
+        milliseconds(choice.cost.seconds),
+        f"{one_worker / choice.cost.seconds:.2f}",
         "exact" if choice.error == 0 else error,
-        f"{choice.memory.bytes / 1e6:.3g}",
+        f"{choice.cost.bytes / 1e6:.3g}",
         "" if choice.probed is None else f"{choice.probed.iterations}/{choice.probed.adjoint_iterations}",
         pair(*choice[:2]),
     )
 
 
 def _more_devices(plan: Plan) -> list[str]:
-    many = [row for row in plan.scaling() if row.both is not None]
     rows: list[tuple[str, ...]] = [("devices", "layers", "examples", "pipeline", "both", "as", "")]
-    for d in many:
+    for d in plan.scaling():
+        if d.both is None:
+            continue
         spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
         rows.append((f"{d.devices}", *spent, "{} x {}".format(*d.split), ""))
     unknown = "" if plan.machine.latency else "; message times unknown, taken as zero"
-    lines = [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, align(rows))]
-    layers = [(d.layers, d.devices) for d in many if d.layers is not None]
-    crossing = next((devices for seconds, devices in layers if seconds < 0.99 * plan.serial_seconds), None)
-    if crossing is None:
-        none = "no number of devices is faster than one with serial propagation, with the solvers compared here."
-        return [*lines, f"Along the layers only: {none}"]
-    seconds, devices = min(layers)
-    text = f"faster than serial propagation from {numbered(crossing, 'device')} on"
-    most = f"at most {times(plan.serial_seconds / seconds)} times, at {devices}."
-    return [*lines, f"Along the layers only: {text}, {most}"]
+    return [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, align(rows))]

@@ -16,7 +16,6 @@ from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE
 from lp_jax._solvers._sweeps import Sweeps
 from lp_jax._solvers._windowed import Windowed
-from lp_jax.planning import _work
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._path import Stop, cascade_stops, cycle_stops, relaxations
 from lp_jax.planning._work import (
@@ -33,12 +32,9 @@ from lp_jax.planning._work import (
 Grid = Sequence[tuple[int, int]]
 """(steps, coarsening factor) of every level, finest first."""
 
-# --- multigrid ------------------------------------------------------------------------------------------------------
-
 
 @count_work.register
 def _(solver: MGRIT, work: Work) -> None:
-    work = dataclasses.replace(work, in_rows=True)
     grid = solver.grid(work.layers)
     rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
     if callable(solver.cycle) or any(map(callable, rules[: len(grid)])):
@@ -96,25 +92,17 @@ def _count_stops(work: Work, grid: Grid, stops: Sequence[Stop], solver: MGRIT) -
 def _(solver: MGRIT, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
     grid, mine, state = solver.grid(layers)[:-1], math.ceil(layers / workers), machine.state_bytes
     intervals = [busiest(grid, level, workers) for level in range(len(grid))]
-    working = _OF_A_CYCLE * sum(intervals) * state
+    kept, working = held.dispatch(object)(solver, machine, layers, workers)[0], _OF_A_CYCLE * sum(intervals) * state
     if solver.keeps_states:
-        return mine * machine.linearised_bytes, working
-    at_once = min(most_at_once(solver, machine.auto or math.inf), intervals[0])
+        return kept, working
+    at_once = min(most_at_once(solver, machine.at_once[-1]), intervals[0])
     some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
     recomputed = at_once * grid[0][1] * machine.linearised_bytes if some else _F_POINTS * mine * state
-    return intervals[0] * state, working + int(recomputed)
+    return kept, working + int(recomputed)
 
 
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
 _F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
-
-
-@_work.evaluates.register
-def _(solver: MGRIT) -> str:
-    return "intervals"
-
-
-# --- sweeps ---------------------------------------------------------------------------------------------------------
 
 
 @count_work.register
@@ -150,8 +138,7 @@ def _(solver: Secant, machine: Machine, layers: int, workers: int) -> tuple[int,
 
 @count_steps.register
 def _(coarse_step: Sweeps, work: Work, count: int, at_once: int) -> None:
-    sweeps = count * coarse_step.sweeps
-    work.evaluate(sweeps, at_once * work.span, rows=sweeps * at_once)
+    work.evaluate(count * coarse_step.sweeps, at_once * work.span)
 
 
 @with_effort.register
@@ -169,9 +156,6 @@ def _(solver: Windowed, iterations: int) -> Windowed:
 @count_steps.register
 def _(coarse_step: Identity, work: Work, count: int, at_once: int) -> None:
     pass
-
-
-# --- Newton's method ------------------------------------------------------------------------------------------------
 
 
 @count_work.register
@@ -214,9 +198,6 @@ _OF_A_SCAN = 3  # arrays of all Jacobians: themselves, and two in the scan
 _BYTES = 4  # of a number
 
 
-# --- serial propagation ---------------------------------------------------------------------------------------------
-
-
 @count_work.register
 def _(solver: Serial | Elementwise, work: Work) -> None:
     work = dataclasses.replace(work, in_turn=True)
@@ -230,29 +211,19 @@ def _(solver: Serial | Elementwise, work: Work) -> None:
 
 @count_steps.register
 def _(coarse_step: Serial | Elementwise, work: Work, count: int, at_once: int) -> None:
-    work.evaluate(count * work.span, at_once, rows=count * at_once)
+    work.evaluate(count * work.span, at_once)
 
 
 @held.register
 def _(solver: Serial, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
-    mine = math.ceil(layers / workers)
-    if solver.checkpoint_every is None:
-        return mine * machine.linearised_bytes, 0
-    span = min(mine, solver.checkpoint_every)
-    return math.ceil(mine / span) * machine.state_bytes, span * (machine.linearised_bytes + 2 * machine.layer_bytes)
+    kept, _ = held.dispatch(object)(solver, machine, layers, workers)
+    span = min(math.ceil(layers / workers), solver.checkpoint_every or 0)
+    return kept, span * (machine.linearised_bytes + 2 * machine.layer_bytes)
 
 
 @with_effort.register
 def _(solver: Serial | Elementwise, iterations: int) -> Serial | Elementwise:
     return solver
-
-
-@_work.evaluates.register
-def _(solver: Serial | Elementwise) -> str:
-    return "series"
-
-
-# --- one step for an interval ---------------------------------------------------------------------------------------
 
 
 @count_steps.register

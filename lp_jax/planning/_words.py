@@ -122,21 +122,14 @@ def _(part: PerInterval) -> str:
 
 
 @functools.singledispatch
-def label(solver: Solver, adjoint: Solver) -> str:
-    """Return a few words on a solver and its adjoint one, for the title of a plan."""
-    if not solver.has_tolerance:
-        return summary(solver)
-    limit = f"{solver.atol:.0e} absolute" if solver.rtol is None else f"{solver.rtol:.0e}"
-    return f"{type(solver).__name__} {iteration_name(solver)}s to {limit}"
+def where_it_pays(solver: Solver) -> str:
+    """Return where a solver pays, in brackets; empty for no restriction."""
+    return ""
 
 
-@label.register
-def _(solver: MGRIT, adjoint: Solver) -> str:
-    step = solver.coarse_step
-    coarse = "identity" if step == Identity() else type(step).__name__
-    if isinstance(step, Solver) and step.iterations:
-        coarse = f"{coarse} {step.iterations}"
-    return f"{solver.iterations}/{adjoint.iterations} cycles, {coarse}, m = {solver.coarsening}"
+@where_it_pays.register
+def _(solver: Newton) -> str:
+    return " (pays on an accelerator)" if solver.jacobian == "full" else ""
 
 
 def pair(solver: Solver, adjoint_solver: Solver) -> str:

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lp_jax._solvers._coarse_step import CoarseStep
@@ -22,13 +22,6 @@ class Uncounted(Exception):
     """Raised if no function counts the work of a solver or of a part of it. Its program is read instead."""
 
 
-class Batch(NamedTuple):
-    """Evaluations that do not depend on each other: their kind, one of `EVALUATIONS`, and the number of layers."""
-
-    kind: str
-    layers: int
-
-
 class Event(NamedTuple):
     """Batches or messages of one worker, without synchronisation in between."""
 
@@ -37,7 +30,6 @@ class Event(NamedTuple):
     times: int  # batches, one after the other, or messages
     layers: int  # in a batch; 0 for a message
     in_turn: bool = False  # whether the workers take turns; otherwise all work at the same time
-    rows: int = 0  # loops over layers one after another
 
 
 @dataclasses.dataclass
@@ -51,35 +43,26 @@ class Schedule:
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
-        >>> schedule = planning.count(lp_jax.Picard(sweeps=3), 64)
-        >>> schedule.depth(), schedule.work(), schedule.batches["forward", 64]
-        (3, 192, 3)
+        >>> schedule = planning.training_step(lp_jax.Picard(sweeps=3), lp_jax.Serial(), 64)
+        >>> schedule.depth("forward"), schedule.work("forward"), schedule.batches["forward", 64]
+        (4, 256, 4)
     """
 
     events: list[Event] = dataclasses.field(default_factory=list, repr=False)
     reductions: int = 0
 
     @property
-    def batches(self) -> collections.Counter[Batch]:
-        """How often each batch is evaluated, by its kind and its number of layers.
+    def batches(self) -> collections.Counter[tuple[str, int]]:
+        """How often each batch of independent evaluations is made, by its kind and its number of layers.
 
         Kinds: "forward"; "linearise", a forward evaluation for the sake of its transpose; "adjoint", the transpose for the
         state; "gradient", that for the parameters; "newton", an iteration of Newton's method.
         """
-        batches: collections.Counter[Batch] = collections.Counter()
+        batches: collections.Counter[tuple[str, int]] = collections.Counter()
         for event in self.events:
             if event.kind != "message":
-                batches[Batch(event.kind, event.layers)] += event.times
+                batches[event.kind, event.layers] += event.times
         return batches
-
-    @property
-    def rows(self) -> collections.Counter[str]:
-        """For each kind, the number of loops over layers one after another, in multigrid where layers run one by one."""
-        rows: collections.Counter[str] = collections.Counter()
-        for event in self.events:
-            if event.rows:
-                rows[event.kind] += event.rows
-        return rows
 
     @property
     def states(self) -> int:
@@ -91,16 +74,14 @@ class Schedule:
 
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
-        return sum(n * layers for layers, n in self._evaluations(kinds))
+        return sum(n * layers * EVALUATIONS[kind] for (kind, layers), n in self._of(kinds))
 
     def depth(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default) that wait for each other."""
-        return sum(n for _, n in self._evaluations(kinds))
+        return sum(n * EVALUATIONS[kind] for (kind, _), n in self._of(kinds))
 
-    def _evaluations(self, kinds: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-        for (kind, layers), n in self.batches.items():
-            if kind in (kinds or EVALUATIONS):
-                yield layers, n * EVALUATIONS.get(kind, 1)
+    def _of(self, kinds: Sequence[str]) -> list[tuple[tuple[str, int], int]]:
+        return [(batch, n) for batch, n in self.batches.items() if batch[0] in (kinds or EVALUATIONS)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +93,6 @@ class Work:
     at_once: float = math.inf  # layers that are evaluated at once
     kept: bool = False  # whether the forward solve leaves linearisations of all layers to the adjoint
     adjoint: bool = False  # whether this is the adjoint solve, which gives the gradient too
-    in_rows: bool = False  # whether to count rows of layers that follow each other
     step: CoarseStep | None = None  # the coarse step, if the chain is a coarse level; None for layers
     span: int = 1  # layers that a step stands for
     unit: int = 1  # steps that must live on one worker
@@ -141,33 +121,31 @@ class Work:
         else:
             count_steps(self.step, self, count, at_once)
 
-    def evaluate(self, count: int, at_once: int, *, rows: int | None = None, gradient: bool = False) -> None:
-        """Record ``count`` batches of ``at_once`` evaluations of a layer; by default in as many rows.
+    def evaluate(self, count: int, at_once: int, *, gradient: bool = False) -> None:
+        """Record ``count`` batches of ``at_once`` evaluations of a layer.
 
         In an adjoint solve these are transposes, of layers that are linearised again unless that was kept.
         """
-        rows = at_once if rows is None else rows
         if not self.adjoint:
-            self.add("forward", count, at_once, rows=rows)
+            self.add("forward", count, at_once)
             return
-        self.add("adjoint", count, at_once, rows=rows)
+        self.add("adjoint", count, at_once)
         if self.step is not None or not self.kept:  # in one loop with the transpose
             self.add("linearise", count, at_once)
         if gradient:
-            self.add("gradient", count, at_once, rows=rows)
+            self.add("gradient", count, at_once)
 
     def evaluate_again(self, count: int, at_once: int) -> None:
         """Record forward evaluations for states that the adjoint solve lacks."""
         if self.adjoint and not self.kept:
-            self.during("states again").add("forward", count, at_once, rows=at_once)
+            self.during("states again").add("forward", count, at_once)
 
-    def add(self, kind: str, count: int, layers: int, *, rows: int = 0) -> None:
-        """Record ``count`` batches of one kind, cut into ``at_once`` layers; where that is one, in ``rows`` rows."""
+    def add(self, kind: str, count: int, layers: int) -> None:
+        """Record ``count`` batches of one kind, cut into ``at_once`` layers."""
         most = max(1, int(min(layers, self.at_once)))
-        rows = rows if self.in_rows and self.at_once == 1 else 0
         for times, size in ((count * (layers // most), most), (count, layers % most)):
             if times and size:
-                self.schedule.events.append(Event(self.phase, kind, times, size, self.in_turn, rows))
+                self.schedule.events.append(Event(self.phase, kind, times, size, self.in_turn))
 
     def sent(self, states: int) -> None:
         """Record messages of a state between neighbours, one after the other."""
@@ -219,7 +197,7 @@ def held(solver: Solver, machine: Machine, layers: int, workers: int) -> tuple[i
         >>> lean = lambda solver, machine, layers, workers: (machine.state_bytes, 2 * layers // workers * machine.state_bytes)
         >>> _ = planning.held.register(Lean, lean)
         >>> times = dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,))
-        >>> planning.memory(Lean(), 64, planning.Machine(**times, state_bytes=8), workers=4)[1:]
+        >>> planning.held(Lean(), planning.Machine(**times, state_bytes=8), 64, 4)
         (8, 256)
     """
     mine = math.ceil(layers / workers)
@@ -256,15 +234,6 @@ def with_effort(solver: Any, iterations: int) -> Any:
         )
     without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}
     return dataclasses.replace(solver, iterations=iterations, **without)
-
-
-@functools.singledispatch
-def evaluates(solver: Solver) -> str:
-    """Return the order of evaluations where layers run one after another: "batches", "intervals" or "series".
-
-    "batches" are all layers of a sweep, which stores and reads the states of all layers.
-    """
-    return "batches"
 
 
 def most_at_once(solver: Solver, auto: float) -> float:

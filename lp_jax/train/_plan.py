@@ -5,11 +5,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lp_jax import planning
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._problem import Problem
 from lp_jax._solvers._serial import Serial
 from lp_jax.nn import Classifier
+from lp_jax.planning import Plan, _plan
 from lp_jax.train._supervised import Measure, cross_entropy
 from lp_jax.train._types import Batch
 
@@ -44,9 +44,7 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
     return network(params)[1][longest].problem(y, **context), cotangent
 
 
-def plan(
-    model: Classifier, params: PyTree, batch: Batch, *, loss: Measure = cross_entropy, **options: Any
-) -> planning.Plan:
+def plan(model: Classifier, params: PyTree, batch: Batch, *, loss: Measure = cross_entropy, **options: Any) -> Plan:
     """Plan the layers of a classifier with `lp_jax.plan`, for the state and the cotangent of a batch.
 
     ``params`` are those that `classification` or `regression` returns. A batch is ``(x, labels)`` or ``(x, labels, key)``.
@@ -66,4 +64,4 @@ def plan(
         0.01
     """
     problem, cotangent = inner(model, params, batch, loss)
-    return planning.plan(problem, cotangent=cotangent, **options)
+    return _plan.plan(problem, cotangent=cotangent, **options)

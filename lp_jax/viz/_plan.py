@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from lp_jax.planning import Plan
-from lp_jax.planning._words import label, times
+from lp_jax.planning._words import iteration_name, summary, times
 from lp_jax.viz._style import BLUE, GREEN, GREY, RED, dress, figure, legend, line_style, logarithmic
 
 
@@ -25,7 +25,7 @@ def plan(found: Plan) -> Figure:
         ['devices']
     """
     fig = figure(_title(found))
-    looked_at = [(1e3 * c.time.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
+    looked_at = [(1e3 * c.cost.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
     axes = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
     if looked_at:
         _errors(axes[0], found, looked_at)
@@ -39,7 +39,11 @@ def _title(result: Plan) -> str:
         more = f"; predicted {times(gain)} times as fast on {devices:,} devices" if gain >= 1.15 else ""
         return f"{result.layers} layers: serial propagation{more}"
     where = f" on {result.workers} workers" if result.workers > 1 else ""
-    solvers = label(result.solver, result.adjoint_solver)
+    solver = result.solver
+    solvers = summary(solver)
+    if solver.has_tolerance:
+        limit = f"{solver.atol:.0e} absolute" if solver.rtol is None else f"{solver.rtol:.0e}"
+        solvers = f"{type(solver).__name__} {iteration_name(solver)}s to {limit}"
     return f"{result.layers} layers{where}: {solvers}, predicted {times(result.speedup)} times as fast as serial"
 
 
@@ -50,9 +54,9 @@ def _errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) ->
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
     if result.best.error:
-        best = 1e3 * result.best.time.seconds, result.best.error
+        best = 1e3 * result.best.cost.seconds, result.best.error
         ax.plot(*best, "o", color=BLUE, markersize=15, mfc="none", label="best")
-    ax.axvline(1e3 * result.serial.time.seconds, color=RED, linewidth=1.8, label="serial")
+    ax.axvline(1e3 * result.serial.cost.seconds, color=RED, linewidth=1.8, label="serial")
     ax.axhline(result.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {result.error:.0e}")
     logarithmic(ax, "x", "y")
     legend(ax, "below")

@@ -13,9 +13,10 @@ from matplotlib.patches import Patch
 
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning import Schedule, count, summary
+from lp_jax.planning import summary
+from lp_jax.planning._schedule import count
 from lp_jax.planning._words import numbered
-from lp_jax.planning._work import Event
+from lp_jax.planning._work import Event, Schedule
 from lp_jax.viz._style import BLUE, GREEN, INK, NOTE, ORANGE, PURPLE, RED, SKY, bracket, dress, figure, legend, note
 
 COLOURS = {
@@ -73,8 +74,8 @@ def schedule(
 ) -> Figure:
     """Draw the work of each worker over time in a training step, value and gradient.
 
-    Time counts evaluations of a layer, as `lp_jax.planning.count` does. Messages take no time. With a tolerance, the largest
-    number of iterations is drawn.
+    Time counts evaluations of a layer, as `lp_jax.planning.training_step` does. Messages take no time. With a tolerance, the
+    largest number of iterations is drawn.
 
     Args:
         solver: solver of the forward solve.
